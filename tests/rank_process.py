@@ -41,7 +41,7 @@ class Followers:
             order = {"rank": rank, "size": size, "address": meeting.address, "timeout_s": timeout_s}
             order |= {"target": target.model_dump() | others, "engine": engine.model_dump()}
             self._tell(rank, order)
-        ranks = DistributedRanks(meeting, 0, size, timeout_s=timeout_s)
+        ranks = DistributedRanks(meeting, 0, size, target.collectives, timeout_s)
         try:
             yield ranks
         finally:
@@ -103,7 +103,8 @@ def _follow(order: dict[str, Any]) -> str:
     """Rank 0 only loads and holds its part: what dies in a test is then another rank than the test's own."""
     target, engine = TargetConfig(**order["target"]), EngineConfig(**order["engine"])
     try:
-        ranks = DistributedRanks(order["address"], order["rank"], order["size"], timeout_s=order["timeout_s"])
+        place = order["address"], order["rank"], order["size"]
+        ranks = DistributedRanks(*place, target.collectives, order["timeout_s"])
         load_follower(target, engine, ranks).run()
     except RagspecError as error:
         return f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ indices are sent as runs of consecutive numbers; fields that follow from others 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from ragspec.numerics.ranks import Ranks
 _CAPACITY = 2048
 """Words of the first broadcast, 8 KiB: a decode step of a few sequences with their trees fits."""
 
-_NUM_SECTIONS = 11
+_NUM_SECTIONS = 12
 
 
 class MessageKind(IntEnum):
@@ -32,11 +33,15 @@ class MessageKind(IntEnum):
 
 
 class ForwardInput(NamedTuple):
-    """The arguments of `Target.forward`. Shapes: token_ids int32 [N], logit_rows int32 [W]."""
+    """The arguments of `Target.compute`. Shapes: token_ids int32 [N], logit_rows int32 [W].
+
+    `taps`: rank 0's. Why: it decides which captured graph a rank replays, and NCCL needs all ranks to replay the same one.
+    """
 
     token_ids: Ints
     metadata: AttentionMetadata
     logit_rows: Ints
+    taps: Sequence[int] = ()
 
 
 class Message(NamedTuple):
@@ -83,16 +88,18 @@ def _send(ranks: Ranks, kind: MessageKind, num_threads: int, sections: list[Ints
 
 
 def _to_sections(forward: ForwardInput) -> list[Ints]:
-    token_ids, m, logit_rows = forward
+    token_ids, m, logit_rows, taps = forward
     starts, ends = _runs(m.context_index)
     return [
         token_ids, logit_rows, m.slots, m.positions, m.row_start, m.pages, m.page_start, starts, ends,
         np.concatenate([m.context_start, m.context_end, m.path_start]), m.path_index,
+        np.array(taps, np.int32),
     ]  # fmt: skip
 
 
 def _from_sections(sections: list[Ints]) -> ForwardInput:
-    token_ids, logit_rows, slots, positions, row_start, pages, page_start, starts, ends, bounds, path_index = sections
+    token_ids, logit_rows, slots, positions, row_start, pages, page_start, starts, ends, *others = sections
+    bounds, path_index, taps = others
     num_rows, num_sequences = len(slots), len(row_start) - 1
     context_start, context_end, path_start = np.split(bounds, [num_sequences + 1, num_sequences + 1 + num_rows])
     context_index = _join_runs(starts, ends)
@@ -114,7 +121,7 @@ def _from_sections(sections: list[Ints]) -> ForwardInput:
         path_start=path_start,
         tiles=make_tiles(row_start),
     )
-    return ForwardInput(token_ids, metadata, logit_rows)
+    return ForwardInput(token_ids, metadata, logit_rows, taps.tolist())
 
 
 def _slots(index: Ints, sequence_of: NDArray[np.int64], pages: Ints, page_start: Ints) -> Ints:

@@ -72,7 +72,7 @@ class Target:
         self._shards = shards
         self.ranks: Ranks = shards.ranks if shards else ONE_RANK
         self.backend = make_backend(config, self.ranks, arena)
-        self.backend.place(model)
+        self.backend.place(model.get_input_embeddings())
         text_config = model.config.get_text_config()
         check_servable(model, text_config)
         self.vocab_size: int = text_config.vocab_size
@@ -154,8 +154,10 @@ class Target:
 
         Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V], float32 [N, H] each.
         """
-        with self._announced(token_ids, metadata, logit_rows), torch.inference_mode():
-            hidden, tapped = self._hidden(token_ids, metadata, taps)
+        layer_taps = [tap for tap in taps if tap >= 0]
+        step = ForwardInput(token_ids, metadata, logit_rows, layer_taps)
+        with self._announced(step), torch.inference_mode():
+            hidden, tapped = self._hidden(token_ids, metadata, layer_taps)
             if FINAL in taps:
                 tapped[FINAL] = hidden
             values = self._logits(hidden, logit_rows)
@@ -164,10 +166,12 @@ class Target:
                 features[TOP_TOKENS] = self._top_tokens(values, logit_rows, len(token_ids))
             return self.backend.logits(values), features
 
-    def compute(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> LogitRows:
-        """As `forward`, without telling the other ranks. Only rank 0 gets whole logits."""
+    def compute(
+        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int] = ()
+    ) -> LogitRows:
+        """As `forward`, without telling the other ranks. Only rank 0 gets whole logits. `taps`: of layers."""
         with torch.inference_mode():
-            return self.backend.logits(self._logits(self._hidden(token_ids, metadata)[0], logit_rows))
+            return self.backend.logits(self._logits(self._hidden(token_ids, metadata, taps)[0], logit_rows))
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
@@ -190,13 +194,13 @@ class Target:
             self.ranks.close()
 
     @contextmanager
-    def _announced(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> Iterator[None]:
+    def _announced(self, step: ForwardInput) -> Iterator[None]:
         """Tell the other ranks of a forward. A failure inside it leaves them out of step, so it ends the group."""
-        assert metadata.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
+        assert step.metadata.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
         if self.ranks.size == 1:
             yield
             return
-        send_forward(self.ranks, ForwardInput(token_ids, metadata, logit_rows), torch.get_num_threads())
+        send_forward(self.ranks, step, torch.get_num_threads())
         try:
             yield
         except RankLost:
@@ -206,14 +210,13 @@ class Target:
             raise RankLost(f"rank 0 failed inside a step: {cause}") from cause
 
     def _hidden(
-        self, token_ids: Ints, metadata: AttentionMetadata, taps: Sequence[int] = ()
+        self, token_ids: Ints, metadata: AttentionMetadata, taps: Sequence[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        layer_taps = [tap for tap in taps if tap >= 0]
         if isinstance(self._model.model, Decoder | Int8Decoder):
-            return self.backend.decode(self._model.model, token_ids, self.pool, metadata, layer_taps)
+            return self.backend.decode(self._model.model, token_ids, self.pool, metadata, taps)
         context, tokens = self.backend.context(self.pool, metadata), self.backend.tokens(token_ids)
         positions = self.backend.tokens(metadata.positions)
-        with tapped_layers(self._model.model, layer_taps) as tapped:
+        with tapped_layers(self._model.model, taps) as tapped:
             output = self._model.model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, forward_context=context
             )
@@ -256,12 +259,12 @@ def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) 
         return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks, kv_dtype)
     dtype, device = getattr(torch, config.dtype), ranks.device(config.device)
     if config.backend_name == "torch":
-        return TorchBackend(device, dtype, is_int8=config.is_int8, captures=ranks.size == 1)
+        return TorchBackend(device, dtype, is_int8=config.is_int8)
     try:
         from ragspec.numerics.cuda.backend import CudaBackend
     except ImportError as cause:
         raise ModelError('target.backend "cuda" needs Triton: pip install "ragspec[kernels]"') from cause
-    return CudaBackend(device, dtype, is_int8=config.is_int8, captures=ranks.size == 1)
+    return CudaBackend(device, dtype, is_int8=config.is_int8)
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:

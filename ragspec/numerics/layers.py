@@ -183,7 +183,8 @@ def make_row_invariant(model: Any, max_positions: int, backend: Backend, ranks: 
     """Replace the known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
 
     If every part of the decoder is known, `model.model` becomes the backend's own decoder or a `Decoder`; otherwise
-    transformers' forward stays. Raises: ModelError if transformers' forward stays and there are several ranks.
+    transformers' forward stays. Products move to the device one by one, so it never holds weights that will be quantised
+    in floats. Raises: ModelError if transformers' forward stays and there are several ranks.
     """
     rotary = _find_rotary(model, max_positions)
     whole = (
@@ -191,6 +192,8 @@ def make_row_invariant(model: Any, max_positions: int, backend: Backend, ranks: 
     )
     if ranks.size > 1 and not whole:
         raise unsplittable(model)
+    if rotary is not None:
+        backend.place(rotary)
     own = backend.make_decoder(model.model, rotary.rotations, ranks) if rotary is not None and whole else None
     if own is None:
         _replace(model, rotary, whole, backend, ranks)
@@ -199,6 +202,7 @@ def make_row_invariant(model: Any, max_positions: int, backend: Backend, ranks: 
     if ranks.size > 1:
         model.model.embedding = GatheredEmbedding(model.model.embedding, ranks)
     replace_linears(model, backend.make_linear)
+    backend.place(model)
 
 
 def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:

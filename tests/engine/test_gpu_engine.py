@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 from drafters import Half, Random
 from oracle import decode
 from test_oracle import PARAMS, PROMPTS, requests_of
@@ -38,3 +39,23 @@ def test_drafts_change_no_token(
             with tiny_engine(target, [drafter] if drafter else []) as engine:
                 found = {(c.request_id, c.choice): c.token_ids for c in engine.generate(requests)}
             assert found == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+def test_an_int8_target_never_has_its_floats_on_the_device(backend: Literal["torch", "cuda"], tmp_path: Path) -> None:
+    """A model whose int8 weights fit did not load, because all of it was moved before it was quantised."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    folder = save_model("llama", tmp_path / "model", **shape)
+    config = TargetConfig(
+        model=str(folder),
+        device="cuda",
+        backend=backend,
+        dtype="bfloat16",
+        quantization="int8",
+        cache_dir=str(tmp_path),
+    )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    target = Target.load(config, num_kv_slots=512)
+    assert torch.cuda.max_memory_allocated() - before < 0.75 * 2 * target.num_parameters

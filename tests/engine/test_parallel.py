@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from drafting.medusa_heads import position_drafter
 from engine.test_eagle import drafter_for
 from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, drafters, requests_of, total, truth
-from rank_process import Followers
+from rank_process import PATIENCE_S, Followers
 from tiny_target import save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.drafter import Drafter
 from ragspec.engine.loading import load_engine, make_draft_model
+from ragspec.engine.parallel import Follower, load_rank
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.ranks import DistributedRanks, Rendezvous
 from ragspec.numerics.self_test import self_test
+from ragspec.numerics.torch import graphs
 
 ENGINE = EngineConfig(max_kv_tokens=2048, num_threads=1)
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -89,13 +95,13 @@ def outputs(target: Target) -> dict[str, np.ndarray]:
     found["tree"], taps = target.forward_tapped(text[100:124], batch.metadata, wanted, (0, 1, 2, FINAL))
     batch.sequences[0].keep()
     batch.sequences[1].keep([1, 3])
-    found |= {f"tap {tap}": stream.numpy() for tap, stream in taps.items()}
+    found |= {f"tap {tap}": stream.cpu().numpy() for tap, stream in taps.items()}
     # the path kept through the tree is now context
     batch = Batch([ScheduledSequence(first, text[130:132]), ScheduledSequence(second, text[132:133])])
     found["logits"], taps = target.forward_tapped(batch.token_ids, batch.metadata, np.array([0, 2], np.int32), (FINAL,))
-    found["states"] = taps[FINAL].numpy()
+    found["states"] = taps[FINAL].cpu().numpy()
     unread = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows[:0], (FINAL,))[1][FINAL]
-    found["unread"] = unread.numpy()
+    found["unread"] = unread.cpu().numpy()
     return found
 
 
@@ -109,6 +115,53 @@ def test_ranks_compute_the_bits_of_one(followers: Followers, models: Models, nam
         found = outputs(target)
     for what, values in expected.items():
         assert np.array_equal(found[what], values), what
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+def test_ranks_on_gpus_compute_the_bits_of_one(followers: Followers, models: Models, backend: Any) -> None:
+    """Captured gathers that read or write other memory when they are replayed, or that wait for each other."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    config = TargetConfig(model=models("llama"), device="cuda", backend=backend, dtype="bfloat16")
+    expected = outputs(Target.load(config, ENGINE.max_kv_tokens))
+    with followers.target(2, config, ENGINE) as target:
+        for _ in range(3):  # captured, then replayed
+            assert all(np.array_equal(values, expected[what]) for what, values in outputs(target).items())
+
+
+def test_all_ranks_replay_the_same_graphs(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank captured, and so gathered, where the others replayed: on GPUs every rank then waits for ever."""
+
+    def capture(self: Any, packed: Any, inputs: Any, compute: Any) -> Any:
+        """As on a GPU: the kernels run once before they are captured. A replay runs them again."""
+        hidden, tapped = graphs._split(packed, inputs, compute)
+
+        def replay() -> None:
+            again, streams = graphs._split(packed, inputs, compute)
+            hidden.copy_(again)
+            for tap, stream in streams.items():
+                tapped[tap].copy_(stream)
+
+        return graphs._Captured(SimpleNamespace(replay=replay), packed, (hidden, tapped))
+
+    monkeypatch.setattr(graphs.TieredForwards, "_capture", capture)
+    config, meeting = target_config(models("llama"), "torch-float32"), Rendezvous("127.0.0.1")
+    expected = outputs(Target.load(config, ENGINE.max_kv_tokens))
+
+    def run(rank: int) -> Any:
+        ranks = DistributedRanks(meeting if rank == 0 else meeting.address, rank, 2, timeout_s=PATIENCE_S)
+        target = load_rank(config, ENGINE, ranks)
+        target.backend._forwards._captures = True
+        found = outputs(target) if rank == 0 else Follower(target).run()
+        if rank == 0:
+            target.close()
+        return found, [key[1:] for key in target.backend._forwards._graphs]
+
+    with ThreadPoolExecutor(2) as threads:
+        (found, ours), (_, theirs) = threads.map(run, range(2))
+    assert ours == theirs and len({key[0] for key in ours}) > 1
+    assert all(np.array_equal(found[what], values) for what, values in expected.items())
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow)])

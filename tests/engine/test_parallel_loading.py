@@ -161,24 +161,27 @@ def peak():
 class Rank(Ranks):
     rank, size = int(sys.argv[2]), int(sys.argv[3])
 
-Target.load(TargetConfig(model=sys.argv[4]), 64, Rank())  # imports, pools and whatever else is not weights
+def load(model):
+    Target.load(TargetConfig(model=model, backend=sys.argv[5]), 64, Rank())
+
+load(sys.argv[4])  # imports, pools and whatever else is not weights
 before = peak()
-Target.load(TargetConfig(model=sys.argv[1]), 64, Rank())
+load(sys.argv[1])
 print(peak() - before)
 """
 
 
-def peak_bytes(model: Path, rank: int, size: int, small: Path) -> int:
+def peak_bytes(model: Path, rank: int, size: int, small: Path, backend: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(model), str(rank), str(size), str(small)],
+        [sys.executable, "-c", _PEAK, str(model), str(rank), str(size), str(small), backend],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     return int(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(("suffix", "backend"), [("safetensors", "cpu"), ("bin", "cpu"), ("safetensors", "torch")])
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, suffix: str, backend: str) -> None:
     """A rank read everything and then cut; a column of a mapped file brought all of the file into memory."""
     shape = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 16_000}
     model = save_model("llama", tmp_path / "large", hidden_size=1024, intermediate_size=3072, **shape)
@@ -188,7 +191,7 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, suffix: str) -> None
         (model / "model.safetensors").unlink()
     size = sum(file.stat().st_size for file in model.glob("*model*.*") if file.suffix != ".json")
     assert size > 280e6
-    whole = peak_bytes(model, 0, 1, small)
+    whole = peak_bytes(model, 0, 1, small, backend)
     for rank in (0, 3):
-        part = peak_bytes(model, rank, 4, small)
+        part = peak_bytes(model, rank, 4, small, backend)
         assert part < 0.5 * size < whole, f"{part / 1e6:.0f} MB of {size / 1e6:.0f} MB"

@@ -41,9 +41,9 @@ def test_the_numerics_id_tells_targets_apart(tiny: Tiny) -> None:
 
 
 def variant_attention(qkv: Any, *others: Any) -> np.ndarray:
-    """The last bit depends on the number of rows, as in stock kernels."""
+    """The last bit of bfloat16 depends on the number of rows, as in stock kernels."""
     out = attend(qkv, *others)
-    return np.nextafter(out, np.float32(np.inf)) if len(qkv) > 16 else out
+    return out * np.float32(1 + 2**-8) if len(qkv) > 16 else out
 
 
 def variant_linear(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class CudaBackend(TorchBackend):
     name = "cuda"
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-        return (TritonInt8Linear if self._is_int8 else TritonLinear)(weight, bias)
+        return (TritonInt8Linear if self._is_int8 else TritonLinear)(weight.to(self.device), self._placed(bias))
 
     def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
         return ResidualTritonNorm(norm) if residual else TritonNorm(norm)

@@ -73,16 +73,15 @@ class ResidualTreeNorm(TreeNorm):
 
 
 class TorchBackend:
-    """See `ragspec.numerics.backend.Backend`. `is_int8`: weights of products are quantised to int8. `captures`: a GPU
-    replays graphs, which several ranks cannot."""
+    """See `ragspec.numerics.backend.Backend`. `is_int8`: weights of products are quantised to int8."""
 
     name = "torch"
     least_rows = 1
 
-    def __init__(self, device: str, dtype: torch.dtype, *, is_int8: bool = False, captures: bool = True) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, *, is_int8: bool = False) -> None:
         self.device, self._dtype, self._is_int8 = torch.device(device), dtype, is_int8
         self.kv_itemsize = dtype.itemsize
-        self._forwards = TieredForwards(self.device, captures and self.device.type == "cuda")
+        self._forwards = TieredForwards(self.device, self.device.type == "cuda")
 
     @property
     def alone(self) -> Self:
@@ -101,7 +100,10 @@ class TorchBackend:
         return KvPool(shapes, num_slots, lambda size: torch.zeros(size, dtype=self._dtype, device=self.device))
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-        return (TorchInt8Linear if self._is_int8 else TiledLinear)(weight, bias)
+        return (TorchInt8Linear if self._is_int8 else TiledLinear)(weight.to(self.device), self._placed(bias))
+
+    def _placed(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(self.device)
 
     def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
         return ResidualTreeNorm(norm) if residual else TreeNorm(norm)

@@ -38,7 +38,10 @@ class _Captured(NamedTuple):
 
 
 class TieredForwards:
-    """All forwards of one backend; `captures`: whether the device replays graphs."""
+    """All forwards of one backend; `captures`: whether the device replays graphs.
+
+    The gathers of several ranks are captured too. All ranks run the same forwards, so they capture and replay the same graphs.
+    """
 
     def __init__(self, device: torch.device, captures: bool) -> None:
         self._device, self._captures = device, captures
@@ -75,7 +78,8 @@ class TieredForwards:
         torch.cuda.synchronize(self._device)
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Why thread_local: other threads may allocate meanwhile, FAISS's and NCCL's among them
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             outputs = _split(packed, inputs, compute)
         return _Captured(graph, packed, outputs)
 
