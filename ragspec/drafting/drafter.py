@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ragspec.core import Request
+from ragspec.numerics.batch import NODES as NODES
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, Proposal
 
 Features = Mapping[int, Tensor]
 """Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
-float32 [T, H]; of `TOP_TOKENS` int64 [T, NUM_TOP_TOKENS]."""
+float32 [T, H]; of `TOP_TOKENS` int64 [T, NUM_TOP_TOKENS]; of `NODES` int64 [N, 3], of every node of the step's tree, accepted or
+not: its token, its parent, and the target's most probable token behind it."""
 
 TOP_TOKENS = -2
 """The tap of the target's most probable next tokens, falling; -1 where it computed no logits, as inside a prompt."""

@@ -38,6 +38,7 @@ from ragspec.drafting.eagle.checkpoint import reachable, read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
+from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
 from ragspec.drafting.medusa.hydra import read_hydra
@@ -162,6 +163,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "hydra": lambda: make_hydra(target, drafting.hydra),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
         "datastore": lambda: make_datastore(target, drafting.datastore),
+        "lookahead": LookaheadDrafter,
         "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
     names = drafting.drafters

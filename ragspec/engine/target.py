@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
-from ragspec.drafting.drafter import NUM_TOP_TOKENS, TOP_TOKENS
+from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
@@ -162,8 +162,9 @@ class Target:
                 tapped[FINAL] = hidden
             values = self._logits(hidden, logit_rows)
             features = {tap: stream.float() for tap, stream in tapped.items()}
-            if TOP_TOKENS in taps:
-                features[TOP_TOKENS] = self._top_tokens(values, logit_rows, len(token_ids))
+            for tap, count in ((TOP_TOKENS, NUM_TOP_TOKENS), (NODES, 1)):
+                if tap in taps:
+                    features[tap] = self._top_tokens(values, logit_rows, len(token_ids), count)
             return self.backend.logits(values), features
 
     def compute(
@@ -234,10 +235,10 @@ class Target:
             logits = without_padding(self.ranks.gather_to_first(logits), self.vocab_size)
         return self._transform(logits.float())
 
-    def _top_tokens(self, logits: torch.Tensor, logit_rows: Ints, num_rows: int) -> torch.Tensor:
-        """The most probable tokens after each row with logits. Shapes: logits [W, V] -> int64 [N, NUM_TOP_TOKENS]."""
-        top = torch.full((num_rows, NUM_TOP_TOKENS), -1, device=logits.device)
-        count = min(NUM_TOP_TOKENS, self.vocab_size)
+    def _top_tokens(self, logits: torch.Tensor, logit_rows: Ints, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """The most probable tokens after each row with logits. Shapes: logits [W, V] -> int64 [N, num_tokens]."""
+        top = torch.full((num_rows, num_tokens), -1, device=logits.device)
+        count = min(num_tokens, self.vocab_size)
         top[self.backend.tokens(logit_rows), :count] = logits.topk(count).indices
         return top
 

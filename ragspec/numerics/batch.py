@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.torch.transfer import to_device
+
+NODES = -3
+"""The tap whose features a sequence gets of all nodes of its tree, not of the kept positions alone."""
 
 
 class ScheduledSequence:
@@ -49,16 +53,22 @@ class ScheduledSequence:
         return rows
 
     def features(self, features: Mapping[int, Tensor], path: Sequence[int]) -> dict[int, Tensor]:
-        """Hidden states of the known tokens and of the nodes on `path`, by tap, on their device.
+        """Hidden states of the known tokens and of the nodes on `path`, by tap, on their device; of `NODES` all nodes, with
+        their tokens and parents.
 
-        Shapes: [N, H] of the batch -> [T, H].
+        Shapes: [N, H] of the batch -> [T, H]; of `NODES` [N, 1] -> [nodes, 3].
         """
         if not features:
             return {}
         root = self.first_row + self.num_known - 1
         kept = np.array([*range(self.first_row, root + 1), *(root + node for node in path)])
         rows = to_device(kept, next(iter(features.values())).device)
-        return {tap: stream[rows] for tap, stream in features.items()}
+        own = {tap: stream[rows] for tap, stream in features.items() if tap != NODES}
+        if NODES in features:
+            following = features[NODES][root : root + len(self.parents)]
+            nodes = np.stack([np.asarray(self.token_ids[self.num_known - 1 :]), np.asarray(self.parents)], 1)
+            own[NODES] = torch.cat([to_device(nodes, following.device).to(following.dtype), following], 1)
+        return own
 
     def keep(self, path: Sequence[int] = ()) -> None:
         """Keep the known tokens and the tree's nodes on `path`, in order; all other slots are spare again."""

@@ -16,6 +16,7 @@ from ragspec.core import Document, Request, SamplingParams
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.target import Target
 from ragspec.tree import Proposal
@@ -25,6 +26,7 @@ LEARNING: dict[str, Callable[[Target, Path], Drafter]] = {
     "copy": lambda target, _: CopyDrafter(target.tokenizer, target.eos_ids),
     "earlier answers": lambda target, _: CopyDrafter(target.tokenizer, target.eos_ids, earlier_tokens=5_000),
     "recycling": lambda target, _: RecyclingDrafter(target.vocab_size, 2**20),
+    "lookahead": lambda *_: LookaheadDrafter(),
     "datastore": lambda target, folder: DatastoreDrafter(Datastore(folder, target.tokenizer)),
 }
 
