@@ -7,6 +7,7 @@
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
     python -m pipelines.benchmark --suite drafters --heads heads
+    python -m pipelines.benchmark --suite spec_bench --plots plots
     python -m pipelines.benchmark --suite cluster --quick
     python -m pipelines.benchmark --suite chaos
     python -m pipelines.benchmark --suite chat

@@ -51,6 +51,7 @@ SUITES = {
         "drafters",
         "verify_cost",
         "answers",
+        "spec_bench",
     )
 } | {
     name: f"ragspec.evaluation.suites.{name}.suite"
@@ -76,8 +77,8 @@ class Repetitions:
 class Settings:
     """The choices of the command line. `num_prompts` shortens the lists; `forced`: a file of answers, "gold", or nothing.
 
-    `full` and `reranker` belong to the suite retrieval, `elsewhere` to iterative, `heads` (a folder) to drafters, `verdicts` (a
-    file) to target.
+    `full` and `reranker` belong to the suite retrieval, `elsewhere` to iterative, `heads` (a folder) to drafters and spec_bench,
+    `verdicts` (a file) to target.
     """
 
     target: TargetConfig

@@ -19,6 +19,7 @@ from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.speculation import Speculation, SpeculationGiven
+from ragspec.tenants import cache_salt_of
 
 SPECULATIVE, PLAIN, GENERATE, PROMPT_LOOKUP = "speculative", "plain", "generate", "prompt_lookup"
 _WITHOUT_DRAFT = {SPECULATIVE: PLAIN, PROMPT_LOOKUP: GENERATE}
@@ -209,14 +210,16 @@ class TimedBatch(NamedTuple):
 
 
 class EngineDecoder:
-    """The engine with one set of sampling parameters. Every call starts with an empty prefix cache.
+    """The engine with one set of sampling parameters. Every call starts with an empty prefix cache, unless `salt` names one.
 
     `seed` is the job's seed; a case's own seed is derived from it and the case's id, so order and batches do not
     matter.
     """
 
-    def __init__(self, engine: Engine, *, speculation: SpeculationGiven, seed: int, **sampling: Any) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, *, speculation: SpeculationGiven, seed: int, salt: str = "", **sampling: Any
+    ) -> None:
+        self._engine, self._salt = engine, salt
         self._speculation = Speculation.of(speculation)
         self._seed = seed
         self._sampling = sampling
@@ -242,7 +245,8 @@ class EngineDecoder:
         digest = hashlib.sha256(f"{self._seed}:{case.id}".encode()).digest()
         seed = int.from_bytes(digest[:8], "little")
         params = SamplingParams(max_tokens=case.max_tokens, seed=seed, **self._sampling)
-        salt = f"run-{next(_SALTS)}"  # Why: a tenant of its own shares no cached prefix
+        # Why a part of one tenant: it shares no cached prefix, and the rates of acceptance of all runs
+        salt = self._salt or cache_salt_of("runs", str(next(_SALTS)))
         request = Request(case.id, case.prompt_ids, params, case.sources, salt, self._speculation)
         return replace(request, grammar=answer_grammar(params, request.speculation, case.passages))
 
