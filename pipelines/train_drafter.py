@@ -1,16 +1,21 @@
-"""Train EAGLE, Medusa or Hydra heads for a target and write them in the published format.
+"""Train EAGLE, HASS, PosS, Medusa, Hydra or Hydra++ heads for a target and write them in the published format.
 
     python -m pipelines.train_drafter --family eagle3 --data ../shared/data --out runs/eagle3 --minutes 60
     python -m pipelines.train_drafter --family eagle2 --data ../shared/data --out runs/eagle2 --steps 3
+    python -m pipelines.train_drafter --family poss --data ../shared/data --out runs/poss --start runs/eagle2/head
     python -m pipelines.train_drafter --family hydra --data ../shared/data --out runs/hydra --loss-weights 0 1 0.5
     python -m pipelines.train_drafter --family eagle3 --target PATH --data ../shared/data --out runs/own --workers 4
 
 `eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has its own
-output layer. `medusa` learns the text's own tokens, position k with the weight 0.8^k, and `hydra` the target's distribution; both
-have `--steps` networks of `--layers` blocks. `--answers target` generates the target's answers first and trains on them; `both`
-mixes them with the data sets' answers. `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. On a busy
-machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin. Several workers run through Ray Train; on several
-machines the paths must be shared.
+output layer. `hass` adds to `eagle2` a term on the target's ten most probable tokens, and no gradient flows between draft steps;
+`poss` has HASS's loss and a layer of its own for every `--positions-per-layer` draft steps. `medusa` learns the text's own
+tokens, position k with the weight 0.8^k, `hydra` the target's distribution, and `hydra++` reads the states through a decoder
+layer; they have `--steps` networks of `--layers` blocks.
+
+`--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets' answers.
+`--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. `--start` begins with a trained head: of PosS, all
+layers that it lacks with a copy of its last. On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin.
+Several workers run through Ray Train; on several machines the paths must be shared.
 
 Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `history.json` and `head/`.
 """
@@ -19,8 +24,9 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,9 +38,10 @@ from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError, RagspecError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
+from ragspec.training.heads.eagle_model import EagleHead
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.head import Head, Inputs, LossWeights
-from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
+from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers, start_from
 from ragspec.training.heads.losses import Objective
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, fresh_position_head
 from ragspec.training.heads.target_answers import (
@@ -61,20 +68,42 @@ ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
-NUM_STEPS = {"eagle": 1, "eagle2": 3, "eagle3": 4, "medusa": 4, "hydra": 4}
-NOISE = {"eagle": 0.2, "eagle2": 0.2}
-POSITION_DECAY = {"hydra": 1.0}
+
+
+class FamilyDefaults(NamedTuple):
+    """Defaults of the options. `loss_weights` None: those of the head."""
+
+    num_steps: int
+    position_decay: float = 0.8
+    noise: float = 0.0
+    loss_weights: LossWeights | None = None
+    is_detached: bool = False
+    num_blocks: int = 1
+
+
+_HASS = LossWeights(state=1.0, teacher=0.1, top=1.0)
+FAMILIES = {
+    "eagle": FamilyDefaults(1, noise=0.2),
+    "eagle2": FamilyDefaults(3, noise=0.2),
+    "eagle3": FamilyDefaults(4),
+    "hass": FamilyDefaults(3, 1.0, 0.2, _HASS, is_detached=True),
+    "poss": FamilyDefaults(6, 1.0, 0.2, _HASS, is_detached=True),
+    "medusa": FamilyDefaults(4),
+    "hydra": FamilyDefaults(4, 1.0),
+    "hydra++": FamilyDefaults(4, 1.0, num_blocks=4),
+}
 OPTIONS_OF = {
-    "eagle eagle2 eagle3": ("inputs",), "eagle3": ("aux_layers", "draft_vocab"), "medusa": ("target_output",),
-    "hydra": ("not_grounded",), "medusa hydra": ("layers",),
+    "eagle eagle2 eagle3 hass poss": ("inputs", "start"), "eagle3": ("aux_layers", "draft_vocab"), "medusa": ("target_output",),
+    "hydra hydra++": ("not_grounded",), "medusa hydra hydra++": ("layers",), "poss": ("positions_per_layer",),
 }  # fmt: skip
 """Families, and the options that only they read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRun(training_run.TrainingRun):
-    """The command's options. `draft_vocab` None: the default of the target's vocabulary size. The last three are of Medusa and
-    Hydra: blocks a network, whether networks read the tokens in between, whether they have output layers of their own.
+    """The command's options. `draft_vocab` None: the default of the target's vocabulary size. `start`: a head to begin with. The
+    last four are of Medusa and Hydra: blocks a network, whether networks read the tokens in between, whether they have output
+    layers of their own, whether a decoder layer comes before them.
     """
 
     target: str
@@ -82,9 +111,12 @@ class DrafterRun(training_run.TrainingRun):
     aux_layers: tuple[int, ...]
     draft_vocab: int | None
     plan: DrafterPlan
+    start: Path | None = None
+    positions_per_layer: int = 0
     num_blocks: int = 1
     is_grounded: bool = False
     has_output: bool = True
+    has_prefix: bool = False
 
 
 def main() -> None:
@@ -103,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = training_run.training_parser("Train a drafter head.")
     add = parser.add_argument
-    add("--family", choices=sorted(NUM_STEPS), required=True)
+    add("--family", choices=sorted(FAMILIES), required=True)
     add("--target", default=DEFAULT_TARGET, help="model directory; default: the shipped target")
     add("--tokens", type=training_run.positive(int), default=20_000_000, help="length of the run in tokens")
     add(
@@ -111,30 +143,37 @@ def parser() -> argparse.ArgumentParser:
         "--ttt-steps",
         type=training_run.positive(int),
         dest="steps",
-        help="draft steps learnt, or networks of Medusa and Hydra; default: eagle 1, eagle2 3, others 4",
+        help="draft steps learnt, or networks of Medusa and Hydra; default: eagle 1, eagle2 and hass 3, poss 6, others 4",
     )
     add(
         "--position-decay",
         type=float,
-        help="weight of a draft step against the one before; default: hydra 1, others 0.8",
+        help="weight of a draft step against the one before; default: eagle, eagle2, eagle3 and medusa 0.8, others 1",
     )
     add(
         "--loss-weights",
         type=_weight,
-        nargs=3,
-        metavar=("STATE", "TEACHER", "TOKEN"),
-        help="of the distance to the target's state, of the cross-entropy with the target's distribution and of that with the "
-        "text's token; default: eagle and eagle2 1 0.1 0, eagle3 and hydra 0 1 0, medusa 0 0 1",
+        nargs="+",
+        metavar="WEIGHT",
+        help="STATE TEACHER TOKEN TOP: of the distance to the target's state, of the cross-entropy with the target's "
+        "distribution, of that with the text's token and of that with the target's ten most probable tokens; default: eagle and "
+        "eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3, hydra and hydra++ 0 1, medusa 0 0 1",
     )
-    add("--inputs", choices=[i.value for i in Inputs], help="eagle, eagle2, eagle3: the parts of a pair")
+    add("--inputs", choices=[i.value for i in Inputs], help="EAGLE families: the parts of a pair")
     add(
         "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
     )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
     add("--draft-vocab", type=training_run.positive(int), help="eagle3: tokens the head can draft")
-    add("--layers", type=training_run.positive(int), help="medusa, hydra: blocks of a network; default 1")
+    add("--start", type=Path, help="EAGLE families: directory of a head to begin with")
+    add("--positions-per-layer", type=training_run.positive(int), help="poss: draft steps of a specialist; default 1")
+    add(
+        "--layers",
+        type=training_run.positive(int),
+        help="medusa, hydra, hydra++: blocks of a network; default 1, hydra++ 4",
+    )
     add("--target-output", action="store_true", help="medusa: networks read the target's output layer and have none")
-    add("--not-grounded", action="store_true", help="hydra: networks do not read the tokens in between")
+    add("--not-grounded", action="store_true", help="hydra, hydra++: networks do not read the tokens in between")
     add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
     add(
         "--max-tokens",
@@ -165,11 +204,14 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         for name in names:
             if getattr(args, name) and args.family not in families.split():
                 raise InputError(f"--{name.replace('_', '-')} is an option of {' and '.join(families.split())}")
-    steps = args.steps or NUM_STEPS[args.family]
-    noise = NOISE.get(args.family, 0.0) if args.noise is None else args.noise
-    decay = POSITION_DECAY.get(args.family, 0.8) if args.position_decay is None else args.position_decay
-    weights = LossWeights(*args.loss_weights) if args.loss_weights else None
-    objective = Objective(steps, decay, Inputs(args.inputs or Inputs.SHIFTED), noise, weights)
+    default = FAMILIES[args.family]
+    if len(args.loss_weights or ()) > len(fields(LossWeights)):
+        raise InputError("--loss-weights has at most four numbers")
+    noise = default.noise if args.noise is None else args.noise
+    decay = default.position_decay if args.position_decay is None else args.position_decay
+    weights = LossWeights(*args.loss_weights) if args.loss_weights else default.loss_weights
+    inputs = Inputs(args.inputs or Inputs.SHIFTED)
+    objective = Objective(args.steps or default.num_steps, decay, inputs, noise, weights, default.is_detached)
     plan = DrafterPlan(
         total_tokens=args.tokens,
         objective=objective,
@@ -187,15 +229,18 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         aux_layers=tuple(args.aux_layers or ()),
         draft_vocab=args.draft_vocab,
         plan=plan,
-        num_blocks=args.layers or 1,
-        is_grounded=args.family == "hydra" and not args.not_grounded,
+        start=args.start,
+        positions_per_layer=(args.positions_per_layer or 1) if args.family == "poss" else 0,
+        num_blocks=args.layers or default.num_blocks,
+        is_grounded=args.family.startswith("hydra") and not args.not_grounded,
         has_output=not args.target_output,
+        has_prefix=args.family == "hydra++",
     )
 
 
 def _family(name: str) -> EagleFamily | PositionFamily:
-    if name in list(PositionFamily):
-        return PositionFamily(name)
+    if name.removesuffix("++") in list(PositionFamily):
+        return PositionFamily(name.removesuffix("++"))
     return EagleFamily.EAGLE3 if name == "eagle3" else EagleFamily.EAGLE
 
 
@@ -230,6 +275,8 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     sample_text = text_sampler(run, encoder)
     checkpoint = run.out / "checkpoint.safetensors"
     head = make_head(config, target, sample_text, run.plan.seed)
+    if run.start is not None and isinstance(head, EagleHead):
+        start_from(head, run.start)
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers)
     if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
@@ -245,12 +292,14 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
 def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionConfig:
     """The head's shape, by the options and by the target. Raises: ModelError, ConfigError."""
     if isinstance(run.family, PositionFamily):
-        num_heads, others = run.plan.objective.num_steps, (run.num_blocks, run.is_grounded, run.has_output)
+        num_heads = run.plan.objective.num_steps
+        others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix)
         return PositionConfig(run.family, target.hidden_size, target.vocab_size, num_heads, *others)
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
-    return head_config(target, run.family, aux_layers, draft_vocab)
+    count = -(-run.plan.objective.num_steps // run.positions_per_layer) if run.positions_per_layer else 1
+    return head_config(target, run.family, aux_layers, draft_vocab, count, run.positions_per_layer)
 
 
 def make_head(config: HeadConfig | PositionConfig, target: FrozenTarget, sample_text: TextSampler, seed: int) -> Head:

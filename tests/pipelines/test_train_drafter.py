@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,16 @@ from tiny_target import save_model, tiny_tokenizer
 from pipelines import train_drafter
 from pipelines.train_drafter import parser, run_of
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, read_head
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, read_head
 from ragspec.drafting.heads.files import read_tensors
 from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.engine.target import Target
-from ragspec.errors import InputError
+from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.head import Inputs, LossWeights
+from ragspec.training.heads.initialisation import fresh_head, head_config, start_from
+from ragspec.training.heads.losses import Objective
 from ragspec.training.heads.position_model import PositionConfig
 from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
 
@@ -52,6 +55,37 @@ def test_options_reach_the_plan(tmp_path: Path) -> None:
     assert steps == {"eagle": 1, "eagle2": 3}
 
 
+def test_hass_and_poss_have_their_papers_losses_and_layers(target: str, tmp_path: Path) -> None:
+    """HASS trained as EAGLE-2, or all specialists for one position."""
+    where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
+    loaded = FrozenTarget.load(TargetConfig(model=target))
+    cases = {"hass": (3, 1, 0), "poss": (6, 6, 1), "poss --steps 8 --positions-per-layer 3": (8, 3, 3)}
+    for options, (steps, *layers) in cases.items():
+        run = run_of(parser().parse_args(["--family", *options.split(), *where]))
+        config = train_drafter.config_of(run, loaded)
+        assert isinstance(config, HeadConfig) and config.family is EagleFamily.EAGLE
+        assert [config.num_layers, config.positions_per_layer] == layers
+        wanted = Objective(steps, 1.0, noise=0.2, loss_weights=LossWeights(1.0, 0.1, 0.0, 1.0), is_detached=True)
+        assert run.plan.objective == wanted
+    with pytest.raises(InputError, match="four numbers"):
+        run_of(parser().parse_args(["--family", "hass", *where, "--loss-weights", *"12345"]))
+
+
+def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, tmp_path: Path) -> None:
+    """Specialists began at random, or a head of another shape was half copied."""
+    loaded = FrozenTarget.load(TargetConfig(model=target))
+    first = fresh_head(head_config(loaded, EagleFamily.EAGLE), loaded, None, seed=5)
+    first.write(tmp_path / "first", first.state_dict(), "target")
+    poss = fresh_head(head_config(loaded, EagleFamily.EAGLE, (), None, 3, 2), loaded, None, seed=6)
+    start_from(poss, tmp_path / "first")
+    given = first.state_dict()
+    for name, weight in poss.state_dict().items():
+        assert torch.equal(weight, given[re.sub(r"layers\.\d", "layers.0", name)])
+    other = fresh_head(head_config(loaded, EagleFamily.EAGLE3, (2, 4, 6), 100), loaded, torch.arange(100), seed=6)
+    with pytest.raises(ModelError, match="another shape"):
+        start_from(other, tmp_path / "first")
+
+
 def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path) -> None:
     """A network more or less than was asked for, or the loss of another family."""
     where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
@@ -60,6 +94,7 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
         "medusa": ("medusa", 4, 1, False, True, 0.8, (0, 0, 1)),
         "medusa --steps 3 --layers 2 --target-output": ("medusa", 3, 2, False, False, 0.8, (0, 0, 1)),
         "hydra": ("hydra", 4, 1, True, True, 1.0, (0, 1, 0)),
+        "hydra++ --steps 2": ("hydra", 2, 4, True, True, 1.0, (0, 1, 0)),
         "hydra --not-grounded --loss-weights 0 1 0.5": ("hydra", 4, 1, False, True, 1.0, (0, 1, 0.5)),
     }
     for options, (family, *sizes, decay, weights) in cases.items():
@@ -68,6 +103,7 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
         head = train_drafter.make_head(config, loaded, lambda rng: Encoded([], []), seed=0)
         assert isinstance(config, PositionConfig) and config.family.value == family
         assert [config.num_heads, config.num_blocks, config.is_grounded, config.has_output] == sizes
+        assert config.has_prefix == options.startswith("hydra++")
         assert run.plan.objective.position_decay == decay and run.plan.objective.noise == 0.0
         assert (run.plan.objective.loss_weights or head.loss_weights) == LossWeights(*weights)
 
@@ -75,11 +111,13 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "families"),
     [
-        ("--family medusa --inputs token", "eagle and eagle2 and eagle3"),
+        ("--family medusa --inputs token", "eagle and eagle2 and eagle3 and hass and poss"),
         ("--family hydra --draft-vocab 100", "eagle3"),
         ("--family hydra --target-output", "medusa"),
-        ("--family medusa --not-grounded", "hydra"),
-        ("--family eagle --layers 2", "medusa and hydra"),
+        ("--family medusa --not-grounded", r"hydra and hydra\+\+"),
+        ("--family eagle --layers 2", r"medusa and hydra and hydra\+\+"),
+        ("--family hass --positions-per-layer 2", "poss"),
+        ("--family medusa --start .", "eagle and eagle2 and eagle3 and hass and poss"),
     ],
 )
 def test_an_option_of_another_family_is_refused(options: str, families: str, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The trainable heads compute what the papers' equations say, at every draft step, under the published names."""
 
+from typing import Any
+
 import pytest
 import torch
 from drafting.eagle_heads import random_head
@@ -10,7 +12,11 @@ from ragspec.drafting.eagle.layout import expected_shapes
 from ragspec.training.heads.eagle_model import EagleHead, build_head, unroll
 from ragspec.training.heads.head import Inputs
 
-FAMILIES = list(EagleFamily)
+HEADS: dict[str, dict[str, Any]] = {
+    **{family: {"family": family} for family in EagleFamily},
+    "PosS-1": {"family": "eagle", "num_layers": 3, "positions_per_layer": 1},
+    "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2},
+}
 NUM_TOKENS, NUM_STEPS = 9, 4
 
 
@@ -20,9 +26,9 @@ def head_of(checkpoint: HeadCheckpoint) -> EagleHead:
     return head
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=HEADS)
 def checkpoint(request: pytest.FixtureRequest) -> HeadCheckpoint:
-    return random_head(request.param)
+    return random_head(**HEADS[request.param])
 
 
 def text_of(checkpoint: HeadCheckpoint) -> tuple[torch.Tensor, list[int], torch.Tensor]:
@@ -72,6 +78,23 @@ def test_texts_of_a_batch_do_not_touch(checkpoint: HeadCheckpoint) -> None:
     padded = torch.cat([features[:6], features[6:] * 50])
     both = unroll(head, embed[ids], torch.stack([features.flip(0), padded]), pairs.expand(2, -1), 3)
     torch.testing.assert_close(both[:, 1], alone[:, 0])
+
+
+def test_a_detached_step_gets_no_gradient_of_later_steps(checkpoint: HeadCheckpoint) -> None:
+    """HASS's and PosS's steps learnt through the steps behind them, which is another training, and takes more memory."""
+    embed, tokens, features = text_of(checkpoint)
+    head, pairs = head_of(checkpoint), torch.tensor([[4]])
+    gradients = []
+    for is_detached in (True, False):
+        states = unroll(head, embed[tokens][None], features[None], pairs, 3, is_detached=is_detached)
+        head.zero_grad()
+        states.retain_grad()
+        first = states[0]
+        assert torch.allclose(states, unroll(head, embed[tokens][None], features[None], pairs, 3))
+        (gradient,) = torch.autograd.grad(states[2].sum(), head.fc.weight, retain_graph=True)
+        gradients.append(gradient)
+        assert first.requires_grad
+    assert not torch.allclose(*gradients)
 
 
 @pytest.mark.parametrize("hidden", [Inputs.TOKEN, Inputs.FEATURE])

@@ -17,6 +17,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.eagle_model import EagleHead, unroll
 from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.head import LossWeights
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
 from ragspec.training.heads.losses import Objective, batch_scores
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
@@ -123,7 +124,9 @@ def test_written_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None
     assert not torch.equal(averaged["fc.weight"], trainer.head.state_dict()["fc.weight"])
 
 
-def naive_scores(head: EagleHead, target: FrozenTarget, text: Encoded, step: int) -> tuple[Tensor, int, int]:
+def naive_scores(
+    head: EagleHead, target: FrozenTarget, text: Encoded, step: int, top_weight: float = 0.0
+) -> tuple[Tensor, int, int]:
     """Loss, rows and first hits of one draft step, one row at a time."""
     ids = torch.tensor([text.ids])
     features, last = target.states(ids, head.config.aux_layers)
@@ -138,24 +141,39 @@ def naive_scores(head: EagleHead, target: FrozenTarget, text: Encoded, step: int
         num_rows, top1 = num_rows + 1, top1 + int(ours[guess.argmax()] == wanted.argmax())
         entropy = torch.nn.functional.cross_entropy(guess, torch.softmax(wanted[ours], -1))
         if vocabulary is None:
-            entropy = 0.1 * entropy + torch.nn.functional.smooth_l1_loss(state, last[0, pair + 1 + step])
+            probs = torch.softmax(wanted, -1)
+            likely = wanted.argsort(descending=True)[:10]
+            top = -(probs[likely] * torch.log_softmax(guess, -1)[likely]).sum()
+            distance = torch.nn.functional.smooth_l1_loss(state, last[0, pair + 1 + step])
+            entropy = 0.1 * entropy + distance + top_weight * top
         if wanted.argmax() in ours:
             loss = loss + entropy
     return loss, num_rows, top1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_equal_one_row_at_a_time(family: EagleFamily) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "hass", "poss"])
+def test_losses_equal_one_row_at_a_time(family: str) -> None:
     """A target, a mask or a draft token shifted by one; prompt, padding or tokens that cannot be drafted in the loss."""
     target = tiny_target()
-    head = make_head(target, family, draft_vocab=250)
+    objective, top_weight = replace(OBJECTIVE, noise=0.0), 0.0
+    if family in ("hass", "poss"):
+        layers = (2, 1) if family == "poss" else ()
+        head = fresh_head(head_config(target, EagleFamily.EAGLE, (), None, *layers), target, None, seed=0)
+        top_weight = 0.7
+        objective = replace(objective, loss_weights=LossWeights(1.0, 0.1, 0.0, top_weight), is_detached=True)
+        with torch.no_grad():  # specialists that differ
+            generator = torch.Generator().manual_seed(2)
+            for weight in head.parameters():
+                weight += torch.randn(weight.shape, generator=generator) / 20
+    else:
+        head = make_head(target, EagleFamily(family), draft_vocab=250)
     rng = random.Random(5)
     long, short = ([rng.randrange(512) for _ in range(length)] for length in (15, 9))
     answers = [0.0] * 4 + [1.0] * 5
     texts = [Encoded(long, [*answers, 0.0, 0.0, *answers[-4:]]), Encoded(short, answers)]
-    scores = batch_scores(head, target, collate(texts), replace(OBJECTIVE, noise=0.0))
+    scores = batch_scores(head, target, collate(texts), objective)
     for step, score in enumerate(scores):
-        naive = [naive_scores(head, target, text, step) for text in texts]
+        naive = [naive_scores(head, target, text, step, top_weight) for text in texts]
         torch.testing.assert_close(score.loss, torch.stack([loss for loss, _, _ in naive]).sum(), rtol=1e-4, atol=1e-4)
         assert score[1:3] == (sum(n for _, n, _ in naive), sum(hits for _, _, hits in naive))
 

@@ -14,6 +14,7 @@ from drafting.medusa_heads import hydra_logits, medusa_logits
 from tiny_target import save_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy, smooth_l1_loss
+from transformers import LlamaModel
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
 from ragspec.core import Completion, Request, SamplingParams
@@ -42,6 +43,7 @@ class Shape(NamedTuple):
     num_blocks: int = 1
     is_grounded: bool = False
     has_output: bool = True
+    has_prefix: bool = False
 
 
 SHAPES = {
@@ -50,8 +52,9 @@ SHAPES = {
     "hydra": Shape(PositionFamily.HYDRA, 1, is_grounded=True),
     "hydra, three blocks": Shape(PositionFamily.HYDRA, 3, is_grounded=True),
     "hydra, not grounded": Shape(PositionFamily.HYDRA),
+    "hydra++": Shape(PositionFamily.HYDRA, 2, is_grounded=True, has_prefix=True),
 }
-TRAINED = ("medusa", "medusa, two blocks, the target's output layer", "hydra")
+TRAINED = ("medusa", "medusa, two blocks, the target's output layer", "hydra", "hydra++")
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +83,19 @@ def shaken(head: PositionHead) -> PositionHead:
     return head
 
 
+def prefix_states(head: PositionHead, states: Tensor) -> Tensor:
+    """What Hydra++'s networks read: a Llama of one layer over the states of the text, as transformers computes it."""
+    prefix = head.get_submodule("prefix_embeding_layer")
+    model = LlamaModel(prefix.config).eval()
+    model.load_state_dict(prefix.state_dict(), strict=False)
+    return model(inputs_embeds=states[None], attention_mask=torch.ones(1, len(states))).last_hidden_state[0]
+
+
 def expected_losses(head: PositionHead, target: FrozenTarget, text: Encoded, position: int) -> Tensor:
     """Of one network on one text, by the papers' formulas: with the target's states, its distributions, the text's tokens."""
     ids = torch.tensor([text.ids])
     last = target.states(ids).last[0]
+    read = prefix_states(head, last) if head.config.has_prefix else last
     tensors, teacher, losses = head.state_dict(), target.logits(last).double(), torch.zeros(3, dtype=torch.float64)
     for t in range(len(text.ids) - 2 - position):
         if not (text.weights[t + 2] and text.weights[t + 2 + position]):
@@ -93,7 +105,7 @@ def expected_losses(head: PositionHead, target: FrozenTarget, text: Encoded, pos
             logits = medusa_logits(tensors, last[t : t + 1], position, output)
         else:
             embedded = target.embed(ids)[:, t + 1 : t + 2 + position]
-            logits = hydra_logits(tensors, last[t : t + 1], embedded, position)
+            logits = hydra_logits(tensors, read[t : t + 1], embedded, position)
         probs = torch.softmax(teacher[t + 1 + position], -1)
         token = ids[:, t + 2 + position]
         losses[1:] += torch.stack([cross_entropy(logits, probs[None]), cross_entropy(logits, token)])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -57,11 +58,12 @@ def read_hydra(directory: str | Path, target: HeadTarget) -> PositionHeads:
 
 
 def write_hydra(
-    directory: Path, tensors: Mapping[str, Tensor], num_blocks: int, is_grounded: bool, target: str
+    directory: Path, tensors: Mapping[str, Tensor], num_blocks: int, is_grounded: bool, has_prefix: bool, target: str
 ) -> None:
-    """Write heads of the architecture mlp; `target`: its directory or name. Raises: ModelError, SaveError."""
+    """Write heads of the architecture mlp or prefix-mlp; `target`: its directory or name. Raises: ModelError, SaveError."""
     num_heads = num_stored(tensors, r"hydra_lm_head\.(\d+)\.", "Hydra")
-    raw = {"hydra_num_heads": num_heads, "hydra_num_layers": num_blocks, _ARCH_KEY: "mlp"}
+    raw: dict[str, Any] = {"hydra_num_heads": num_heads, "hydra_num_layers": num_blocks}
+    raw[_ARCH_KEY] = _PREFIX_ARCH if has_prefix else "mlp"
     raw |= {"grounded_heads": is_grounded, "hidden_state_offset": 0, "base_model_name_or_path": target}
     write_checked(directory, raw, _WEIGHTS[-1], tensors)
 

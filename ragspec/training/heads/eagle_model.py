@@ -1,12 +1,13 @@
 """Trainable EAGLE heads, whose weights have the published names, and their unrolling over draft steps.
 
 Pair t is (feature F_t, token x_{t+1}) at rotary position t. Its output h_t replaces F_{t+1} in the next draft step, so every row
-drafts as it does when serving (EAGLE-3's training-time test, HASS's aligned steps). Never reads data, never runs the target.
+drafts as it does when serving (EAGLE-3's training-time test, HASS's harmonised context). A specialist of PosS computes the keys
+of the text and of the drafted pairs before it by its own layer. Never reads data, never runs the target.
 
     >>> head = build_head(config)
     >>> states = unroll(head, embedded, features, pairs, num_steps=4)       # [4, B, A, H]
 
-Source: EAGLE 2401.15077, EAGLE-3 2503.01840, HASS 2408.15766.
+Source: EAGLE 2401.15077, EAGLE-3 2503.01840, HASS 2408.15766, PosS 2506.03566.
 """
 
 from abc import abstractmethod
@@ -125,9 +126,9 @@ class EagleHead(Head):
 
     config: HeadConfig
 
-    @property
     @abstractmethod
-    def layer(self) -> HeadLayer: ...
+    def layer(self, step: int = 0) -> HeadLayer:
+        """The layer of a draft step."""
 
     @abstractmethod
     def read(self, features: Tensor) -> Tensor:
@@ -138,16 +139,22 @@ class EagleHead(Head):
         """The input of the attention, and the residual stream."""
 
     def unroll(
-        self, embedded: Tensor, features: Tensor, rows: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        rows: Tensor,
+        num_steps: int,
+        inputs: Inputs = Inputs.SHIFTED,
+        is_detached: bool = False,
     ) -> Tensor:
-        return unroll(self, embedded, features, rows, num_steps, inputs)
+        return unroll(self, embedded, features, rows, num_steps, inputs, is_detached)
 
     def write(self, directory: Path, tensors: dict[str, Tensor], target: str) -> None:
         write_head(directory, HeadCheckpoint(self.config, tensors))
 
 
 class FeatureHead(EagleHead):
-    """EAGLE-1, EAGLE-2 and HASS: predicts the target's next final hidden state; the target's output layer reads it."""
+    """EAGLE-1, EAGLE-2, HASS and PosS: predicts the target's next final hidden state; the target's output layer reads it."""
 
     loss_weights = LossWeights(state=1.0, teacher=0.1)
 
@@ -155,11 +162,10 @@ class FeatureHead(EagleHead):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList([HeadLayer(config, config.hidden_size)])
+        self.layers = nn.ModuleList(HeadLayer(config, config.hidden_size) for _ in range(config.num_layers))
 
-    @property
-    def layer(self) -> HeadLayer:
-        layer = self.layers[0]
+    def layer(self, step: int = 0) -> HeadLayer:
+        layer = self.layers[min(step // max(1, self.config.positions_per_layer), len(self.layers) - 1)]
         assert isinstance(layer, HeadLayer)
         return layer
 
@@ -190,8 +196,7 @@ class Eagle3Head(EagleHead):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
-    @property
-    def layer(self) -> HeadLayer:
+    def layer(self, step: int = 0) -> HeadLayer:
         return self.midlayer
 
     def read(self, features: Tensor) -> Tensor:
@@ -218,7 +223,13 @@ def build_head(config: HeadConfig) -> FeatureHead | Eagle3Head:
 
 
 def unroll(
-    head: EagleHead, embedded: Tensor, features: Tensor, pairs: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+    head: EagleHead,
+    embedded: Tensor,
+    features: Tensor,
+    pairs: Tensor,
+    num_steps: int,
+    inputs: Inputs = Inputs.SHIFTED,
+    is_detached: bool = False,
 ) -> Tensor:
     """The states of chosen pairs after 1..num_steps draft steps over the given text.
 
@@ -229,19 +240,24 @@ def unroll(
     """
     num_pairs = embedded.shape[1] - 1
     shift = int(inputs is not Inputs.UNSHIFTED)
-    state = head.read(features[:, :-1])
-    joined, residual = head.join(*inputs.kept(embedded[:, shift : shift + num_pairs], state))
+    state, layer = head.read(features[:, :-1]), head.layer()
+    joined_text, residual = head.join(*inputs.kept(embedded[:, shift : shift + num_pairs], state))
     positions = torch.arange(num_pairs, device=embedded.device)
-    text = head.layer.self_attn.keys_values(joined, positions[None])
+    text = layer.self_attn.keys_values(joined_text, positions[None])
     bias = torch.where(positions <= pairs[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
-    joined, residual = rows_of(joined, pairs), rows_of(residual, pairs)
+    joined, residual = rows_of(joined_text, pairs), rows_of(residual, pairs)
+    drafted: list[Tensor] = []  # the inputs of the draft steps so far
     own: list[KeyValues] = []
     states: list[Tensor] = []
     for step in range(num_steps):
         if step:
             tokens = rows_of(embedded, (pairs + shift + step).clamp(max=num_pairs))
-            joined, residual = head.join(*inputs.kept(tokens, states[-1]))
-            own.append(head.layer.self_attn.keys_values(joined, pairs + step))
-        attended = head.layer.self_attn(joined, pairs + step, text, own, bias)
-        states.append(head.layer.finish(residual, attended))
+            joined, residual = head.join(*inputs.kept(tokens, states[-1].detach() if is_detached else states[-1]))
+            drafted.append(joined)
+            if head.layer(step) is not layer:  # a specialist takes over
+                layer, own = head.layer(step), []
+                text = layer.self_attn.keys_values(joined_text, positions[None])
+            own += [layer.self_attn.keys_values(drafted[i], pairs + i + 1) for i in range(len(own), len(drafted))]
+        attended = layer.self_attn(joined, pairs + step, text, own, bias)
+        states.append(layer.finish(residual, attended))
     return torch.stack(states)

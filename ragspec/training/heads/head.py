@@ -37,13 +37,14 @@ class Inputs(enum.StrEnum):
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the distance to the target's state, of the cross-entropy with the target's distribution, and of the
-    cross-entropy with the text's own token.
+    """Weights of the distance to the target's state, of the cross-entropy with the target's distribution, of the cross-entropy
+    with the text's own token, and of the part of the second on the target's ten most probable tokens (HASS's top-k distillation).
     """
 
     state: float = 0.0
     teacher: float = 0.0
     token: float = 0.0
+    top: float = 0.0
 
 
 class Head(nn.Module, ABC):
@@ -57,10 +58,17 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def unroll(
-        self, embedded: Tensor, features: Tensor, rows: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        rows: Tensor,
+        num_steps: int,
+        inputs: Inputs = Inputs.SHIFTED,
+        is_detached: bool = False,
     ) -> Tensor:
         """The states of chosen rows after each draft step; a family of fewer positions gives fewer.
 
+        `is_detached`: no gradient flows from a draft step into the step before.
         Shapes: embedded float32 [B, T, H], features [B, T, F], rows int64 [B, A] -> [num_steps, B, A, H].
         """
 

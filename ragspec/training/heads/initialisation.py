@@ -7,11 +7,14 @@ last layer's feed-forward network, so its first predictions are near the target'
     >>> head = fresh_head(config, target, vocabulary=None, seed=0)
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, default_aux_layers
-from ragspec.errors import ConfigError
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, default_aux_layers, read_head
+from ragspec.drafting.eagle.layout import layer_prefix
+from ragspec.errors import ConfigError, ModelError
 from ragspec.training.heads.eagle_model import Eagle3Head, EagleHead, build_head
 from ragspec.training.heads.frozen_target import FrozenTarget
 
@@ -21,9 +24,17 @@ INIT_STD = 0.02
 
 
 def head_config(
-    target: FrozenTarget, family: EagleFamily, aux_layers: tuple[int, ...] = (), draft_vocab: int | None = None
+    target: FrozenTarget,
+    family: EagleFamily,
+    aux_layers: tuple[int, ...] = (),
+    draft_vocab: int | None = None,
+    num_layers: int = 1,
+    positions_per_layer: int = 0,
 ) -> HeadConfig:
-    """A head of the target's width, with about half as many attention heads. Raises: ConfigError, ModelError."""
+    """A head of the target's width, with about half as many attention heads. `num_layers`: of PosS.
+
+    Raises: ConfigError, ModelError.
+    """
     is_eagle3 = family is EagleFamily.EAGLE3
     draft_vocab_size = draft_vocab if is_eagle3 and draft_vocab else target.vocab_size
     if draft_vocab_size > target.vocab_size:
@@ -49,6 +60,8 @@ def head_config(
         max_positions=int(target.config.max_position_embeddings),
         target_hidden_size=target.hidden_size,
         aux_layers=aux_layers if is_eagle3 else (),
+        num_layers=num_layers,
+        positions_per_layer=positions_per_layer,
     )
 
 
@@ -70,6 +83,8 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
     _copy_feed_forward(head, target)
+    for i in range(1, config.num_layers):
+        head.layer(i * config.positions_per_layer).load_state_dict(head.layer().state_dict())
     width = config.hidden_size
     head.fc.weight[:, -width:] += torch.eye(width)  # the last input: EAGLE's feature, EAGLE-3's highest layer
     if isinstance(head, Eagle3Head):
@@ -84,7 +99,22 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
 
 def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
     theirs = dict(target.model.model.layers[-1].named_parameters())
-    for name, own in head.layer.named_parameters():
+    for name, own in head.layer().named_parameters():
         source = theirs.get(name)
         if name.startswith(("mlp.", "post_attention_layernorm.")) and source is not None and source.shape == own.shape:
             own.copy_(source)
+
+
+@torch.no_grad()
+def start_from(head: EagleHead, directory: Path) -> None:
+    """Copy the weights of a head on disk; specialists that it lacks begin as its last layer. Raises: ModelError."""
+    config, tensors = read_head(directory)
+    layers = [layer_prefix(config.family, i) for i in range(config.num_layers)]
+    for i in range(config.num_layers, head.config.num_layers):
+        old, new = layers[-1], layer_prefix(head.config.family, i)
+        tensors |= {new + name.removeprefix(old): t for name, t in tensors.items() if name.startswith(old)}
+    own = head.state_dict()
+    for name, weight in own.items():
+        if name not in tensors or tensors[name].shape != weight.shape:
+            raise ModelError(f"{directory}: a head of another shape: {name} is not {list(weight.shape)}")
+        weight.copy_(tensors[name])

@@ -18,12 +18,14 @@ from ragspec.training.heads.training_texts import MicroBatch
 
 NOISE_TOKENS = 512
 TOP = 4
+TOP_OF_TARGET = 10
 
 
 @dataclass(frozen=True)
 class Objective:
     """`num_steps`: draft steps learnt. `position_decay`: weight of a step relative to the step before. `noise`: width of the
-    uniform noise on features, for a text of 512 tokens. `loss_weights` None: those of the head's paper.
+    uniform noise on features, for a text of 512 tokens. `loss_weights` None: those of the head's paper. `is_detached`: no
+    gradient flows from a draft step into the step before (HASS, PosS).
     """
 
     num_steps: int
@@ -31,6 +33,7 @@ class Objective:
     inputs: Inputs = Inputs.SHIFTED
     noise: float = 0.0
     loss_weights: LossWeights | None = None
+    is_detached: bool = False
 
 
 class StepScores(NamedTuple):
@@ -100,7 +103,9 @@ def batch_scores(
         scale = objective.noise * NOISE_TOKENS / features.shape[1]
         features += (torch.rand(features.shape, generator=generator).to(features.device) - 0.5) * scale
     embedded = target.embed(batch.ids)
-    states = head.unroll(embedded, features, expected.pairs, objective.num_steps, objective.inputs)
+    states = head.unroll(
+        embedded, features, expected.pairs, objective.num_steps, objective.inputs, objective.is_detached
+    )
     weights = objective.loss_weights or head.loss_weights
     return [_step_scores(head, target, expected, step, state, weights) for step, state in enumerate(states)]
 
@@ -116,6 +121,9 @@ def _step_scores(
     losses = torch.zeros(len(numbers), device=logits.device)
     if weights.teacher:
         losses = losses - weights.teacher * (expected.probs[numbers] * log_probs).sum(-1)
+    if weights.top:
+        top = expected.probs[numbers].topk(min(TOP_OF_TARGET, logits.shape[1]), -1)
+        losses = losses - weights.top * (top.values * log_probs.gather(1, top.indices)).sum(-1)
     if weights.state:
         hidden = expected.last[numbers].float()
         distance = torch.nn.functional.smooth_l1_loss(chosen.float(), hidden, reduction="none").mean(-1)

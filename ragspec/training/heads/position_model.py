@@ -1,7 +1,8 @@
 """Trainable Medusa and Hydra heads: one network for each position ahead, under the published names.
 
 Blocks begin near the identity and output layers as copies of the target's, so every network begins by guessing the next token.
-As published, a Medusa network repeats one block, and a Hydra network repeats its second: the copies on disk are equal.
+As published, a Medusa network repeats one block, and a Hydra network repeats its second: the copies on disk are equal. Hydra++
+networks read the states through a decoder layer, which begins as the identity.
 
     >>> config = PositionConfig(PositionFamily.HYDRA, hidden_size=576, vocab_size=49_152, num_heads=4, is_grounded=True)
     >>> head = fresh_position_head(config, target, seed=0)
@@ -13,10 +14,11 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
 
 from ragspec.drafting.medusa.checkpoint import MOST, write_medusa
 from ragspec.drafting.medusa.hydra import write_hydra
@@ -37,6 +39,7 @@ class PositionFamily(enum.StrEnum):
 @dataclass(frozen=True)
 class PositionConfig:
     """`is_grounded`: heads also read the tokens in between (Hydra). `has_output`: heads have output layers of their own.
+    `has_prefix`: states pass a decoder layer first (Hydra++).
 
     Raises: ConfigError for more heads than can be served.
     """
@@ -48,6 +51,7 @@ class PositionConfig:
     num_blocks: int = 1
     is_grounded: bool = False
     has_output: bool = True
+    has_prefix: bool = False
     aux_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -75,9 +79,15 @@ class PositionHead(Head):
     config: PositionConfig
 
     def unroll(
-        self, embedded: Tensor, features: Tensor, rows: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        rows: Tensor,
+        num_steps: int,
+        inputs: Inputs = Inputs.SHIFTED,
+        is_detached: bool = False,
     ) -> Tensor:
-        known, states = rows_of(features, rows), []
+        known, states = rows_of(self.read(features), rows), []
         for step in range(min(num_steps, self.config.num_heads)):
             if self.config.is_grounded:
                 tokens = rows_of(embedded, (rows + 1 + step).clamp(max=embedded.shape[1] - 1))
@@ -88,6 +98,10 @@ class PositionHead(Head):
     def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
         output = self.output(step)
         return project(state) if output is None else cast(Tensor, output(state))
+
+    def read(self, features: Tensor) -> Tensor:
+        """The states that the networks read. Shape: [B, T, H]."""
+        return features
 
     def blocks(self, position: int) -> Iterable[Block]:
         raise NotImplementedError
@@ -124,25 +138,55 @@ class MedusaHead(PositionHead):
 
 
 class HydraHead(PositionHead):
-    """`hydra_mlp.0.0.linear.weight`, ... of the blocks, `hydra_lm_head.0.weight` of the output layer."""
+    """`hydra_mlp.0.0.linear.weight`, ... of the blocks, `hydra_lm_head.0.weight` of the output layer. With a prefix, which
+    is Hydra++, every module has a dropout layer before it, here the identity, so indices are 1, 3, ...
+    """
 
     loss_weights = LossWeights(teacher=1.0)
 
-    def __init__(self, config: PositionConfig) -> None:
+    def __init__(self, config: PositionConfig, prefix: LlamaModel | None = None) -> None:
         super().__init__()
         self.config = config
         width, read = config.hidden_size, [i + 2 if config.is_grounded else 1 for i in range(config.num_heads)]
-        self.hydra_mlp = nn.ModuleList(nn.Sequential(*_blocks(parts * width, config)) for parts in read)
-        self.hydra_lm_head = nn.ModuleList(nn.Linear(width, config.vocab_size) for _ in read)
+        self.hydra_mlp = nn.ModuleList(self._sequence(_blocks(parts * width, config)) for parts in read)
+        outputs = [nn.Linear(width, config.vocab_size) for _ in read]
+        self.hydra_lm_head = nn.ModuleList(self._sequence([o]) if config.has_prefix else o for o in outputs)
+        self.prefix_embeding_layer = prefix  # spelt so
+
+    def _sequence(self, modules: list[Any]) -> nn.Sequential:
+        before = [nn.Identity()] if self.config.has_prefix else []
+        return nn.Sequential(*(part for module in modules for part in (*before, module)))
+
+    def read(self, features: Tensor) -> Tensor:
+        if self.prefix_embeding_layer is None:
+            return features
+        states: Tensor = self.prefix_embeding_layer(inputs_embeds=features, use_cache=False).last_hidden_state
+        return states
 
     def blocks(self, position: int) -> Iterable[Block]:
-        return cast(Iterable[Block], self.hydra_mlp[position])
+        modules = cast(nn.Sequential, self.hydra_mlp[position])
+        return [module for module in modules if isinstance(module, Block)]
 
     def output(self, position: int) -> nn.Linear | None:
-        return cast(nn.Linear, self.hydra_lm_head[position])
+        output = self.hydra_lm_head[position]
+        return cast(nn.Linear, output[-1] if isinstance(output, nn.Sequential) else output)
 
     def write(self, directory: Path, tensors: dict[str, Tensor], target: str) -> None:
-        write_hydra(directory, tensors, self.config.num_blocks, self.config.is_grounded, target)
+        config = self.config
+        write_hydra(directory, tensors, config.num_blocks, config.is_grounded, config.has_prefix, target)
+
+
+def prefix_layer(target: FrozenTarget) -> LlamaModel:
+    """Hydra++'s layer: a Llama of one layer with the target's sizes, without an embedding. At first its output is its input."""
+    sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps hidden_act"
+    names = (*sizes.split(), "rope_parameters", "max_position_embeddings")
+    given = {name: value for name in names if (value := getattr(target.config, name, None)) is not None}
+    prefix: Any = LlamaModel(LlamaConfig(**given, num_hidden_layers=1, vocab_size=1, pad_token_id=None)).float()
+    prefix.embed_tokens = None
+    nn.init.zeros_(prefix.layers[0].self_attn.o_proj.weight)
+    nn.init.zeros_(prefix.layers[0].mlp.down_proj.weight)
+    nn.init.constant_(prefix.norm.weight, float(target.model.model.norm.weight.float().square().mean().sqrt()))
+    return cast(LlamaModel, prefix)
 
 
 def _blocks(num_inputs: int, config: PositionConfig) -> list[nn.Module]:
@@ -160,7 +204,8 @@ def fresh_position_head(config: PositionConfig, target: FrozenTarget, seed: int)
     """A head ready for training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = MedusaHead(config) if config.family is PositionFamily.MEDUSA else HydraHead(config)
+        prefix = prefix_layer(target) if config.has_prefix else None
+        head = MedusaHead(config) if config.family is PositionFamily.MEDUSA else HydraHead(config, prefix)
         for position in range(config.num_heads):
             for block in head.blocks(position):
                 if isinstance(block.res_connection, nn.Linear):
