@@ -32,7 +32,7 @@ _EXPOSED = ["x-request-id", "retry-after"]
 def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     """The caller closes the backend."""
     app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
-    for part in (health, openai_routes, stores, languagetool, web):
+    for part in (openai_routes, health, stores, languagetool, web):  # the busiest are matched first
         app.include_router(part.routes(backend))
     app.add_exception_handler(HTTPException, _raise_http_error)
     app.add_exception_handler(RequestValidationError, _raise_validation_error)

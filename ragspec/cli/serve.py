@@ -8,6 +8,7 @@ Owns the start-up and its output. The service itself is the package `services`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shlex
 import sys
@@ -73,6 +74,7 @@ def run_serve(
             console.print(Text(_CLEAR_TEXT, "yellow"))
         key = keys.key if isinstance(keys, SingleKey) else ""
         _show(backend.model, address_of(listener, "https" if is_secure else "http"), key, settings.service.data_dir)
+        gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
         Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
     console.print(Text("stopped", "dim"))
 

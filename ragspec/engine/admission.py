@@ -88,8 +88,9 @@ class Admission:
     ) -> list[Sequence]:
         """One sequence a choice. `prepare` runs the drafters' preparation once a request. Raises: InputError, PromptTooLong."""
         limits = self.bounds.limits(request)
-        seed = random_seed() if request.params.seed is None else request.params.seed
-        request = replace(request, params=replace(request.params, seed=seed))
+        if (seed := request.params.seed) is None:
+            seed = random_seed()
+            request = replace(request, params=replace(request.params, seed=seed))
         sequences, prepared = [], prepare(request)
         for choice in request.choices:
             text = self._text(request)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -269,5 +270,6 @@ def params_of_each(
     return [replace(each, **changes) for each in params] if changes else params
 
 
+@functools.lru_cache(8)
 def default_params(config: GenerationConfig) -> SamplingParams:
     return SamplingParams(**config.model_dump())

@@ -104,7 +104,7 @@ class EngineStream:
         self._waiting: list[Delta] = []
         self._num_waiting = 0
         self._arrived: asyncio.Future[None] | None = None
-        self._left = False
+        self._left = self._is_whole = False
         self._last_s: dict[ChoiceKey, float] = {}
         self.first_token_s = 0.0  # of time.perf_counter
         self.num_tokens = 0
@@ -172,7 +172,8 @@ class EngineStream:
         return self._deltas[key]
 
     async def completions(self) -> list[Completion]:
-        """Waits for every choice. Raises: as `next_deltas`."""
+        """Waits for every choice; wakes once for each that ends, not once a step. Raises: as `next_deltas`."""
+        self._is_whole = True
         while self.is_open:
             await self.next_deltas()
         return [self.completion(key) for key in self._deltas]
@@ -209,7 +210,8 @@ class EngineStream:
         self._deltas[key].append(delta)
         self._waiting.append(delta)
         self._num_waiting += num_tokens
-        self._wake()
+        if delta.finish_reason is not None or not self._is_whole:
+            self._wake()
 
     def _record(self, key: ChoiceKey, num_tokens: int) -> None:
         now = time.perf_counter()

@@ -81,7 +81,12 @@ class GenerationResponse(Response):
         self._write = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._write(ResponseSender(send))
+        """Why a task: otherwise each of a stream's events wakes all the middleware around the route."""
+
+        async def write() -> None:
+            await self._write(ResponseSender(send))
+
+        await asyncio.create_task(write())
 
 
 class ChunkEncoder:

@@ -7,11 +7,13 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
+from letter_encoder import LetterEncoder
 from service_parts import Service, Serving
 
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
@@ -345,3 +347,76 @@ def test_what_one_stream_cannot_take_in_reaches_the_others() -> None:
     asyncio.run(deliver(1, waits=False))  # ends before it is told
     asyncio.run(deliver(2, waits=True))
     assert ("good", 2) in told
+
+
+def test_a_whole_answer_wakes_its_request_once() -> None:
+    """Every step of every answer woke a coroutine that had nothing to do before the last one."""
+    woken: list[int] = []
+
+    class Counting(EngineStream):
+        async def next_deltas(self, timeout_s: float | None = None) -> dict[Any, list[Delta]]:
+            found = await super().next_deltas(timeout_s)
+            woken.append(len(found["a", 0]))
+            return found
+
+    engine: Any = Told([*[delta("x") for _ in range(9)], delta("y", FinishReason.STOP)], wait_s=0.005)
+
+    async def run() -> str:
+        async with Counting(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
+            return (await run.completions())[0].text
+
+    assert asyncio.run(run()) == "x" * 9 + "y"
+    assert woken == [10]
+
+
+def test_a_step_of_64_answers_wakes_their_loop_once() -> None:
+    """Each answer's words took the interpreter's lock from the engine, 64 times a step."""
+    calls, told = [0], list[int]()
+
+    class Taking:
+        def __init__(self, number: int) -> None:
+            self.receive = lambda delta: told.append(number)
+
+    async def run() -> None:
+        loop, mail = asyncio.get_running_loop(), DeltaMailbox()
+        wake = loop.call_soon_threadsafe
+
+        def counted(*args: Any) -> asyncio.Handle:
+            calls[0] += 1
+            return wake(*args)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
+        for number in range(64):
+            mail.post(loop, Taking(number), delta("x"))  # type: ignore[arg-type]
+        while len(told) < 64:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert told == list(range(64)) and calls == [1]
+
+
+def test_chats_at_once_share_one_call_of_encoder_and_index(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen questions were encoded and searched for one after the other, each behind fifteen others."""
+    encode, sizes, first = LetterEncoder.encode, list[int](), threading.Event()
+    waiting = service.backend.retriever._batcher._encoding._queue  # type: ignore[attr-defined]
+
+    def counted(encoder: LetterEncoder, texts: Sequence[str], kind: Any = "document") -> Any:
+        sizes.append(len(texts))
+        first.set()
+        until(lambda: len(sizes) > 1 or waiting.qsize() == 15)
+        return encode(encoder, texts, kind)
+
+    monkeypatch.setattr(LetterEncoder, "encode", counted)
+
+    def ask(number: int) -> str:
+        messages = [{"role": "user", "content": f"Who built bridge {number}?"}]
+        asked = body(messages=messages, max_tokens=2, retrieval={}, stream=True)
+        with service.client() as client:
+            return client.post("/v1/chat/completions", json=asked).text
+
+    with ThreadPoolExecutor(16) as threads:
+        begun = threads.submit(ask, 0)
+        assert first.wait(PATIENCE_S)
+        rest = list(threads.map(ask, range(1, 16)))
+    assert sizes == [1, 15]
+    assert all(text.endswith("data: [DONE]\n\n") and '"passages": [{' in text for text in (begun.result(), *rest))
