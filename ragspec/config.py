@@ -6,6 +6,7 @@ the jobs); the library takes ready objects.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -278,11 +279,13 @@ class DraftingConfig(ConfigSection):
     """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
     a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
     tenant's earlier answers, at most `max_earlier_tokens` tokens of them. `max_recycling_bytes`: for the tables of all
-    tenants of the drafter recycling."""
+    tenants of the drafter recycling. `eagle_heads`: further EAGLE heads, each a drafter of its own name, with the
+    keys of `eagle`. Of several heads a request is drafted for by the head whose drafts save most time there."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
+    eagle_heads: dict[str, EagleConfig] = Field(default_factory=dict)
     medusa: TreeHeadConfig = TreeHeadConfig()
     hydra: HydraConfig = HydraConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
@@ -295,7 +298,14 @@ class DraftingConfig(ConfigSection):
     @property
     def networks(self) -> dict[str, TreeHeadConfig | DraftModelConfig]:
         """The sections of drafters with a network of their own, by drafter."""
-        return {name: section for name, section in self if isinstance(section, TreeHeadConfig | DraftModelConfig)}
+        own = {name: section for name, section in self if isinstance(section, TreeHeadConfig | DraftModelConfig)}
+        return {**own, **self.eagle_heads}
+
+    def with_paths(self, full_path: Callable[[str], str]) -> DraftingConfig:
+        """With other paths of networks."""
+        moved = {name: s.model_copy(update={"path": full_path(s.path)}) for name, s in self.networks.items()}
+        heads = {name: moved.pop(name) for name in self.eagle_heads}
+        return self.model_copy(update={**moved, "eagle_heads": heads})
 
 
 class EngineConfig(ConfigSection):

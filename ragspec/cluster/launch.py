@@ -95,17 +95,13 @@ def with_full_paths(config: PipelineConfig) -> PipelineConfig:
     """Folders become absolute, because processes on other nodes have other working directories."""
     retriever, drafting = config.retriever, config.drafting
     index_dir = str(Path(retriever.index_dir).resolve()) if retriever.index_dir else ""
-    networks = {
-        name: section.model_copy(update={"path": _full_path(section.path)})
-        for name, section in drafting.networks.items()
-    }
     sections = {
         "target": config.target.model_copy(
             update={"model": _full_path(config.target.model), "adapter": _full_path(config.target.adapter)}
         ),
         "encoder": config.encoder.model_copy(update={"model": _full_path(config.encoder.model)}),
         "retriever": retriever.model_copy(update={"index_dir": index_dir, "reranker": _full_path(retriever.reranker)}),
-        "drafting": drafting.model_copy(update=networks),
+        "drafting": drafting.with_paths(_full_path),
     }
     return config.model_copy(update=sections)
 

@@ -5,7 +5,8 @@ Every number here is an estimate that decides about time alone. Only counts are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -143,6 +144,25 @@ class DrafterStats:
         self._tokens[row] = self._tokens[row] * _GAIN_MEMORY + num_added
         self._drafts[row] = self._drafts[row] * _GAIN_MEMORY + 1.0
         self.num_nodes += 0.05 * (num_nodes - self.num_nodes)
+
+
+class HeadChoice:
+    """Which of several heads drafts in one sequence: the head of most worth so far, and now and then the one asked least."""
+
+    def __init__(self) -> None:
+        self._asked: Counter[str] = Counter()
+        self._steps_left = self._interval = _MIN_TRIAL_STEPS
+
+    def pick(self, worth: Mapping[str, float]) -> str:
+        """`worth`: seconds that a draft of each head is expected to save."""
+        self._steps_left -= 1
+        if self._steps_left >= 0:
+            name = max(worth, key=worth.__getitem__)
+        else:
+            name = min(worth, key=self._asked.__getitem__)
+            self._steps_left, self._interval = self._interval, min(_MAX_TRIAL_STEPS, 2 * self._interval)
+        self._asked[name] += 1
+        return name
 
 
 class PendingDraft(NamedTuple):

@@ -3,7 +3,8 @@
 `ragspec.drafting.cost_model` writes the objective as a formula. Drafters estimate over all requests how probable each of their
 nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, merges all proposals into one
 tree and cuts the trees to the best size. The likeliest path may be as long as it pays; beside it stand at most
-`max_tree_nodes` nodes. A drafter that takes time itself is asked only where its drafts save more time.
+`max_tree_nodes` nodes. A drafter that takes time itself is asked only where its drafts save more time. Of several trained heads
+one is asked: that whose drafts save most time, by its record in the sequences at hand and in other requests.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
@@ -21,7 +22,14 @@ from typing import Any
 from ragspec.core import Request
 from ragspec.drafting.cost_model import CostTable, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
-from ragspec.drafting.drafter_stats import TRIAL_HIT_GAIN, DrafterStats, PendingDraft, SequenceStats, select_paying
+from ragspec.drafting.drafter_stats import (
+    TRIAL_HIT_GAIN,
+    DrafterStats,
+    HeadChoice,
+    PendingDraft,
+    SequenceStats,
+    select_paying,
+)
 from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.drafting.stochastic_drafts import needs_chain
 from ragspec.errors import InputError, RagspecError
@@ -45,6 +53,8 @@ class Planner:
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
         self._sequence_stats: dict[tuple[str, int], dict[str, SequenceStats]] = {}
         self._stats: defaultdict[str, DrafterStats] = defaultdict(DrafterStats)
+        self._num_heads = sum(drafter.is_head for drafter in drafters)
+        self._choices: dict[tuple[str, int], HeadChoice] = {}
         self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
         self.costs = costs
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
@@ -76,8 +86,11 @@ class Planner:
             return [DraftTree(s.tokens[-1]) for s in sequences]
         step = self.step_plan(self.costs, sequences, num_prompt_rows)
         proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
-        for drafter in self._drafters:
-            depths = self._depths(drafter, step)
+        chosen: dict[int, str] = {}
+        for drafter in sorted(self._drafters, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
+            if drafter.is_head and self._num_heads > 1 and not chosen:
+                chosen = self._choose_heads(step)
+            depths = self._depths(drafter, step, chosen)
             for i in depths:
                 proposing[i].append(drafter)
             self._merge(drafter, depths, step, spare_rows)
@@ -104,6 +117,7 @@ class Planner:
 
     def finish(self, sequence: SequenceView) -> None:
         self._sequence_stats.pop(sequence.key, None)
+        self._choices.pop(sequence.key, None)
         for drafter in self._drafters_of(sequence.request):
             drafter.finish(sequence)
 
@@ -133,14 +147,36 @@ class Planner:
             stats[name] = SequenceStats(self._stats[name].first_trial_steps)
         return stats[name]
 
-    def _depths(self, drafter: SafeDrafter, step: StepPlan) -> dict[int, int]:
-        """The sequences to ask a drafter for, by number, and how many levels each draft may have."""
+    def _choose_heads(self, step: StepPlan) -> dict[int, str]:
+        """The head for each sequence, by number: of most worth to all of them together, since two heads take twice the time.
+
+        Other drafters have proposed.
+        """
+        worths: dict[int, dict[str, float]] = {}
+        for i, sequence in enumerate(step.sequences):
+            others = sum(step.trees[i].path_probs[1:])
+            for head in self._drafters_of(sequence.request):
+                if head.is_head and not head.disabled and (cost_s := head.cost_s([sequence])) < math.inf:
+                    gain = self._stats[head.name].gain(others) * self._stats_in(sequence, head.name).factor
+                    worths.setdefault(i, {})[head.name] = gain * step.token_s() - cost_s
+        if not worths:
+            return {}
+        total = {
+            name: sum(worth.get(name, 0.0) for worth in worths.values()) for worth in worths.values() for name in worth
+        }
+        choice = self._choices.setdefault(step.sequences[min(worths)].key, HeadChoice())
+        leader = choice.pick({name: total[name] for name in worths[min(worths)]})
+        return {i: leader if leader in worth else max(worth, key=worth.__getitem__) for i, worth in worths.items()}
+
+    def _depths(self, drafter: SafeDrafter, step: StepPlan, chosen: dict[int, str]) -> dict[int, int]:
+        """The sequences to ask a drafter for, by number, and how many levels each draft may have. `chosen`: heads."""
         if drafter.disabled:
             return {}
         ready = [
             i
             for i, sequence in enumerate(step.sequences)
             if drafter in self._drafters_of(sequence.request)
+            and (not drafter.is_head or chosen.get(i, drafter.name) == drafter.name)
             and self.is_due(drafter, sequence)
             and not (needs_chain(sequence) and step.trees[i].num_drafted)
             and drafter.cost_s([sequence]) < math.inf

@@ -158,7 +158,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "copy": lambda: CopyDrafter(
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
         ),
-        "eagle": lambda: make_eagle(target, drafting.eagle),
+        "eagle": lambda: make_eagle(target, drafting.eagle, "eagle"),
         "medusa": lambda: make_medusa(target, drafting.medusa),
         "hydra": lambda: make_hydra(target, drafting.hydra),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
@@ -166,6 +166,10 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "lookahead": LookaheadDrafter,
         "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
+    for name, section in drafting.eagle_heads.items():
+        if name in known:
+            raise ConfigError(f"drafting.eagle_heads has {name!r}, the name of another drafter")
+        known[name] = partial(make_eagle, target, section, name)
     names = drafting.drafters
     if names is None:
         names = ("copy", *(name for name, section in drafting.networks.items() if section.path))
@@ -175,9 +179,9 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     return [known[name]() for name in names] if drafting.speculation else []
 
 
-def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
+def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
-    checkpoint = read_head(_path_of(config, "eagle"), config.positions_per_layer)
+    checkpoint = read_head(_path_of(config, name), config.positions_per_layer)
     shape = _shape(config)
     checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))
     most = target.num_positions + shape.max_depth
@@ -189,7 +193,7 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
     return EagleDrafter(
-        timer.network, shape, costs, window=window, max_read=config.max_read_tokens, coupled=config.coupled
+        timer.network, shape, costs, window=window, max_read=config.max_read_tokens, coupled=config.coupled, name=name
     )
 
 

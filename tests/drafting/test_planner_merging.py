@@ -38,8 +38,8 @@ class Halving(Chain):
 class Costly(Chain):
     """Takes time for each sequence, and counts for which it is asked."""
 
-    def __init__(self, tokens: Sequence[int], prob: float, seconds: float) -> None:
-        super().__init__(tokens, prob, "costly")
+    def __init__(self, tokens: Sequence[int], prob: float, seconds: float, name: str = "costly") -> None:
+        super().__init__(tokens, prob, name)
         self.seconds = seconds
         self.asked_for: Counter[str] = Counter()
 
@@ -89,6 +89,48 @@ def test_a_costly_drafter_is_asked_for_the_sequences_in_which_it_is_right() -> N
         accept(planner, wrong, second, ())
     assert drafter.asked_for["right"] > 0.9 * NUM_STEPS
     assert drafter.asked_for["wrong"] < 0.3 * NUM_STEPS
+
+
+class Head(Costly):
+    is_head = True
+
+
+def test_each_request_is_drafted_for_by_the_head_that_is_right_in_it() -> None:
+    """The head named first drafted for all requests, since a second head adds little beside it; or both took their time."""
+    heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
+    planner, one, other = Planner(heads, FREE, 12), Running("one"), Running("other")
+    for _ in range(NUM_STEPS):
+        for sequence, right_tokens in ((one, range(10, 14)), (other, range(20, 24))):
+            (tree,) = plan(planner, sequence)
+            assert tree.num_drafted <= 4  # of one head
+            accept(planner, sequence, tree, right_tokens)
+    first, second = (head.asked_for for head in heads)
+    assert first["one"] > 0.85 * NUM_STEPS > 0.15 * NUM_STEPS > second["one"] > 1
+    assert second["other"] > 0.85 * NUM_STEPS > 0.15 * NUM_STEPS > first["other"] > 1
+    for sequence in (one, other):
+        planner.finish(sequence)
+    assert not planner._choices
+
+
+def test_requests_side_by_side_share_the_head_that_is_right_in_most() -> None:
+    """Half of a batch drafted by each of two heads saves no step, and takes the time of both."""
+    heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
+    planner, sequences = Planner(heads, FREE, 12), [Running(name) for name in "abc"]
+    for _ in range(NUM_STEPS):
+        for number, tree in enumerate(plan(planner, *sequences)):
+            accept(planner, sequences[number], tree, range(10, 14) if number == 0 else range(20, 25))
+    assert sum(heads[1].asked_for.values()) > 5 * sum(heads[0].asked_for.values())
+    assert heads[1].asked_for["a"] == heads[1].asked_for["b"]
+
+
+def test_a_request_may_name_its_head() -> None:
+    """The choice among heads passed over the request's own."""
+    heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
+    planner, named = Planner(heads, FREE, 12), Running("named", speculation=Speculation(("second",)))
+    for _ in range(20):
+        (tree,) = plan(planner, named)
+        accept(planner, named, tree, range(20, 24))
+    assert heads[1].asked_for["named"] == 20 and not heads[0].asked_for
 
 
 @pytest.mark.parametrize(("num_known", "is_asked"), [(4, False), (1, True)])

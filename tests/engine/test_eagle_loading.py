@@ -20,6 +20,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.self_test import Failure, self_test
+from ragspec.speculation import Speculation
 
 HIDDEN, VOCAB, TAPS = 64, 320, (0, 1, 2)
 LLAMA3 = {
@@ -89,6 +90,36 @@ def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, na
         for request, done in zip(requests, completions, strict=True):
             assert done.stats.num_drafted > 0
             assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+
+
+def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) -> None:
+    """A second head took the first head's name, its keys or its drafts."""
+    save_head(tmp_path / "eagle3", a_head())
+    save_head(tmp_path / "poss", random_head(hidden=HIDDEN, vocab=VOCAB, **LATER["PosS-2"]))
+    heads = {"poss": EagleConfig(path=str(tmp_path / "poss"))}
+    drafting = DraftingConfig(eagle=EagleConfig(path=str(tmp_path / "eagle3")), eagle_heads=heads, max_tree_nodes=6)
+    assert drafting.networks.keys() >= {"eagle", "poss"}
+    moved = drafting.with_paths(lambda path: path and f"/there{path}")
+    assert moved.eagle_heads["poss"].path == f"/there{tmp_path}/poss" and moved.eagle.path.startswith("/there")
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
+    prompts = [tuple(range(20 + i, 50 + 2 * i)) for i in range(3)]
+    requests = [
+        Request(f"{i}-{ways}", ids, params, speculation=Speculation(ways))
+        for i, ids in enumerate(prompts)
+        for ways in (None, ("poss",), ("eagle",))
+    ]
+    config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
+    with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+        for request, done in zip(requests, completions, strict=True):
+            assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+            assert done.stats.num_drafted > 0
+            if request.speculation.drafters:
+                assert set(done.stats.positions) <= set(request.speculation.drafters)
+    clash = DraftingConfig(eagle_heads={"copy": heads["poss"]})
+    with pytest.raises(ConfigError, match="'copy', the name of another drafter"):
+        load_engine(config, engine_config, clash)
 
 
 @pytest.mark.parametrize("num_slots", [64, 80, 160])

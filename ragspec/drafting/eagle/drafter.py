@@ -62,7 +62,9 @@ Network = TypeVar("Network", bound=PairNetwork)
 
 class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
     """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to; `max_read`: pairs that one draft
-    reads."""
+    reads. `name`: of the drafter, where there are several of its class."""
+
+    is_head = True
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         window: int = 256,
         max_read: int = 48,
         coupled: bool = True,
+        name: str = "",
     ) -> None:
+        self.name = name or self.name
         super().__init__(network.draft_ids, network.vocab_size, shape, costs, coupled=coupled)
         self.network = network
         self.taps = network.taps

@@ -43,7 +43,7 @@ class MedusaDraft(GrowingDraft):
 class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     """See the module. `coupled`: whether drafts use the sampling noise."""
 
-    name = "medusa"
+    name, is_head = "medusa", True
 
     def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable, *, coupled: bool = True) -> None:
         super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs, coupled=coupled)
