@@ -251,7 +251,8 @@ class HydraConfig(TreeHeadConfig):
 
 
 class DraftModelConfig(ConfigSection):
-    """A small language model that drafts. `path`: as `target.model`; its vocabulary must be the target's.
+    """A small language model that drafts. `path`: as `target.model`. `vocabulary`: "target" refuses a model with other tokens
+    than the target's; "any" lets it read and draft text, in chains.
 
     `tree`, `num_children`, `width`, `max_depth` and `coupled`: as in `eagle`; every level takes a forward of the model. Device,
     backend and dtype are the target's; `quantization`: "auto" as the target's. Keys and values of at most `max_kv_tokens` tokens
@@ -259,6 +260,7 @@ class DraftModelConfig(ConfigSection):
     """
 
     path: str = ""
+    vocabulary: Literal["target", "any"] = "target"
     tree: Literal["dynamic", "static", "chain"] = "dynamic"
     num_children: int = Field(3, ge=1, le=64)
     width: int = Field(1, ge=1, le=64)
@@ -277,10 +279,11 @@ class DatastoreConfig(ConfigSection):
 
 class DraftingConfig(ConfigSection):
     """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
-    a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
-    tenant's earlier answers, at most `max_earlier_tokens` tokens of them. `max_recycling_bytes`: for the tables of all
-    tenants of the drafter recycling. `eagle_heads`: further EAGLE heads, each a drafter of its own name, with the
-    keys of `eagle`. Of several heads a request is drafted for by the head whose drafts save most time there."""
+    a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: draft also what followed most
+    often in a tenant's earlier answers, at most `max_earlier_tokens` tokens of them. `max_recycling_bytes`: for the tables of all
+    tenants of the drafter recycling. `eagle_heads` and `draft_models`: further EAGLE heads and draft models, each a drafter of
+    its own name, with the keys of `eagle` and `draft_model`. Of several heads a request is drafted for by the head whose drafts
+    save most time there; the trees of several draft models are merged."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
@@ -289,6 +292,7 @@ class DraftingConfig(ConfigSection):
     medusa: TreeHeadConfig = TreeHeadConfig()
     hydra: HydraConfig = HydraConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
+    draft_models: dict[str, DraftModelConfig] = Field(default_factory=dict)
     datastore: DatastoreConfig = DatastoreConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
@@ -299,13 +303,15 @@ class DraftingConfig(ConfigSection):
     def networks(self) -> dict[str, TreeHeadConfig | DraftModelConfig]:
         """The sections of drafters with a network of their own, by drafter."""
         own = {name: section for name, section in self if isinstance(section, TreeHeadConfig | DraftModelConfig)}
-        return {**own, **self.eagle_heads}
+        return {**own, **self.eagle_heads, **self.draft_models}
 
     def with_paths(self, full_path: Callable[[str], str]) -> DraftingConfig:
-        """With other paths of networks."""
+        """With other paths of networks and of the datastore's index."""
         moved = {name: s.model_copy(update={"path": full_path(s.path)}) for name, s in self.networks.items()}
         heads = {name: moved.pop(name) for name in self.eagle_heads}
-        return self.model_copy(update={**moved, "eagle_heads": heads})
+        models = {name: moved.pop(name) for name in self.draft_models}
+        datastore = DatastoreConfig(index_dir=full_path(self.datastore.index_dir))
+        return self.model_copy(update={**moved, "eagle_heads": heads, "draft_models": models, "datastore": datastore})
 
 
 class EngineConfig(ConfigSection):

@@ -81,6 +81,7 @@ def paths_of(spec: DeploymentSpec) -> dict[str, str]:
     if topology.replicas:
         roles |= {
             **{section.path: f"{name} drafter" for name, section in config.drafting.networks.items()},
+            config.drafting.datastore.index_dir: "index of the drafter datastore",
             config.target.model: "target",
             config.target.adapter: "adapter",
         }
@@ -93,7 +94,7 @@ def paths_of(spec: DeploymentSpec) -> dict[str, str]:
 
 def with_full_paths(config: PipelineConfig) -> PipelineConfig:
     """Folders become absolute, because processes on other nodes have other working directories."""
-    retriever, drafting = config.retriever, config.drafting
+    retriever = config.retriever
     index_dir = str(Path(retriever.index_dir).resolve()) if retriever.index_dir else ""
     sections = {
         "target": config.target.model_copy(
@@ -101,7 +102,7 @@ def with_full_paths(config: PipelineConfig) -> PipelineConfig:
         ),
         "encoder": config.encoder.model_copy(update={"model": _full_path(config.encoder.model)}),
         "retriever": retriever.model_copy(update={"index_dir": index_dir, "reranker": _full_path(retriever.reranker)}),
-        "drafting": drafting.with_paths(_full_path),
+        "drafting": config.drafting.with_paths(_full_path),
     }
     return config.model_copy(update=sections)
 

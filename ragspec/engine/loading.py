@@ -33,6 +33,7 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
+from ragspec.drafting.draft_model.translated import TranslatedDrafter, Vocabularies
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import reachable, read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
@@ -166,10 +167,10 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "lookahead": LookaheadDrafter,
         "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
-    for name, section in drafting.eagle_heads.items():
-        if name in known:
-            raise ConfigError(f"drafting.eagle_heads has {name!r}, the name of another drafter")
-        known[name] = partial(make_eagle, target, section, name)
+    for name, head in drafting.eagle_heads.items():
+        _add(known, name, partial(make_eagle, target, head, name))
+    for name, model in drafting.draft_models.items():
+        _add(known, name, partial(make_draft_model, target, model, name))
     names = drafting.drafters
     if names is None:
         names = ("copy", *(name for name, section in drafting.networks.items() if section.path))
@@ -177,6 +178,12 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
     return [known[name]() for name in names] if drafting.speculation else []
+
+
+def _add(known: dict[str, Callable[[], Drafter]], name: str, make: Callable[[], Drafter]) -> None:
+    if name in known:
+        raise ConfigError(f"drafting names {name!r}, the name of another drafter")
+    known[name] = make
 
 
 def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
@@ -255,7 +262,7 @@ def _fastest_dtype(
     return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
-def make_draft_model(target: Target, config: DraftModelConfig) -> ModelDrafter:
+def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter:
     """Load a small model beside the target, on the same device, and measure its costs. Raises: ModelError."""
     if not config.path:
         raise ConfigError("drafting.draft_model.path is empty: it names a small model with the target's vocabulary")
@@ -265,14 +272,21 @@ def make_draft_model(target: Target, config: DraftModelConfig) -> ModelDrafter:
     others = {"model": config.path, "adapter": "auto", "quantization": quantization, "max_context_tokens": None}
     others["device"] = target.ranks.device(target.config.device)
     settings = TargetConfig(**{**target.config.model_dump(), **others})
-    check_vocabulary(config.path, load_tokenizer(settings), target.tokenizer)
+    tokenizer, any_vocabulary = load_tokenizer(settings), config.vocabulary == "any"
+    if not any_vocabulary:
+        check_vocabulary(config.path, tokenizer, target.tokenizer)
     num_slots = min(config.max_kv_tokens, target.pool.num_slots)
     model = Target.load(settings, num_slots, max_kv_bytes=config.max_kv_bytes)
     context = min(model.max_context_tokens, model.pool.num_slots - PAGE, 2048) // 2
     costs = CostTable.measure(partial(forward_s, model), [context], min(64, context))
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
     prefixes = PrefixCache(model.pool)
-    return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled)
+    if any_vocabulary:
+        vocabularies, chain = Vocabularies(tokenizer, target.tokenizer), make_shape("chain", 1, 1, config.max_depth)
+        return TranslatedDrafter(
+            vocabularies, model, model.vocab_size, chain, costs, prefixes, coupled=False, name=name
+        )
+    return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled, name=name)
 
 
 def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:

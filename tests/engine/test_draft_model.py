@@ -304,3 +304,26 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, mon
         make_draft_model(target, DraftModelConfig())
     with pytest.raises(ModelError, match="nowhere"):
         make_draft_model(target, DraftModelConfig(path=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_of_several_models_are_merged_and_change_nothing(folder: Path, temperature: float) -> None:
+    """A second model was not asked, took the first one's place, or a merged tree changed a token."""
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
+    with load_engine(
+        TargetConfig(model=str(folder / "large")), EngineConfig(max_kv_tokens=1024), DraftingConfig(speculation=False)
+    ) as engine:
+        expected = [done.token_ids for done in engine.generate(requests)]
+    # the target itself is among them: its nodes are accepted wherever the first model's are not
+    models = [DraftModelConfig(path=str(folder / name), tree="chain", max_depth=3) for name in ("small", "large")]
+    drafting = DraftingConfig(draft_model=models[0], draft_models={"second": models[1]}, max_tree_nodes=6)
+    config = TargetConfig(model=str(folder / "large"))
+    with load_engine(config, EngineConfig(max_kv_tokens=1024), drafting, planner_class=FixedTreePlanner) as engine:
+        completions = engine.generate(requests)
+        names = [drafter.name for drafter in engine._planner._drafters]
+        assert engine._planner.num_failures == 0
+    assert names == ["copy", "draft_model", "second"]
+    assert [done.token_ids for done in completions] == expected
+    assert all({"draft_model", "second"} <= done.stats.positions.keys() for done in completions)
+    assert total(completions, "num_accepted") > 20

@@ -58,9 +58,10 @@ class DraftModel(Protocol):
 
 
 class ModelDrafter(AttendingDrafter[ModelDraft]):
-    """See the module. `vocab_size`: the target's; either model may have a longer output layer, whose rest means nothing."""
+    """See the module. `vocab_size`: the target's; either model may have a longer output layer, whose rest means nothing.
 
-    name = "draft_model"
+    Several draft models have several names; the planner merges their trees (SpecInfer, Miao et al. 2023, arXiv 2305.09781).
+    """
 
     def __init__(
         self,
@@ -71,7 +72,9 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
         prefixes: Prefixes,
         *,
         coupled: bool = True,
+        name: str = "draft_model",
     ) -> None:
+        self.name = name
         draft_ids = np.arange(min(vocab_size, model.vocab_size))
         super().__init__(draft_ids, vocab_size, shape, costs, coupled=coupled)
         self._model = model
@@ -171,5 +174,6 @@ def check_vocabulary(path: str, ours: PreTrainedTokenizerBase, targets: PreTrain
         if draft.get(i) != target.get(i):
             raise ModelError(
                 f"the draft model {path} has another vocabulary than the target: "
-                f"token {i} is {draft.get(i)!r} there and {target.get(i)!r} in the target"
+                f"token {i} is {draft.get(i)!r} there and {target.get(i)!r} in the target; "
+                'drafting.draft_model.vocabulary "any" drafts text instead'
             )
