@@ -6,7 +6,7 @@
 #   make demo         questions answered from real documents, with speculation on and off; installs only what that needs
 #   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
-#   make peers        compiles llama.cpp, which the suite cpu then measures beside ragspec; needs a C++ compiler
+#   make peers        compiles llama.cpp and its server, which the suites cpu and load measure beside ragspec; needs a C++ compiler
 #   make bench        the suites rag and grammar, the latter of public data (CONTRIBUTING); BENCH_FLAGS=--quick for a short run
 
 SHELL := /bin/sh
@@ -58,8 +58,21 @@ test-all: $(STAMP)
 check: $(STAMP)
 	bash infra/check.sh
 
+LLAMA := $(VENV)/llama.cpp
+LLAMA_OFF := LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI LLAMA_OPENSSL LLAMA_CURL BUILD_SHARED_LIBS
+
 peers: $(STAMP)
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(BIN)/python -m pip install --editable ".[peers]"
+	$(BIN)/python -m pip install cmake ninja
+	rm -rf $(LLAMA) && mkdir -p $(LLAMA)
+	$(BIN)/python -m pip download --no-deps --no-binary llama-cpp-python --dest $(LLAMA) \
+		"llama-cpp-python==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("llama-cpp-python"))')"
+	tar -xzf $(LLAMA)/*.tar.gz -C $(LLAMA) --strip-components=1
+	$(BIN)/cmake -S $(LLAMA)/vendor/llama.cpp -B $(LLAMA)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON $(LLAMA_OFF:%=-D%=OFF)
+	$(BIN)/cmake --build $(LLAMA)/build --target llama-server
+	cp $(LLAMA)/build/bin/llama-server $(BIN)/
+	rm -rf $(LLAMA)
 
 bench: $(STAMP)
 	$(BIN)/python -m pipelines.benchmark --suite rag $(BENCH_FLAGS)

@@ -570,6 +570,7 @@ def test_the_doctor_examines_and_reports(
     assert well["ok"] and "self-test passed" in well["checks"]["target"]["detail"]
     text = tmp_path / "text.txt"
     text.write_text("The river rises in the northern hills and flows past the old mill. " * 30)
+    assert re.search(r"context \d+ tokens, [\d.]+ KiB each", well["checks"]["target"]["detail"])
     quality = json.loads(run("doctor", "--target", model, "--text", text, "--json").out)["checks"]["perplexity"]
     assert re.search(r"^\d+\.\d{3} with int8 weights, \d+\.\d{3} without \([+-]", quality["detail"])
     ill = run("doctor", "--target", tmp_path / "nothing")

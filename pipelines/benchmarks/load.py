@@ -23,7 +23,8 @@ from typing import Any
 from pipelines.benchmarks.attack import ATTACKER, VICTIM, attacking
 from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.clients import Answer, chat_body
-from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, bursts, mixes_of, poisson
+from pipelines.benchmarks.llama_server import LlamaServers, llama_server
+from pipelines.benchmarks.load_curve import MIXED, RAG, Body, LoadCurve, bursts, mixes_of, poisson
 from pipelines.benchmarks.service import Service, backend_of, run_clients, service_here
 from ragspec.config import DEFAULT_TARGET
 from ragspec.engine.engine import Engine
@@ -52,6 +53,7 @@ _SECONDS, _QUICK_S = 60.0, 10.0
 _TENANTS = (ATTACKER, VICTIM, "cleo")
 _SETTLE_S = 10.0
 _READY_S = 300.0
+_PEER_USERS = (8, 32)
 _OPEN_USERS, _OPEN_SHARE = 8, 0.7
 """Open arrivals come at this share of the answers a second of so many users without speculation."""
 _FIRST_TOKENS = {"gateway_ttft_ms": (1, 16), "retrieval_ttft_ms": (16,)}
@@ -65,12 +67,13 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
         questions = [question.text for question in listed.questions][: settings.num_prompts or count]
         mixes = mixes_of(backend.model, questions, settings.plan.seed)
         rows = load_rows(LoadCurve(service, mixes, tick), users, [*mixes], settings.plan.num_runs)
+        against = vs_llama_server(service, mixes, rows, settings, tick)
         first = FirstTokens(service, questions, settings.plan.seed)
         ttft = {number: first.measure(number, settings.plan.num_runs, tick) for number in (1, 16)}
         fairness = fairness_ratio(service, questions)
         left = left_behind(service, questions, seconds, settings.plan.seed, tick)
         starts = start_times(settings.target.model, backend.config.retriever.index_dir, tick)
-    found = headline(rows) | {"fairness_ratio": fairness} | starts | left
+    found = headline(rows) | against | {"fairness_ratio": fairness} | starts | left
     found |= {f"{name}_c{at}": ttft[at][name] for name, counts in _FIRST_TOKENS.items() for at in counts}
     rest = {"label": listed.label, "num_prompts": len(questions), "peak_pss_mb": memory.look(), "rows": rows}
     return Outcome(found | rest | {"num_clients": NUM_CLIENTS, "seconds": seconds})
@@ -91,6 +94,23 @@ def headline(rows: Sequence[Result]) -> Result:
         "on_off_p99_min": min(row["on_off_p99"] for row in rows),
         "rag_on_off_8": rag.get(8),
         "rag_on_off_32": rag.get(32),
+    }
+
+
+def vs_llama_server(
+    service: Service, mixes: Mapping[str, Sequence[Body]], rows: Sequence[Result], settings: Settings, tick: Tick
+) -> Result:
+    """Tokens a second of the mix of all kinds over llama-server's; None where it was not built or peers are not wanted.
+
+    Raises: ModelError for a target that is no plain Llama, EngineError.
+    """
+    if not settings.peers or llama_server() is None:
+        return dict.fromkeys(f"vs_llama_server_{users}" for users in _PEER_USERS)
+    peer = LlamaServers(service, {MIXED: mixes[MIXED]}, settings.cache_dir / "llama_cpp", tick)
+    ours = {row["users"]: row["on"]["tokens_per_s"] for row in rows if row["mix"] == MIXED}
+    return {
+        f"vs_llama_server_{users}": ours[users] / peer.tokens_per_s(MIXED, users, settings.plan.num_runs)
+        for users in _PEER_USERS
     }
 
 
@@ -196,6 +216,8 @@ METRICS = (
     Metric("on_off_p99_min", "99th percentile of the time a token, without speculation over with, the least"),
     Metric("rag_on_off_8", "tokens a second with speculation over without, RAG, 8 users", at_least(1.5)),
     Metric("rag_on_off_32", "the same, 32 users", at_least(1.2)),
+    Metric("vs_llama_server_8", "tokens a second over llama-server's best, mix of all kinds, 8 users", at_least(2)),
+    Metric("vs_llama_server_32", "the same, 32 users", at_least(2)),
     Metric("gateway_ttft_ms_c1", "time to first token over HTTP minus the engine's, one request", at_most(5)),
     Metric("gateway_ttft_ms_c16", "the same, 16 at once", at_most(20)),
     Metric("retrieval_ttft_ms_c16", "what retrieval adds to it, 16 at once", at_most(120)),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -28,7 +28,10 @@ from rich.text import Text
 
 from ragspec.cli.options import AsJson, Debug, Target
 from ragspec.cli.terminal import cache_folder, one_line, safe, stay_offline, stdout_console
-from ragspec.config import DEFAULT_TARGET, EncoderConfig, TargetConfig
+from ragspec.config import DEFAULT_TARGET, EncoderConfig, EngineConfig, TargetConfig
+
+if TYPE_CHECKING:
+    from ragspec.engine.target import Target as EngineTarget
 
 Status = Literal["ok", "warning", "broken"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "broken": "bold red"}
@@ -179,13 +182,22 @@ def _target(model: str) -> Finding:
     loaded_s, begin = perf_counter() - begin, perf_counter()
     tested = check_numerics(target, max(1, len(os.sched_getaffinity(0))))
     detail = (
-        f"{target.num_parameters / 1e6:.1f}M parameters, context {target.max_context_tokens}, loaded in {loaded_s:.1f} s; "
+        f"{target.num_parameters / 1e6:.1f}M parameters, loaded in {loaded_s:.1f} s; {_context(target)}; "
         f"bitwise self-test {'passed' if tested.passed else 'FAILED'} in {perf_counter() - begin:.1f} s, "
         f"numerics id {tested.fingerprint}"
     )
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
     return Finding("ok" if tested.passed else "broken", detail)
+
+
+def _context(target: EngineTarget) -> str:
+    """The longest context, and the memory of its keys and values and of the pool by default."""
+    pool, longest, a_token = EngineConfig().max_kv_tokens, target.max_context_tokens, target.token_bytes
+    return (
+        f"context {longest} tokens, {a_token / 1024:.1f} KiB each: {longest * a_token / 2**20:.0f} MiB for a whole context, "
+        f"{pool * a_token / 2**20:.0f} MiB for a pool of engine.max_kv_tokens {pool}"
+    )
 
 
 def _perplexity(model: str, text: Path) -> Finding:

@@ -120,11 +120,17 @@ class Target:
     def reset_pool(self, num_kv_slots: int) -> None:
         """A fresh pool; sequences of the old pool are lost. Raises: ModelError if not even a page fits."""
         if self._max_kv_bytes is not None:
-            slot_bytes = sum(2 * s.num_kv_heads * padded(s.head_dim) for s in self.shapes) * self.backend.kv_itemsize
-            if (most := self._max_kv_bytes // slot_bytes // PAGE * PAGE) < PAGE:
-                raise ModelError(f"max_kv_bytes is {self._max_kv_bytes}; a token takes {slot_bytes}, a page {PAGE}")
+            if (most := self._max_kv_bytes // self.token_bytes // PAGE * PAGE) < PAGE:
+                raise ModelError(
+                    f"max_kv_bytes is {self._max_kv_bytes}; a token takes {self.token_bytes}, a page {PAGE}"
+                )
             num_kv_slots = min(num_kv_slots, most)
         self.pool = self.backend.make_pool(self.shapes, num_kv_slots)
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory of a token's keys and values on this rank."""
+        return sum(2 * s.num_kv_heads * padded(s.head_dim) for s in self.shapes) * self.backend.kv_itemsize
 
     @property
     def embedding(self) -> torch.Tensor:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -198,24 +199,44 @@ class LlamaDecoder:
         return _timed(self._engine, tuple(token_ids), begin, times_s)
 
 
-def llama_files(model: Any, folder: Path) -> dict[str, Path]:
-    """GGUF files of a transformers model's weights, by type, made once and kept in `folder`.
+def llama_files(model: Any, folder: Path, tokenizer: Any = None) -> dict[str, Path]:
+    """GGUF files of a transformers model's weights, by type, made once and kept in `folder`; with a vocabulary if it is given.
 
     Raises: ModelError for a model that is no plain Llama or that llama.cpp refuses, SaveError.
     """
     tensors = dict(_llama_tensors(model))
-    digest = hashlib.sha256(repr(sorted(_llama_metadata(model.config).items())).encode())
+    vocabulary = _vocabulary(tokenizer, model.config.vocab_size) if tokenizer is not None else None
+    digest = hashlib.sha256(repr((sorted(_llama_metadata(model.config).items()), vocabulary)).encode())
     for name, tensor in tensors.items():
         digest.update(name.encode() + np.ascontiguousarray(tensor).data)
     paths = {name: folder / f"{digest.hexdigest()[:24]}-{name}.gguf" for name in LLAMA_TYPES}
     if not all(path.exists() for path in paths.values()):
         with saving(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            _write_files(model.config, tensors, paths)
+            _write_files(model.config, tensors, vocabulary, paths)
     return paths
 
 
-def _write_files(config: Any, tensors: Mapping[str, np.ndarray], paths: Mapping[str, Path]) -> None:
+class _Vocabulary(NamedTuple):
+    tokens: list[str]
+    types: list[gguf.TokenType]
+    merges: list[str]
+    end: int
+
+
+def _vocabulary(tokenizer: Any, size: int) -> _Vocabulary:
+    """A byte-level tokenizer as GGUF has it. llama-server needs one to write text, even where prompts come as token ids."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {token["id"] for token in state["added_tokens"] if token["special"]}
+    names = {index: token for token, index in tokenizer.get_vocab().items()}
+    merges = [each if isinstance(each, str) else " ".join(each) for each in state["model"]["merges"]]
+    kinds = [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(size)]
+    return _Vocabulary([names.get(i, f"[unused {i}]") for i in range(size)], kinds, merges, tokenizer.eos_token_id)
+
+
+def _write_files(
+    config: Any, tensors: Mapping[str, np.ndarray], vocabulary: _Vocabulary | None, paths: Mapping[str, Path]
+) -> None:
     """A float32 file first, which llama.cpp's quantiser turns into each type."""
     import llama_cpp
     from llama_cpp._logger import set_verbose
@@ -226,6 +247,15 @@ def _write_files(config: Any, tensors: Mapping[str, np.ndarray], paths: Mapping[
         writer = gguf.GGUFWriter(whole, "llama")
         for key, value in _llama_metadata(config).items():
             writer.add_key_value(key, value, _GGUF_TYPES[type(value)])
+        if vocabulary is None:
+            writer.add_tokenizer_model("no_vocab")
+        else:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("smollm")
+            writer.add_token_list(vocabulary.tokens)
+            writer.add_token_types(vocabulary.types)
+            writer.add_token_merges(vocabulary.merges)
+            writer.add_eos_token_id(vocabulary.end)
         for name, tensor in tensors.items():
             writer.add_tensor(name, tensor)
         writer.write_header_to_file()
@@ -244,7 +274,7 @@ def _write_files(config: Any, tensors: Mapping[str, np.ndarray], paths: Mapping[
 
 
 def _llama_metadata(config: Any) -> dict[str, int | float | str]:
-    """GGUF's description of a Llama without a vocabulary: prompts come as token ids. Raises: ModelError."""
+    """GGUF's description of a Llama without its vocabulary. Raises: ModelError."""
     if config.model_type != "llama" or config.rope_parameters["rope_type"] != "default":
         raise ModelError(f"llama.cpp runs beside plain Llamas alone, not beside {config.model_type}")
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
@@ -262,7 +292,7 @@ def _llama_metadata(config: Any) -> dict[str, int | float | str]:
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "vocab_size": config.vocab_size,
     }
-    return {f"llama.{key}": value for key, value in keys.items()} | {"tokenizer.ggml.model": "no_vocab"}
+    return {f"llama.{key}": value for key, value in keys.items()}
 
 
 def _llama_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
 from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients, chat_body
+from pipelines.benchmarks.llama_server import prompts_of
 from pipelines.benchmarks.load import leaked_slots
 from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, bursts, measured, mixes_of, poisson
 from pipelines.benchmarks.service import Service, run_clients, service_here
@@ -76,6 +77,22 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
     assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
     for first, second in zip(sent[::2], sent[1::2], strict=True):
         assert first[1] == second[1] and sum(first[1]) > 0
+
+
+def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program on shorter prompts, or without the passages, looked faster."""
+    mixes, written = mixes_of(MODEL, QUESTIONS, 0), list[list[int]]()
+    submit_all = Engine.submit_all
+
+    def recorded(self: Engine, requests: Sequence[Request], listener: Any) -> None:
+        written.extend([*request.prompt_ids] for request in requests)
+        submit_all(self, requests, listener)
+
+    monkeypatch.setattr(Engine, "submit_all", recorded)
+    here.timed(mixes[MIXED])
+    given = prompts_of(here, mixes[MIXED])
+    assert [body["prompt"] for body in given] == written and len(written) == 8
+    assert {body["max_tokens"] for body in given} == {64} and {body["temperature"] for body in given} == {0.0, 1.0}
 
 
 def test_throughput_and_latencies_of_a_run() -> None:

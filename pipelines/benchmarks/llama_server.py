@@ -1,0 +1,120 @@
+"""llama.cpp's own server beside the service: the same prompts as token ids, by the same clients, one program at a time.
+
+The server gets prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster
+counts; each slot has room for the longest prompt and its answer, so nothing is cut.
+
+    >>> LlamaServers(service, mixes, folder, tick).tokens_per_s("mixed", users=8, num_runs=2)
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipelines.benchmarks.load_curve import Body, measured
+from pipelines.benchmarks.service import Service, timed_answers
+from ragspec.core import Message, SamplingParams
+from ragspec.errors import EngineError
+from ragspec.evaluation.peers import llama_files, load_peer
+from ragspec.evaluation.timing import Tick
+from ragspec.numerics.threads import num_processors
+from ragspec.rag.chat.history import ChatTurn
+from ragspec.rag.steps import parse_scope
+
+_PATH = "/v1/completions"
+_START_S = 120.0
+_PAGE = 256
+"""llama.cpp rounds the room of a slot up to so many tokens."""
+_NAME = "llama-server"
+
+
+def llama_server() -> str | None:
+    """The program that `make peers` puts beside Python, or one on the path."""
+    beside = Path(sys.executable).with_name(_NAME)
+    return str(beside) if beside.is_file() else shutil.which(_NAME)
+
+
+class LlamaServers:
+    """One server a type of weights and number of users, started for its runs alone."""
+
+    def __init__(self, service: Service, mixes: Mapping[str, Sequence[Body]], folder: Path, tick: Tick) -> None:
+        """Raises: ModelError for a target that is no plain Llama."""
+        self._bodies = {mix: prompts_of(service, bodies) for mix, bodies in mixes.items()}
+        backend = service.backend
+        self._files = llama_files(load_peer(backend.config.target), folder, backend.prompts.tokenizer)
+        self._tick = tick
+
+    def tokens_per_s(self, mix: str, users: int, num_runs: int) -> float:
+        """Of the faster type of weights, the median over runs. Raises: EngineError."""
+        bodies = list(islice(cycle(self._bodies[mix]), max(users, len(self._bodies[mix]))))
+        room = max(len(body["prompt"]) + body["max_tokens"] for body in bodies)
+        speeds = list[float]()
+        for number, path in enumerate(self._files.values()):
+            with started(path, users, room) as url:
+                runs = [measured(timed_answers(url, "", _PATH, bodies, users)) for _ in range(num_runs)]
+            speeds.append(median(run["tokens_per_s"] for run in runs))
+            self._tick(f"llama-server, {mix}, {users} users", number + 1, len(self._files))
+        return max(speeds)
+
+
+def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]:
+    """Chats as completions of their prompts' token ids: retrieved, rewritten and laid out as the service does it."""
+    backend, scope = service.backend, parse_scope(next(iter(service.keys)), None)
+    prepared = []
+    for number, body in enumerate(bodies):
+        params = SamplingParams(max_tokens=body["max_tokens"], temperature=body.get("temperature", 0.0), seed=0)
+        turn = ChatTurn(
+            id=f"prompt-{number}",
+            messages=tuple(Message(each["role"], each["content"]) for each in body["messages"]),
+            params=params,
+            scope=scope,
+            num_passages=backend.config.retriever.num_passages,
+            retrieve=body.get("retrieval") is not False,
+        )
+        prompt = backend.chat.prepare(turn).request.prompt_ids
+        options = {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
+        sampling = {"max_tokens": params.max_tokens, "temperature": params.temperature, "seed": body["seed"]}
+        prepared.append({"model": "llama", "prompt": list(prompt), **sampling, **options})
+    return prepared
+
+
+@contextmanager
+def started(path: Path, users: int, room: int) -> Iterator[str]:
+    """The address of a server with a slot of `room` tokens for each user. Raises: EngineError."""
+    program = llama_server()
+    assert program is not None, "whoever calls this has asked for the program"
+    slot_tokens = -(-(room + 1) // _PAGE) * _PAGE
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    threads = str(num_processors())
+    options = ["-np", str(users), "-c", str(users * slot_tokens), "-t", threads, "-tb", threads, "--no-webui"]
+    command = [program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(process, f"http://127.0.0.1:{port}/health")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    raise EngineError("llama-server did not start")
