@@ -8,6 +8,7 @@
     python -m pipelines.benchmark --suite iterative --plots plots
     python -m pipelines.benchmark --suite drafters --heads heads
     python -m pipelines.benchmark --suite spec_bench --plots plots
+    python -m pipelines.benchmark --suite heads --heads heads
     python -m pipelines.benchmark --suite cluster --quick
     python -m pipelines.benchmark --suite chaos
     python -m pipelines.benchmark --suite chat
@@ -81,7 +82,9 @@ def main(
     peers: Annotated[bool, typer.Option(help="Run transformers beside, in the suite cpu llama.cpp too.")] = True,
     full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
     reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
-    heads: Annotated[Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/.")] = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/. Heads: with heads of any family.")
+    ] = None,
 ) -> None:
     """Run one suite and print what it found."""
     transformers_logging.disable_progress_bar()

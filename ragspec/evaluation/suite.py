@@ -57,6 +57,7 @@ SUITES = {
     name: f"ragspec.evaluation.suites.{name}.suite"
     for name in ("retrieval", "iterative", "drafters", "answers", "backends")
 }
+SUITES["heads"] = "ragspec.evaluation.suites.drafters.heads"
 """The module of each suite."""
 OPTIONS = ("forced", "full", "reranker", "heads")
 """Settings that only the suites that name them understand."""

@@ -1,0 +1,123 @@
+"""The suite `heads` on a random target with random heads of several families, and its headlines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafters_data import HIDDEN, save_heads, with_chat
+from drafting.eagle_heads import random_head
+from drafting.medusa_heads import hydra_tensors, medusa_tensors, save_hydra, save_medusa
+from transformers import AutoTokenizer
+
+from ragspec.errors import ConfigError, ModelError
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.suites.drafters import heads, prompts
+from ragspec.evaluation.suites.drafters.heads_report import METRICS, merged_over_best, orders_of, tables
+
+FAMILIES = ("eagle", "eagle3", "hydra", "medusa", "poss-2")
+
+
+def no_tick(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+@pytest.fixture
+def tiny(settings: Settings, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Short outputs, two prompts of everything, and random heads."""
+    for module, limit in ((prompts, "CHAT_TOKENS"), (prompts, "PROSE_TOKENS"), (heads, "TOKENS")):
+        monkeypatch.setattr(module, limit, 12)
+    assert settings.data_dir is not None
+    data = with_chat(settings.data_dir, tmp_path / "data")
+    (data / "eagle_eval").mkdir()
+    for name in ("humaneval", "gsm8k", "alpaca", "sum", "qa"):
+        rows = [{"question_id": i, "turns": [f"{name} {i}: what is it?"]} for i in range(3)]
+        rows.append({"question_id": 9, "turns": ["too long " * 2000]})
+        (data / "eagle_eval" / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in reversed(rows)))
+    folder, vocab = save_heads(tmp_path / "heads", tiny_dir), len(AutoTokenizer.from_pretrained(tiny_dir))
+    random_head("eagle", folder / "poss-2", hidden=HIDDEN, vocab=vocab, num_layers=2, positions_per_layer=2)
+    save_medusa(folder / "medusa", medusa_tensors(3, hidden=HIDDEN, vocab=vocab, with_output=False))
+    save_hydra(folder / "hydra", hydra_tensors(3, hidden=HIDDEN, vocab=vocab))
+    (folder / "notes").mkdir()
+    return dataclasses.replace(settings, data_dir=data, heads=folder, num_prompts=2, quick=True)
+
+
+@pytest.mark.parametrize("families", [("poss-2",), pytest.param(FAMILIES, marks=pytest.mark.slow)])
+def test_every_head_is_measured_and_writes_what_plain_decoding_writes(
+    tiny: Settings, tmp_path: Path, families: tuple[str, ...]
+) -> None:
+    """A head left out unsaid, a headline that is missing, or any token that differs."""
+    assert tiny.heads is not None
+    for name in set(FAMILIES) - set(families):
+        (tiny.heads / name).rename(tmp_path / name)
+    result = run_suite("heads", tiny, no_tick).result
+    assert result["families"] == list(families) and result["identical"] is True
+    missing = [metric.name for metric in METRICS if result[metric.name] is None]
+    assert missing == ([] if families == FAMILIES else ["order_held"])
+    for row in result["rows"]:
+        assert row["identical"] is True
+    alone = [row for row in result["rows"] if "part" not in row]
+    settings = {(row["variant"], row["task"], row["temperature"], row["nodes"]) for row in alone}
+    wanted = {(name, task, t, None) for name in families for task in ("prose", "rag", "MT-bench") for t in (0.0, 1.0)}
+    wanted |= {(name, task, t, 16) for name in families for task in ("prose", "MT-bench") for t in (0.0, 1.0)}
+    assert settings == wanted
+    assert all(row["drafted_a_step"] > 0.5 for row in alone if row["nodes"] and row["task"] == "prose")
+    assert {row["batch"] for row in result["rows"] if row.get("part") == "batch"} == {1, 4}
+    assert result["orders"].keys() == ({"hydra over medusa"} if families == FAMILIES else set())
+    assert result["t1_over_t0"].keys() == set(families)
+    assert "copy" in tables(result)["copies and the fastest head: speed-up"]
+
+
+@pytest.mark.slow
+def test_the_whole_suite_has_all_tasks_chains_shapes_and_rules(tiny: Settings, tmp_path: Path) -> None:
+    """A measure of the papers was lost when the suite was shortened, or a figure was empty."""
+    assert tiny.heads is not None
+    for name in FAMILIES[1:]:
+        (tiny.heads / name).rename(tmp_path / name)
+    plan = dataclasses.replace(tiny.plan, num_runs=1)
+    outcome = run_suite("heads", dataclasses.replace(tiny, quick=False, plan=plan), no_tick)
+    result = outcome.result
+    assert result["identical"] is True
+    shown = tables(result)
+    speeds = shown["speed-up of decoding"]["eagle"]
+    for task in ("MT-bench", "HumanEval", "GSM8K", "Alpaca", "CNN/DM", "NQ", "prose", "rag"):
+        assert {f"{task}, T = 0", f"{task}, T = 1"} <= speeds.keys()
+    assert {"depth 8", "width 1", "width 8"} <= shown["tokens a step by shape, prose, T = 0"]["eagle"].keys()
+    assert "depth 1" in shown["n-alpha of chains, prose, T = 0"]["eagle"]
+    assert "32" in shown["side by side, prose, T = 0: speed-up, prompts included"]["eagle"]
+    assert result["lossy_rules"].keys() == {"keyed", "typical", "top_beta"}
+    assert all(row["acceptance_length"] >= 1.0 and row["logprob"] < 0.0 for row in result["lossy_rules"].values())
+    assert heads.SUITE.draw(outcome, "title").keys() == {"heads_pos_acc.png", "heads_batch.png"}
+
+
+def test_a_folder_without_heads_is_refused(settings: Settings, tmp_path: Path) -> None:
+    """A suite over nothing ended in a division by zero after minutes."""
+    for folder in (None, tmp_path):
+        with pytest.raises(ModelError, match="--heads names a folder"):
+            run_suite("heads", dataclasses.replace(settings, heads=folder), no_tick)
+    with pytest.raises(ConfigError, match="--heads is not an option"):
+        run_suite("rag", dataclasses.replace(settings, heads=tmp_path), no_tick)
+
+
+def fixed(name: str, length: float, *shares: float, task: str = "prose") -> Result:
+    row: dict[str, Any] = {"variant": name, "task": task, "temperature": 0.0, "nodes": 16, "shape": "tree"}
+    return row | {"acceptance_length": length, "pos_acc": {"eagle": list(shares)}}
+
+
+def test_orders_compare_the_papers_pairs_at_their_depths() -> None:
+    """PosS compared with HASS by its first tokens, where the paper claims nothing, or a pair with a head that is not there."""
+    rows = [fixed("hass", 3.0, 0.9, 0.8, 0.7, 0.4, 0.2), fixed("poss-2", 2.9, 0.8, 0.7, 0.6, 0.5, 0.4)]
+    rows += [fixed("eagle2", 2.0), fixed("eagle2", 3.0, task="MT-bench"), fixed("hydra++", 2.0), fixed("medusa", 1.5)]
+    found = orders_of([*rows, fixed("eagle2", 9.0) | {"temperature": 1.0}])
+    assert found == {"hass over eagle2": pytest.approx(3.0 / 2.5), "poss over hass from depth 4": pytest.approx(1.5)}
+
+
+def test_the_merged_tree_is_compared_with_its_better_part() -> None:
+    """Compared with the worse part any merge wins."""
+    speeds = {"copy": 2.0, "hass": 1.5, "copy + head": 2.1}
+    rows = [{"variant": name, "task": "rag", "temperature": 1.0, "speedup": s} for name, s in speeds.items()]
+    assert merged_over_best(rows, "hass") == {"rag, T = 1": pytest.approx(1.05)}
