@@ -1,9 +1,10 @@
 """The scheduler: which sequences take part in the next step, and which KV pages they may use.
 
 Tenants take turns; within a tenant, first come, first served. Running sequences take part in every step within its token
-budget, prompts in chunks; waiting sequences are admitted while pages are free. When pages run out, cached prefixes are evicted
-first; then the youngest running sequence of the tenant that runs most is preempted, goes back to the head of its queue and is
-computed again later: same key, same tokens. A tenant that runs fewer sequences than others preempts theirs. Computes no forward.
+budget, prompts in chunks that measured costs size; waiting sequences are admitted while pages are free. When pages run out,
+cached prefixes are evicted first; then the youngest running sequence of the tenant that runs most is preempted, goes back to the
+head of its queue and is computed again later: same key, same tokens. A tenant that runs fewer sequences than others preempts
+theirs. Computes no forward.
 
     >>> scheduled = scheduler.schedule()        # [(sequence, number of its tokens in this step)]
 """
@@ -30,6 +31,10 @@ _DRAFT_ROWS = 64
 _NEVER = 2**62
 _SHARED_STEP = 2.0
 """A step of several tenants may take this many times as long as if each had no more rows than the smallest of them."""
+_CHUNKS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Rows of prompts that a step may have beside sequences that decode, if not all of its budget."""
+_PROMPT_SPEED = 0.9
+"""Prompts are read at least at this share of the speed that the whole token budget would give."""
 _PAGES_AHEAD = 16
 """Pages evicted beyond the present need, so that not every step evicts."""
 
@@ -107,13 +112,28 @@ class Scheduler:
 
     def _most_rows(self, demands: Counter[str]) -> int:
         """Rows of the next step. Why fewer with several tenants: they all wait for the rows of the largest."""
-        most = self._config.max_step_tokens
+        most = self._rows_beside_decoding()
         even = min(most, len(demands) * min(demands.values(), default=0))
         if len(demands) < 2 or even == most:
             return most
         context = max(len(sequence.tokens) for sequence in self.running)
         limit_s = _SHARED_STEP * self._cost_s(even, context)
         return bisect.bisect_right(range(most + 1), limit_s, lo=even, key=lambda rows: self._cost_s(rows, context)) - 1
+
+    def _rows_beside_decoding(self) -> int:
+        """Rows of a step in which some sequences decode and others read prompts: as few as read prompts almost as fast as the
+        token budget would, because whoever decodes waits for them."""
+        most = self._config.max_step_tokens
+        decoding = sum(sequence.num_pending == 1 for sequence in self.running)
+        if not 0 < decoding < len(self.running):
+            return most
+        context = max(len(sequence.tokens) for sequence in self.running)
+        sizes = [decoding + n for n in _CHUNKS if decoding + n < most] + [most]
+        seconds = [self._cost_s(rows, context) for rows in sizes]
+        if not all(seconds):
+            return most
+        speeds = [(rows - decoding) / cost for rows, cost in zip(sizes, seconds, strict=True)]
+        return next(rows for rows, speed in zip(sizes, speeds, strict=True) if speed >= _PROMPT_SPEED * max(speeds))
 
     def spare_rows(self, chosen: list[tuple[Sequence, int]]) -> int:
         """Rows that drafts may add to the step, within the token budget and the free pages.

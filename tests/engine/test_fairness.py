@@ -149,6 +149,34 @@ def test_where_rows_are_cheap_they_are_used(tiny: Tiny) -> None:
     assert waiting.step() == {"ann": 30, "bob": 1}
 
 
+def test_a_long_prompt_holds_who_decodes_for_one_short_step_at_a_time(tiny: Tiny) -> None:
+    """Everybody's next token waited for 512 rows of somebody's prompt, though 96 are read as fast a row."""
+
+    def cost_s(rows: int, context: int) -> float:
+        return 5.0 + rows
+
+    waiting = Waiting(tiny(), cost_s, max_running=40, max_step_tokens=512)
+    waiting.add("ann", 4, 1)
+    waiting.step()
+    waiting.add("ann", 1, 240)
+    scheduler, seconds = waiting.scheduler, list[float]()
+    while any(sequence.num_pending > 1 for sequence in [*scheduler.running, *scheduler.waiting]):
+        decoding = [s for s in scheduler.running if s.num_pending == 1]
+        seconds.append(cost_s(sum(waiting.step().values()), 0))
+        assert all(s.last_step == scheduler.load().num_steps for s in decoding), "no decode is left out of a step"
+    assert max(seconds) <= 5 + 4 + 96 and len(seconds) > 1
+    assert 240 / sum(seconds) > 0.85 * 512 / cost_s(516, 0), "the prompt itself loses little"
+
+
+def test_where_rows_are_free_a_prompt_is_read_at_once(tiny: Tiny) -> None:
+    """Chunks of a size that suits a CPU made a prompt wait for many steps on a device that reads it in one."""
+    waiting = Waiting(tiny(), lambda rows, context: 1.0, max_running=40, max_step_tokens=256)
+    waiting.add("ann", 4, 1)
+    waiting.step()
+    waiting.add("ann", 1, 240)
+    assert waiting.step() == {"ann": 244}
+
+
 def test_more_tenants_than_rows_take_turns(tiny: Tiny) -> None:
     """With more of them than a step has rows, the last ones get none until others end."""
     waiting = Waiting(tiny(), linear, max_running=64, max_step_tokens=32)
