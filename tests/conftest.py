@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))
 # Why: waiting threads that spin slow each other down where tests share the cores with anything else.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MPLBACKEND", "agg")
-if not Path("/dev/nvidia0").exists():
+if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; Triton reads this when it is imported
 # Why: Ray asks for a token by default and would otherwise leave one of its own in the user's home directory.
 if "RAY_AUTH_MODE" not in os.environ:

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# The first hour with a GPU, in parts of ten minutes each. Install first: make setup (it sees the GPU).
+# The first hour with a GPU, in parts of ten minutes each. With a network, install first: make setup (it sees the GPU). Without,
+# the packages that `import ragspec.engine` needs, Triton and pytest are enough; `python3` runs if there is no .venv.
 #
 #   infra/gpu/check.sh tests     the tests marked gpu
 #   infra/gpu/check.sh kernels   promises of both GPU backends; steps of 0.1 to 8 billion parameters
 #   infra/gpu/check.sh speed     the same with 32 billion, which needs 80 GB
-#   infra/gpu/check.sh train     nine minutes of training the default target's adapter (needs ../shared/data or DATA=FOLDER)
+#   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
+#                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
 #
-# Results are written under infra/results/gpu/.
+# Results are written under infra/results/gpu/, trained weights under build/gpu/ and, in parts of 15 MiB, under build/gpu/parts/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=.venv/bin/python
+[ -x "$python" ] || python=python3
 results=infra/results/gpu
 mkdir -p "$results"
 
@@ -18,14 +21,32 @@ benchmark() {  # the last line is the result as JSON
     tail -n 1 "$results/$part.txt" >"$results/$part.json"
 }
 
+train() {
+    local data=${DATA:-../shared/data} minutes=${MINUTES:-2.5}
+    if [ -n "${PACK:-}" ]; then
+        $python infra/gpu/pack.py unpack "$PACK" build/gpu/pack
+        data=build/gpu/pack/data
+        export PYTHONPATH="$PWD/build/gpu/pack/site:${PYTHONPATH:-}"
+    fi
+    $python -m pipelines.train_target --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" --minutes "$minutes"
+    $python -m pipelines.train_drafter --family eagle3 --data "$data" --out build/gpu/eagle3 --minutes "$minutes"
+    for name in adapter eagle3; do cp "build/gpu/$name/curves.png" "$results/$name.png"; done
+    $python infra/gpu/pack.py files build/gpu/parts build/gpu/adapter/adapter build/gpu/eagle3/head --part-mib 15
+}
+
 part=${1:-}
 case "$part" in
-    tests) $python -m pytest -m gpu -p no:xdist -q | tee "$results/tests.txt" ;;
+    tests)
+        # other tests are not collected: they import packages that a machine for this alone may lack
+        grep -rlE 'mark\.gpu' tests --include='test_*.py' |
+            xargs $python -m pytest -m gpu -p no:xdist -W default --continue-on-collection-errors -q --durations=10 |
+            tee "$results/tests.txt"
+        ;;
     kernels) benchmark --quick ;;
     speed) benchmark ;;
-    train) $python -m pipelines.train_target --data "${DATA:-../shared/data}" --out runs/gpu --rows 32 --minutes 9 ;;
+    train) train ;;
     *)
-        sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

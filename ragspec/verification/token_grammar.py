@@ -61,10 +61,10 @@ class Grammars:
         return TokenGrammar(self._matcher_of(kind, text).deep_copy(), self._vocab_size, self._eos_ids)
 
     def _compile(self, kind: _Kind, text: str) -> Any:
-        from llguidance import LLMatcher, LLParserLimits  # Why here: many requests have no grammar
-
         if not self.can_follow() or self._compiled is None:
             raise InputError(f"this target's tokenizer cannot follow a {kind}")
+        from llguidance import LLMatcher, LLParserLimits  # Why here: many requests have no grammar
+
         fuel = None if kind == "JSON schema" else _LARK_FUEL
         try:
             grammar = LLMatcher.grammar_from_lark(text) if fuel else LLMatcher.grammar_from_json_schema(text, _LAYOUT)
@@ -78,11 +78,11 @@ class Grammars:
 
     @cached_property
     def _compiled(self) -> Any | None:
-        from llguidance.hf import from_tokenizer
-
         try:
+            from llguidance.hf import from_tokenizer
+
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids)
-        except (AttributeError, ValueError) as cause:
+        except (AttributeError, ImportError, ValueError) as cause:
             log.warning("no grammar can be followed, and quotes are not held to their passages: %s", cause)
             return None
 

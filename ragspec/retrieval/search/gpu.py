@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 import numpy as np
@@ -79,7 +79,7 @@ class GpuIndex:
         return self._vectors.nbytes
 
     @classmethod
-    def flat(cls, vectors: FloatArray) -> GpuIndex:
+    def flat(cls, vectors: FloatArray) -> Self:
         """An exact index over all rows."""
         return cls(_owner.submit(_flat, vectors).result(), vectors)
 
@@ -100,12 +100,16 @@ class GpuIndex:
         found: list[ScoredRows | None] = [None] * len(queries)
         missing = np.arange(len(queries))
         while len(missing) and num_hits <= _MAX_HITS:
-            scores, rows = _owner.submit(self._index.search, np.ascontiguousarray(queries[missing]), num_hits).result()
+            scores, rows = self._hits(queries[missing], num_hits)
             for number, own_scores, own_rows in zip(missing.tolist(), scores, rows, strict=True):
                 found[number] = self._ranked(queries[number], own_scores, own_rows, k, allowed)
             missing = np.array([number for number in missing.tolist() if found[number] is None], np.int64)
             num_hits *= 2
         return [self._scan(queries[n], k, allowed) if each is None else each for n, each in enumerate(found)]
+
+    def _hits(self, queries: FloatArray, num_hits: int) -> Any:
+        """Scores and rows, whatever is allowed. Shapes: [B, E] -> float32 [B, num_hits], int64 [B, num_hits]."""
+        return _owner.submit(self._index.search, np.ascontiguousarray(queries), num_hits).result()
 
     def _ranked(
         self, query: FloatArray, scores: FloatArray, rows: Any, k: int, allowed: Mask | None

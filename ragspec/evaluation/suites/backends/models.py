@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
@@ -41,11 +42,19 @@ SHAPES = (
 )
 
 
-def random_target(shape: Shape, tokenizer: str, config: TargetConfig) -> Target:
-    """The same weights every time on one device."""
+def random_target(shape: Shape, config: TargetConfig) -> Target:
+    """The same weights every time on one device. The first 256 tokens are bytes; no other has text."""
     with torch.random.fork_rng(), torch.device(config.device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             shape.config(), dtype=getattr(torch, config.dtype), attn_implementation="ragspec"
         ).eval()
-    return Target(model, AutoTokenizer.from_pretrained(tokenizer), config, KV_SLOTS)
+    return Target(model, _byte_tokenizer(), config, KV_SLOTS)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -34,7 +34,7 @@ _SAMPLINGS = {
     "penalties": SamplingParams(max_tokens=24, temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, seed=3),
 }
 _NUM_SAMPLED, _SAMPLED_VOCAB = 10_000, 4096
-_TEXT = "The quick brown fox jumps over the lazy dog, and the river rises in the northern hills past the old mill. "
+TEXT = "The quick brown fox jumps over the lazy dog, and the river rises in the northern hills past the old mill. "
 _ROWS = (1, 2, 7, 16, 33, 64)
 _SHAPES = (
     AttentionShape(9, 3, 64, 0.125),
@@ -45,8 +45,8 @@ _SHAPES = (
 
 def identical_share(target: Target) -> float:
     """Share of outputs that are the same with drafts and in a batch as alone without drafts."""
-    ids = tuple(target.tokenizer(_TEXT).input_ids)
-    source = (CopySource(SourceKind.PASSAGE, _TEXT, "0"),)
+    ids = tuple(target.tokenizer(TEXT).input_ids)
+    source = (CopySource(SourceKind.PASSAGE, TEXT, "0"),)
     requests = [
         Request(f"{name} {cut}", ids[cut:] + ids[:12], params, source)
         for name, params in _SAMPLINGS.items()
@@ -156,7 +156,7 @@ class HostReads(TorchFunctionMode):
 
 def crossing_bytes(target: Target) -> dict[str, float]:
     """Bytes that the host reads of the device and sends there in steps with drafts, a row."""
-    ids, source = tuple(target.tokenizer(_TEXT).input_ids), (CopySource(SourceKind.PASSAGE, _TEXT, "0"),)
+    ids, source = tuple(target.tokenizer(TEXT).input_ids), (CopySource(SourceKind.PASSAGE, TEXT, "0"),)
     requests = [Request(name, ids, params, source) for name, params in _SAMPLINGS.items()]
     reads, config = HostReads(), EngineConfig(max_kv_tokens=KV_SLOTS)
     with engine_over(Engine, target, config, CostTable({1: [1.0, 1.001]}, (1, 64))) as engine:
