@@ -76,6 +76,7 @@ class HeadMemory:
         self._window, self._max_read = window, max_read
         self._read = np.zeros(256, np.bool_)
         self._pieces: list[tuple[int, Tensor]] = []  # (position of the first state, states), rising
+        self._num_states = 0  # of all pieces
         self.end = 0
 
     def share(self, tokens: Sequence[int], length: int) -> None:
@@ -89,22 +90,24 @@ class HeadMemory:
         """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, F]."""
         self._pieces.append((self.end, features))
         self.end += len(features)
+        self._num_states += len(features)
         self._grow(self.end)
-        first = self.end - self._window
-        self._pieces = [piece for piece in self._pieces if piece[0] + len(piece[1]) > first]
+        while self._pieces[0][0] + len(self._pieces[0][1]) <= self.end - self._window:
+            self._num_states -= len(self._pieces.pop(0)[1])
 
     @property
     def num_waiting(self) -> int:
         """Pairs of the window that are not read; 0 also where the last pair is read."""
         if not self._pieces or self._pieces[-1][0] + len(self._pieces[-1][1]) < self.end:
             return 0
-        return sum(start + len(states) - max(start, self.end - self._window) for start, states in self._pieces)
+        return self._num_states - max(0, self.end - self._window - self._pieces[0][0])
 
     def pairs(self, tokens: Sequence[int]) -> Pairs:
         """The last waiting pairs; the last pair is that of the last token."""
         left, positions, features = min(self.num_waiting, self._max_read), [], []
         for start, states in reversed(self._pieces):
-            count = min(left, len(states))
+            if (count := min(left, len(states))) == 0:
+                break
             positions.append(np.arange(start + len(states) - count, start + len(states)))
             features.append(states[len(states) - count :])
             left -= count
@@ -124,6 +127,7 @@ class HeadMemory:
         self._memory.mark(self.slots.slots[pairs.positions], pairs.next_tokens)
         self._read[pairs.positions] = True
         left = len(pairs.positions)
+        self._num_states -= left
         while left:
             start, states = self._pieces.pop()
             num_kept = max(0, len(states) - left)
