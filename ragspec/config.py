@@ -271,6 +271,18 @@ class DraftModelConfig(ConfigSection):
     max_kv_bytes: int | None = Field(None, ge=1)
 
 
+class SelfDraftConfig(ConfigSection):
+    """The target drafts with some of its layers, without a second model. `keep`: their numbers, from 0, rising; the first ones
+    alone are early exit. Other keys as in `eagle`."""
+
+    keep: tuple[int, ...] = Field((), strict=False)
+    tree: Literal["dynamic", "static", "chain"] = "dynamic"
+    num_children: int = Field(3, ge=1, le=64)
+    width: int = Field(1, ge=1, le=64)
+    max_depth: int = Field(4, ge=1, le=32)
+    coupled: bool = True
+
+
 class DatastoreConfig(ConfigSection):
     """The index whose documents the drafter datastore reads: as `retriever.index_dir`, and usually the same folder."""
 
@@ -293,6 +305,7 @@ class DraftingConfig(ConfigSection):
     hydra: HydraConfig = HydraConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
     draft_models: dict[str, DraftModelConfig] = Field(default_factory=dict)
+    self_draft: SelfDraftConfig = SelfDraftConfig()
     datastore: DatastoreConfig = DatastoreConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False

@@ -26,6 +26,7 @@ from ragspec.config import (
     EagleConfig,
     EngineConfig,
     HydraConfig,
+    SelfDraftConfig,
     TargetConfig,
     TreeHeadConfig,
 )
@@ -33,6 +34,7 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
+from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.draft_model.translated import TranslatedDrafter, Vocabularies
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import reachable, read_head
@@ -163,6 +165,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "medusa": lambda: make_medusa(target, drafting.medusa),
         "hydra": lambda: make_hydra(target, drafting.hydra),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
+        "self": lambda: make_self_drafter(target, drafting.self_draft),
         "datastore": lambda: make_datastore(target, drafting.datastore),
         "lookahead": LookaheadDrafter,
         "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
@@ -289,6 +292,16 @@ def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draf
     return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled, name=name)
 
 
+def make_self_drafter(target: Target, config: SelfDraftConfig) -> SelfDrafter:
+    """Raises: ConfigError, ModelError if the target's layers cannot be separated."""
+    if not config.keep:
+        raise ConfigError("drafting.self_draft.keep is empty: it lists the target's layers that draft")
+    context = min(target.max_context_tokens, target.pool.num_slots - PAGE, 2048) // 2
+    costs = CostTable.measure(partial(forward_s, target, layers=config.keep), [context], min(64, context))
+    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
+    return SelfDrafter(target, config.keep, shape, costs, coupled=config.coupled)
+
+
 def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:
     """Open the index and sort what is not sorted yet. Raises: ConfigError, StoreError."""
     if not config.index_dir:
@@ -305,13 +318,21 @@ def measure_costs(target: Target, max_rows: int, say: Say = log.info) -> CostTab
     return CostTable.measure(partial(forward_s, target), contexts, max_rows)
 
 
-def forward_s(target: Target, num_rows: int, context: int, parents: SequenceOf[int] = (-1,)) -> float:
-    """Seconds of one forward of arbitrary tokens, the last as nodes of a tree, over a context of arbitrary content."""
+def forward_s(
+    target: Target, num_rows: int, context: int, parents: SequenceOf[int] = (-1,), layers: SequenceOf[int] = ()
+) -> float:
+    """Seconds of one forward of arbitrary tokens, the last as nodes of a tree, over a context of arbitrary content.
+
+    `layers`: through these layers and the output layer alone; empty: all.
+    """
     slots = SequenceSlots(target.pool)
     slots.keep(*slots.reserve(context), list(range(context)))
     batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size, parents)])
     begin = time.perf_counter()
-    target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), ())
+    if layers:
+        target.logits_of(target.states_through(layers, batch.token_ids, batch.metadata))
+    else:
+        target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), ())
     target.backend.wait()
     elapsed = time.perf_counter() - begin
     slots.release()

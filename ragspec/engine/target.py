@@ -87,6 +87,7 @@ class Target:
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, self.num_positions, self.backend, self.ranks)
         self._model, self._max_kv_bytes = model, max_kv_bytes
+        self._decoders: dict[tuple[int, ...], Decoder] = {}
         self.reset_pool(num_kv_slots)
 
     @classmethod
@@ -179,6 +180,28 @@ class Target:
         """As `forward`, without telling the other ranks. Only rank 0 gets whole logits. `taps`: of layers."""
         with torch.inference_mode():
             return self.backend.logits(self._logits(self._hidden(token_ids, metadata, taps)[0], logit_rows))
+
+    def states_through(self, layers: Sequence[int], token_ids: Ints, metadata: AttentionMetadata) -> torch.Tensor:
+        """States after the final norm of a forward through some layers alone, whose keys go to the rows' slots.
+
+        Shapes: int32 [N] -> [N, H]. Raises: ModelError if the layers cannot be separated.
+        """
+        assert metadata.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
+        decoder = self._decoders.get(tuple(layers)) or self._decoder_of(tuple(layers))
+        with torch.inference_mode():
+            states: torch.Tensor = decoder(self.backend.tokens(token_ids), self.backend.context(self.pool, metadata))[0]
+        return states
+
+    def _decoder_of(self, layers: tuple[int, ...]) -> Decoder:
+        whole = self._model.model
+        if not isinstance(whole, Decoder) or self.ranks.size > 1:
+            raise ModelError(
+                "drafting with some of the target's layers needs a model whose decoder ragspec replaces, one rank, and on "
+                'backend cpu float weights (target.quantization: "none")'
+            )
+        if not layers or min(layers) < 0 or max(layers) >= self.num_layers or sorted(set(layers)) != list(layers):
+            raise ModelError(f"{list(layers)} are no rising layers of a target of {self.num_layers} layers")
+        return self._decoders.setdefault(layers, whole.with_layers(layers))
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""

@@ -9,6 +9,7 @@ result. In a tensor-parallel group each rank has some heads and a part of the fe
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -164,6 +165,12 @@ class Decoder(nn.Module):
         tapped: dict[int, Tensor] = dict.fromkeys(taps, x)
         hidden = self.through_layers(x, context, tapped)
         return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
+
+    def with_layers(self, layers: Sequence[int]) -> Decoder:
+        """A decoder of these layers alone, with the same weights."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "layers": nn.ModuleList(self.layers[i] for i in layers)}
+        return other
 
     def through_layers(self, x: Tensor, context: ForwardContext, tapped: dict[int, Tensor] | None = None) -> Tensor:
         """From embedded tokens to normalised hidden states; fills in `tapped`. Shapes: [N, H] -> [N, H]."""

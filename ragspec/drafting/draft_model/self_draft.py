@@ -1,0 +1,115 @@
+"""The target as its own drafter: some of its layers draft, all of them verify.
+
+The layers read the target's own keys of the text, so nothing is read twice and no weight or key is kept beside the target's; keys
+of a draft's nodes take free slots of the target's pool until the draft is complete. Leaving out all layers behind one is early
+exit.
+
+    >>> drafter = SelfDrafter(target, keep=(0, 1, 2, 29), shape=make_shape("chain", 1, 1, 4), costs=costs)
+
+Source: self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); here coupled with the target's noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.drafter import Budget, SequenceView
+from ragspec.drafting.growing.attending import AttendingDrafter
+from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
+from ragspec.drafting.growing.shapes import TreeShape
+from ragspec.numerics.attention import AttentionMetadata, Ints
+from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.tree import Proposal
+
+
+class LayeredTarget(Protocol):
+    """The part of `ragspec.engine.target.Target` that drafts need."""
+
+    vocab_size: int
+    backend: Backend
+    pool: KvPool
+
+    def states_through(self, layers: SequenceOf[int], token_ids: Ints, metadata: AttentionMetadata) -> Tensor: ...
+
+    def logits_of(self, states: Tensor) -> Tensor: ...
+
+
+class SelfMemory:
+    """The last token has no keys yet; the target's keys of all others are in the sequence's slots."""
+
+    num_waiting = 1
+
+    def __init__(self, sequence: SequenceView) -> None:
+        self.end = len(sequence.tokens)
+
+
+class SelfDraft(GrowingDraft):
+    """Its first slot is the last token's, the others are its nodes'."""
+
+    def __init__(self, sequence: SequenceView, settings: DraftSettings, num_levels: int, slots: SequenceSlots) -> None:
+        super().__init__(sequence, SelfMemory(sequence), settings, num_levels)
+        self.slots, _ = slots.reserve(1 + self.num_nodes)
+        self.scratch = self.slots[1:]
+
+    def scheduled(self) -> ScheduledDraft:
+        assert self.sequence.slots is not None
+        context = np.concatenate([self.sequence.slots.slots, self.slots[:1]])
+        return ScheduledDraft(context, 1, self.memory.end, self.scratch)
+
+
+class SelfDrafter(AttendingDrafter[SelfDraft]):
+    """See the module. `keep`: the layers that draft, rising."""
+
+    name = "self"
+
+    def __init__(
+        self, target: LayeredTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable, *, coupled: bool = True
+    ) -> None:
+        super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs, coupled=coupled)
+        self._target, self._keep = target, tuple(keep)
+        self._slots: SequenceSlots | None = None
+
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        self._slots = SequenceSlots(self._target.pool)
+        try:
+            return super().propose(sequences, budget)
+        finally:
+            self._slots.release()
+
+    def _ready(self, sequence: SequenceView) -> SelfMemory | None:
+        """Nothing at the end of a prompt: the target reads its last tokens in the very step that a draft would be for."""
+        slots = sequence.slots
+        has_keys = slots is not None and 0 < slots.length == len(sequence.tokens) - 1
+        if not has_keys or sequence.most_tokens < 2 or sequence.key in self._failed:
+            return None
+        return SelfMemory(sequence)
+
+    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> SelfDraft | None:
+        num_slots = 1 + settings.shape.max_depth * settings.shape.max_width
+        assert self._slots is not None
+        if self._ready(sequence) is None or self._slots.num_new_pages(num_slots) > self._target.pool.num_free_pages:
+            return None
+        return SelfDraft(sequence, settings, num_levels, self._slots)
+
+    def _scheduled(self, drafts: list[SelfDraft]) -> tuple[list[ScheduledDraft], KvPool]:
+        return [draft.scheduled() for draft in drafts], self._target.pool
+
+    def _read(self, drafts: list[SelfDraft], rows: DraftBatch, cache: KvPool) -> Tensor:
+        return self._forward([draft.sequence.tokens[-1] for draft in drafts], rows.chains())
+
+    def _descend(self, drafts: list[SelfDraft], states: Tensor, rows: DraftBatch, cache: KvPool) -> Tensor:
+        paths = [[node.path for node in draft.open] for draft in drafts]
+        return self._forward([node.token_id for draft in drafts for node in draft.open], rows.level(paths))
+
+    def _forward(self, token_ids: SequenceOf[int], metadata: AttentionMetadata) -> Tensor:
+        return self._target.states_through(self._keep, np.array(token_ids, np.int32), metadata)
+
+    def _logits(self, states: Tensor) -> LogitRows:
+        return self._target.backend.logits(self._target.logits_of(states))
