@@ -26,6 +26,7 @@ from ragspec.engine.target import Target
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.speculation import ON, AcceptanceRule, Speculation
 from ragspec.tree import Proposal
 
 Tiny = Callable[..., Target]
@@ -358,6 +359,29 @@ def test_the_tree_by_confidence_is_the_papers(tiny: Tiny, name: str, dtype: str)
             above = paths[proposal.parent] if proposal.parent >= 0 else ()
             paths.append((*above, proposal.token_id))
         assert len(set(paths)) == 29 and set(paths) == paper_tree(log_probs, 4, 5, 30)
+
+
+def test_drawn_children_are_kept_by_a_tree_of_so_many_nodes(tiny: Tiny) -> None:
+    """Nodes drawn by chance were ranked and cut, which changes the distribution of the output."""
+    target, kept = tiny(), []
+    network = EagleNetwork(head_for(target, "eagle"), target, 300)
+    drafter = EagleDrafter(network, make_shape("dynamic", 3, 3, 3, num_nodes=2), free())
+    propose = drafter.propose
+
+    def noted(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        kept.extend(lists := propose(sequences, budget))
+        return lists
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
+    drawn = Speculation(rule=AcceptanceRule.WITHOUT_REPLACEMENT)
+    with tiny_engine(target, [drafter]) as engine:
+        for way, most in ((drawn, 12), (ON, 2)):
+            kept.clear()
+            engine.generate([Request("a", tuple(range(30, 50)), params, speculation=way)])
+            assert engine._planner.num_failures == 0
+            assert max(map(len, kept)) == most if most == 2 else max(map(len, kept)) >= most
+            assert all((proposal.draw is not None) == (way is drawn) for proposals in kept for proposal in proposals)
 
 
 class Sick(EagleNetwork):

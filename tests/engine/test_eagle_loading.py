@@ -49,13 +49,15 @@ def open_engine(model: Path, head: Path | str, drafters: tuple[str, ...] = ("cop
 
 
 @pytest.mark.parametrize("dialect", ["official", "speculators"])
-@pytest.mark.parametrize("tree", ["dynamic", "static", "chain"])
+@pytest.mark.parametrize("tree", ["dynamic", "static", "chain", "confidence"])
 def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path, dialect: str, tree: str) -> None:
     """A dialect's head loaded and drafted nothing, or the products of another type changed the target's."""
     save_head(tmp_path, a_head(), dialect)
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
     requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
-    with open_engine(model, tmp_path, ("eagle",), tree=tree) as engine:
+    paper = {"score": "confidence", "num_children": 10, "width": 10, "max_depth": 8}
+    options = paper if tree == "confidence" else {"tree": tree}
+    with open_engine(model, tmp_path, ("eagle",), **options) as engine:
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
         for request, done in zip(requests, completions, strict=True):

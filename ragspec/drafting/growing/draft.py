@@ -116,9 +116,12 @@ class GrowingDraft:
         return [children[i] for i in self.settings.shape.frontier([child.branch for child in children])]
 
     def best(self) -> list[Proposal]:
-        """The proposals; of a shape with a number of nodes the most probable. Parents, which are no less probable, come first."""
+        """The proposals; of a shape with a number of nodes the most probable. Parents, which are no less probable, come first.
+
+        Of nodes drawn by chance none may be left out.
+        """
         num_nodes = self.settings.shape.num_nodes
-        if num_nodes is None or len(self.proposals) <= num_nodes:
+        if num_nodes is None or self.settings.mode == DRAWN:
             return self.proposals
         order = sorted(range(len(self.proposals)), key=lambda i: (-self.proposals[i].path_prob, i))
         place = {-1: -1} | {old: new for new, old in enumerate(sorted(order[:num_nodes]))}
