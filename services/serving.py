@@ -10,6 +10,7 @@ more and has `service.drain_s` seconds for running requests.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 from pydantic import Field, ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import AutoscalingContext
 
 from ragspec.config import ConfigSection, load_settings
 from ragspec.errors import ConfigError, EngineError
@@ -31,6 +33,7 @@ _SPARE_REQUESTS = 16
 """That Serve may hand a replica beyond what it answers at once: it refuses them itself, with a time to come back after, and its
 health is asked behind none."""
 _BACKPRESSURE = {"status_code": 429, "retry_after_s": 2}
+_CHOICES = "choices"
 _NUM_CPUS = 0.5
 """What a replica reserves in Ray's books, whatever threads it uses; on a small machine Serve's own actors need room too."""
 
@@ -121,9 +124,29 @@ class Replica:
         if not await self._canary.check():
             raise EngineError("the engine writes no token")
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `replicas_wanted`."""
+        from ragspec.cluster.routing.router import Router
+
+        engine = self._backend.engine
+        return {_CHOICES: float(engine.num_choices())} if isinstance(engine, Router) else {}
+
     def __del__(self) -> None:
         if stack := getattr(self, "_stack", None):
             stack.close()
+
+
+def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """A policy for `autoscaling_config: {policy: {policy_function: services.serving:replicas_wanted}}`: one replica for each
+    `target_ongoing_requests` choices that its engine writes or that wait for it.
+
+    Why not Serve's own count of requests: eight choices of one request are eight times its work, an upload is none.
+    """
+    reported = (context.aggregated_metrics or {}).get(_CHOICES) or {}
+    if not reported:
+        return context.target_num_replicas, {}
+    assert context.config is not None
+    return max(1, math.ceil(sum(reported.values()) / context.config.get_target_ongoing_requests())), {}
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
+from pipelines.benchmarks.cluster.simulation import Costs, Load, policies, shards_for, simulate
 from ragspec.cluster.routing.policy import affinity_key, choose_replica, rendezvous_order
 from ragspec.core import Request
 
@@ -89,3 +91,15 @@ def test_a_full_replica_takes_nothing_more() -> None:
     assert choose_replica(None, {"a": 3, "b": 2}, size=3, load_factor=1.0, max_load=4) is None
     assert choose_replica(None, {"a": 3, "b": 0}, size=9, load_factor=1.0, max_load=4) == "b"
     assert choose_replica(None, {}, load_factor=1.0) is None
+
+
+def test_affine_routing_keeps_caches_warm_where_others_do_not() -> None:
+    """A simulation that loses requests, or in which the rule that the router follows is no better than chance."""
+    load = Load(num_documents_a_replica=60, cached_documents=12, requests_a_replica=80)
+    found = {name: simulate(12, choose, Costs(), load) for name, choose in policies(random.Random(1)).items()}
+    assert found["affine"]["hits"] > 1.3 * max(found["random"]["hits"], found["least loaded"]["hits"])
+    assert found["affine"]["requests_per_s"] > found["random"]["requests_per_s"]
+    assert found["least loaded"]["first_p99_s"] < found["random"]["first_p99_s"]
+    one = [simulate(1, choose, Costs(), load) for choose in policies(random.Random(1)).values()]
+    assert one[0] == one[1] == one[2], "with one replica there is nothing to choose"
+    assert shards_for(1, 1.0, Costs()) == 1 and shards_for(10**9, 0.1, Costs()) == 831

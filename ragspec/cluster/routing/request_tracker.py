@@ -59,6 +59,12 @@ class RequestTracker:
     def connections(self) -> tuple[ReplicaConnection, ...]:
         return tuple(self._loads)
 
+    @property
+    def num_choices(self) -> int:
+        """Choices that run on a replica or wait for one."""
+        waiting = sum(len(attempt.choices) for attempt in (*self._lost, *self._fresh))
+        return sum(self._loads.values()) + waiting
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def admit(self, requests: Sequence[TrackedRequest]) -> None:

@@ -93,6 +93,11 @@ class Router(EngineClient):
         with self._changed:
             return self._tracker.num_deltas
 
+    def num_choices(self) -> int:
+        """Choices that run on a replica or wait for one."""
+        with self._changed:
+            return self._tracker.num_choices
+
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; the listener gets every Delta of every choice once, in a thread of the router.
 

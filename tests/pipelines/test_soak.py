@@ -1,0 +1,61 @@
+"""The soak commands: items follow from seed and number alone, parts add up, and nothing that goes wrong is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.benchmarks import soak
+from ragspec.retrieval.reading import file_reader
+
+
+def die(seed: int, first: int, last: int) -> Counter[str]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Counter()
+
+
+def test_parts_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped began anew, or counted a part twice."""
+    monkeypatch.setitem(soak.BATCHES, "files", 40)
+    rest: tuple[Any, ...] = (7, tmp_path / "whole.json", 1e9)
+    whole = soak.soak("files", soak.read_damaged, 120, *rest)
+    parts = tmp_path / "parts.json"
+    assert sum(soak.soak("files", soak.read_damaged, 120, 7, parts, 0.0).values()) == 0
+    for count in (30, 100, 120):
+        found = soak.soak("files", soak.read_damaged, count, 7, parts, 1e9)
+        assert sum(found.values()) == count == json.loads(parts.read_text())["done"]
+    assert found == whole and whole["read"] and whole["refused"]
+    assert not [name for name in soak.BAD if whole[name]]
+    with pytest.raises(SystemExit, match="belongs to files of seed 7"):
+        soak.soak("files", soak.read_damaged, 120, 8, parts, 1e9)
+
+
+def test_a_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that takes its process along was a traceback of the command, and the next run began behind it."""
+    monkeypatch.setattr(soak, "read_damaged", die)
+    assert soak.files_batch(0, 0, 10) == Counter({"crash": 1})
+
+
+def test_an_error_of_another_kind_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in a reader counted as a refusal."""
+
+    def wrong(path: Path, name: str) -> list[Any]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(file_reader, "read_file", wrong)
+    assert soak.read_damaged(0, 0, 5) == Counter({"exception": 5})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), [("requests", 400), ("aborts", 100)])
+def test_the_small_service_survives(kind: str, count: int, tmp_path: Path) -> None:
+    """The full numbers are run by hand, in parts."""
+    assert soak.main([kind, "--count", str(count), "--state", str(tmp_path / "state.json")]) == 0
+    counts = json.loads((tmp_path / "state.json").read_text())["counts"]
+    assert sum(counts.values()) == count and len(counts) > 1
