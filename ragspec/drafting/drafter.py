@@ -10,16 +10,18 @@ from torch import Tensor
 
 from ragspec.core import Request
 from ragspec.numerics.batch import NODES as NODES
+from ragspec.numerics.batch import TOP_TOKENS as TOP_TOKENS
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, Proposal
 
 Features = Mapping[int, Tensor]
 """Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
-float32 [T, H]; of `TOP_TOKENS` int64 [T, NUM_TOP_TOKENS]; of `NODES` int64 [N, 3], of every node of the step's tree, accepted or
-not: its token, its parent, and the target's most probable token behind it."""
+float32 [T, H].
 
-TOP_TOKENS = -2
-"""The tap of the target's most probable next tokens, falling; -1 where it computed no logits, as inside a prompt."""
+On the host are `TOP_TOKENS`, int64 [T, NUM_TOP_TOKENS]: the target's most probable next tokens, falling; -1 where it computed no
+logits, as inside a prompt. And `NODES`, int64 [N, 3], of every node of the step's tree, accepted or not: its token, its parent,
+and the target's most probable token behind it."""
+
 NUM_TOP_TOKENS = 8
 
 

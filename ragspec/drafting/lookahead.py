@@ -17,7 +17,6 @@ from collections.abc import Sequence as SequenceOf
 
 from ragspec.drafting.acceptance import AcceptanceCells, Cell, Experience, Guess
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
-from ragspec.numerics.torch.transfer import to_host
 from ragspec.tree import Origin, Proposal
 
 _WINDOW, _NGRAM, _MOST_NGRAMS = 8, 5, 7
@@ -144,7 +143,7 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         if tokens:
-            self._sequences[sequence.key].observe(to_host(features[NODES]).tolist(), len(tokens))
+            self._sequences[sequence.key].observe(features[NODES].tolist(), len(tokens))
 
     def learn(self, feedback: object, accepted: bool) -> None:
         if isinstance(feedback, Guess):

@@ -18,22 +18,17 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ragspec.core import salt_belongs_to
 from ragspec.drafting.acceptance import AcceptanceCells, Cell, Guess
 from ragspec.drafting.drafter import NUM_TOP_TOKENS, TOP_TOKENS, Budget, Drafter, Features, SequenceView
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import Ints
-from ragspec.numerics.torch.transfer import to_host
 from ragspec.tenants import tenant_of
 from ragspec.tree import Origin, Proposal
 
 _NUM_DEPTHS, _MAX_DEPTH = 4, 8
 _LEAST_PROB = 0.02
-_MOST_UNREAD = 64
-"""Observations whose candidates wait for the next draft; more are read without one."""
 _BEST, _FADING = 0.4, 0.5
 """Prior chance of the first candidate, and of each further one over the one before."""
 
@@ -101,13 +96,11 @@ class RecyclingDrafter(Drafter):
             raise ConfigError(f"drafting.max_recycling_bytes is {max_bytes}; one tenant's table takes {needed}")
         self._tables: dict[str, TokenTable] = {}  # by salt, the latest used is last
         self._teachers: dict[tuple[str, int], str] = {}  # the sequences whose tokens are learned, and their salts
-        self._unread: list[tuple[str, Ints, Tensor]] = []  # salt, tokens, and candidates on the target's device
 
     def start(self, sequence: SequenceView) -> None:
         self._teachers[sequence.key] = sequence.request.salt
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        self._read()
         return [self._propose(s, budget.max_nodes, depth) for s, depth in zip(sequences, budget.depths, strict=True)]
 
     def _propose(self, sequence: SequenceView, max_nodes: int, depth: int) -> list[Proposal]:
@@ -119,20 +112,9 @@ class RecyclingDrafter(Drafter):
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         if sequence.slots is None or not tokens or sequence.key not in self._teachers:
             return
-        candidates, end = features[TOP_TOKENS], sequence.slots.length
+        candidates, end = features[TOP_TOKENS].numpy(), sequence.slots.length
         kept = np.array(sequence.tokens[end - len(candidates) : end], np.int32)
-        self._unread.append((sequence.request.salt, kept, candidates))
-        if len(self._unread) >= _MOST_UNREAD:
-            self._read()
-
-    def _read(self) -> None:
-        """Learn what was observed since the last draft. One transfer brings all candidates: each makes the host wait."""
-        unread, self._unread = self._unread, []
-        if unread:
-            candidates = to_host(torch.cat([each for _, _, each in unread]))
-            ends = np.cumsum([len(tokens) for _, tokens, _ in unread])
-            for (salt, tokens, _), own in zip(unread, np.split(candidates, ends[:-1]), strict=True):
-                self._table(salt).learn(tokens, own)
+        self._table(sequence.request.salt).learn(kept, candidates)
 
     def learn(self, feedback: object, accepted: bool) -> None:
         if isinstance(feedback, Guess):
@@ -146,7 +128,6 @@ class RecyclingDrafter(Drafter):
         for each in [each for each in self._tables if salt_belongs_to(each, salt)]:
             del self._tables[each]
         self._teachers = {key: own for key, own in self._teachers.items() if not salt_belongs_to(own, salt)}
-        self._unread = [each for each in self._unread if not salt_belongs_to(each[0], salt)]
 
     def _table(self, salt: str) -> TokenTable:
         """The table of a salt, made if there is none."""

@@ -41,6 +41,7 @@ from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import without_padding
 from ragspec.numerics.torch.backend import TorchBackend
+from ragspec.numerics.torch.transfer import queued_to_host
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ class Target:
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
     ) -> tuple[LogitRows, dict[int, torch.Tensor]]:
-        """Logits where the backend keeps them, and the hidden states of every row at each tap, on the device.
+        """Logits where the backend keeps them, and the hidden states of every row at each tap, on the device; token ids by tap on
+        the host, complete after the backend's next `wait`.
 
         Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V], float32 [N, H] each.
         """
@@ -171,7 +173,7 @@ class Target:
             features = {tap: stream.float() for tap, stream in tapped.items()}
             for tap, count in ((TOP_TOKENS, NUM_TOP_TOKENS), (NODES, 1)):
                 if tap in taps:
-                    features[tap] = self._top_tokens(values, logit_rows, len(token_ids), count)
+                    features[tap] = queued_to_host(self._top_tokens(values, logit_rows, len(token_ids), count))
             return self.backend.logits(values), features
 
     def compute(

@@ -21,8 +21,8 @@ from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.torch.transfer import to_device
 
-NODES = -3
-"""The tap whose features a sequence gets of all nodes of its tree, not of the kept positions alone."""
+TOP_TOKENS, NODES = -2, -3
+"""Taps of token ids, which are on the host. A sequence gets `NODES` of all nodes of its tree, not of the kept positions alone."""
 
 
 class ScheduledSequence:
@@ -53,8 +53,8 @@ class ScheduledSequence:
         return rows
 
     def features(self, features: Mapping[int, Tensor], path: Sequence[int]) -> dict[int, Tensor]:
-        """Hidden states of the known tokens and of the nodes on `path`, by tap, on their device; of `NODES` all nodes, with
-        their tokens and parents.
+        """Features of the known tokens and of the nodes on `path`, by tap, each where it is; of `NODES` all nodes, with their
+        tokens and parents.
 
         Shapes: [N, H] of the batch -> [T, H]; of `NODES` [N, 1] -> [nodes, 3].
         """
@@ -62,12 +62,17 @@ class ScheduledSequence:
             return {}
         root = self.first_row + self.num_known - 1
         kept = np.array([*range(self.first_row, root + 1), *(root + node for node in path)])
-        rows = to_device(kept, next(iter(features.values())).device)
-        own = {tap: stream[rows] for tap, stream in features.items() if tap != NODES}
+        states = {tap: stream for tap, stream in features.items() if tap not in (TOP_TOKENS, NODES)}
+        own: dict[int, Tensor] = {}
+        if states:
+            rows = to_device(kept, next(iter(states.values())).device)
+            own = {tap: stream[rows] for tap, stream in states.items()}
+        if TOP_TOKENS in features:
+            own[TOP_TOKENS] = features[TOP_TOKENS][kept]
         if NODES in features:
             following = features[NODES][root : root + len(self.parents)]
             nodes = np.stack([np.asarray(self.token_ids[self.num_known - 1 :]), np.asarray(self.parents)], 1)
-            own[NODES] = torch.cat([to_device(nodes, following.device).to(following.dtype), following], 1)
+            own[NODES] = torch.cat([torch.from_numpy(nodes).to(following.dtype), following], 1)
         return own
 
     def keep(self, path: Sequence[int] = ()) -> None:

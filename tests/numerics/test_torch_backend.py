@@ -14,16 +14,20 @@ import pytest
 import torch
 from drafting.medusa_heads import position_drafter
 from engine.test_draft_model import drafter_for as model_drafter
-from engine.test_eagle import drafter_for
+from engine.test_eagle import drafter_for, free, head_for
 from pydantic import ValidationError
 from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, Segment, SourceKind
-from ragspec.drafting import recycling
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.drafter import NUM_TOP_TOKENS, Drafter
+from ragspec.drafting.eagle.drafter import EagleDrafter
+from ragspec.drafting.eagle.network import EagleNetwork
+from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.recycling import RecyclingDrafter
+from ragspec.engine import target as target_module
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics import batch
@@ -272,18 +276,33 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert isinstance(tensor, OnDevice), "a result of the step was made on the host"
         return tensor.as_subclass(torch.Tensor).numpy()
 
-    for module in (backend, batch, graphs, probs, recycling, sampling, transfer):
-        for name, stand_in in (("to_device", to_device), ("to_host", to_host)):
+    def queued_to_host(tensor: torch.Tensor) -> torch.Tensor:
+        counted["to_host"] += tensor.nbytes
+        return tensor.as_subclass(torch.Tensor)
+
+    for module in (backend, batch, graphs, probs, sampling, target_module, transfer):
+        for name, stand_in in (("to_device", to_device), ("to_host", to_host), ("queued_to_host", queued_to_host)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
     yield counted
 
 
-DRAFTERS = ("copy", "eagle", "eagle3", "medusa", "hydra", "hydra++", "draft_model", "recycling")
+DRAFTERS = (
+    "copy",
+    "eagle",
+    "eagle3",
+    "medusa",
+    "hydra",
+    "hydra++",
+    "draft_model",
+    "recycling",
+    "lookahead",
+    "confidence",
+)
 RULES = ("chain", "traversal", "typical", "top_beta")
 KINDS = ("greedy", "top-p", "penalties", "log-probabilities", "near ties", "schema", "quotes", *RULES)
 PAIRS = [
-    pytest.param(name, drafter, marks=[] if (i + j) % 3 == 0 else pytest.mark.slow)
+    pytest.param(name, drafter, marks=[] if (i + j) % 4 == 0 else pytest.mark.slow)
     for (i, name), (j, drafter) in itertools.product(enumerate(KINDS), enumerate(DRAFTERS))
 ]
 
@@ -293,6 +312,11 @@ def some_drafter(name: str, target: Target, folder: Path) -> Drafter:
         return CopyDrafter(target.tokenizer, target.eos_ids)
     if name == "recycling":
         return RecyclingDrafter(target.vocab_size, 2**20)
+    if name == "lookahead":
+        return LookaheadDrafter()
+    if name == "confidence":
+        network = EagleNetwork(head_for(target, "eagle"), target, 300)
+        return EagleDrafter(network, make_shape("dynamic", 3, 2, 4, num_nodes=6), free())
     if name == "draft_model":
         small = Target.load(target_config(str(save_model("llama", folder, num_hidden_layers=1)), "torch-float32"), 512)
         return model_drafter(target, small, num_slots=512)
@@ -320,12 +344,12 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, n
         assert engine._planner.num_failures == 0
     num_rows = sum(len(c.token_ids) + c.stats.num_drafted + c.stats.num_prompt_tokens for c in completions)
     assert all(c.token_ids for c in completions) and sum(c.stats.num_drafted for c in completions)
-    has_head = drafter not in ("copy", "recycling")
+    has_head = drafter not in ("copy", "recycling", "lookahead")
     children = 2 * (3 + 3 + 1) * 8 if has_head else 0  # of a head's node: ids, scores, whether these are numbers
     log_probs = 6 * 8 if params.logprobs else 0
     one_row_of_logits = 4 * target.vocab_size
     numbers = 0 if rule is AcceptanceRule.KEYED else one_row_of_logits // 4  # that the rule reads of its rows
-    candidates = 8 * NUM_TOP_TOKENS if drafter == "recycling" else 0
+    candidates = {"recycling": 8 * NUM_TOP_TOKENS, "lookahead": 8}.get(drafter, 0)
     assert 0 < crossings["to_host"] <= (8 + children + log_probs + numbers + candidates) * num_rows
     assert (sum(c.stats.num_near_ties for c in completions) > 0) == (name == "near ties")
     assert crossings["to_device"] < num_rows * one_row_of_logits / (1 if has_head else 2)

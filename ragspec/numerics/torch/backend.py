@@ -4,7 +4,7 @@ A row's bits depend on nothing but the row, on every device: products run in til
 fixed tree of additions (`tree_sum`) instead of a reduction whose order the device chooses. The self-test decides whether a
 device's products keep the promise.
 
-`transfer` has the only two functions that cross between host and device: `to_device` and `to_host`.
+`transfer` has the only functions that cross between host and device: `to_device`, `to_host` and `queued_to_host`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two ways between host and device. Token ids, row numbers and a few edits of logits go there; token ids come back."""
+"""The ways between host and device. Token ids, row numbers and a few edits of logits go there; token ids come back."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def column(values: Sequence[float], device: torch.device) -> Tensor:
     """A number for each row. Shape: float64 [W, 1]."""
     return to_device(np.array(values, np.float64), device)[:, None]
+
+
+def queued_to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host that is complete once the host has next waited for the device."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
