@@ -201,7 +201,9 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
                     assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "hydra", "hydra++"])
+@pytest.mark.parametrize(
+    "family", ["eagle", "eagle3", "medusa", "hydra", "hydra++", pytest.param("poss", marks=pytest.mark.slow)]
+)
 def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     followers: Followers, models: Models, tmp_path: Path, family: str
 ) -> None:
@@ -212,7 +214,11 @@ def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     expected = truth(one, requests, "T=1")
 
     def drafter(target: Target) -> Drafter:
-        return drafter_for(target, family) if "eagle" in family else position_drafter(target, tmp_path, family)
+        return (
+            drafter_for(target, family)
+            if family in ("eagle", "eagle3", "poss")
+            else position_drafter(target, tmp_path, family)
+        )
 
     with tiny_engine(one, [drafter(one)]) as engine:
         drafted = total(engine.generate(requests), "num_drafted")
