@@ -90,7 +90,7 @@ class CopyDrafter(Drafter):
         self._max_earlier = earlier_tokens
         self._least_prob = least_prob
         self._acceptance = Experience(lambda: CopyAcceptance(_PRIORS, _MAX_MATCH))
-        self._counts = CountedDrafts(self.name, least_match=2)
+        self._counts = CountedDrafts(self.name, least_match=2) if earlier_tokens else None
         self._counted_acceptance = Experience(CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
 
@@ -178,7 +178,7 @@ class CopyDrafter(Drafter):
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
         """What followed in the tenant's earlier answers, and the length of the match there."""
         salt = sequence.request.salt
-        if (answers := self._earlier.get(salt)) is None:
+        if self._counts is None or (answers := self._earlier.get(salt)) is None:
             return [], 0
         return self._counts.grow(answers.runs, sequence.tokens, most, most, self._counted_acceptance.of(salt))
 

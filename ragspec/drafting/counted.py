@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ragspec.drafting.acceptance import AcceptanceCells, Cell, Guess
-from ragspec.drafting.suffix_index import SORTED_TOKENS, VisibleSuffixes
+from ragspec.drafting.suffix_index import SEPARATOR, SORTED_TOKENS, SortedSuffixes, VisibleSuffixes
 from ragspec.tree import Origin, Proposal
 
 MAX_MATCH = 16
@@ -64,6 +64,8 @@ class CountedDrafts:
 
     def __init__(self, name: str, least_match: int) -> None:
         self._name, self._least_match = name, least_match
+        suffixes = SortedSuffixes.build(np.array([0, 1, 0, SEPARATOR], np.int32))
+        self.grow([VisibleSuffixes(suffixes)], [0, 1], 1, 1, CountedAcceptance())  # compiles the searches
 
     def grow(
         self,

@@ -125,7 +125,7 @@ class Datastore:
         """Each document's tokens and a separator. Why a space first: that is how a text's words stand inside an answer."""
         for first in range(0, segment.record.num_documents, _TEXTS_AT_ONCE):
             numbers = range(first, min(first + _TEXTS_AT_ONCE, segment.record.num_documents))
-            texts = [" " + segment.document(number).text for number in numbers]
+            texts = [" " + segment.text(number) for number in numbers]
             for ids in self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
                 yield np.array([*ids, SEPARATOR], np.int32)
 

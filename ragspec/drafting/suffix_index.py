@@ -89,10 +89,11 @@ def _followers(tokens: Any, order: Any, visible: Any, low: int, high: int, depth
         end = _bound(tokens, order, low, high, depth, token + 1)
         count = _count(visible, low, end)
         if count > 0 and (num < most or count > best[num - 1, 3]):
-            at = num = min(num + 1, most)
-            at -= 1
+            num = min(num + 1, most)
+            at = num - 1
             while at > 0 and count > best[at - 1, 3]:
-                best[at] = best[at - 1]
+                for column in range(4):
+                    best[at, column] = best[at - 1, column]
                 at -= 1
             best[at, 0], best[at, 1], best[at, 2], best[at, 3] = token, low, end, count
         low = end
@@ -154,7 +155,7 @@ class SortedSuffixes(NamedTuple):
             keys = ranks * (len(keys) + 1)
             keys[:-known] += ranks[known:]
             order, known = np.argsort(keys, kind="stable"), 2 * known
-        return cls(tokens, order.astype(np.int32))
+        return cls(_read_only(tokens), _read_only(order.astype(np.int32)))
 
     def find(self, pattern: Ints) -> tuple[int, int]:
         """[low, high) in `order`: the suffixes that begin with the pattern."""
@@ -165,6 +166,13 @@ class SortedSuffixes(NamedTuple):
         """Of the suffixes [low, high), whose tokens before `depth` are equal, the ones with a token there."""
         low, high = _find(self.tokens, self.order, np.array([token], np.int32), low, high, depth)
         return low, high
+
+
+def _read_only(array: Ints) -> Ints:
+    """Why: searches are compiled once, for mapped files and for arrays."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
 
 
 class VisibleSuffixes(NamedTuple):
@@ -234,8 +242,10 @@ class ReferenceIndex:
 
     def places(self, token: int) -> Ints:
         """Where a token stands, ascending."""
-        low, high = self._suffixes.find(np.array([token], np.int32))
-        return self._suffixes.order[low:high]
+        # Why not `find`: this is in everyone's first answer, and `find` would first have to be compiled
+        order = self._suffixes.order
+        first, last = np.searchsorted(self.tokens, np.array([token, token + 1], np.int32), sorter=order)
+        return order[first:last]
 
 
 class SuffixIndex:

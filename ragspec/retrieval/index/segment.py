@@ -136,6 +136,11 @@ class IndexSegment:
         number, ordinal = self.spans[row, :2].tolist()
         return self.ids[number], ordinal
 
+    def text(self, number: int) -> str:
+        """A document's text alone."""
+        with unchanged(self.folder):
+            return str(memoryview(self.documents["text"][number].as_buffer()), "utf-8")
+
     def document(self, number: int) -> Document:
         with unchanged(self.folder):
             row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
