@@ -4,7 +4,7 @@
 #
 #   infra/gpu/check.sh tests     the tests marked gpu
 #   infra/gpu/check.sh kernels   promises of both GPU backends; steps of 0.1 to 8 billion parameters
-#   infra/gpu/check.sh speed     the same with 32 billion, which needs 80 GB
+#   infra/gpu/check.sh speed     the same, first with 8 and 32 billion, which need 80 GB
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
 #                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
 #

@@ -84,6 +84,6 @@ def test_speeds_that_need_a_gpu_are_computed(settings: Settings, monkeypatch: py
     monkeypatch.setattr(
         speeds, "_measured", lambda t, _: measured.append((t.vocab_size, t.config.dtype)) or {"on over off": 1.0}
     )
-    result = speeds.speeds(("torch",), (SMALL, tiny), settings.target, lambda *_: None, "cpu")
+    result = speeds.speeds(("torch",), (SMALL._replace(name="0.1 B"), tiny), settings.target, lambda *_: None, "cpu")
     assert result["left_out"] == ["8 B, torch"] and "bandwidth_share" not in result
     assert measured == [(320, "bfloat16")]  # the weights that are there, not random ones

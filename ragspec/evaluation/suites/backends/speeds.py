@@ -18,7 +18,7 @@ from ragspec.engine.loading import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_over
-from ragspec.evaluation.suites.backends.models import KV_SLOTS, Shape, random_target
+from ragspec.evaluation.suites.backends.models import KV_SLOTS, SHAPES, Shape, random_target
 from ragspec.evaluation.suites.backends.promises import TEXT
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.torch.backend import TiledLinear
@@ -38,7 +38,7 @@ def speeds(
     tick: Tick,
     device: str,
 ) -> Result:
-    """Milliseconds of a forward by backend and shape, in bfloat16. `real`: weights for the first shape; None: random ones.
+    """Milliseconds of a forward by backend and shape, in bfloat16. `real`: weights for 0.1 B; None: random ones.
 
     Raises: ModelError.
     """
@@ -53,7 +53,7 @@ def speeds(
             if steps and time.perf_counter() - begin > _BUDGET_S:
                 left_out.append(f"{shape.name}, {name}")
                 continue
-            target = _target(shape, real if number == 1 else None, device, name)
+            target = _target(shape, real if shape.name == SHAPES[0].name else None, device, name)
             steps[f"{shape.name}, {name}"] = _measured(target, bandwidth)
             del target
             torch.cuda.empty_cache()
