@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,28 @@ def test_what_is_deleted_is_gone_from_the_disk(store: ConversationStore, tmp_pat
 
 def _on_disk(folder: Path) -> bool:
     return any(SECRET.encode() in path.read_bytes() for path in folder.iterdir())
+
+
+def test_a_clock_that_jumps_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock was set a month ahead, or that started in 1970, lost every conversation."""
+    now_s = [1_700_000_000.0]
+    monkeypatch.setattr("ragspec.rag.chat.conversations.time.time", lambda: now_s[0])
+    path, turn = tmp_path / "c.sqlite", QaPair("Q?", "A.")
+    with closing(ConversationStore(path, ttl_s=3600.0)) as store:
+        before = store.create("ann", turns=[turn]).id
+        now_s[0] += 30 * 86_400.0
+        during = store.create("ann", turns=[turn]).id
+        assert [store.find("ann", each).id for each in (before, during)] == [before, during]
+    now_s[0] = 0.0
+    with closing(ConversationStore(path, ttl_s=3600.0)) as store:
+        early = store.create("ann", turns=[turn]).id
+        assert [store.find("ann", each).id for each in (before, during, early)] == [before, during, early]
+    now_s[0] = 1_700_000_060.0
+    with closing(ConversationStore(path, ttl_s=3600.0)) as store:
+        assert [store.find("ann", each).id for each in (before, during, early)] == [before, during, early]
+    now_s[0] += 7200.0
+    with closing(ConversationStore(path, ttl_s=3600.0)) as store, pytest.raises(NotFound):
+        store.find("ann", early)
 
 
 def test_what_nobody_uses_grows_old(store: ConversationStore, clock: Clock) -> None:

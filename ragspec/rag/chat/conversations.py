@@ -102,12 +102,12 @@ class ConversationStore:
         *,
         ttl_s: float = 7 * 86_400.0,
         max_bytes_per_tenant: int = 64 * 2**20,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock` gives seconds since the epoch. Raises: SaveError, StoreCorrupt."""
-        self._ttl_s, self._max_bytes, self._clock = ttl_s, max_bytes_per_tenant, clock
+        """`clock` gives seconds since the epoch; None: `_steady_clock`. Raises: SaveError, StoreCorrupt."""
+        self._ttl_s, self._max_bytes, self._num_writes = ttl_s, max_bytes_per_tenant, 0
         self._database = Database(Path(path), _TABLES, _SCHEMA)
-        self._num_writes = 0
+        self._clock = clock or _steady_clock(self._last_used_s())
         with self._database.writing() as db:
             _delete_rows(db, self._expired(db))
         self._database.truncate_log()
@@ -245,9 +245,26 @@ class ConversationStore:
         _delete_rows(db, rows)
         return bool(rows)
 
+    def _last_used_s(self) -> float:
+        with self._database.reading() as db:
+            ages = (
+                db.execute(f"SELECT max(used_s) FROM {table}").fetchone()[0] for table in ("conversations", "shown")
+            )
+            return max((each for each in ages if each is not None), default=0.0)
+
     def _expired(self, db: sqlite3.Connection) -> list[Any]:
         oldest_s = self._clock() - self._ttl_s
         return db.execute(_ENTRIES_BY_AGE.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
+
+
+def _steady_clock(least_s: float) -> Callable[[], float]:
+    """Seconds since the epoch as the machine tells them now, but at least `least_s`; from now on they pass one by one.
+
+    Why: a clock that is set right, a week ahead, would delete every conversation, and one that is set back would keep none that
+    is used before it has caught up.
+    """
+    offset_s = max(time.time(), least_s) - time.monotonic()
+    return lambda: time.monotonic() + offset_s
 
 
 def _delete_rows(db: sqlite3.Connection, rows: Sequence[Any]) -> None:
