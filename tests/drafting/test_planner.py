@@ -10,7 +10,7 @@ import pytest
 from drafters import Quiet
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import CopyAcceptance
+from ragspec.drafting.acceptance import CopyAcceptance, Experience
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
@@ -500,3 +500,15 @@ def test_requests_that_break_a_drafter_do_not_end_drafting_for_others() -> None:
         assert plan(planner, Running("sound"))[0].num_drafted == 2
     for _ in range(100):
         assert plan(planner, Running("odd"), Running("sound"))[1].num_drafted == 2  # in one step with it
+
+
+def test_each_tenant_has_a_table_and_idle_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one tenant learned apart, tenants together, or a table stayed for every tenant there ever was."""
+    monkeypatch.setattr("ragspec.drafting.acceptance._MAX_TENANTS", 2)
+    experience = Experience(lambda: CopyAcceptance({"x": (0.2, 0.9)}))
+    one, two = experience.of("one\0part"), experience.of("two")
+    assert one is experience.of("one") and one is not two
+    experience.of("three")
+    assert experience.of("one") is one and experience.of("two") is not two
+    experience.purge("one")
+    assert experience.of("one") is not one

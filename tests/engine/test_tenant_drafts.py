@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from engine.test_datastore import write
 from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
-from tiny_target import SENTENCES, tiny_engine
+from tiny_target import SENTENCES, Free, tiny_engine
 
 from ragspec.core import Document, Request, SamplingParams
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
+from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.target import Target
@@ -85,3 +87,20 @@ def test_earlier_answers_change_no_output_and_are_drafted(tiny: Tiny, name: str)
     assert_equal([*first, *again], expected)
     assert total(again, "num_accepted") > max(40, 2 * total(first, "num_accepted"))
     assert len(PROMPTS) == len(first)
+
+
+@pytest.mark.parametrize("name", ["greedy", "T=1"])
+def test_all_drafters_at_once_change_no_output(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Merged trees of several drafters moved a node, or one drafter's features or slots were another's."""
+    target = tiny()
+    write(tmp_path, *(Document(f"s{i}", text) for i, text in enumerate(SENTENCES)))
+    drafters = [make(target, tmp_path) for kind, make in LEARNING.items() if kind != "copy"]
+    drafters.append(SelfDrafter(target, (0,), make_shape("dynamic", 3, 2, 4), Free(1e-9)))
+    requests = requests_of(target, PARAMS[name])
+    with tiny_engine(target, drafters, max_nodes=24) as engine:
+        completions = [*engine.generate(requests), *engine.generate(requests[::2])]
+        assert engine._planner.num_failures == 0
+        assert_pool_is_empty(engine)
+    assert_equal(completions, truth(target, requests, name))
+    proposed = {drafter for completion in completions for drafter in completion.stats.positions}
+    assert proposed == {"copy", "recycling", "lookahead", "datastore", "self"}

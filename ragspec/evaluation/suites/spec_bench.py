@@ -265,7 +265,13 @@ def run_spec_bench(settings: Settings, tick: Tick) -> Outcome:
     units = units_of(settings, heads)
     few = settings.num_prompts or (4 if settings.quick else 3 * A_TASK)
     listed, encoder = settings.questions(few), Encoder.load(settings.encoder)
-    store = cached_store(listed.documents, encoder, settings.cache_dir)
+    count = len(listed.documents)
+    store = cached_store(
+        listed.documents,
+        encoder,
+        settings.cache_dir,
+        progress=lambda done, _: tick("index (once)", done, count),
+    )
     with SpecBench(settings, heads, str(store.index_dir)) as bench:
         retriever = Retriever(encoder, store, follow=False)
         found = rag_cases(listed.questions[:few], retriever, bench.prompts)
