@@ -150,6 +150,9 @@ class TargetConfig(ConfigSection):
     "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and
     values on backends torch and cuda. `kv_cache_dtype`: of keys and values on backend cpu; "auto": bfloat16 beside int8 or
     bfloat16 weights, else float32.
+
+    `exactness`: "fast" serves also where the self-test of "bitwise" fails, and counts near ties; several ranks on backends torch
+    and cuda then add up parts of products.
     """
 
     model: str = DEFAULT_TARGET
@@ -187,6 +190,11 @@ class TargetConfig(ConfigSection):
     def collectives(self) -> Literal["gloo", "nccl"]:
         """What the ranks of a group talk through: `nccl` needs a GPU for each."""
         return "gloo" if self.device == "cpu" else "nccl"
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether ranks add up parts of products, which is faster and not bitwise."""
+        return self.exactness == "fast" and self.backend_name != "cpu"
 
     @property
     def weight_dtype(self) -> str:

@@ -41,7 +41,7 @@ class Followers:
             order = {"rank": rank, "size": size, "address": meeting.address, "timeout_s": timeout_s}
             order |= {"target": target.model_dump() | others, "engine": engine.model_dump()}
             self._tell(rank, order)
-        ranks = DistributedRanks(meeting, 0, size, target.collectives, timeout_s)
+        ranks = DistributedRanks(meeting, 0, size, target.collectives, timeout_s, adds=target.adds_parts)
         try:
             yield ranks
         finally:
@@ -104,7 +104,7 @@ def _follow(order: dict[str, Any]) -> str:
     target, engine = TargetConfig(**order["target"]), EngineConfig(**order["engine"])
     try:
         place = order["address"], order["rank"], order["size"]
-        ranks = DistributedRanks(*place, target.collectives, order["timeout_s"])
+        ranks = DistributedRanks(*place, target.collectives, order["timeout_s"], adds=target.adds_parts)
         load_follower(target, engine, ranks).run()
     except RagspecError as error:
         return f"{type(error).__name__}: {error}"

@@ -109,8 +109,9 @@ class RankFollower:
         self, config: PipelineConfig, num_processes: int, address: str, rank: int, size: int, timeout_s: float
     ) -> None:
         """Load this rank's part of the target and compute until rank 0 ends. Raises: ModelError, RankLost."""
-        ranks = DistributedRanks(address, rank, size, config.target.collectives, timeout_s)
-        load_follower(config.target, _with_threads(config.engine, num_processes), ranks).run()
+        target = config.target
+        ranks = DistributedRanks(address, rank, size, target.collectives, timeout_s, adds=target.adds_parts)
+        load_follower(target, _with_threads(config.engine, num_processes), ranks).run()
 
 
 class _Followers:
@@ -118,7 +119,7 @@ class _Followers:
 
     def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int) -> None:
         self.group_size = size = topology.tensor_parallel
-        self._timeout_s, self._collectives = topology.rank_timeout_s, config.target.collectives
+        self._timeout_s, self._target = topology.rank_timeout_s, config.target
         self._runs: list[Any] = []
         self._num_stopped = 0
         self.processes: list[Process] = []
@@ -145,7 +146,8 @@ class _Followers:
         """Rank 0's view of the group, once all ranks are there. Raises: RankLost."""
         if self.group_size == 1:
             return ONE_RANK
-        return DistributedRanks(self._rendezvous, 0, self.group_size, self._collectives, self._timeout_s)
+        target, place = self._target, (self._rendezvous, 0, self.group_size)
+        return DistributedRanks(*place, target.collectives, self._timeout_s, adds=target.adds_parts)
 
     def lost(self) -> str:
         """Why the group cannot go on; empty while it can. A follower stopped by a signal is seen before a gather times out."""

@@ -23,7 +23,7 @@ from ragspec.numerics.attention import shape_of
 from ragspec.numerics.backend import Backend, ForwardContext
 from ragspec.numerics.linear import replace_linears
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, without_padding
+from ragspec.numerics.sharding import FFN_MULTIPLE, AddedLinear, GatheredEmbedding, GatheredLinear, without_padding
 
 _ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -62,7 +62,7 @@ class PagedAttention(nn.Module):
             q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
         heads = context.attend(self.layer, qkv, shape, self._rotations).flatten(1)
-        return cast(Tensor, self.out(self._ranks.all_gather(heads)))
+        return cast(Tensor, self.out(heads if self._ranks.adds else self._ranks.all_gather(heads)))
 
 
 class GatedFeedForward(nn.Module):
@@ -83,7 +83,9 @@ class GatedFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
         inner = self.activation(both[..., : self.width]) * both[..., self.width :]
-        return cast(Tensor, self.down(without_padding(self._ranks.all_gather(inner), self._inner_width)))
+        if not self._ranks.adds:
+            inner = without_padding(self._ranks.all_gather(inner), self._inner_width)
+        return cast(Tensor, self.down(inner))
 
 
 def _padding(width: int) -> int:
@@ -92,7 +94,10 @@ def _padding(width: int) -> int:
 
 def _output(linear: Any, ranks: Ranks, make_linear: MakeLinear, num_more_inputs: int = 0) -> Any:
     """The product back into the stream, with `num_more_inputs` zero inputs appended."""
-    own = make_linear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
+    bias = linear.bias if ranks.rank == 0 or not ranks.adds else None  # added once
+    own = make_linear(F.pad(linear.weight.detach(), (0, num_more_inputs)), bias)
+    if ranks.adds:
+        return AddedLinear(own, ranks)
     return own if ranks.size == 1 else GatheredLinear(own, linear.out_features, ranks)
 
 

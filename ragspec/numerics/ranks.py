@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceOptions,
     BroadcastOptions,
     GatherOptions,
     PrefixStore,
@@ -47,11 +48,13 @@ _CONNECT_S = 120.0
 class Ranks:
     """One rank's view of its group; this base class is a group of one rank.
 
-    Parts have the same shape on every rank. All methods raise RankLost when the group is broken.
+    Parts have the same shape on every rank. All methods raise RankLost when the group is broken. `adds`: products into the stream
+    are split by inputs and added up, one exchange where two gathers would be; the sum's order is the group's, so bits are not.
     """
 
     rank = 0
     size = 1
+    adds = False
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks side by side, on every rank. Shapes: [N, C] -> [N, size * C]."""
@@ -59,6 +62,10 @@ class Ranks:
 
     def gather_to_first(self, part: Tensor) -> Tensor:
         """As `all_gather`, on rank 0; the other ranks get their own part back. Shapes: [N, C] -> [N, size * C]."""
+        return part
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, on every rank. Shapes: [N, C] -> [N, C]."""
         return part
 
     def broadcast(self, words: Tensor) -> None:
@@ -113,13 +120,15 @@ class DistributedRanks(Ranks):
         backend: Backend = "gloo",
         timeout_s: float = TIMEOUT_S,
         connect_s: float = _CONNECT_S,
+        *,
+        adds: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"there is no rank {rank} among {size}: ranks count from 0 to {size - 1}")
         host, port = _host_and_port(rendezvous if isinstance(rendezvous, str) else rendezvous.address)
         if backend == "nccl" and not torch.cuda.device_count():
             raise ConfigError(f"nccl needs a GPU for each of {size} ranks; torch finds none")
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.adds = rank, size, adds
         self._usual_timeout, self._timeout = timedelta(seconds=timeout_s), timedelta(seconds=timeout_s)
         self._meeting: Rendezvous | str | None = (
             Rendezvous(host, port) if rank == 0 and isinstance(rendezvous, str) else rendezvous
@@ -151,6 +160,14 @@ class DistributedRanks(Ranks):
             options.rootRank, options.timeout = 0, self._timeout
             self._data.gather(parts, [part], options).wait()
             return (torch.cat(parts[0], 1) if self.rank == 0 else part).to(home)
+
+    def add_up(self, part: Tensor) -> Tensor:
+        with self._guarded():
+            home, total = part.device, self._placed(part)
+            options = AllreduceOptions()
+            options.timeout = self._timeout
+            self._data.allreduce([total], options).wait()
+            return total.to(home)
 
     def broadcast(self, words: Tensor) -> None:
         with self._guarded():

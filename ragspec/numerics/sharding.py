@@ -5,6 +5,8 @@ outputs. A column of a packed product is the same chain of additions beside any 
 threads; a single column takes another path, so slices are multiples of 16), and gathering only concatenates. So a group of any
 size gives the bits of one rank; the usual split by rows would add in another order.
 
+With `Ranks.adds`, the usual split of output products by inputs is used instead.
+
     >>> part = weight_slice("model.layers.0.mlp.gate_proj.weight", shape, ranks)
     >>> local = whole[part.start : part.stop]                 # then zeros, up to part.width rows
 """
@@ -31,6 +33,9 @@ _MULTIPLES = {
 }
 
 
+_INTO_THE_STREAM = ("o_proj", "down_proj")
+
+
 class WeightSlice(NamedTuple):
     """[start, stop) of dimension `dim`, followed by zeros up to `width`, which is the same on every rank."""
 
@@ -44,9 +49,16 @@ def weight_slice(name: str, shape: tuple[int, ...], ranks: Ranks) -> WeightSlice
     """This rank's slice of a parameter; None: all of it."""
     parts = name.split(".")
     multiple = _MULTIPLES.get(parts[-2]) if len(parts) > 1 else None
+    if ranks.adds and parts[-2:-1] and parts[-2] in _INTO_THE_STREAM:
+        if len(shape) == 1:
+            return None
+        return _slice(shape, 1, FFN_MULTIPLE if parts[-2] == "down_proj" else 1, ranks)
     if multiple is None:
         return None
-    dim = 1 if parts[-2] == "embed_tokens" else 0
+    return _slice(shape, 1 if parts[-2] == "embed_tokens" else 0, multiple, ranks)
+
+
+def _slice(shape: tuple[int, ...], dim: int, multiple: int, ranks: Ranks) -> WeightSlice:
     width = -(-shape[dim] // (ranks.size * multiple)) * multiple
     start = min(ranks.rank * width, shape[dim])
     return WeightSlice(dim, start, min(start + width, shape[dim]), width)
@@ -72,6 +84,17 @@ class GatheredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return without_padding(self._ranks.all_gather(self.own(x)), self.out_features)
+
+
+class AddedLinear(nn.Module):
+    """A product; every rank computes it over some inputs. Shapes: x [N, own inputs] -> [N, out_features]."""
+
+    def __init__(self, own: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.own, self._ranks = own, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ranks.add_up(self.own(x))
 
 
 class GatheredEmbedding(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,6 +116,31 @@ def test_ranks_compute_the_bits_of_one(followers: Followers, models: Models, nam
         found = outputs(target)
     for what, values in expected.items():
         assert np.array_equal(found[what], values), what
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"), [("biases", "torch-float32", 2), pytest.param("qwen3", "torch-int8", 4, marks=slow)]
+)
+def test_fast_ranks_add_up_their_parts(
+    followers: Followers, models: Models, monkeypatch: pytest.MonkeyPatch, name: str, dtype: Any, size: int
+) -> None:
+    """A bias that every rank added, inputs that met the weights of others; or gathers all the same, two for every exchange."""
+    config = target_config(models(name), dtype).model_copy(update={"exactness": "fast"})
+    expected, calls = outputs(Target.load(config, ENGINE.max_kv_tokens)), Counter[str]()
+
+    def counted(method: str) -> Any:
+        real = getattr(DistributedRanks, method)
+        return lambda self, part: calls.update([method]) or real(self, part)
+
+    with followers.target(size, config, ENGINE) as target:
+        for method in ("all_gather", "add_up"):
+            monkeypatch.setattr(DistributedRanks, method, counted(method))
+        found = outputs(target)
+        monkeypatch.undo()
+    assert calls["add_up"] == 2 * 2 * calls["all_gather"] > 0  # an embedding and two layers a forward
+    for what, values in expected.items():
+        tolerance = (2e-5 if "float32" in dtype else 0.03) * np.abs(values).max(initial=1.0)
+        np.testing.assert_allclose(found[what], values, atol=tolerance, rtol=0.0, err_msg=what)
 
 
 @pytest.mark.gpu

@@ -119,6 +119,21 @@ def test_heads_are_cut_where_heads_end() -> None:
     assert (keys.start, keys.stop, keys.width) == (24, 48, 24)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_inputs_are_cut_as_the_outputs_that_they_come_from(size: int) -> None:
+    """A rank multiplied its part of the feed-forward by another part's weights, or each rank had the whole of them."""
+    for rank in range(size):
+        ranks = Rank(rank, size)
+        ranks.adds = True
+        gate = weight_slice("model.layers.0.mlp.gate_proj.weight", (200, 64), ranks)
+        down = weight_slice("model.layers.0.mlp.down_proj.weight", (64, 200), ranks)
+        assert down == gate._replace(dim=1)
+        queries = weight_slice("model.layers.0.self_attn.q_proj.weight", (8 * 24, 64), ranks)
+        output = weight_slice("model.layers.0.self_attn.o_proj.weight", (64, 8 * 24), ranks)
+        assert output == queries._replace(dim=1)
+        assert weight_slice("model.layers.0.self_attn.o_proj.bias", (64,), ranks) is None
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_norm.weight"])
 def test_norms_are_whole_on_every_rank(name: str) -> None:
     """A norm over a part of the hidden states, which are whole."""
