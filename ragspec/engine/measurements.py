@@ -16,7 +16,7 @@ import logging
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import torch
 from pydantic import BaseModel
@@ -70,7 +70,7 @@ def kept_costs(
     if kept.rows and kept.seconds:
         table, context = CostTable(kept.seconds, kept.rows), min(kept.seconds)
         changes = [
-            median(forward_s(rows, context) for _ in range(_CHECKED_TIMES)) / table.cost_s(rows, context)
+            min(forward_s(rows, context) for _ in range(_CHECKED_TIMES)) / table.cost_s(rows, context)
             for rows in _CHECKED_ROWS
             if rows <= kept.rows[-1]
         ]

@@ -79,6 +79,15 @@ def test_costs_are_taken_over_at_the_speed_of_today(target: Target) -> None:
     assert len(measured) == 2, "rows that cost something else beside one row"
 
 
+def test_a_moment_of_other_load_measures_nothing_anew(target: Target) -> None:
+    """Two slow forwards of three made a start measure for seconds, on a machine that was busy just then."""
+    measured: list[int] = []
+    costs(target, lambda rows, _: rows * 1.0, measured)
+    calls = iter(range(100))
+    costs(target, lambda rows, _: rows * (1.0 if rows == 1 or next(calls) % 3 == 2 else 5.0), measured)
+    assert len(measured) == 1
+
+
 def test_kept_measurements_do_not_name_the_machine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that tells a host's name, and that is lost when a container gets another."""
     kept_self_test(target, 2)

@@ -8,8 +8,10 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from tiny_target import chat_tokenizer
 
 from ragspec.config import DraftingConfig
 from ragspec.core import GenerationStats
@@ -104,3 +106,14 @@ def test_ratios_are_against_the_best_of_the_same_run() -> None:
     assert Timings({"own": [[early]]}, [0.0]).rate("own") == 5.0, "tokens that came with the first took no time here"
     assert timings.prompt_ratio("own", ["a", "b"]) == (1.0 + 0.5) / 2
     assert timings.shared_tokens("own", "b") == 3 / 11
+
+
+def test_a_vocabulary_for_llama_server_has_every_token_at_its_id() -> None:
+    """Bug guarded: added tokens left out or moved, so that the server writes other words, or refuses the file."""
+    tokenizer, size = chat_tokenizer(), 330
+    found = peers._vocabulary(tokenizer, size)
+    assert len(found.tokens) == len(set(found.tokens)) == len(found.types) == size > len(tokenizer)
+    assert all(found.tokens[index] == token for token, index in tokenizer.get_vocab().items())
+    control = [found.tokens[i] for i, kind in enumerate(found.types) if kind == gguf.TokenType.CONTROL]
+    assert control == ["<s>", "</s>", "<|im_start|>", "<|im_end|>"] and found.tokens[found.end] == "<|im_end|>"
+    assert found.merges and all(merge.count(" ") == 1 for merge in found.merges)
