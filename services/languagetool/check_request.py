@@ -159,9 +159,8 @@ def _language_of(fields: Mapping[str, str]) -> tuple[str, str]:
     known = {code.lower(): code for code in LANGUAGES} | {AUTO: AUTO}
     if language.lower() not in known:
         codes = ", ".join([AUTO, *LANGUAGES])
-        raise ApiError(
-            400, f"'{language[:20]}' is not a language code known to this server, which corrects English: {codes}"
-        )
+        known_codes = f"is not a language code known to LanguageTool. Supported language codes are: {codes}"
+        raise ApiError(400, f"'{language[:20]}' {known_codes}. This server corrects English only.")
     variants = [known[code.lower()] for code in preferred if code.lower() in known and code.lower() != AUTO]
     return known[language.lower()], variants[0] if variants else DEFAULT
 

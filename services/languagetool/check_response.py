@@ -31,6 +31,7 @@ _WORD_BEFORE = re.compile(r"(?:\w+|\S)\Z")
 _MAX_WORD_CHARS = 100
 _UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
 
+_REWRITTEN = "The model rewrote {} of the sentences instead of correcting them; these were not checked"
 
 _VERSION = version("ragspec")
 _SOFTWARE = {
@@ -57,6 +58,8 @@ def check_reply(language: str, found: DetectedLanguage, corrected: Corrected | N
         ranges = [[offsets.units(start), offsets.units(end)] for start, end in corrected.correction.sentences]
         if corrected.correction.unfinished:
             warnings = {"incompleteResults": True, "incompleteResultsReason": _UNFINISHED}
+        elif num_rewritten := corrected.correction.num_rewritten:
+            warnings = {"incompleteResults": True, "incompleteResultsReason": _REWRITTEN.format(num_rewritten)}
     code, confidence = language if language in LANGUAGES else found.code, found.confidence
     detected = {"name": found.name, "code": found.code, "confidence": confidence, "source": "words"}
     rates = [{"language": found.code.split("-")[0], "rate": confidence}]

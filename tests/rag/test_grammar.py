@@ -15,7 +15,7 @@ from ragspec.core import FinishReason, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineError, InputError
-from ragspec.rag.grammar.correction import Correction, CorrectionRequest
+from ragspec.rag.grammar.correction import Correction, CorrectionRequest, cleaned_reply
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
@@ -170,3 +170,33 @@ def test_parameters_that_would_cut_a_text_are_refused(wrong: dict[str, Any]) -> 
     """A stop string that takes the end of a sentence away."""
     with pytest.raises(InputError, match=next(iter(wrong))):
         CorrectionRequest("m", TEXT, replace(SHORT, **wrong))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "He goes to school.",
+        "The corrected sentence is: He goes to school.",
+        'The corrected sentence is "He goes to school."',
+        "Sure! Here is the corrected sentence:\n\n**He goes to school.**\n\nI changed the verb.",
+        "Corrected: He goes to school.",
+        "Here’s the revised version: “He goes to school.”",
+    ],
+)
+def test_what_a_chat_model_says_around_a_correction_is_no_part_of_it(reply: str) -> None:
+    """Every correction of an ordinary chat model was withheld as a rewriting, and nobody was told."""
+    assert cleaned_reply(reply, "He go to school.") == "He goes to school."
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The corrected sentence is: He goes.",
+        '"He goes," she said.',
+        "Corrected proofs are due.",
+        "The correct answer is no.",
+    ],
+)
+def test_a_sentence_that_reads_like_a_reply_stays_whole(sentence: str) -> None:
+    """A sentence about corrections lost its beginning."""
+    assert cleaned_reply(sentence, sentence) == sentence

@@ -33,6 +33,8 @@ def better(sentence: str) -> str:
         "Teh": "The",
         "many corn": "much corn",
     }
+    if sentence.startswith("Rewrite"):
+        return "All of this is now said in another way, with words that nobody wrote."
     for old, new in words.items():
         sentence = (
             sentence.replace(f" {old} ", f" {new} ").replace(f"{old} ", f"{new} ") if old in sentence else sentence
@@ -45,6 +47,13 @@ def service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, servic
     limits = {"service.grammar.max_text_chars": 20_000, "service.cors_origins": ("https://mail.example",)}
     with correcting(tmp_path_factory.mktemp("lt"), letter_index, service_target, better, **limits) as running:
         yield running
+
+
+def test_a_sentence_that_the_model_rewrote_is_named(client: httpx.Client) -> None:
+    """An ordinary chat model corrected nothing, and the client was told that there are no mistakes."""
+    reply = check(client, text="Rewrite of me an sentence.  He go home.").json()
+    assert [match["replacements"][0]["value"] for match in reply["matches"]] == ["goes"]
+    assert "rewrote 1 of the sentences" in reply["warnings"]["incompleteResultsReason"]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ Owns plain data and the step from the target's outputs to edits; it never calls 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -29,6 +30,15 @@ from ragspec.rag.grammar.sentence_split import SentenceSpan
 from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)
+
+_OPENING = re.compile(
+    r"(?:(?:sure|certainly|of course|okay|ok|yes)\b[,.!:]*\s+)?"
+    r"(?:here(?:['’]s|\s+is|\s+are)\b[^:\n]{0,80}:"
+    r"|(?:(?:the|your)\s+)?(?:grammatically\s+)?(?:correct(?:ed|ion)?|revised|fixed)\b[^:\n\"“]{0,60}(?::|\bis\b(?=\s*[\"“\n])):?)\s*",
+    re.IGNORECASE,
+)
+"""What chat models say before the corrected sentence."""
+_AROUND = (("**", "**"), ('"', '"'), ("“", "”"), ("`", "`"))
 
 _FIXED_PARAMS = {"n": 1, "stop": (), "ignore_eos": False, "min_tokens": 0, "logprobs": None, "json_schema": ""}
 
@@ -77,6 +87,12 @@ class Correction:
     sentences: tuple[Span, ...] = ()
 
     @property
+    def num_rewritten(self) -> int:
+        """Sentences that stay as they are because the target's reply changed too many of their words."""
+        changed = [each.edit.start for each in self.withheld if each.reason is WithholdReason.RATIO]
+        return sum(any(start <= at <= end for at in changed) for start, end in self.sentences)
+
+    @property
     def finish_reason(self) -> FinishReason:
         return FinishReason.LENGTH if self.unfinished else FinishReason.STOP
 
@@ -102,6 +118,7 @@ def build_correction(
             builder.stats.add(completion.stats)
         better = completion.text.strip() if completion and completion.finish_reason is FinishReason.STOP else ""
         if better:
+            better = cleaned_reply(better, marked.plain[sentence.start : sentence.end])
             builder.add(marked, sentence, better, request.edit_filter, context)
         else:
             builder.unfinished.append(marked.span(sentence.start, sentence.end))
@@ -117,6 +134,20 @@ def build_correction(
         tuple(builder.withheld),
         tuple(marked.span(sentence.start, sentence.end) for sentence in prepared.sentences),
     )
+
+
+def cleaned_reply(reply: str, sentence: str) -> str:
+    """The corrected sentence of a chat model's reply: without "The corrected sentence is:", and without quotation marks,
+    asterisks and later lines that the sentence has not."""
+    opening = _OPENING.match(reply)
+    if opening and not _OPENING.match(sentence) and reply[opening.end() :].strip():
+        reply = reply[opening.end() :].strip()
+    reply = reply.splitlines()[0].strip()  # a sentence is asked for in one line
+    for left, right in _AROUND:
+        is_around = len(reply) > len(left + right) and reply.startswith(left) and reply.endswith(right)
+        if is_around and not sentence.lstrip().startswith(left):
+            reply = reply[len(left) : -len(right)].strip()
+    return reply
 
 
 @dataclass(slots=True)
