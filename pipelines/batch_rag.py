@@ -84,8 +84,9 @@ class RagTask(Task):
 
 
 def _unset(retriever: RetrieverConfig) -> set[str]:
-    """Why: jobs that began before there was this setting go on."""
-    return set() if retriever.abstain_below else {"abstain_below"}
+    """Why: jobs that began before there were these settings go on, with `fusion: rank`."""
+    learned = {"fusion"} if retriever.mode != "hybrid" or retriever.fusion == "rank" else set()
+    return learned if retriever.abstain_below else {"abstain_below", *learned}
 
 
 @app.command()

@@ -106,13 +106,16 @@ class IndexConfig(ConfigSection):
 
 
 class RetrieverConfig(ConfigSection):
-    """`mode`: nearest in meaning, best by words (BM25), or both fused by rank; `reranker`: a cross-encoder's name or path.
+    """`mode`: nearest in meaning, best by words (BM25), or both fused; `reranker`: a cross-encoder's name or path.
 
-    Fusion takes the `fusion_depth` best of each list, a reranker the `rerank_depth` best, or as many as are requested if that is
-    more. `device`: where vectors are searched; auto: on a GPU if FAISS finds one. `gpu_memory_bytes`: the most that the index
-    takes of a GPU, null without limit; segments beyond that are searched on the CPU. `pointer`: content of the index's file
-    CURRENT for a generation to stay with; empty: always the current generation. `fail_closed`: if a shard of a distributed index
-    cannot be searched, raise an error; otherwise answer from the other shards and name the missing ones.
+    `fusion`: "rank" orders by the reciprocal ranks in both lists; "learned" then orders the first 32 by learned weights of these
+    ranks and of the places of the question's words (title, heading, beginning of a sentence), and moves passages that repeat
+    a better one behind them. Fusion takes the `fusion_depth` best of each list, a reranker the `rerank_depth` best, or as many
+    as are requested if that is more. `device`: where vectors are searched; auto: on a GPU if FAISS finds one.
+    `gpu_memory_bytes`: the most that the index takes of a GPU, null without limit; segments beyond that are searched on the CPU.
+    `pointer`: content of the index's file CURRENT for a generation to stay with; empty: always the current generation.
+    `fail_closed`: if a shard of a distributed index cannot be searched, raise an error; otherwise answer from the other shards
+    and name the missing ones.
 
     `abstain_below`: a question whose best passage has a smaller calibrated score than this is not given to the target; the answer
     says that nothing is close, and names the nearest titles. 0: off; 0.165 loses 3 in 100 answerable questions about SQuAD's
@@ -123,6 +126,7 @@ class RetrieverConfig(ConfigSection):
     pointer: str = ""
     num_passages: int = Field(3, ge=1, le=64)
     mode: Literal["dense", "sparse", "hybrid"] = "hybrid"
+    fusion: Literal["learned", "rank"] = "learned"
     device: Literal["auto", "cpu", "gpu"] = "auto"
     gpu_memory_bytes: int | None = Field(None, ge=0)
     reranker: str = ""

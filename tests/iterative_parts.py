@@ -18,6 +18,7 @@ from ragspec.config import TargetConfig
 from ragspec.core import Document
 from ragspec.engine.target import Target
 from ragspec.retrieval.search.index_types import IndexLike, Query, RetrievalMode, SearchResult
+from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.retrieval.speculative.stride_costs import StridePlan
 
@@ -62,6 +63,10 @@ class Around:
     @property
     def mode(self) -> RetrievalMode:
         return self.index.mode
+
+    @property
+    def relevance(self) -> Relevance | None:
+        return self.index.relevance
 
     @property
     def is_elsewhere(self) -> bool:

@@ -69,7 +69,7 @@ def written(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", FOUND)
 def test_an_index_answers_as_it_did(written: Path, mode: str) -> None:
     """An upgrade that asks for a rebuild, or ranks the same passages otherwise."""
-    config = RetrieverConfig(index_dir=str(written / "index"), mode=mode)  # type: ignore[arg-type]
+    config = RetrieverConfig(index_dir=str(written / "index"), mode=mode, fusion="rank")  # type: ignore[arg-type]
     store = Store.open(written / "index", LetterEncoder.identity)
     assert list(store.documents()) == [*DOCUMENTS, RAIN]
     for live in store.segments:

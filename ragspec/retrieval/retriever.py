@@ -26,6 +26,7 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, Searchable, SearchResult
+from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
 __all__ = ["PUBLIC_SCOPE", "ProgressCallback", "RetrievalResult", "Retriever", "build_index"]
@@ -100,6 +101,11 @@ class Retriever:
     @property
     def is_elsewhere(self) -> bool:
         return False
+
+    @property
+    def relevance(self) -> Relevance | None:
+        is_learned = self.mode == "hybrid" and self._config.fusion == "learned"
+        return Relevance(self._current().terms) if is_learned else None
 
     def encode(self, texts: Sequence[str]) -> list[Query]:
         """Raises: InputError if a text is empty or not text, or if its vector is not finite."""

@@ -129,7 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
         store = Store.open(self.folder)
         modes = ("dense", "sparse", "hybrid")
         self.retrievers = {
-            m: Retriever(self.encoder, store, RetrieverConfig(mode=m, fusion_depth=DEPTH)) for m in modes
+            m: Retriever(self.encoder, store, RetrieverConfig(mode=m, fusion="rank", fusion_depth=DEPTH)) for m in modes
         }
 
     def teardown(self) -> None:

@@ -39,7 +39,8 @@ def retriever(store: Store, mode: RetrievalMode) -> Retriever:
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_cache_that_knows_everything_says_what_the_index_says(store: Store, mode: RetrievalMode, k: int) -> None:
     """Another formula, order of addition or tie order than the index's made right guesses wrong."""
-    index, cache = retriever(store, mode), SpeculationCache(mode)
+    index = retriever(store, mode)
+    cache = SpeculationCache(mode, index.relevance)
     queries = index.encode(QUERIES)
     cache.insert(index.search(queries, k, prefetch_k=45))
     for query, passages in zip(queries, index.search(queries, k).passages, strict=True):
@@ -49,7 +50,8 @@ def test_a_cache_that_knows_everything_says_what_the_index_says(store: Store, mo
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
 def test_a_passage_once_met_is_guessed_wherever_it_is_the_best(store: Store, mode: RetrievalMode) -> None:
     """The cache forgot, or ranked what it knows otherwise than the index: then hits are luck."""
-    index, cache = retriever(store, mode), SpeculationCache(mode)
+    index = retriever(store, mode)
+    cache = SpeculationCache(mode, index.relevance)
     num_right = 0
     for query in index.encode(QUERIES):
         guess = cache.guess(query, 1)
@@ -73,7 +75,8 @@ def test_nothing_is_guessed_before_the_index_was_asked(store: Store) -> None:
 def test_the_oldest_passages_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long answer's cache grew without bound, or broke when it was cut."""
     monkeypatch.setattr("ragspec.retrieval.speculative.speculation_cache._MAX_PASSAGES", 6)
-    index, cache = retriever(store, "hybrid"), SpeculationCache("hybrid")
+    index = retriever(store, "hybrid")
+    cache = SpeculationCache("hybrid", index.relevance)
     for query in index.encode(QUERIES[:30]):
         lookup = index.search([query], 1, prefetch_k=3)
         cache.insert(lookup)

@@ -52,7 +52,7 @@ class RalmSpec:
         self._num_final = 0
         self._queries: dict[str, Query] = {}
         self._verified: dict[Query, list[Passage]] = {}
-        self._cache = SpeculationCache(request.index.mode)
+        self._cache = SpeculationCache(request.index.mode, request.index.relevance)
         self._steps: list[SpeculationStep] = []
         self._verification: _PendingSearch | None = None
         self._num_overlapped = 0  # segments generated since the verification started

@@ -18,7 +18,7 @@ from itertools import islice
 import numpy as np
 
 from ragspec.config import RetrieverConfig
-from ragspec.core import check_text
+from ragspec.core import Passage, check_text
 from ragspec.errors import ConfigError, InputError
 from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
@@ -28,12 +28,12 @@ from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, idf, sparse_query
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
+from ragspec.retrieval.search.relevance import RANK_OFFSET, Features, QueryWeights, ReadHit, Relevance, hits_to_read
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchHit, SearchScope, Shard, ShardLike
 
 TermFunction = Callable[[str], tuple[str, ...]]
 
 _TEXTS_KEPT = 4096
-_RANK_OFFSET = 60
 CALIBRATED_THRESHOLD = 0.165
 """For `RetrieverConfig.abstain_below` with the default encoder: 3 in 100 answerable questions were below it."""
 _COSINE, _COVERED, _INTERCEPT = 10.5, 8.2, -10.3
@@ -54,6 +54,7 @@ class IndexSearcher:
         self.store = store
         self.terms = term_function(store.manifest, config.mode)
         self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
+        self.relevance = Relevance(self.terms)
         self._config = config
         self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
@@ -115,17 +116,54 @@ class IndexSearcher:
     def _ranked(self, queries: Sequence[Query], depth: int, scope: SearchScope) -> list[list[SearchHit]]:
         if not queries or depth < 1:
             return [[] for _ in queries]
-        mode, list_depth = self._config.mode, self._list_depth(depth)
-        lists = []
-        if mode != "sparse":
-            vectors = np.stack([_vector(query) for query in queries])  # [B, E]
-            lists.append(self._shard.dense(vectors, list_depth, scope))
-        if mode != "dense":
-            lists.append(self._by_words(queries, list_depth, scope))
-        if mode != "hybrid":
+        lists = self._lists(queries, self._list_depth(depth), scope)
+        if self._config.mode != "hybrid":
             return lists[0]
-        fused = (reciprocal_rank_fusion(each, self._config.fusion_depth) for each in zip(*lists, strict=True))
+        fused = self._fused(lists)
+        if self._config.fusion == "learned":
+            read = self._read_first(queries, lists, fused, scope)
+            fused = [self.relevance.ordered(*each) for each in zip(read, fused, strict=True)]
         return [hits[:depth] for hits in fused]
+
+    def _lists(self, queries: Sequence[Query], depth: int, scope: SearchScope) -> list[list[list[SearchHit]]]:
+        """The results by meaning, by words, or both."""
+        lists = []
+        if self._config.mode != "sparse":
+            vectors = np.stack([_vector(query) for query in queries])  # [B, E]
+            lists.append(self._shard.dense(vectors, depth, scope))
+        if self._config.mode != "dense":
+            lists.append(self._by_words(queries, depth, scope))
+        return lists
+
+    def _fused(self, lists: Sequence[Sequence[list[SearchHit]]]) -> list[list[SearchHit]]:
+        return [reciprocal_rank_fusion(each, self._config.fusion_depth) for each in zip(*lists, strict=True)]
+
+    def read_candidates(
+        self, queries: Sequence[Query], scope: SearchScope = PUBLIC_SCOPE
+    ) -> list[list[tuple[Passage, Features]]]:
+        """The passages that are read of each query, in the order of their fused ranks, for learning the weights."""
+        lists = self._lists(queries, self._config.fusion_depth, scope)
+        read = self._read_first(queries, lists, self._fused(lists), scope)
+        return [[(each.passage, each.features) for each in own] for own in read]
+
+    def _read_first(
+        self,
+        queries: Sequence[Query],
+        lists: Sequence[Sequence[list[SearchHit]]],
+        fused: Sequence[list[SearchHit]],
+        scope: SearchScope,
+    ) -> list[list[ReadHit]]:
+        depth = self._config.fusion_depth
+        first = [hits_to_read(hits, depth) for hits in fused]
+        passages = iter(self._shard.passages([hit for hits in first for hit in hits]))
+        terms = [self.terms(query.text) for query in queries]
+        statistics = self._shard.statistics(sorted({term for own in terms for term in own}), scope.tenant)
+        read = []
+        for query, own, hits, rankings in zip(queries, terms, first, zip(*lists, strict=True), strict=True):
+            weights = QueryWeights.of(query.text, own, statistics)
+            shown = list(islice(passages, len(hits)))
+            read.append(self.relevance.read(weights, hits, shown, [ranking[:depth] for ranking in rankings]))
+        return read
 
     def _by_words(self, queries: Sequence[Query], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         terms = [self.terms(query.text) for query in queries]
@@ -169,13 +207,13 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[SearchHit]], depth: int) 
     places: dict[tuple[str, int], SearchHit] = {}
     for ranking in rankings:
         for rank, hit in enumerate(ranking[:depth], 1):
-            scores[hit.passage] = scores.get(hit.passage, 0.0) + 1.0 / (_RANK_OFFSET + rank)
+            scores[hit.passage] = scores.get(hit.passage, 0.0) + 1.0 / (RANK_OFFSET + rank)
             places[hit.passage] = hit
     deeper: dict[tuple[str, int], float] = {}
     for ranking in rankings:
         for rank, hit in enumerate(ranking[depth:], depth + 1):
             if hit.passage not in scores:
-                deeper[hit.passage] = max(deeper.get(hit.passage, 0.0), 1.0 / (_RANK_OFFSET + rank))
+                deeper[hit.passage] = max(deeper.get(hit.passage, 0.0), 1.0 / (RANK_OFFSET + rank))
                 places[hit.passage] = hit
     scores |= deeper
     return sorted(places[passage]._replace(negative_score=-score) for passage, score in scores.items())

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from ragspec.core import Passage
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search.bm25 import TermStatistics
+from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
 RetrievalMode = Literal["dense", "sparse", "hybrid"]
@@ -98,6 +99,11 @@ class IndexLike(Searchable, Protocol):
     @property
     def mode(self) -> RetrievalMode:
         """How the index ranks. A cache of its candidates must rank the same way."""
+        ...
+
+    @property
+    def relevance(self) -> Relevance | None:
+        """Orders the best passages; None: by their ranks alone."""
         ...
 
     @property

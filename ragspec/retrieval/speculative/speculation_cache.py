@@ -5,7 +5,7 @@ scores passages as the index does, bit for bit (the same query record serves the
 whenever the cache holds the answer of an exact index; guesses of fused, approximate and reranked answers are less often right. A
 guess is only compared with the answer of the index: it costs or saves time and decides nothing.
 
-    >>> cache = SpeculationCache(index.mode)
+    >>> cache = SpeculationCache(index.mode, index.relevance)
     >>> cache.insert(index.search([query], 1, scope, prefetch_k=8))
     >>> cache.guess(next_query, k=1)
 
@@ -27,6 +27,7 @@ from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatist
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.index_searcher import reciprocal_rank_fusion
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
+from ragspec.retrieval.search.relevance import QueryWeights, Relevance, hits_to_read
 from ragspec.retrieval.search.segment_search import SearchHit
 
 _MAX_PASSAGES = 512
@@ -42,8 +43,9 @@ def passage_keys(passages: Sequence[Passage]) -> tuple[PassageKey, ...]:
 class SpeculationCache:
     """Passages that one request has retrieved, of one generation and one scope. Never shared between requests."""
 
-    def __init__(self, mode: RetrievalMode) -> None:
-        self._mode = mode
+    def __init__(self, mode: RetrievalMode, relevance: Relevance | None = None) -> None:
+        """As the index ranks."""
+        self._mode, self._relevance = mode, relevance
         self._candidates: dict[PassageKey, ScorablePassage] = {}  # the latest last
         self._vectors: NDArray[np.float64] | None = None  # [C, E], in the same order; computed when needed
         self._statistics = TermStatistics()
@@ -80,10 +82,21 @@ class SpeculationCache:
         candidates = list(self._candidates.values())
         if self._mode == "hybrid":
             rankings = [sorted(self._dense_hits(query)), sorted(self._sparse_hits(query))]
-            best = reciprocal_rank_fusion(rankings, _FUSION_DEPTH)[:k]
+            best = self._by_relevance(query, rankings, reciprocal_rank_fusion(rankings, _FUSION_DEPTH))[:k]
         else:
             best = heapq.nsmallest(k, (self._dense_hits if self._mode == "dense" else self._sparse_hits)(query))
         return [replace(candidates[hit.row].passage, score=hit.score) for hit in best]
+
+    def _by_relevance(
+        self, query: Query, rankings: Sequence[list[SearchHit]], fused: list[SearchHit]
+    ) -> list[SearchHit]:
+        if self._relevance is None:
+            return fused
+        hits, candidates = hits_to_read(fused, _FUSION_DEPTH), list(self._candidates.values())
+        weights = QueryWeights.of(query.text, query.terms, self._statistics)
+        passages = [candidates[hit.row].passage for hit in hits]
+        read = self._relevance.read(weights, hits, passages, [ranking[:_FUSION_DEPTH] for ranking in rankings])
+        return self._relevance.ordered(read, fused)
 
     def _dense_hits(self, query: Query) -> list[SearchHit]:
         assert query.vector is not None

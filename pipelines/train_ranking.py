@@ -1,0 +1,170 @@
+"""Learns the weights by which the best passages of a search are ordered (`ragspec.retrieval.search.relevance`).
+
+From questions that no suite asks: about a share of the documentation's training files, about SQuAD's training articles, and about
+paragraphs of encyclopedias, health pages and abstracts.
+Prints the weights, and how often the right passage is the first and among the first three, before and after.
+
+    python -m pipelines.train_ranking --data ../shared/data --cache ~/.cache/ragspec/ranking
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+
+from ragspec.config import EncoderConfig, RetrieverConfig
+from ragspec.core import Document, Passage
+from ragspec.evaluation.datasets import cached_store, fixed_sample, json_rows
+from ragspec.evaluation.suites.retrieval.collections import WholeTexts, squad_collection
+from ragspec.evaluation.suites.retrieval.quality import WHOLE
+from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.search.index_searcher import IndexSearcher, encode_queries
+from ragspec.retrieval.search.relevance import Features
+from ragspec.training.documentation import documentation_questions, is_for_evaluation
+
+_QUERIES_AT_ONCE = 64
+_VARIED = ("selqa", "medquad", "pubmedqa")
+_LESS_WEIGHT = 1e-3
+"""Times the sum of the squared weights: part of the loss."""
+
+
+class Asked(NamedTuple):
+    """A question, with the sentence or the documents that answer it."""
+
+    text: str
+    quote: str = ""
+    golds: Collection[str] = ()
+
+    def is_gold(self, passage: Passage) -> bool:
+        return self.quote in passage.text if self.quote else passage.document_id in self.golds
+
+
+class Candidates(NamedTuple):
+    """The passages that are read for each question. Shapes: features [C, features] float64, gold [C] bool, question [C] int64,
+    ascending; a question's candidates come in the order of their fused ranks."""
+
+    features: NDArray[np.float64]
+    gold: NDArray[np.bool_]
+    question: NDArray[np.int64]
+
+
+def candidates_of(store: Store, encoder: TextEncoder, asked: Sequence[Asked]) -> Candidates:
+    searcher = IndexSearcher(store, RetrieverConfig())
+    features, gold, question = list[Features](), list[bool](), list[int]()
+    for first in range(0, len(asked), _QUERIES_AT_ONCE):
+        some = asked[first : first + _QUERIES_AT_ONCE]
+        queries = encode_queries([each.text for each in some], "hybrid", encoder, searcher.terms)
+        for number, read in enumerate(searcher.read_candidates(queries)):
+            for passage, values in read:
+                features.append(values)
+                gold.append(some[number].is_gold(passage))
+                question.append(first + number)
+    return Candidates(np.array(features), np.array(gold), np.array(question))
+
+
+def learned_weights(sets: Sequence[Candidates]) -> Features:
+    """Minimises the negative logarithm of the probability that a softmax over a question's candidates gives to its gold
+    passages; every set counts alike."""
+    weights = torch.zeros(len(Features._fields), dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weights], max_iter=300, line_search_fn="strong_wolfe")
+
+    def loss() -> Any:
+        optimiser.zero_grad()
+        total = _LESS_WEIGHT * (weights**2).sum() + sum(_loss_of(each, weights) for each in sets)
+        total.backward()
+        return total.detach()
+
+    optimiser.step(loss)
+    return Features(*(round(float(weight), 3) for weight in weights.detach()))
+
+
+def _loss_of(candidates: Candidates, weights: torch.Tensor) -> torch.Tensor:
+    scores = torch.exp(torch.from_numpy(candidates.features) @ weights)  # [C]
+    question, gold = torch.from_numpy(candidates.question), torch.from_numpy(candidates.gold)
+    sums = torch.zeros(2, int(question[-1]) + 1, dtype=torch.float64)
+    sums[0].index_add_(0, question, scores)
+    sums[1].index_add_(0, question, scores * gold)
+    is_answered = sums[1] > 0
+    return -(sums[1][is_answered].log() - sums[0][is_answered].log()).mean()
+
+
+def shares(candidates: Candidates, weights: Features | None, tops: Sequence[int] = (1, 3)) -> list[float]:
+    """The share of questions with a gold passage among the first; `weights` None: in the order of the fused ranks."""
+    scores = np.zeros(len(candidates.gold)) if weights is None else candidates.features @ np.array(weights)
+    order = np.lexsort((np.arange(len(scores)), -scores, candidates.question))
+    places = np.arange(len(order)) - np.searchsorted(candidates.question, candidates.question)
+    found = candidates.gold[order]
+    return [len(set(candidates.question[found & (places < top)])) / len(set(candidates.question)) for top in tops]
+
+
+def documentation(data: Path, share: float, count: int) -> tuple[list[Any], list[Asked]]:
+    """Documents of the training files, and questions about them."""
+
+    def is_chosen(name: str) -> bool:
+        number = int.from_bytes(hashlib.sha256(f"ranking {name}".encode()).digest()[:4])
+        return not is_for_evaluation(name) and number < share * 2**32
+
+    folder = data / "docs"
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst"))
+    named = [(path, path.relative_to(folder).as_posix()) for path in paths]
+    documents = [each for path, name in named if is_chosen(name) for each in read_file(path, name)]
+    questions = [q for q in documentation_questions(folder, evaluation=False) if is_chosen(q.path)]
+    return documents, [Asked(q.question, q.quote) for q in fixed_sample(questions, count)]
+
+
+def squad(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
+    """All paragraphs and distractors, and questions about the training articles."""
+    collection, held_out = squad_collection(data)
+    ids = [each for each in collection.queries if each not in held_out][:count]
+    golds = [(collection.queries[each], collection.relevant[each]) for each in ids]
+    return list(collection.documents), [Asked(text, golds=gold) for text, gold in golds]
+
+
+def varied(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
+    """Paragraphs of encyclopedias, health pages and abstracts, and questions that people asked without seeing them."""
+    rows = [
+        (name, row)
+        for name in _VARIED
+        for _, row in json_rows(data / "qa_more" / f"{name}.jsonl")
+        if not row["is_impossible"]
+    ]
+    chosen = fixed_sample(rows, count)
+    ids = {row["context"]: f"{name}-{number}" for number, (name, row) in enumerate(chosen)}
+    documents = [Document(ids[row["context"]], row["context"], title=row["title"]) for _, row in chosen]
+    documents = list({document.id: document for document in documents}.values())
+    return documents, [Asked(row["question"], golds=(ids[row["context"]],)) for _, row in chosen]
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="The folder of the data sets.")],
+    cache: Annotated[Path, typer.Option(help="Keeps the indexes.")],
+    count: Annotated[int, typer.Option(help="Questions of each set.")] = 1500,
+    docs_share: Annotated[float, typer.Option(help="Share of the documentation's training files.")] = 0.12,
+) -> None:
+    encoder = Encoder.load(EncoderConfig())
+    pages, about_pages = documentation(data, docs_share, count)
+    paragraphs, about_paragraphs = squad(data, count)
+    texts, about_texts = varied(data, count)
+    whole = WholeTexts(encoder)
+    sets = {
+        "documentation": candidates_of(cached_store(pages, encoder, cache), encoder, about_pages),
+        "varied": candidates_of(cached_store(texts, whole, cache, WHOLE), whole, about_texts),
+        "squad": candidates_of(cached_store(paragraphs, whole, cache, WHOLE), whole, about_paragraphs),
+    }
+    weights = learned_weights(list(sets.values()))
+    measured = {name: {"before": shares(each, None), "after": shares(each, weights)} for name, each in sets.items()}
+    print(json.dumps({"weights": weights._asdict(), "top1_top3": measured}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

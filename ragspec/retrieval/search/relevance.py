@@ -1,0 +1,212 @@
+"""How well a passage answers a query: both searches' ranks, and where the query's words stand in the passage.
+
+Titles and headings count as fields of their own, and so do the first words of a sentence or an entry, where a term is defined.
+Every number depends on the query, the passage, its ranks and the index's word counts alone, so it is the same in any batch,
+segment or shard. The weights were learned on questions that no suite asks (`pipelines/train_ranking.py`).
+
+    >>> relevance_of(Relevance(terms).features(QueryWeights.of(text, terms(text), statistics), passage, places))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from ragspec.core import Passage
+from ragspec.retrieval.chunking import sentences
+from ragspec.retrieval.chunking.passage_text import SEPARATOR
+from ragspec.retrieval.search.bm25 import TermStatistics, idf
+from ragspec.retrieval.search.segment_search import SearchHit
+
+RANK_OFFSET = 60
+"""Of reciprocal ranks."""
+NUM_READ = 32
+"""Passages of a query that are read to order them."""
+_TEXTS_KEPT = 4096
+_FIRST_TERMS, _FIRST_CHARS = (4, 8), 60
+_LEAST_ALIKE = 0.9
+_IDENTIFIER = re.compile(r"(?<![\w.-])(?:[\w.-]*(?:\w[._-]+\w|[a-z][A-Z]|[A-Za-z]\d)[\w.-]*|_+\w[\w.]*|--?\w[\w-]*)")
+"""A name that is no word of prose: json.dump, PyBool_Check, --force, IPv6."""
+
+
+class Features(NamedTuple):
+    """Each is a share from 0 to 1, of the query's words by their rarity where nothing else is said.
+
+    `cosine`, `bm25`: the score in each search, BM25 as a share of its bound; that of its last passage if it has the passage not.
+    `by_meaning`, `by_words`: how early each search has the passage. `sentence`: in one sentence. `heading`: in the heading.
+    `last_title`: the words of the lowest title that are the query's. `neighbours`: pairs that stand side by side in both.
+    `defined`: in title, heading or the first four words of a sentence; `begun`: or the first eight; `told`: or all of it.
+    `named`: identifiers of the query, letter by letter, at the beginning of a sentence.
+    """
+
+    cosine: float
+    bm25: float
+    by_meaning: float
+    by_words: float
+    sentence: float
+    heading: float
+    last_title: float
+    neighbours: float
+    defined: float
+    begun: float
+    told: float
+    named: float
+
+
+WEIGHTS = Features(5.657, 2.592, 2.521, 1.787, 0.809, -1.072, -1.465, 3.454, 3.86, 1.234, 6.892, 2.42)
+
+
+def relevance_of(features: Features) -> float:
+    """Any real number; higher is better, among passages of one query."""
+    return math.fsum(weight * value for weight, value in zip(WEIGHTS, features, strict=True))
+
+
+class QueryWeights(NamedTuple):
+    """A query's terms in their order, the weight of each (its rarity in the index; all together 1), the bound of its BM25 scores,
+    and its identifiers."""
+
+    terms: tuple[str, ...]
+    weight_of: dict[str, float]
+    highest_bm25: float
+    identifiers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str, terms: Sequence[str], statistics: TermStatistics) -> QueryWeights:
+        rarity = {t: idf(statistics.num_rows, statistics.frequencies.get(t, 0)) for t in sorted(set(terms))}
+        total = math.fsum(rarity.values()) or 1.0
+        highest = math.fsum(rarity[term] for term in terms) or 1.0
+        names = [name.rstrip(".-") for name in _IDENTIFIER.findall(text)]
+        parts = sorted({part for name in names for part in (name, name.rpartition(".")[2]) if part})
+        return cls(tuple(terms), {term: each / total for term, each in rarity.items()}, highest, tuple(parts))
+
+    def covered(self, *texts: Collection[str]) -> float:
+        """The weight of the terms that one of the texts holds."""
+        return math.fsum(weight for term, weight in self.weight_of.items() if any(term in text for text in texts))
+
+    def paired(self, pairs: Collection[tuple[str, str]]) -> float:
+        """The share of the query's pairs of neighbours, by their weights."""
+        own = [(pair in pairs, self.weight_of[pair[0]] + self.weight_of[pair[1]]) for pair in pairwise(self.terms)]
+        total = sum(weight for _, weight in own)
+        return sum(weight for is_found, weight in own if is_found) / total if total else 0.0
+
+
+class ListPlace(NamedTuple):
+    """A passage's score in a list of hits, or the last passage's; and how early it comes, less than 1; 0 if it is missing."""
+
+    score: float
+    earliness: float
+
+
+class _Places:
+    def __init__(self, ranking: Sequence[SearchHit]) -> None:
+        self._found = {
+            hit.passage: ListPlace(hit.score, RANK_OFFSET / (RANK_OFFSET + place))
+            for place, hit in enumerate(ranking, 1)
+        }
+        self._missing = ListPlace(ranking[-1].score if ranking else 0.0, 0.0)
+
+    def of(self, hit: SearchHit) -> ListPlace:
+        return self._found.get(hit.passage, self._missing)
+
+
+class ReadHit(NamedTuple):
+    hit: SearchHit
+    passage: Passage
+    features: Features
+
+
+def hits_to_read(fused: Sequence[SearchHit], depth: int) -> list[SearchHit]:
+    """The first hits that a ranking has among its first `depth`. They do not depend on how many hits are wanted."""
+    return [hit for hit in fused[:NUM_READ] if hit.score >= 1.0 / (RANK_OFFSET + depth)]
+
+
+class _ReadText(NamedTuple):
+    """A passage's sentences as terms and as their first characters; its pairs of neighbouring terms; and all its terms."""
+
+    sentences: tuple[tuple[str, ...], ...]
+    beginnings: tuple[str, ...]
+    pairs: frozenset[tuple[str, str]]
+    terms: frozenset[str]
+
+
+class Relevance:
+    """Reads passages and keeps what it read of the latest. Safe to call from several threads."""
+
+    def __init__(self, terms: Callable[[str], tuple[str, ...]]) -> None:
+        self._terms = lru_cache(_TEXTS_KEPT)(terms)
+        self._read = lru_cache(_TEXTS_KEPT)(self._read_text)
+
+    def features(self, query: QueryWeights, passage: Passage, places: Sequence[ListPlace]) -> Features:
+        """`places`: in the list by meaning and in the list by words."""
+        read, title = self._read(passage.text), self._terms(passage.title)
+        heading, last = self._terms(passage.heading), self._terms(passage.heading.rpartition(SEPARATOR)[2])
+        above = query.covered(title, heading) if not read.sentences else 0.0
+        (meaning, words), (few, more) = places, _FIRST_TERMS
+        return Features(
+            meaning.score,
+            words.score / query.highest_bm25,
+            meaning.earliness,
+            words.earliness,
+            max(map(query.covered, read.sentences), default=0.0),
+            query.covered(heading),
+            sum(term in query.weight_of for term in last) / len(last) if last else 0.0,
+            query.paired(read.pairs),
+            max((query.covered(own[:few], title, heading) for own in read.sentences), default=above),
+            max((query.covered(own[:more], title, heading) for own in read.sentences), default=above),
+            max((query.covered(own, title, heading) for own in read.sentences), default=above),
+            max((_named(query.identifiers, own) for own in read.beginnings), default=0.0),
+        )
+
+    def read(
+        self,
+        query: QueryWeights,
+        hits: Sequence[SearchHit],
+        passages: Sequence[Passage],
+        rankings: Sequence[Sequence[SearchHit]],
+    ) -> list[ReadHit]:
+        """`rankings`: the first hits by meaning and by words, of which `hits` are some."""
+        places = [_Places(ranking) for ranking in rankings]
+        return [
+            ReadHit(hit, passage, self.features(query, passage, [own.of(hit) for own in places]))
+            for hit, passage in zip(hits, passages, strict=True)
+        ]
+
+    def ordered(self, read: Sequence[ReadHit], fused: Sequence[SearchHit]) -> list[SearchHit]:
+        """The read passages by relevance, without those that repeat a better one; then the others in their fused order, each with
+        a score below those."""
+        scored = [(each.hit._replace(negative_score=-relevance_of(each.features)), each.passage.text) for each in read]
+        kept: dict[str, SearchHit] = {}
+        for hit, text in sorted(scored):
+            if not self.is_repeated(text, list(kept)):
+                kept[text] = hit
+        best = list(kept.values())
+        passages, lowest = {hit.passage for hit in best}, min((hit.score for hit in best), default=0.0)
+        others = [hit._replace(negative_score=1.0 - lowest - hit.score) for hit in fused if hit.passage not in passages]
+        return [*best, *others]
+
+    def is_repeated(self, text: str, earlier: Sequence[str]) -> bool:
+        """Whether the text has nearly the same words as an earlier one, and the same numbers."""
+        own = self._read(text).terms
+        return any(_are_alike(own, self._read(other).terms) for other in earlier)
+
+    def _read_text(self, text: str) -> _ReadText:
+        spans = sentences(text)
+        own = tuple(self._terms(text[start:end]) for start, end in spans)
+        whole = [term for each in own for term in each]
+        beginnings = tuple(text[start : min(end, start + _FIRST_CHARS)] for start, end in spans)
+        return _ReadText(own, beginnings, frozenset(pairwise(whole)), frozenset(whole))
+
+
+def _named(identifiers: Sequence[str], beginning: str) -> float:
+    return sum(name in beginning for name in identifiers) / len(identifiers) if identifiers else 0.0
+
+
+def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
+    shared = len(left & right)
+    if shared < _LEAST_ALIKE * len(left | right):
+        return False
+    return not any(character.isdigit() for term in left ^ right for character in term)
