@@ -8,15 +8,16 @@ Sentences of SQuAD's held-out articles and of the documentation's evaluation fil
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from ragspec.core import Passage
-from ragspec.evaluation.datasets import cached_store, held_out_articles
+from ragspec.evaluation.datasets import cached_store, fixed_sample, held_out_articles
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.answers.altered_sentences import KINDS, measure_alterations
 from ragspec.evaluation.suites.answers.json_outputs import measure_json
-from ragspec.evaluation.suites.answers.retrieved import evaluation_documents, measure_retrieval, sampled_questions
+from ragspec.evaluation.suites.answers.retrieved import evaluation_documents, measure_retrieval
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
 from ragspec.training.documentation import documentation_questions
@@ -28,30 +29,32 @@ NUM_JSON, NUM_JSON_QUICK = 8, 2
 
 def run_answers(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError, InputError."""
-    data = settings.require_data("squad, squad_open and docs")
+    data, quick = settings.require_data("squad, squad_open and docs"), settings.quick
     tick("altered sentences", 0, 1)
-    altered = measure_support(data, NUM_ALTERED_QUICK if settings.quick else NUM_ALTERED, settings.plan.seed)
+    asked = list(documentation_questions(data / "docs", evaluation=True))
+    pages = list(dict.fromkeys(question.passage for question in asked))
+    altered = measure_support(data, pages, NUM_ALTERED_QUICK if quick else NUM_ALTERED, settings.plan.seed)
     tick("altered sentences", 1, 1)
-    folder, quick = data / "docs", settings.quick
-    questions = sampled_questions(folder, settings.num_prompts or (NUM_QUESTIONS_QUICK if quick else NUM_QUESTIONS))
+    documents = evaluation_documents(data / "docs", quick)
+    names = {document.id for document in documents}
+    count = settings.num_prompts or (NUM_QUESTIONS_QUICK if quick else NUM_QUESTIONS)
+    questions = fixed_sample([question for question in asked if question.path in names], count)
     encoder = Encoder.load(settings.encoder)
-    documents = evaluation_documents(folder)
     store = cached_store(
         documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
     )
     found = measure_retrieval(store, encoder, questions, tick)
     engine, _ = open_engine(settings.target)
     with engine:
-        asked = [each.question for each in questions[: NUM_JSON_QUICK if quick else NUM_JSON]]
-        written = measure_json(engine, asked, tick, settings.plan.seed)
+        texts = [each.question for each in questions[: NUM_JSON_QUICK if quick else NUM_JSON]]
+        written = measure_json(engine, texts, tick, settings.plan.seed)
     label = "SQuAD, held-out articles; documentation, evaluation files"
     return Outcome({"label": label, "num_prompts": len(questions)} | altered | found | written)
 
 
-def measure_support(data: Path, count: int, seed: int) -> Result:
-    """Half of the sentences are of SQuAD, half of the documentation."""
+def measure_support(data: Path, pages: Sequence[str], count: int, seed: int) -> Result:
+    """Half of the sentences are of SQuAD, half of the `pages`."""
     squad = [p["context"] for article in held_out_articles(data) for p in article["paragraphs"]]
-    pages = dict.fromkeys(q.passage for q in documentation_questions(data / "docs", evaluation=True))
     passages = []
     for name, texts in (("squad", squad), ("docs", list(pages))):
         random.Random(seed).shuffle(texts)
