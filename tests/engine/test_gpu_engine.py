@@ -20,9 +20,11 @@ from ragspec.engine.target import Target
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "cuda"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("llama", "float32"), *((kind, "bfloat16") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma2"))],
+)
 def test_drafts_change_no_token(
     kind: str, backend: Literal["torch", "cuda"], dtype: Literal["float32", "bfloat16"], tmp_path: Path
 ) -> None:
