@@ -413,6 +413,17 @@ class ChatConfig(ConfigSection):
     answer_without_index: bool = False
 
 
+class PromptConfig(ConfigSection):
+    """The words of prompts, for other targets than the default; empty: the words that the default's adapter was trained on.
+
+    `instruction`: how to answer from passages; `question`: stands before the question; `grammar`: before a sentence to correct.
+    """
+
+    instruction: str = ""
+    question: str = ""
+    grammar: str = ""
+
+
 class PipelineConfig(ConfigSection):
     """All settings of a pipeline."""
 
@@ -424,6 +435,7 @@ class PipelineConfig(ConfigSection):
     engine: EngineConfig = EngineConfig()
     generation: GenerationConfig = GenerationConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    prompts: PromptConfig = PromptConfig()
 
 
 Settings = TypeVar("Settings", bound=PipelineConfig)

@@ -33,7 +33,7 @@ from pipelines.batch.output import OutputFolder
 from pipelines.batch.records import error_record, recorded_row
 from pipelines.batch.summary import Summary
 from pipelines.batch.task import RowLoop, Task
-from ragspec.config import PipelineConfig
+from ragspec.config import PipelineConfig, PromptConfig
 from ragspec.core import SamplingParams
 from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.errors import ConfigError, ModelError
@@ -136,6 +136,7 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
         **({"weights": "int8"} if config.target.is_int8 else {}),
         **({"numerics": numerics} if numerics not in _FIRST_NUMERICS else {}),
         **({"target_files": digest} if digest else {}),
+        **({"prompts": config.prompts.model_dump()} if config.prompts != PromptConfig() else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed", *(_WHERE_FREE if is_free else ())}),
         **task.text_settings(config),

@@ -95,7 +95,7 @@ class Pipeline(Closeable):
         config = settings_of(config)
         retriever = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
         settings = config.retriever
         return cls(
             retriever,

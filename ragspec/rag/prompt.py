@@ -16,9 +16,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ragspec.config import PromptConfig
 from ragspec.core import Message, Passage, check_text
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.wording import GRAMMAR_REQUEST, numbered, system_text, user_text
+from ragspec.rag.wording import GRAMMAR_REQUEST, INSTRUCTION, QUESTION, numbered, system_text, user_text
 
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
@@ -48,7 +49,10 @@ class PromptBuilder:
     that a call changes. One copy never changes it; the other is protected by a lock.
     """
 
-    def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, max_context_tokens: int, words: PromptConfig | None = None) -> None:
+        words = words or PromptConfig()
+        self._instruction = words.instruction or INSTRUCTION
+        self._label, self._grammar_request = words.question or QUESTION, words.grammar or GRAMMAR_REQUEST
         self.tokenizer = tokenizer
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._plain = copy.deepcopy(tokenizer)
@@ -122,7 +126,7 @@ class PromptBuilder:
     def grammar_prompt(self, sentence: str, max_tokens: int = 0) -> Prompt:
         """The prompt that asks for a corrected sentence. Raises: as `build`."""
         check_text(sentence, "the sentence")
-        return self.build([Message("user", GRAMMAR_REQUEST + sentence)], (), max_tokens)
+        return self.build([Message("user", self._grammar_request + sentence)], (), max_tokens)
 
     def _check(self, messages: Sequence[Message]) -> None:
         if not messages or messages[-1].role != "user":
@@ -147,8 +151,8 @@ class PromptBuilder:
             if message.role != "context":
                 merged.append(message)
             elif merged and merged[-1].role == "user":
-                text = user_text(merged[-1].content, message.content, question_first=question_first)
-                merged[-1] = Message("user", text if self._has_system_role else f"{system_text()}\n\n{text}")
+                text = user_text(merged[-1].content, message.content, question_first=question_first, label=self._label)
+                merged[-1] = Message("user", text if self._has_system_role else f"{self._instruction}\n\n{text}")
             else:
                 raise InputError("a message of the role context must follow a message of the user")
         own = merged.pop(0).content if merged[0].role == "system" else ""
@@ -156,7 +160,7 @@ class PromptBuilder:
             first = Message(merged[0].role, f"{own}\n\n{merged[0].content}") if own else merged[0]
             return [first, *merged[1:]]
         if any(message.role == "context" for message in messages):
-            own = system_text(own)
+            own = system_text(own, self._instruction)
         return [Message("system", own), *merged] if own else merged
 
     def _accepts_system_message(self) -> bool:

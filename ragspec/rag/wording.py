@@ -48,9 +48,9 @@ def nothing_close(titles: Sequence[str]) -> str:
     return f"{NOTHING_CLOSE} The nearest: {nearest}." if nearest else NOTHING_CLOSE
 
 
-def system_text(own: str = "") -> str:
+def system_text(own: str = "", instruction: str = INSTRUCTION) -> str:
     """The system message of a conversation with passages; `own`: the caller's."""
-    return f"{own}\n\n{INSTRUCTION}" if own.strip() else INSTRUCTION
+    return f"{own}\n\n{instruction}" if own.strip() else instruction
 
 
 def numbered(texts: Sequence[str]) -> str:
@@ -58,9 +58,9 @@ def numbered(texts: Sequence[str]) -> str:
     return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1))
 
 
-def user_text(question: str, numbered_passages: str, *, question_first: bool = False) -> str:
-    """The user's message: numbered passages and their question."""
-    parts = [numbered_passages, QUESTION + question]
+def user_text(question: str, numbered_passages: str, *, question_first: bool = False, label: str = QUESTION) -> str:
+    """The user's message: numbered passages and their question, behind its `label`."""
+    parts = [numbered_passages, label + question]
     return "\n\n".join(reversed(parts) if question_first else parts)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ragspec.config import PromptConfig
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag import wording
@@ -54,6 +55,19 @@ def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
     text = kind.decode(list(prompt_ids), clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
+
+
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+def test_words_of_a_configuration_replace_those_of_the_adapter(kind: PreTrainedTokenizerFast) -> None:
+    """Another model was asked in words that only the adapter was trained on, and corrected nothing."""
+    passages = [Passage("d", 0, "It rained.", 0, 10)]
+    words = PromptConfig(instruction="Be short.", question="Asked: ", grammar="Repair: ")
+    builder = PromptBuilder(kind, 2048, words)
+    text = text_of(kind, builder.build("When?", passages, 8).prompt_ids)
+    assert "Be short." in text and "[1] It rained.\n\nAsked: When?" in text and wording.INSTRUCTION not in text
+    assert "Repair: It rain." in text_of(kind, builder.grammar_prompt("It rain.").prompt_ids)
+    plain, empty = PromptBuilder(kind, 2048), PromptBuilder(kind, 2048, PromptConfig())
+    assert plain.build("When?", passages, 8) == empty.build("When?", passages, 8)
 
 
 def test_a_prompt_is_the_conversation_that_the_adapter_was_trained_on() -> None:

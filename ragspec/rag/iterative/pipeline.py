@@ -81,7 +81,7 @@ class IterativePipeline(Closeable):
         config = settings_of(config)
         index = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
         return cls(index, engine, prompts, policy=policy, speculation=config.speculation, generation=config.generation)
 
     @property
