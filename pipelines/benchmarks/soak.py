@@ -37,7 +37,7 @@ from ragspec.errors import RagspecError
 BATCHES = {"files": 500, "requests": 200, "aborts": 100}
 BAD = ("crash", "hang", "exception", "5xx", "leaked slots", "left running", "connection lost")
 _AT_ONCE = 16
-_BATCH_S = 600.0
+_BATCH_S, _SETTLE_S = 600.0, 30.0
 _TENANT = "ann"
 _TEXT = "The old mill was built in 1874.\n\nIt grinds no corn today, but it is open on Sundays."
 _ODD: tuple[Any, ...] = (
@@ -201,8 +201,11 @@ class SmallService:
     def _left_behind(self, counts: Counter[str]) -> Counter[str]:
         from pipelines.benchmarks.load import leaked_slots
 
+        limiter, deadline = self._service.backend.rate_limiter, time.monotonic() + _SETTLE_S
+        while limiter.running and time.monotonic() < deadline:  # who has just left is cancelled within a step
+            time.sleep(0.01)
         leaked = leaked_slots(self._service.backend.engine, (_TENANT,))
-        return counts + Counter({"leaked slots": leaked, "left running": self._service.backend.rate_limiter.running})
+        return counts + Counter({"leaked slots": leaked, "left running": limiter.running})
 
 
 @contextmanager
