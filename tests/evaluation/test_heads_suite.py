@@ -91,7 +91,7 @@ def test_the_whole_suite_has_all_tasks_chains_shapes_and_rules(tiny: Settings, t
     assert "32" in shown["side by side, prose, T = 0: speed-up, prompts included"]["eagle"]
     assert result["lossy_rules"].keys() == {"keyed", "typical", "top_beta"}
     assert all(row["acceptance_length"] >= 1.0 and row["logprob"] < 0.0 for row in result["lossy_rules"].values())
-    assert heads.SUITE.draw(outcome, "title").keys() == {"heads_pos_acc.png", "heads_batch.png"}
+    assert heads.SUITE.draw(outcome, "title").keys() == {"heads_pos_acc", "heads_batch"}
 
 
 def test_a_folder_without_heads_is_refused(settings: Settings, tmp_path: Path) -> None:

@@ -131,5 +131,5 @@ def draw(outcome: Outcome, title: str) -> Figures:
         for head, cells in table.items():
             axes.plot(list(cells), list(cells.values()), marker="o", label=head)
         axes.legend(fontsize=7)
-        figures[f"{name}.png"] = figure
+        figures[name] = figure
     return figures
