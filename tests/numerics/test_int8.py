@@ -21,7 +21,7 @@ from ragspec.numerics.cpu import int8_weights, thread_pool
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
 from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise
 from ragspec.numerics.cpu.llvm_code import has_feature
-from ragspec.numerics.cpu.product_code import make_multiply, quantise_row
+from ragspec.numerics.cpu.product_code import INSTRUCTION_SETS, InstructionSet, make_multiply, quantise_row
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.threads import set_num_threads
@@ -29,15 +29,16 @@ from ragspec.numerics.threads import set_num_threads
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "avx2"])
-def avx2(request: pytest.FixtureRequest) -> bool:
-    if request.param and not has_feature("avx2"):
-        pytest.skip("this processor has no AVX2")
-    return bool(request.param)
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instructions(request: pytest.FixtureRequest) -> InstructionSet:
+    found = INSTRUCTION_SETS[request.param]
+    if found.feature is not None and not has_feature(found.feature):
+        pytest.skip(f"this processor has no {request.param}")
+    return found
 
 
-def compile_multiply(num_rows: int, avx2: bool) -> Any:
-    multiply = make_multiply(num_rows, avx2)
+def compile_multiply(num_rows: int, instructions: InstructionSet) -> Any:
+    multiply = make_multiply(num_rows, instructions)
 
     @numba.njit
     def product(x: Any, packed: Any, scales: Any, row_scales: Any, out: Any) -> None:
@@ -51,8 +52,8 @@ def compile_multiply(num_rows: int, avx2: bool) -> Any:
     return product
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_the_product_is_the_integer_sum(num_rows: int, avx2: bool) -> None:
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_the_product_is_the_integer_sum(num_rows: int, instructions: InstructionSet) -> None:
     """A product that rounds or saturates inside, as 8-bit multiply-adds do on processors without dot products."""
     rng = np.random.default_rng(num_rows)
     weight = rng.integers(-127, 128, (48, 2048)).astype(np.int8)
@@ -64,7 +65,7 @@ def test_the_product_is_the_integer_sum(num_rows: int, avx2: bool) -> None:
     assert 2**31 * 0.99 < np.abs(sums).max() < 2**31
     scales, row_scales = rng.random(48, np.float32), rng.random(num_rows, np.float32)
     out = np.empty((num_rows, 48), np.float32)
-    compile_multiply(num_rows, avx2)(x, pack(torch.from_numpy(weight)).numpy(), scales, row_scales, out)
+    compile_multiply(num_rows, instructions)(x, pack(torch.from_numpy(weight)).numpy(), scales, row_scales, out)
     assert np.array_equal(out, sums.astype(np.int32).astype(np.float32) * scales * row_scales[:, None])
 
 

@@ -14,13 +14,9 @@ import numpy as np
 
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
-from ragspec.numerics.cpu.llvm_code import DONE, LANES, TAKEN, add_one, has_feature, load_count, take, yield_processor
-from ragspec.numerics.cpu.product_code import gate_block, make_multiply, quantise_row
+from ragspec.numerics.cpu.llvm_code import DONE, LANES, TAKEN, add_one, load_count, take, yield_processor
+from ragspec.numerics.cpu.product_code import FASTEST, gate_block, make_multiply, quantise_row
 from ragspec.numerics.norms import add_and_normalise
-
-multiply_1, multiply_2, multiply_4, multiply_6 = (
-    make_multiply(num_rows, has_feature("avx2")) for num_rows in (1, 2, 4, 6)
-)
 
 _SPINS = 500
 """How often a waiting thread looks before it lets others run."""
@@ -112,6 +108,31 @@ def quantise_rows(phase: Any, first: int, last: int, floats: Any, quantised: Any
         scales[row] = quantise_row(source, row * width, width, most, quantised, row * width)
 
 
+def _make_multiply_rows(counts: tuple[int, ...]) -> Any:
+    """Multiplies the rows [row, num_rows) with one block of 16 outputs: `counts[0]` at a time, the rest by smaller counts."""
+    count, multiply = counts[0], make_multiply(counts[0])
+    multiply_rest = _make_multiply_rows(counts[1:]) if counts[1:] else None
+
+    @inner
+    def multiply_rows(
+        row: int, num_rows: int, x: Any, weights: Any, weight_at: int, width: int, parameters: Any, scale_at: int,
+        scales: Any, out: Any, at: int, stride: int,
+    ) -> None:  # fmt: skip
+        while row + count <= num_rows:
+            to = at + row * stride
+            multiply(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+            row += count
+        if multiply_rest is not None:
+            multiply_rest(
+                row, num_rows, x, weights, weight_at, width, parameters, scale_at, scales, out, at, stride
+            )  # fmt: skip
+
+    return multiply_rows
+
+
+_multiply_rows = _make_multiply_rows(FASTEST.num_rows)
+
+
 @inner
 def multiply_block(
     phase: Any,
@@ -128,22 +149,7 @@ def multiply_block(
     """One block of 16 outputs for all rows; row r is written at `at + r * stride`."""
     width = phase[_WIDTH]
     weight_at, scale_at = phase[_WEIGHT] + block * LANES * width, phase[_SCALES] + block * LANES
-    row = 0
-    while row + 6 <= num_rows:
-        to = at + row * stride
-        multiply_6(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
-        row += 6
-    if row + 4 <= num_rows:
-        to = at + row * stride
-        multiply_4(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
-        row += 4
-    if row + 2 <= num_rows:
-        to = at + row * stride
-        multiply_2(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
-        row += 2
-    if row < num_rows:
-        to = at + row * stride
-        multiply_1(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+    _multiply_rows(0, num_rows, x, weights, weight_at, width, parameters, scale_at, scales, out, at, stride)
     if phase[_BIAS] >= 0:
         bias_at = phase[_BIAS] + block * LANES
         for row in range(num_rows):

@@ -40,7 +40,7 @@ def array_data(context: Any, builder: Any, signature: Any, args: Any, index: int
 
 def splat(builder: Any, scalar: Any, vector_type: Any = VECTOR) -> Any:
     first = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(INT, 0))
-    mask = ir.Constant(INT_VECTOR, [0] * LANES)
+    mask = ir.Constant(ir.VectorType(INT, vector_type.count), [0] * vector_type.count)
     return builder.shuffle_vector(first, ir.Constant(vector_type, ir.Undefined), mask)
 
 

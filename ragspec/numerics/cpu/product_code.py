@@ -1,12 +1,14 @@
 """Vector code of the int8 product: 16-bit activations times 8-bit weights, added up in 32 bits without rounding.
 
 An integer sum is exact, so its bits depend on no order: any number of rows, tiling, thread count or instruction set gives the
-same product. On x86 with AVX2 each multiply-add takes 16 pairs at once; other processors get the same sums from plain vectors.
+same product. `INSTRUCTION_SETS` has the multiply-adds of x86 processors; others get the same sums from plain vectors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -24,29 +26,85 @@ from ragspec.numerics.cpu.llvm_code import (
     array_data,
     constant,
     fold,
+    has_feature,
     load,
     splat,
     store,
 )  # fmt: skip
 
-_HALF = LANES // 2
-_BYTES = ir.VectorType(ir.IntType(8), LANES)
-_SHORTS = ir.VectorType(ir.IntType(16), LANES)
-_SUMS = ir.VectorType(INT, _HALF)
+_BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
+_SHORTS = ir.VectorType(_SHORT, LANES)
+_LEAST_SUMS = 8
+"""So many sums run side by side at least: one alone would wait for its last multiply-add, four to five cycles each."""
 _LARGEST = 87.0
 """e^x of more is not needed: its sigmoid rounds to 0 or 1 in float32."""
 _ROUNDING, _ROUNDING_BITS = 1.5 * 2.0**23, 0x4B400000
 """Added to a small number, its last bits are the nearest integer."""
 
 
-def make_multiply(num_rows: int, avx2: bool) -> Any:
+def _plain(builder: Any, sums: Any, x: Any, y: Any) -> Any:
+    order = [list(range(first, x.type.count, 2)) for first in (0, 1)]
+
+    def every_other(vector: Any, first: int) -> Any:
+        mask = ir.Constant(ir.VectorType(INT, len(order[first])), order[first])
+        return builder.sext(builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask), sums.type)
+
+    even, odd = (builder.mul(every_other(x, first), every_other(y, first)) for first in (0, 1))
+    return builder.add(sums, builder.add(even, odd))
+
+
+def _multiply_then_add(name: str) -> Callable[..., Any]:
+    def multiply_add(builder: Any, sums: Any, x: Any, y: Any) -> Any:
+        return builder.add(sums, _call(builder, name, sums.type, x, y))
+
+    return multiply_add
+
+
+def _dot_product(builder: Any, sums: Any, x: Any, y: Any) -> Any:
+    """One instruction, which does not saturate."""
+    name = "llvm.x86.avx512.vpdpwssd.512"
+    return _call(builder, name, sums.type, sums, builder.bitcast(x, sums.type), builder.bitcast(y, sums.type))
+
+
+def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), values)
+
+
+class InstructionSet(NamedTuple):
+    """`multiply_add(builder, sums, x, y)`: sums[i] + x[2i] * y[2i] + x[2i + 1] * y[2i + 1] in 32 bits, for `num_sums` sums.
+
+    `num_rows`: so many rows are multiplied at a time, as the registers hold sums for; in falling order, the last is 1.
+    """
+
+    feature: str | None
+    num_sums: int
+    num_rows: tuple[int, ...]
+    multiply_add: Callable[..., Any]
+
+
+INSTRUCTION_SETS = {
+    "avx512_vnni": InstructionSet("avx512vnni", 16, (16, 8, 4, 2, 1), _dot_product),
+    "avx512": InstructionSet("avx512bw", 16, (16, 8, 4, 2, 1), _multiply_then_add("llvm.x86.avx512.pmaddw.d.512")),
+    "avx2": InstructionSet("avx2", 8, (6, 4, 2, 1), _multiply_then_add("llvm.x86.avx2.pmadd.wd")),
+    "plain": InstructionSet(None, 8, (6, 4, 2, 1), _plain),
+}
+"""By name, the fastest first. A processor with the feature (LLVM's name) has the instructions."""
+
+FASTEST = next(each for each in INSTRUCTION_SETS.values() if each.feature is None or has_feature(each.feature))
+"""The instructions of this processor."""
+
+
+def make_multiply(num_rows: int, instructions: InstructionSet = FASTEST) -> Any:
     """Products of `num_rows` rows with one block of 16 outputs, times the scales of row and output.
 
     Shapes, all flat: x int16, row r at `x_offset + r * num_inputs`; weight int8 [num_inputs / 2, 16, 2] at `weight_offset`;
     scales float32 [16] at `scale_offset`; row_scales float32 [num_rows] at `first_row`; out float32, row r at
     `out_offset + r * out_stride`.
     """
-    multiply_add = _multiply_add_avx2 if avx2 else _multiply_add
+    sums_type = ir.VectorType(INT, instructions.num_sums)
+    num_parts = LANES // instructions.num_sums
+    unrolled = max(1, _LEAST_SUMS // (num_rows * num_parts))
 
     @intrinsic
     def multiply(
@@ -74,23 +132,26 @@ def make_multiply(num_rows: int, avx2: bool) -> Any:
             pairs = builder.bitcast(x_data, INT.as_pointer())
             num_pairs = builder.lshr(args[4], ir.Constant(LONG, 1))
             first_pair = builder.lshr(args[1], ir.Constant(LONG, 1))
-            zero = ir.Constant(_SUMS, [0] * _HALF)
-            loop = Loop(builder, num_pairs, [zero] * (2 * num_rows))
-            start = builder.add(args[3], builder.mul(loop.index, ir.Constant(LONG, 2 * LANES)))
-            halves = [_load_weights(builder, weight_data, builder.add(start, ir.Constant(LONG, h))) for h in (0, LANES)]
-            sums = []
-            for row in range(num_rows):
-                offset = builder.add(first_pair, builder.mul(num_pairs, ir.Constant(LONG, row)))
-                pair = builder.load(builder.gep(pairs, [builder.add(offset, loop.index)]))
-                pair.align = 2
-                both = builder.bitcast(_splat_pair(builder, pair), _SHORTS)
-                for half, weights in enumerate(halves):
-                    product = multiply_add(builder, both, weights)
-                    sums.append(builder.add(loop.values[2 * row + half], product))
-            totals = loop.close(sums)
+            zero = ir.Constant(sums_type, [0] * instructions.num_sums)
+            turns = builder.lshr(num_pairs, ir.Constant(LONG, unrolled.bit_length() - 1))
+            loop = Loop(builder, turns, [zero] * (unrolled * num_rows * num_parts))
+            sums = list[Any]()
+            for turn in range(unrolled):
+                index = builder.add(builder.mul(loop.index, ir.Constant(LONG, unrolled)), ir.Constant(LONG, turn))
+                start = builder.add(args[3], builder.mul(index, ir.Constant(LONG, 2 * LANES)))
+                parts = [_load_weights(builder, weight_data, start, part, sums_type.count) for part in range(num_parts)]
+                for row in range(num_rows):
+                    offset = builder.add(first_pair, builder.mul(num_pairs, ir.Constant(LONG, row)))
+                    pair = builder.load(builder.gep(pairs, [builder.add(offset, index)]))
+                    pair.align = 2
+                    both = builder.bitcast(splat(builder, pair, sums_type), parts[0].type)
+                    for weights in parts:
+                        sums.append(instructions.multiply_add(builder, loop.values[len(sums)], both, weights))
+            totals, num_own = loop.close(sums), num_rows * num_parts
+            totals = [functools.reduce(builder.add, totals[own::num_own]) for own in range(num_own)]
             output_scales = load(builder, scale_data, args[6])
             for row in range(num_rows):
-                total = _join(builder, totals[2 * row], totals[2 * row + 1])
+                total = _join(builder, totals[num_parts * row : num_parts * (row + 1)])
                 scaled = builder.fmul(builder.sitofp(total, VECTOR), output_scales)
                 row_scale = builder.load(builder.gep(row_data, [builder.add(args[8], ir.Constant(LONG, row))]))
                 at = builder.add(args[10], builder.mul(args[11], ir.Constant(LONG, row)))
@@ -102,40 +163,17 @@ def make_multiply(num_rows: int, avx2: bool) -> Any:
     return multiply
 
 
-def _load_weights(builder: Any, base: Any, offset: Any) -> Any:
-    """Eight outputs' weights for one pair of inputs, as 16-bit numbers."""
-    weights = builder.load(builder.bitcast(builder.gep(base, [offset]), _BYTES.as_pointer()))
+def _load_weights(builder: Any, base: Any, start: Any, part: int, num_outputs: int) -> Any:
+    """The weights of the block's outputs [part * num_outputs, ...) for one pair of inputs, as 16-bit numbers."""
+    at = builder.gep(base, [builder.add(start, ir.Constant(LONG, 2 * num_outputs * part))])
+    weights = builder.load(builder.bitcast(at, ir.VectorType(_BYTE, 2 * num_outputs).as_pointer()))
     weights.align = 1
-    return builder.sext(weights, _SHORTS)
+    return builder.sext(weights, ir.VectorType(_SHORT, 2 * num_outputs))
 
 
-def _splat_pair(builder: Any, pair: Any) -> Any:
-    undefined = ir.Constant(_SUMS, ir.Undefined)
-    first = builder.insert_element(undefined, pair, ir.Constant(INT, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_SUMS, [0] * _HALF))
-
-
-def _multiply_add_avx2(builder: Any, x: Any, y: Any) -> Any:
-    """x[2i] * y[2i] + x[2i + 1] * y[2i + 1] in 32 bits."""
-    name = "llvm.x86.avx2.pmadd.wd"
-    kind = ir.FunctionType(_SUMS, [_SHORTS, _SHORTS])
-    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [x, y])
-
-
-def _multiply_add(builder: Any, x: Any, y: Any) -> Any:
-    """As `_multiply_add_avx2`, in instructions that every processor has."""
-
-    def every_other(vector: Any, first: int) -> Any:
-        order = ir.Constant(_SUMS, list(range(first, LANES, 2)))
-        return builder.sext(builder.shuffle_vector(vector, ir.Constant(_SHORTS, ir.Undefined), order), _SUMS)
-
-    even, odd = (builder.mul(every_other(x, i), every_other(y, i)) for i in (0, 1))
-    return builder.add(even, odd)
-
-
-def _join(builder: Any, low: Any, high: Any) -> Any:
+def _join(builder: Any, parts: list[Any]) -> Any:
     order = ir.Constant(INT_VECTOR, list(range(LANES)))
-    return builder.shuffle_vector(low, high, order)
+    return parts[0] if len(parts) == 1 else builder.shuffle_vector(parts[0], parts[1], order)
 
 
 @intrinsic
