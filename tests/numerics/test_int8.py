@@ -21,7 +21,15 @@ from ragspec.numerics.cpu import int8_weights, thread_pool
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
 from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise
 from ragspec.numerics.cpu.llvm_code import has_feature
-from ragspec.numerics.cpu.product_code import INSTRUCTION_SETS, InstructionSet, make_multiply, quantise_row
+from ragspec.numerics.cpu.product_code import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    QuantisedRows,
+    make_multiply,
+    note_outliers,
+    quantise_row,
+    room_for_rows,
+)
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.threads import set_num_threads
@@ -37,35 +45,57 @@ def instructions(request: pytest.FixtureRequest) -> InstructionSet:
     return found
 
 
+@numba.njit
+def quantise_all(x: Any, most: Any, rows: Any, scales: Any) -> None:
+    out_of_range = np.empty(x.shape[1] // 16, np.int16)
+    for row in range(len(x)):
+        scales[row] = quantise_row(x.reshape(-1), row * x.shape[1], x.shape[1], most, rows, row, out_of_range)
+        note_outliers(rows, row, x.shape[1], out_of_range)
+
+
+def quantised(x: np.ndarray, most: int) -> tuple[QuantisedRows, np.ndarray]:
+    rows, scales = room_for_rows(*x.shape), np.empty(len(x), np.float32)
+    quantise_all(x, np.float32(most), rows, scales)
+    return rows, scales
+
+
 def compile_multiply(num_rows: int, instructions: InstructionSet) -> Any:
     multiply = make_multiply(num_rows, instructions)
 
     @numba.njit
-    def product(x: Any, packed: Any, scales: Any, row_scales: Any, out: Any) -> None:
-        width = x.shape[1]
-        for block in range(len(scales) // 16):
-            multiply(
-                x.reshape(-1), 0, packed, block * 16 * width, width, scales, block * 16, row_scales, 0,
-                out.reshape(-1), block * 16, out.shape[1],
-            )  # fmt: skip
+    def product(rows: Any, packed: Any, scales: Any, row_scales: Any, out: Any) -> None:
+        width = len(packed) // len(scales)
+        for first_row in range(0, len(out), num_rows):
+            for block in range(len(scales) // 16):
+                to = first_row * out.shape[1] + block * 16
+                multiply(
+                    rows, first_row, packed, block * 16 * width, width, scales, block * 16, row_scales,
+                    out.reshape(-1), to, out.shape[1],
+                )  # fmt: skip
 
     return product
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_the_product_is_the_integer_sum(num_rows: int, instructions: InstructionSet) -> None:
-    """A product that rounds or saturates inside, as 8-bit multiply-adds do on processors without dot products."""
+    """A product that rounds or saturates inside, as 8-bit multiply-adds do on processors without dot products, or that loses an
+    outlier."""
     rng = np.random.default_rng(num_rows)
-    weight = rng.integers(-127, 128, (48, 2048)).astype(np.int8)
-    x = rng.integers(-32767, 32768, (num_rows, 2048)).astype(np.int16)
-    weight[0], x[0] = 127, 32767  # with the greatest activations the sum comes close to 2^31
-    row_sum = int(np.abs(weight.astype(int)).sum(1).max())
-    x = np.clip(x, -greatest_activation(row_sum), greatest_activation(row_sum))
-    sums = x.astype(np.int64) @ weight.astype(np.int64).T
-    assert 2**31 * 0.99 < np.abs(sums).max() < 2**31
-    scales, row_scales = rng.random(48, np.float32), rng.random(num_rows, np.float32)
-    out = np.empty((num_rows, 48), np.float32)
-    compile_multiply(num_rows, instructions)(x, pack(torch.from_numpy(weight)).numpy(), scales, row_scales, out)
+    weight = rng.integers(-128, 128, (48, 2048)).astype(np.int8)
+    weight[0] = -127
+    most = greatest_activation(int(np.abs(weight.astype(int)).sum(1).max()))
+    x = rng.normal(0, 1, (3 * num_rows, 2048)).astype(np.float32)
+    x[0] = -1.0  # the greatest byte everywhere; its sums are the greatest of all without an outlier
+    x[-1] *= 10.0 ** rng.integers(-3, 4, 2048)  # outliers everywhere
+    x[num_rows] = np.abs(x[num_rows] * 1e-6)
+    x[num_rows, 3::700] = 1.0, -1.0, 1.0  # the greatest numbers
+    rows, row_scales = quantised(x, most)
+    numbers = rows.numbers.reshape(x.shape)
+    assert np.abs(numbers).max() == most and rows.num_outliers.max() > 50
+    sums = numbers.astype(np.int64) @ weight.astype(np.int64).T
+    scales, out = rng.random(48, np.float32), np.empty((3 * num_rows, 48), np.float32)
+    packed = pack(torch.from_numpy(weight), instructions).numpy()
+    compile_multiply(num_rows, instructions)(rows, packed, scales, row_scales, out)
     assert np.array_equal(out, sums.astype(np.int32).astype(np.float32) * scales * row_scales[:, None])
 
 
@@ -76,27 +106,44 @@ def test_no_sum_leaves_32_bits() -> None:
         assert 1 <= greatest <= 32_767 and greatest * 127 * width < 2**31
 
 
-@numba.njit
-def quantise_all(x: Any, most: Any, out: Any) -> Any:
-    return quantise_row(x, 0, x.shape[0], most, out, 0)
+def test_the_greatest_sums_are_exact(instructions: InstructionSet) -> None:
+    """A partial sum of bytes plus 128 that leaves 32 bits must come back."""
+    weight = np.full((16, 2048), 127, np.int8)
+    most = greatest_activation(127 * 2048)
+    x = np.full((1, 2048), 1e-7, np.float32)
+    x[0, ::9] = 1.0
+    rows, row_scales = quantised(x, most)
+    expected = np.float32(127 * rows.numbers.astype(np.int64).sum()) * row_scales[0]
+    out = np.empty((1, 16), np.float32)
+    packed = pack(torch.from_numpy(weight), instructions).numpy()
+    compile_multiply(1, instructions)(rows, packed, np.ones(16, np.float32), row_scales, out)
+    assert (out == expected).all() and rows.num_outliers[0] > 0
 
 
-def test_a_row_is_rounded_to_the_nearest() -> None:
-    x = np.random.default_rng(1).normal(0, 3, 96).astype(np.float32)
-    out = np.empty(96, np.int16)
-    scale = quantise_all(x, np.float32(1000), out)
-    assert scale == np.abs(x).max() / np.float32(1000)
-    assert np.array_equal(out, np.rint(x * (np.float32(1000) / np.abs(x).max())))
-    assert np.abs(out).max() == 1000
+@pytest.mark.parametrize("outlier", [1.0, 100.0, 1e6])
+def test_a_row_is_rounded_to_the_nearest(outlier: float) -> None:
+    """Eight times the mean fits a byte; a greater number is kept whole up to the greatest one."""
+    x = np.random.default_rng(1).normal(0, 3, (1, 96)).astype(np.float32)
+    x[0, 5] = outlier
+    rows, scales = quantised(x, 1000)
+    numbers = rows.numbers.astype(int)
+    step = max(8 * np.abs(x).mean() / 127, np.abs(x).max() / 1000)
+    assert scales[0] == pytest.approx(step, rel=1e-5)
+    assert np.abs(numbers - x[0] / scales[0]).max() < 0.502
+    assert rows.sums[0] == numbers.sum() and np.abs(numbers).max() <= 1000
+    whole = rows.low.astype(int)
+    for column, rest in rows.outliers[0, : rows.num_outliers[0]]:
+        whole[column] += rest
+    assert np.array_equal(whole, numbers) and (rows.num_outliers[0] > 0) == (outlier > 50)
 
 
 @pytest.mark.parametrize(("bad", "is_nan"), [(np.nan, True), (np.inf, True), (-np.inf, True), (0.0, False)])
 def test_a_row_that_is_no_number_stays_so(bad: float, is_nan: bool) -> None:
     """A broken weight gave plausible text; a row of zeros gave NaN."""
-    x, out = np.zeros(32, np.float32), np.empty(32, np.int16)
-    x[17] = bad
-    scale = quantise_all(x, np.float32(1000), out)
-    assert np.isnan(scale) if is_nan else scale == 0.0 and not out.any()
+    x = np.zeros((1, 32), np.float32)
+    x[0, 17] = bad
+    rows, (scale,) = quantised(x, 1000)
+    assert np.isnan(scale) if is_nan else scale == 0.0 and not rows.numbers.any()
 
 
 @pytest.mark.parametrize(("width", "outputs"), [(64, 64), (172, 512), (1, 1), (7, 33), (300, 5)])
@@ -110,7 +157,7 @@ def test_rows_of_a_linear_are_alike_in_any_number(width: int, outputs: int) -> N
             assert torch.equal(layer(x[-num:]), whole[-num:])
         assert layer(x[:0]).shape == (0, outputs)
         assert layer(x[None, :4]).shape == (1, 4, outputs)
-        torch.testing.assert_close(whole, linear(x), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(whole, linear(x), rtol=0.02, atol=0.06)
 
 
 def outputs(target: Target, text: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray]]:

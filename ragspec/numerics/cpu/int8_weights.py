@@ -1,7 +1,7 @@
 """Weights as 8-bit integers with a scale for each output, in the layout that the product reads.
 
-Activations are rounded to 16 bits with a scale for each row, so nearly all of the error is the weights'. Their greatest value is
-chosen so that no sum of a product can leave 32 bits.
+Activations are whole numbers of up to 16 bits with a scale for each row, so nearly all of the error is the weights'. Their greatest
+value is chosen so that no sum of a product can leave 32 bits.
 
     >>> arena = WeightArena()
     >>> product = arena.add_product(weight, bias)
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.cpu.llvm_code import LANES
+from ragspec.numerics.cpu.product_code import FASTEST, InstructionSet
 
 Floats = NDArray[np.float32]
 
-FORMAT = 1
-"""Of saved arenas; raise it with every change of the layout."""
+FORMAT = f"2-{FASTEST.num_inputs}"
+"""Of saved arenas; raise its first number with every change of the layout."""
 
 _GREATEST = 127
 _GREATEST_SUM = 2**31 - 1
@@ -108,10 +109,15 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def pack(quantised: Tensor) -> Tensor:
-    """Blocks of 16 outputs, in each the inputs in pairs. Shapes: int8 [out, in] -> flat [out / 16, in / 2, 16, 2]."""
-    num_outputs, num_inputs = quantised.shape
-    blocks = quantised.view(num_outputs // LANES, LANES, num_inputs // 2, 2)
+def pack(quantised: Tensor, instructions: InstructionSet = FASTEST) -> Tensor:
+    """Blocks of 16 outputs, in each the inputs in groups of g, as the instructions read them: pairs, or fours of weights plus 128.
+
+    Shapes: int8 [out, in] -> flat [out / 16, in / g, 16, g].
+    """
+    (num_outputs, num_inputs), group = quantised.shape, instructions.num_inputs
+    if group == 4:
+        quantised = quantised ^ -128  # the bits of the unsigned byte
+    blocks = quantised.view(num_outputs // LANES, LANES, num_inputs // group, group)
     return blocks.transpose(1, 2).contiguous().view(-1)
 
 

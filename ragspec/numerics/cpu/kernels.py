@@ -15,7 +15,7 @@ import numpy as np
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
 from ragspec.numerics.cpu.llvm_code import DONE, LANES, TAKEN, add_one, load_count, take, yield_processor
-from ragspec.numerics.cpu.product_code import FASTEST, gate_block, make_multiply, quantise_row
+from ragspec.numerics.cpu.product_code import FASTEST, gate_block, make_multiply, note_outliers, quantise_row
 from ragspec.numerics.norms import add_and_normalise
 
 _SPINS = 500
@@ -84,6 +84,7 @@ def norm_rows(phase: Any, first: int, last: int, num_rows: int, parameters: Any,
     width, at = phase[_WIDTH], phase[_NORM_WEIGHT]
     weight, epsilon = parameters[at : at + width], parameters[at - 1]
     normalised, squares = np.empty(width, np.float32), np.empty(LANES, np.float32)
+    out_of_range = np.empty(width // LANES, np.int16)
     for row in range(first, last):
         here = row * width
         stream, block = floats[_STREAM][here : here + width], floats[_BLOCK][here : here + width]
@@ -94,7 +95,8 @@ def norm_rows(phase: Any, first: int, last: int, num_rows: int, parameters: Any,
                 floats[_TAPS][tap + column] = stream[column]
         if phase[_KIND] == _NORM:
             most = np.float32(phase[_MOST])
-            floats[_ROW_SCALES][row] = quantise_row(normalised, 0, width, most, quantised, here)
+            floats[_ROW_SCALES][row] = quantise_row(normalised, 0, width, most, quantised, row, out_of_range)
+            note_outliers(quantised, row, width, out_of_range)
         else:
             for column in range(width):
                 floats[_STATES][here + column] = normalised[column]
@@ -104,8 +106,10 @@ def norm_rows(phase: Any, first: int, last: int, num_rows: int, parameters: Any,
 def quantise_rows(phase: Any, first: int, last: int, floats: Any, quantised: Any) -> None:
     width, most = phase[_WIDTH], np.float32(phase[_MOST])
     source, scales = floats[phase[_SOURCE]], floats[_ROW_SCALES]
+    out_of_range = np.empty(width // LANES, np.int16)
     for row in range(first, last):
-        scales[row] = quantise_row(source, row * width, width, most, quantised, row * width)
+        scales[row] = quantise_row(source, row * width, width, most, quantised, row, out_of_range)
+        note_outliers(quantised, row, width, out_of_range)
 
 
 def _make_multiply_rows(counts: tuple[int, ...]) -> Any:
@@ -115,16 +119,16 @@ def _make_multiply_rows(counts: tuple[int, ...]) -> Any:
 
     @inner
     def multiply_rows(
-        row: int, num_rows: int, x: Any, weights: Any, weight_at: int, width: int, parameters: Any, scale_at: int,
+        row: int, num_rows: int, quantised: Any, weights: Any, weight_at: int, width: int, parameters: Any, scale_at: int,
         scales: Any, out: Any, at: int, stride: int,
     ) -> None:  # fmt: skip
         while row + count <= num_rows:
             to = at + row * stride
-            multiply(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+            multiply(quantised, row, weights, weight_at, width, parameters, scale_at, scales, out, to, stride)
             row += count
         if multiply_rest is not None:
             multiply_rest(
-                row, num_rows, x, weights, weight_at, width, parameters, scale_at, scales, out, at, stride
+                row, num_rows, quantised, weights, weight_at, width, parameters, scale_at, scales, out, at, stride
             )  # fmt: skip
 
     return multiply_rows
@@ -141,7 +145,7 @@ def multiply_block(
     weights: Any,
     parameters: Any,
     scales: Any,
-    x: Any,
+    quantised: Any,
     out: Any,
     at: int,
     stride: int,
@@ -149,7 +153,7 @@ def multiply_block(
     """One block of 16 outputs for all rows; row r is written at `at + r * stride`."""
     width = phase[_WIDTH]
     weight_at, scale_at = phase[_WEIGHT] + block * LANES * width, phase[_SCALES] + block * LANES
-    _multiply_rows(0, num_rows, x, weights, weight_at, width, parameters, scale_at, scales, out, at, stride)
+    _multiply_rows(0, num_rows, quantised, weights, weight_at, width, parameters, scale_at, scales, out, at, stride)
     if phase[_BIAS] >= 0:
         bias_at = phase[_BIAS] + block * LANES
         for row in range(num_rows):
@@ -229,8 +233,8 @@ def work(
 ) -> None:
     """Take chunks until none is left. `waits`: return only when every chunk is done.
 
-    Shapes: phases int64 [P, 16], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin) float32
-    [positions, head_dim], floats one flat array for each `Buffer`, quantised int16 [N * widest row], rows an
+    Shapes: phases int64 [P, columns], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin) float32
+    [positions, head_dim], floats one flat array for each `Buffer`, quantised a `QuantisedRows`, rows an
     `AttentionMetadata`, pool (keys, values) float32 or uint16 [layers, numbers of a layer], shape (heads, KV heads), limits
     (scale, softcap).
     """

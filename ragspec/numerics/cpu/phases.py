@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragspec.numerics.cpu.int8_weights import Product, WeightArena, greatest_activation
 from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
+from ragspec.numerics.cpu.product_code import QuantisedRows, room_for_rows
 from ragspec.numerics.cpu.thread_pool import Phases
 from ragspec.numerics.ranks import Ranks
 
@@ -89,8 +90,8 @@ class Buffers:
         self._num_rows = 0
         self._resize(1)
 
-    def of(self, num_rows: int, **own: Floats) -> tuple[tuple[Floats, ...], NDArray[np.int16]]:
-        """The arrays, flat, cut to so many rows; those of the caller stand in for ours. Also the quantised rows' array."""
+    def of(self, num_rows: int, **own: Floats) -> tuple[tuple[Floats, ...], QuantisedRows]:
+        """The arrays, flat, cut to so many rows; those of the caller stand in for ours. Also room for the quantised rows."""
         if num_rows > self._num_rows:
             self._resize(max(num_rows, 2 * self._num_rows))
         kept = {buffer.name.lower(): array[: num_rows * self._widths[buffer]] for buffer, array in self._arrays.items()}
@@ -98,7 +99,7 @@ class Buffers:
 
     def _resize(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._quantised = np.empty(num_rows * self._widest, np.int16)
+        self._quantised = room_for_rows(num_rows, self._widest)
         self._arrays = {buffer: np.empty(num_rows * width, np.float32) for buffer, width in self._widths.items()}
         for buffer, other in self._aliases.items():
             self._arrays[buffer] = self._arrays[other]
