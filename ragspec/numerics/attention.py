@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ragspec.numerics.cpu.kernels import Column, Kind
 from ragspec.numerics.cpu.llvm_code import LANES
 from ragspec.numerics.cpu.phases import floats_of, make_table
+from ragspec.numerics.cpu.product_code import room_for_rows
 from ragspec.numerics.cpu.thread_pool import Phases, run
 
 PAGE = LANES
@@ -120,7 +121,7 @@ def attend(
     rotations = (cos, sin) if cos is not None else (np.empty((0, shape.head_dim), np.float32),) * 2
     run(
         _phases(shape.window), num_rows, len(metadata.tiles) * shape.num_kv_heads, *_NO_PRODUCTS, rotations,
-        floats_of(qkv=qkv[:num_rows], own_heads=out[:num_rows]), _NOT_QUANTISED, *attention_arguments(
+        floats_of(qkv=qkv[:num_rows], own_heads=out[:num_rows]), _NO_ROWS, *attention_arguments(
             metadata, (keys[None], values[None]), shape
         ),
     )  # fmt: skip
@@ -128,7 +129,7 @@ def attend(
 
 
 _NO_PRODUCTS = (np.empty(0, np.int8), np.empty(0, np.float32))
-_NOT_QUANTISED = np.empty(0, np.int16)
+_NO_ROWS = room_for_rows(0, 0)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from ragspec.numerics.cpu.llvm_code import has_feature
 from ragspec.numerics.cpu.product_code import (
     INSTRUCTION_SETS,
     InstructionSet,
-    QuantisedRows,
+    RoundedRows,
     make_multiply,
     note_outliers,
     quantise_row,
@@ -53,7 +53,7 @@ def quantise_all(x: Any, most: Any, rows: Any, scales: Any) -> None:
         note_outliers(rows, row, x.shape[1], out_of_range)
 
 
-def quantised(x: np.ndarray, most: int) -> tuple[QuantisedRows, np.ndarray]:
+def quantised(x: np.ndarray, most: int) -> tuple[RoundedRows, np.ndarray]:
     rows, scales = room_for_rows(*x.shape), np.empty(len(x), np.float32)
     quantise_all(x, np.float32(most), rows, scales)
     return rows, scales
@@ -81,12 +81,12 @@ def test_the_product_is_the_integer_sum(num_rows: int, instructions: Instruction
     """A product that rounds or saturates inside, as 8-bit multiply-adds do on processors without dot products, or that loses an
     outlier."""
     rng = np.random.default_rng(num_rows)
-    weight = rng.integers(-128, 128, (48, 2048)).astype(np.int8)
+    weight = rng.integers(-128, 128, (48, 2032)).astype(np.int8)
     weight[0] = -127
     most = greatest_activation(int(np.abs(weight.astype(int)).sum(1).max()))
-    x = rng.normal(0, 1, (3 * num_rows, 2048)).astype(np.float32)
+    x = rng.normal(0, 1, (3 * num_rows, 2032)).astype(np.float32)
     x[0] = -1.0  # the greatest byte everywhere; its sums are the greatest of all without an outlier
-    x[-1] *= 10.0 ** rng.integers(-3, 4, 2048)  # outliers everywhere
+    x[-1] *= 10.0 ** rng.integers(-3, 4, 2032)  # outliers everywhere
     x[num_rows] = np.abs(x[num_rows] * 1e-6)
     x[num_rows, 3::700] = 1.0, -1.0, 1.0  # the greatest numbers
     rows, row_scales = quantised(x, most)
@@ -122,12 +122,13 @@ def test_the_greatest_sums_are_exact(instructions: InstructionSet) -> None:
 
 @pytest.mark.parametrize("outlier", [1.0, 100.0, 1e6])
 def test_a_row_is_rounded_to_the_nearest(outlier: float) -> None:
-    """Eight times the mean fits a byte; a greater number is kept whole up to the greatest one."""
+    """Six times the mean fits a byte; a greater number is kept whole up to the greatest one. Padding counts nowhere."""
     x = np.random.default_rng(1).normal(0, 3, (1, 96)).astype(np.float32)
+    x[0, 80:] = 0.0
     x[0, 5] = outlier
     rows, scales = quantised(x, 1000)
     numbers = rows.numbers.astype(int)
-    step = max(8 * np.abs(x).mean() / 127, np.abs(x).max() / 1000)
+    step = max(6 * np.abs(x[0, :80]).mean() / 127, np.abs(x).max() / 1000)
     assert scales[0] == pytest.approx(step, rel=1e-5)
     assert np.abs(numbers - x[0] / scales[0]).max() < 0.502
     assert rows.sums[0] == numbers.sum() and np.abs(numbers).max() <= 1000
@@ -180,6 +181,12 @@ def dequantised(folder: Path) -> Any:
     return model
 
 
+def error(found: Any, expected: Any) -> float:
+    """Of rounded activations it is 0.02 to 0.06: tiny models have few numbers to average over."""
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
+
+
 def with_float32_cache(folder: Path) -> TargetConfig:
     """References round no keys."""
     return target_config(str(folder), "int8").model_copy(update={"kv_cache_dtype": "float32"})
@@ -194,14 +201,15 @@ def test_a_target_is_the_model_with_its_quantised_weights(kind: str, tmp_path: P
     text = np.random.default_rng(5).integers(0, target.vocab_size, 90).astype(np.int32)
     logits, tapped = outputs(target, text)
     with torch.inference_mode():
-        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None], output_hidden_states=True)
-    assert np.abs(logits - theirs.logits[0].numpy()).max() < 2e-3 * theirs.logits.abs().max()
+        reference = dequantised(folder)
+        theirs = reference(torch.from_numpy(text.astype(np.int64))[None], output_hidden_states=True)
+    assert error(logits, theirs.logits[0]) < 0.1
     for tap in (0, 1):
-        assert np.allclose(tapped[tap], theirs.hidden_states[tap][0].numpy(), rtol=1e-2, atol=2e-3)
+        assert error(tapped[tap], theirs.hidden_states[tap][0]) < 0.1
     with torch.inference_mode():
         normed = dequantised(folder).model.norm(torch.from_numpy(tapped[2]))
     assert np.allclose(normed.numpy(), tapped[FINAL], rtol=1e-4, atol=1e-5)
-    assert np.allclose(tapped[FINAL], theirs.hidden_states[2][0].numpy(), rtol=1e-2, atol=2e-3)
+    assert error(tapped[FINAL], theirs.hidden_states[2][0]) < 0.1
 
 
 def test_threads_change_no_bit(tmp_path: Path) -> None:
@@ -246,8 +254,8 @@ def test_models_with_a_forward_of_their_own_run_too(kind: str, tmp_path: Path) -
     assert Int8Linear in kinds and PackedLinear not in kinds
     text = np.random.default_rng(8).integers(0, target.vocab_size, 40).astype(np.int32)
     with torch.inference_mode():
-        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None]).logits[0].numpy()
-    assert np.abs(outputs(target, text)[0] - theirs).max() < 5e-3 * np.abs(theirs).max()
+        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None]).logits[0]
+    assert error(outputs(target, text)[0], theirs) < 0.1
 
 
 def test_quantised_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,5 +305,5 @@ def test_heads_of_odd_size_have_int8_linears_too(tmp_path: Path) -> None:
     assert PackedLinear not in {type(module) for module in target._model.modules()}
     text = np.random.default_rng(10).integers(0, target.vocab_size, 40).astype(np.int32)
     with torch.inference_mode():
-        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None]).logits[0].numpy()
-    assert np.abs(outputs(target, text)[0] - theirs).max() < 5e-3 * np.abs(theirs).max()
+        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None]).logits[0]
+    assert error(outputs(target, text)[0], theirs) < 0.1

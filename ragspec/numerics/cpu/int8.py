@@ -175,7 +175,7 @@ _NO_ATTENTION = attention_arguments(_NO_ROWS, _NO_POOL, AttentionShape(1, 1, _HE
 
 
 class Int8Linear(nn.Module):
-    """`y = x W^T + b`, W in int8 with a scale for each output, x in int16 with a scale for each row.
+    """`y = x W^T + b`, W in int8 with a scale for each output, x in whole numbers with a scale for each row.
 
     Shapes: x [..., in_features] -> y [..., out_features], in the dtype of x. In a group W is a rank's outputs. `arena`: where
     the weights lie; None: in an arena of their own.

@@ -1,7 +1,7 @@
 """Weights as 8-bit integers with a scale for each output, in the layout that the product reads.
 
-Activations are whole numbers of up to 16 bits with a scale for each row, so nearly all of the error is the weights'. Their greatest
-value is chosen so that no sum of a product can leave 32 bits.
+Activations are whole numbers of up to 16 bits with a scale for each row, so nearly all of the error is the weights'. The
+greatest number is chosen so that no sum of a product can leave 32 bits.
 
     >>> arena = WeightArena()
     >>> product = arena.add_product(weight, bias)
@@ -110,7 +110,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(quantised: Tensor, instructions: InstructionSet = FASTEST) -> Tensor:
-    """Blocks of 16 outputs, in each the inputs in groups of g, as the instructions read them: pairs, or fours of weights plus 128.
+    """Blocks of 16 outputs, in each the inputs in groups as the instructions read them: pairs, or fours of weights plus 128.
 
     Shapes: int8 [out, in] -> flat [out / 16, in / g, 16, g].
     """

@@ -233,8 +233,8 @@ def work(
 ) -> None:
     """Take chunks until none is left. `waits`: return only when every chunk is done.
 
-    Shapes: phases int64 [P, columns], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin) float32
-    [positions, head_dim], floats one flat array for each `Buffer`, quantised a `QuantisedRows`, rows an
+    Shapes: phases int64 [P, columns], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin)
+    float32 [positions, head_dim], floats one flat array for each `Buffer`, quantised a `RoundedRows`, rows an
     `AttentionMetadata`, pool (keys, values) float32 or uint16 [layers, numbers of a layer], shape (heads, KV heads), limits
     (scale, softcap).
     """

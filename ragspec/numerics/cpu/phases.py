@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ragspec.numerics.cpu.int8_weights import Product, WeightArena, greatest_activation
 from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
-from ragspec.numerics.cpu.product_code import QuantisedRows, room_for_rows
+from ragspec.numerics.cpu.product_code import RoundedRows, room_for_rows
 from ragspec.numerics.cpu.thread_pool import Phases
 from ragspec.numerics.ranks import Ranks
 
@@ -90,7 +90,7 @@ class Buffers:
         self._num_rows = 0
         self._resize(1)
 
-    def of(self, num_rows: int, **own: Floats) -> tuple[tuple[Floats, ...], QuantisedRows]:
+    def of(self, num_rows: int, **own: Floats) -> tuple[tuple[Floats, ...], RoundedRows]:
         """The arrays, flat, cut to so many rows; those of the caller stand in for ours. Also room for the quantised rows."""
         if num_rows > self._num_rows:
             self._resize(max(num_rows, 2 * self._num_rows))

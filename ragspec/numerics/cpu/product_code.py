@@ -41,8 +41,8 @@ from ragspec.numerics.cpu.llvm_code import (
 _BYTE = ir.IntType(8)
 _LEAST_SUMS = 8
 """So many sums run side by side at least: one alone would wait for its last multiply-add, four to five cycles each."""
-_TYPICAL = 8
-"""So many times the mean of |x| fits 8 bits. In language models one number in a hundred or two hundred is greater."""
+_TYPICAL = 6
+"""So many times the mean of |x|, zeros left out, fits 8 bits. Of a language model's activations one in a hundred is greater."""
 _LARGEST = 87.0
 """e^x of more is not needed: its sigmoid rounds to 0 or 1 in float32."""
 _ROUNDING, _ROUNDING_BITS = 1.5 * 2.0**23, 0x4B400000
@@ -103,7 +103,7 @@ FASTEST = next(each for each in INSTRUCTION_SETS.values() if each.feature is Non
 """The instructions of this processor."""
 
 
-class QuantisedRows(NamedTuple):
+class RoundedRows(NamedTuple):
     """Activations in whole numbers: `numbers` int16 flat and, for multiply-adds of bytes, the same as `low` + outliers.
 
     Shapes, of N rows: low int8 flat; sums int32 [N], of a row's numbers; num_outliers int32 [N]; outliers int32 [N, most, 2],
@@ -117,10 +117,10 @@ class QuantisedRows(NamedTuple):
     outliers: Any
 
 
-def room_for_rows(num_rows: int, width: int) -> QuantisedRows:
+def room_for_rows(num_rows: int, width: int) -> RoundedRows:
     """Room for rows of up to `width` numbers. Less than one number in `_TYPICAL` can be greater than that many times the mean."""
     count, most = num_rows * width, width // _TYPICAL + 1
-    return QuantisedRows(
+    return RoundedRows(
         numbers=np.empty(count, np.int16),
         low=np.empty(count, np.int8),
         sums=np.empty(num_rows, np.int32),
@@ -132,14 +132,14 @@ def room_for_rows(num_rows: int, width: int) -> QuantisedRows:
 def make_multiply(num_rows: int, instructions: InstructionSet = FASTEST) -> Any:
     """Products of `num_rows` quantised rows with one block of 16 outputs, times the scales of row and output.
 
-    Shapes, flat unless `QuantisedRows` says otherwise: row `first_row + r` of the numbers at `(first_row + r) * num_inputs`;
+    Shapes, flat unless `RoundedRows` says otherwise: row `first_row + r` of the numbers at `(first_row + r) * num_inputs`;
     weight int8 [num_inputs / g, 16, g] at `weight_offset`, g the instructions' inputs; scales float32 [16] at `scale_offset`;
     row_scales float32 [N]; out float32, row r at `out_offset + r * out_stride`.
     """
     num_sums, group = instructions.num_sums, instructions.num_inputs
     sums_type = ir.VectorType(INT, num_sums)
     num_parts = LANES // num_sums
-    unrolled = max(1, _LEAST_SUMS // (num_rows * num_parts))
+    unrolled = min(LANES // group, max(1, _LEAST_SUMS // (num_rows * num_parts)))  # inputs are a multiple of 16
 
     @intrinsic
     def multiply(
@@ -181,7 +181,9 @@ def make_multiply(num_rows: int, instructions: InstructionSet = FASTEST) -> Any:
                     numbers.align = 1
                     for weights in parts:
                         own = loop.values[len(sums)]
-                        sums.append(instructions.multiply_add(builder, own, splat(builder, numbers, sums_type), weights))
+                        sums.append(
+                            instructions.multiply_add(builder, own, splat(builder, numbers, sums_type), weights)
+                        )
             totals, num_own = loop.close(sums), num_rows * num_parts
             totals = [functools.reduce(builder.add, totals[own::num_own]) for own in range(num_own)]
             output_scales = load(builder, scale_data, args[6])
@@ -212,7 +214,7 @@ def _load_weights(builder: Any, base: Any, start: Any, part: int, instructions: 
     return weights if instructions.num_inputs == 4 else builder.sext(weights, ir.VectorType(SHORT, count))
 
 
-def _add_outliers(builder: Any, total: Any, rows: QuantisedRows, row: Any, stride: Any, weight: Any, start: Any) -> Any:
+def _add_outliers(builder: Any, total: Any, rows: RoundedRows, row: Any, stride: Any, weight: Any, start: Any) -> Any:
     """The rest of a row's products. Weights hold 128 more than they mean, so 128 times the row's sum is too much."""
     row_sum = builder.load(builder.gep(rows.sums, [row]))
     total = builder.sub(total, splat(builder, builder.shl(row_sum, ir.Constant(INT, 7)), INT_VECTOR))
@@ -264,10 +266,10 @@ def quantise_row(
 ) -> Any:
     """Round 16-lane blocks of a row to whole numbers; returns their scale (NaN if max|x| is not finite).
 
-    The scale gives `_TYPICAL` times the mean of |x| the greatest byte, or max|x| the number `most` where that needs more. Writes the
-    row's `numbers`, `low` and `sums`, and the bits of numbers that leave 8 bits.
+    The scale turns `_TYPICAL` times the mean of |x|, zeros left out, into the greatest byte, or max|x| into the number `most`
+    where that needs more. Writes the row's `numbers`, `low` and `sums`, and a bit for every number that leaves 8 bits.
 
-    Shapes: x float32 flat, `count` numbers at `offset`, a multiple of 16; rows a `QuantisedRows`, whose row is written at
+    Shapes: x float32 flat, `count` numbers at `offset`, a multiple of 16; rows a `RoundedRows`, whose row is written at
     `row * count`; out_of_range int16 [count / 16].
     """
     long = types.int64
@@ -277,12 +279,10 @@ def quantise_row(
         data, masks = (array_data(context, builder, signature, args, i) for i in (0, 6))
         arrays = quantised_arrays(context, builder, signature.args[4], args[4])
         num_blocks = builder.lshr(args[2], ir.Constant(LONG, 4))
-        top, total = _size(builder, data, args[1], num_blocks)
+        top, mean = _greatest_and_mean(builder, data, args[1], num_blocks)
         is_finite = builder.fcmp_ordered("<", top, ir.Constant(FLOAT, 3.4e38))
         usable = builder.and_(is_finite, builder.fcmp_ordered(">", top, ir.Constant(FLOAT, 1e-30)))
-        count = builder.sitofp(args[2], FLOAT)
-        typical = builder.fdiv(builder.fmul(total, ir.Constant(FLOAT, _TYPICAL)), count)
-        scale, least = builder.fdiv(typical, ir.Constant(FLOAT, 127.0)), builder.fdiv(top, args[3])
+        scale, least = builder.fmul(mean, ir.Constant(FLOAT, _TYPICAL / 127)), builder.fdiv(top, args[3])
         scale = builder.select(builder.fcmp_ordered(">", scale, least), scale, least)
         factor = builder.select(usable, builder.fdiv(ir.Constant(FLOAT, 1.0), scale), ir.Constant(FLOAT, 0.0))
         factors, first = splat(builder, factor), builder.mul(args[5], args[2])
@@ -305,10 +305,10 @@ def quantise_row(
     return signature, generate
 
 
-def quantised_arrays(context: Any, builder: Any, kind: Any, rows: Any) -> QuantisedRows:
-    """The data of each array of a `QuantisedRows`."""
+def quantised_arrays(context: Any, builder: Any, kind: Any, rows: Any) -> RoundedRows:
+    """The data of each array of a `RoundedRows`."""
     parts = (builder.extract_value(rows, number) for number in range(len(kind.types)))
-    return QuantisedRows(
+    return RoundedRows(
         *(context.make_array(each)(context, builder, part).data for each, part in zip(kind.types, parts, strict=True))
     )
 
@@ -326,19 +326,27 @@ def _limited(builder: Any, numbers: Any) -> Any:
     return numbers
 
 
-def _size(builder: Any, data: Any, offset: Any, num_blocks: Any) -> tuple[Any, Any]:
-    """max |x| and the sum of |x| over blocks of 16.
+def _greatest_and_mean(builder: Any, data: Any, offset: Any, num_blocks: Any) -> tuple[Any, Any]:
+    """max |x| and the mean of |x| over blocks of 16. Zeros do not count, so padding changes nothing.
 
     The maximum compares bits: without the sign they are ordered like the numbers, and NaN is the greatest.
     """
-    no_sign = ir.Constant(INT_VECTOR, [0x7FFFFFFF] * LANES)
-    loop = Loop(builder, num_blocks, [ir.Constant(INT_VECTOR, [0] * LANES), constant(0.0)])
+    no_sign, zero = ir.Constant(INT_VECTOR, [0x7FFFFFFF] * LANES), ir.Constant(INT_VECTOR, [0] * LANES)
+    loop = Loop(builder, num_blocks, [zero, zero, constant(0.0)])
     at = builder.add(offset, builder.mul(loop.index, ir.Constant(LONG, LANES)))
     bits = builder.and_(builder.bitcast(load(builder, data, at), INT_VECTOR), no_sign)
-    top, total = loop.values
-    tops, totals = loop.close([_greater(builder, top, bits), builder.fadd(total, builder.bitcast(bits, VECTOR))])
+    counted = builder.zext(builder.icmp_signed("!=", bits, zero), INT_VECTOR)
+    top, count, total = loop.values
+    tops, counts, totals = loop.close(
+        [
+            _greater(builder, top, bits),
+            builder.add(count, counted),
+            builder.fadd(total, builder.bitcast(bits, VECTOR)),
+        ]
+    )
     top = builder.bitcast(fold(builder, tops, lambda a, b: _greater(builder, a, b)), FLOAT)
-    return top, fold(builder, totals, builder.fadd)
+    count = builder.sitofp(fold(builder, counts, builder.add), FLOAT)
+    return top, builder.fdiv(fold(builder, totals, builder.fadd), count)
 
 
 def _greater(builder: Any, a: Any, b: Any) -> Any:
