@@ -216,7 +216,8 @@ class TargetConfig(ConfigSection):
     def numerics_dtype(self) -> str:
         """Everything of the configuration that changes hidden states: dtypes, int8 weights, backend and device."""
         parts: list[str] = [self.dtype]
-        parts += ["int8"] if self.is_int8 else []
+        if self.is_int8:  # v2: most activations of the CPU's kernels fit 8 bits
+            parts += ["int8-v2" if self.backend_name == "cpu" else "int8"]
         parts += [f"kv-{self.kv_dtype}"] if self.backend_name == "cpu" and self.kv_dtype != "float32" else []
         parts += [self.backend_name, self.device.partition(":")[0]] if self.backend_name != "cpu" else []
         return "-".join(parts)

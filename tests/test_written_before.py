@@ -142,6 +142,10 @@ def test_half_a_job_is_finished(written: Path, monkeypatch: pytest.MonkeyPatch) 
     """A job of days that starts again because the code was replaced while it was stopped."""
     monkeypatch.chdir(written)  # job.json names the target as "target"
     save_model("llama", written / "target", max_position_embeddings=1024)
+    for name in ("config.json", "generation_config.json"):  # the job knows the target by a digest of its files
+        file = written / "target" / name
+        config = json.loads(file.read_text()) | {"transformers_version": "5.23.0"}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     settings = {
         "target": {"model": "target"},
         "engine": {"max_kv_tokens": 8192, "max_step_tokens": 64, "max_running": 1},
