@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -83,9 +84,13 @@ class QueryWeights(NamedTuple):
         parts = sorted({part for name in names for part in (name, name.rpartition(".")[2]) if part})
         return cls(tuple(terms), {term: each / total for term, each in rarity.items()}, highest, tuple(parts))
 
-    def covered(self, *texts: Collection[str]) -> float:
-        """The weight of the terms that one of the texts holds."""
-        return math.fsum(weight for term, weight in self.weight_of.items() if any(term in text for text in texts))
+    def in_text(self, terms: Iterable[str]) -> AbstractSet[str]:
+        """The query's terms among these."""
+        return self.weight_of.keys() & terms
+
+    def covered(self, found: AbstractSet[str]) -> float:
+        """The weight of some of the query's terms. Why fsum: its result does not depend on the order."""
+        return math.fsum([self.weight_of[term] for term in found])
 
     def paired(self, pairs: Collection[tuple[str, str]]) -> float:
         """The share of the query's pairs of neighbours, by their weights."""
@@ -144,20 +149,21 @@ class Relevance:
         """`places`: in the list by meaning and in the list by words."""
         read, title = self._read(passage.text), self._terms(passage.title)
         heading, last = self._terms(passage.heading), self._terms(passage.heading.rpartition(SEPARATOR)[2])
-        above = query.covered(title, heading) if not read.sentences else 0.0
+        above = query.in_text((*title, *heading))
+        found = [query.in_text(own) for own in read.sentences]
         (meaning, words), (few, more) = places, _FIRST_TERMS
         return Features(
             meaning.score,
             words.score / query.highest_bm25,
             meaning.earliness,
             words.earliness,
-            max(map(query.covered, read.sentences), default=0.0),
-            query.covered(heading),
+            max(map(query.covered, found), default=0.0),
+            query.covered(query.in_text(heading)),
             sum(term in query.weight_of for term in last) / len(last) if last else 0.0,
             query.paired(read.pairs),
-            max((query.covered(own[:few], title, heading) for own in read.sentences), default=above),
-            max((query.covered(own[:more], title, heading) for own in read.sentences), default=above),
-            max((query.covered(own, title, heading) for own in read.sentences), default=above),
+            max(query.covered(above | query.in_text(own[:few])) for own in read.sentences or ((),)),
+            max(query.covered(above | query.in_text(own[:more])) for own in read.sentences or ((),)),
+            max(query.covered(above | own) for own in found or (frozenset[str](),)),
             max((_named(query.identifiers, own) for own in read.beginnings), default=0.0),
         )
 
