@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 import time
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -126,6 +129,18 @@ def test_every_passage_of_a_table_has_its_header(table: str) -> None:
     assert (before.text, before.heading, after.text, after.heading) == ("Before it.", "", "After it.", "")
     assert len(rows) > 2 and {row.heading for row in rows} == {"Part | Weight"}
     assert [passage.heading for passage in chunk(document, ChunkingConfig(max_chars=5000))] == [""]
+
+
+def test_no_text_stalls_the_search_for_tables() -> None:
+    """Thirty bars with blanks took longer than anyone waits, and so did a line of blanks and rules that nothing closes."""
+    code = """if True:
+        from ragspec.retrieval.chunking.tables import tables
+        rules = (" ".join("==" if bit == "1" else "=" for bit in f"{n:016b}") for n in range(40_000))
+        for text in ("a|b\\n--" + "| " * 30 + "x\\n", "a|b\\n--" + "|  " * 30 + "x\\n", " " * 1_000_000, "|--" * 300_000,
+                     "a|b\\n--|" + " " * 400_000 + "x", "".join(f"{rule}\\nh\\n{rule}\\n" for rule in rules)):
+            assert not list(tables(text))
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, check=True)
 
 
 def test_a_cut_never_parts_a_letter_from_its_accent() -> None:

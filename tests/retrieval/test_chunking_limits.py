@@ -134,6 +134,15 @@ def test_a_long_title_leaves_half_of_the_room_to_the_text() -> None:
     assert embedded_text(passages[-1]).count("Title") < 20
 
 
+def test_a_wide_table_keeps_the_headings_above_it() -> None:
+    """The names of thirty columns took the place of the section's headings."""
+    for num_columns, heading in ((2, "Mill > Prices > Part | Part"), (30, "Mill > Prices")):
+        table = "| Part " * num_columns + "|\n" + "|---" * num_columns + "|\n" + "| a sack | nine shillings |\n" * 30
+        document = Document("d", "a\n\nb\n\n" + table, headings=(Heading(0, 1, "Mill"), Heading(3, 2, "Prices")))
+        *_, last = chunk(document, ChunkingConfig(max_chars=200), TokenLimit(64, words))
+        assert last.heading == heading
+
+
 def test_a_token_limit_that_nobody_can_count_is_refused() -> None:
     """A setting that is silently ignored."""
     with pytest.raises(ConfigError, match="max_tokens"):

@@ -61,10 +61,11 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
 
 class _Section(NamedTuple):
     """`path`: titles from the highest level down. `borders`: offsets that no sentence crosses; the first and last are the
-    section's start and end."""
+    section's start and end. `header`: of the table that the section is a part of."""
 
     path: tuple[str, ...]
     borders: list[int]
+    header: str = ""
 
     def sentences(self, text: str) -> list[Span]:
         regions = zip(self.borders, self.borders[1:], strict=False)
@@ -98,7 +99,7 @@ class _RunBudget(NamedTuple):
 def _part(document: Document, section: _Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
     spans = [piece for span in section.sentences(text) for piece in _pieces(text, span, config.max_chars)]
-    heading = fit_heading(document.title, section.path, limit) if spans else ""
+    heading = fit_heading(document.title, section.path, limit, section.header) if spans else ""
     return _SectionRuns(heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars)))
 
 
@@ -216,12 +217,12 @@ def _sections(document: Document) -> Iterator[_Section]:
 
 
 def _tables_apart(text: str, section: _Section, max_chars: int) -> Iterator[_Section]:
-    """The section in parts: each table with more than `max_chars` characters is a part, and its header ends the part's path."""
-    path, borders = section
+    """The section in parts: each table with more than `max_chars` characters is a part with its header."""
+    path, borders = section.path, section.borders
     for start, end, header in tables(text, borders[0], borders[-1]):
         if end - start > max_chars:
             yield _Section(path, [*(border for border in borders if border < start), start])
-            yield _Section((*path, header), [start, end])
+            yield _Section(path, [start, end], header)
             borders = [end, *(border for border in borders if border > end)]
     if borders[0] < borders[-1] or borders == section.borders:
         yield _Section(path, borders)

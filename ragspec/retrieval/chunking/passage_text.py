@@ -63,16 +63,18 @@ def join_passage_text(title: str, heading: str, text: str) -> str:
     return "\n".join(filter(None, (title, heading, text)))
 
 
-def fit_heading(title: str, path: Sequence[str], limit: TokenLimit | None) -> str:
-    """The titles of the path as a heading. Upper levels are dropped until title and heading take at most half of the limit.
+def fit_heading(title: str, path: Sequence[str], limit: TokenLimit | None, header: str = "") -> str:
+    """The titles of the path as a heading, and behind them a table's header.
+
+    First the header, then upper levels are dropped until title and heading take at most half of the limit.
 
     If the title alone takes more, the heading is the beginning of the title with "…", and replaces the title.
     """
     if limit is None:
-        return SEPARATOR.join(filter(None, path))
+        return SEPARATOR.join(filter(None, (*path, header)))
     half = limit.max_tokens // 2
-    for first in range(len(path) + 1):
-        heading = SEPARATOR.join(filter(None, path[first:]))
+    for titles in ((*path, header), *(path[first:] for first in range(0 if header else 1, len(path) + 1))):
+        heading = SEPARATOR.join(filter(None, titles))
         lead = join_passage_text(title, heading, "")
         if not lead or _fits(lead, limit, half):
             return heading

@@ -11,20 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-_BAR_ROW = r"[ \t]*\|?[^\n|]*\|[^\n]*\n"
+# Why possessive: a file may be made to stall its reader, and no run of signs is then read in two ways.
+_BAR_ROW = r"[^\n|]*+\|[^\n]*+\n"
 _MARKDOWN = re.compile(
-    rf"^(?P<header>{_BAR_ROW})[ \t]*\|?[ \t]*:?-{{2,}}:?[ \t]*(?:\|[ \t]*(?::?-{{2,}}:?)?[ \t]*)+\n"
-    rf"(?:{_BAR_ROW})*(?:[ \t]*\|[^\n]*\Z)?",
+    rf"^(?P<header>{_BAR_ROW})[ \t]*+\|?[ \t]*+:?-{{2,}}+:?[ \t]*+(?:\|[ \t]*+(?::?-{{2,}}+:?[ \t]*+)?)++\n"
+    rf"(?:{_BAR_ROW})*+(?:[ \t]*+\|[^\n]*+\Z)?",
     re.MULTILINE,
 )
 _GRID = re.compile(
-    r"^[ \t]*\+(?:-+\+)+[ \t]*\n(?P<header>(?:[ \t]*\|[^\n]*\n){1,4})[ \t]*\+(?:=+\+)+[ \t]*\n"
-    r"(?:[ \t]*[|+][^\n]*(?:\n|\Z))*",
+    r"^[ \t]*+\+(?:-++\+)++[ \t]*+\n(?P<header>(?:[ \t]*+\|[^\n]*+\n){1,4}+)[ \t]*+\+(?:=++\+)++[ \t]*+\n"
+    r"(?:[ \t]*+[|+][^\n]*+(?:\n|\Z))*+",
     re.MULTILINE,
 )
+# A table that nothing closes ends at the next rule, whichever that is.
 _SIMPLE = re.compile(
-    r"^(?P<rule>[ \t]*=+(?: +=+)+)[ \t]*\n(?P<header>(?:[^\n=][^\n]*\n){1,4})(?P=rule)[ \t]*\n"
-    r"(?:(?!(?P=rule))[^\n]*\n)*?(?P=rule)[ \t]*(?:\n|\Z)",
+    r"^(?P<rule>[ \t]*+=++(?: ++=++)++)[ \t]*+\n(?P<header>(?:[^\n=][^\n]*+\n){1,4}?)(?P=rule)[ \t]*+\n"
+    r"(?:(?![ \t]*+=++ ++=)[^\n]*+\n)*+(?P=rule)[ \t]*+(?:\n|\Z)",
     re.MULTILINE,
 )
 _MARKUP = re.compile(r"\*\*|`+")
