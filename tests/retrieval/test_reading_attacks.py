@@ -10,7 +10,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import docx
 import pytest
+from docx.oxml import parse_xml
+from docx.oxml.ns import nsdecls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from office_files import pdf_bytes, write_docx, write_pdf
@@ -166,6 +169,16 @@ def test_archives_that_unpack_to_more_than_the_memory_are_refused(
     monkeypatch.setattr(parsed_file, "MAX_BYTES", 100)
     for name, raw in (("a.pdf", pdf_bytes(["Text."])), ("a.html", b"<p>" + b"x" * 100), ("a.docx", bomb.getvalue())):
         assert "more than the 100" in tried(put(tmp_path, name, raw))
+
+
+def test_a_long_table_of_word_is_read_row_by_row(tmp_path: Path) -> None:
+    """Each row looked through all rows above it."""
+    row = "<w:tr><w:trPr><w:tblHeader/></w:trPr><w:tc><w:p><w:r><w:t>x</w:t></w:r></w:p></w:tc></w:tr>"
+    word = docx.Document()
+    word.element.body.insert(0, parse_xml(f"<w:tbl {nsdecls('w')}>{row * 15_000}</w:tbl>"))
+    word.save(str(tmp_path / "a.docx"))
+    (document,) = tried(tmp_path / "a.docx")
+    assert isinstance(document, Document) and document.text.count("---") == 1 and document.text.count("x") == 15_000
 
 
 def test_remarks_of_the_parsers_stay_inside_and_their_loggers_as_they_were(tmp_path: Path) -> None:

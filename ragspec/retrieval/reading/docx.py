@@ -106,11 +106,11 @@ def _add_paragraph(builder: TextBuilder, paragraph: Any, levels: dict[str, int])
 
 
 def _rows(table: Any) -> Iterator[str]:
-    for row in table.xpath("./w:tr"):
+    for number, row in enumerate(table.xpath("./w:tr")):
         cells = row.xpath("./w:tc | ./w:sdt/w:sdtContent/w:tc")
         texts = [" ".join(filter(None, map(_text, cell.xpath(".//w:p[not(ancestor::w:p)]")))) for cell in cells]
         if any(texts):
-            is_header = not row.xpath("./preceding-sibling::w:tr") and row.xpath("./w:trPr/w:tblHeader")
+            is_header = number == 0 and row.xpath("./w:trPr/w:tblHeader")
             rule = f"\n|{'---|' * len(texts)}" if is_header else ""
             yield "| " + " | ".join(" ".join(text.split()) for text in texts) + " |" + rule
 
