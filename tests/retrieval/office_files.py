@@ -13,13 +13,13 @@ from pypdf import PdfWriter
 LINE = 14  # points
 
 
-def pdf_bytes(*pages: Sequence[str]) -> bytes:
-    """A PDF whose pages show these lines; a line that begins with "# " is shown in larger letters, without the mark."""
+def pdf_bytes(*pages: Sequence[str], place: str = "72 760 Td", size: int = 11) -> bytes:
+    """A PDF whose pages show these lines from a place; a line that begins with "# " has letters of 16, without the mark."""
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     kids = []
     for lines in pages:
         escaped = (line.replace("\\", r"\\").replace("(", r"\(").replace(")", r"\)") for line in lines)
-        shown = "BT /F1 11 Tf 72 760 Td 14 TL " + " ".join(map(_shown, escaped)) + " ET"
+        shown = f"BT /F1 {size} Tf {place} 14 TL " + " ".join(_shown(line, size) for line in escaped) + " ET"
         kids.append(f"{len(objects) + 1} 0 R")
         objects.append(
             f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {len(objects) + 2} 0 R "
@@ -36,8 +36,8 @@ def pdf_bytes(*pages: Sequence[str]) -> bytes:
     return written + f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{trailer}".encode("latin-1")
 
 
-def _shown(line: str) -> str:
-    return f"/F1 16 Tf ({line[2:]}) Tj T* /F1 11 Tf" if line.startswith("# ") else f"({line}) Tj T*"
+def _shown(line: str, size: int) -> str:
+    return f"/F1 16 Tf ({line[2:]}) Tj T* /F1 {size} Tf" if line.startswith("# ") else f"({line}) Tj T*"
 
 
 def write_pdf(

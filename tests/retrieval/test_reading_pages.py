@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from office_files import write_docx, write_pdf
+from office_files import pdf_bytes, write_docx, write_pdf
 
 from ragspec.core import Document
 from ragspec.errors import InputError
@@ -187,6 +187,50 @@ def test_a_pdf_is_read_without_running_titles_and_with_its_large_lines_as_headin
         "paid before."
     )
     assert titles(document) == [(1, "Opening hours", 0), (1, "Prices", document.text.index("Prices"))]
+
+
+def test_rows_that_differ_in_their_numbers_are_no_running_titles(tmp_path: Path) -> None:
+    """Three pages sufficed, and any numbers were page numbers: statements lost their balances, invoices their totals."""
+    sums = [(1204, 55), (980, 61), (1733, 12), (640, 90)]
+    statements = [
+        [
+            f"Balance on {n} May: {a}.{b}",
+            *(f"Paid {a * k} to shop {k}." for k in range(1, 9)),
+            f"Carried over: {a - b}",
+            f"- {n} -",
+        ]
+        for n, (a, b) in enumerate(sums, 4)
+    ]
+    invoices = [[f"Invoice {b * 7}", f"Sum {a}.{b}", f"Due in {b} days"] for a, b in sums]
+    letters = [[f"Text {'abcdefgh'[n]}.", "Kind regards" if n < 3 else f"See {'abcdefgh'[n]}."] for n in range(8)]
+    for pages, dropped in ((statements, 1), (invoices, 0), (letters, 0)):
+        shown = one(write_pdf(tmp_path / "a.pdf", *pages)).text.split()
+        assert shown == " ".join(line for page in pages for line in page[: len(page) - dropped]).split()
+
+
+def test_no_page_of_a_pdf_loses_all_its_lines(tmp_path: Path) -> None:
+    """Lines from both edges of a page of three were the whole page, and a form filled in alike was an empty document."""
+    pages = [["The Mill Company", "No sack was sold.", f"Page {n} of 4"] for n in range(1, 5)]
+    assert one(write_pdf(tmp_path / "a.pdf", *pages)).text.count("No sack was sold.") == 4
+    pages[2][1] = "One sack was sold."
+    assert "One sack was sold." in (text := one(write_pdf(tmp_path / "a.pdf", *pages)).text) and "Page 3" not in text
+
+
+@pytest.mark.parametrize("place", ["0 1 -1 0 300 72 Tm", "0 -1.5 1.5 0 72 700 Tm"])
+def test_turned_pages_of_a_pdf_have_headings(tmp_path: Path, place: str) -> None:
+    """Letters of a turned line had the size 0, and a table set across its page had no title."""
+    lines = ["# Opening hours", "The mill opens at nine on every day of the week."]
+    (tmp_path / "a.pdf").write_bytes(pdf_bytes(lines, place=place))
+    assert titles(one(tmp_path / "a.pdf")) == [(1, "Opening hours", 0)]
+
+
+def test_large_letters_alone_make_no_heading(tmp_path: Path) -> None:
+    """A page of large letters was one heading, and where most of a text has no size every line was one."""
+    quote = [f"# The quotation of {n} goes on in letters that are larger than all the others," for n in "abcde"]
+    body = ["The mill opens at nine on every day of the week."] * 20
+    for pages, size in (([quote, body], 11), ([["# Large letters of one line", *body]], 0)):
+        (tmp_path / "a.pdf").write_bytes(pdf_bytes(*pages, size=size))
+        assert "arge" in (document := one(tmp_path / "a.pdf")).text and not document.headings
 
 
 def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:

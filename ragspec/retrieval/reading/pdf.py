@@ -8,12 +8,13 @@ Headings are the titles of the outline that the text holds; without an outline, 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pypdf import PasswordType, PdfReader
 
@@ -34,9 +35,15 @@ _NUMBER = r"(?:[\dA-Z][\dA-Z.]{0,9}\s+)?"
 _MAX_LEVEL = 9
 _LARGER = 1.12
 """A heading's letters, over those of most of the text."""
+_TITLE_CHARS, _TITLE_LINES = 200, 4
+"""More is no title, neither a heading nor a running one."""
 _RUNNING_PAGES, _RUNNING_LINES = 3, 2
-"""A line that as many pages have among their first or last lines is no part of the text."""
-_DIGITS = re.compile(r"\d+|\b[ivxl]+\b")
+"""A running title is among that many first or last lines of that many pages, and of more than half of them."""
+_PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
+
+
+_Form: TypeAlias = tuple[bool, str, int | None]
+"""Whether at the end of a page, the text, and how far the number in it is from the page's."""
 
 
 class _Line(NamedTuple):
@@ -53,6 +60,7 @@ class _Block(NamedTuple):
     text: str
     page: int
     size: float = 0.0
+    num_lines: int = 1
 
 
 def read_pdf(path: Path) -> ParsedFile:
@@ -83,7 +91,8 @@ def _lines(reader: PdfReader, number: int, path: Path) -> list[_Line]:
     parts: list[tuple[str, float]] = []
 
     def visit(text: str, page: Sequence[float], place: Sequence[float], _: Any, size: float) -> None:
-        parts.append((text, round(size * abs((place[3] or place[0]) * (page[3] or page[0])), 1)))
+        a, b = place[2:4]  # where one unit up leads, in the text's space and then on the page
+        parts.append((text, round(size * math.hypot(a * page[0] + b * page[2], a * page[1] + b * page[3]), 1)))
 
     try:
         reader.pages[number].extract_text(visitor_text=visit)
@@ -107,26 +116,29 @@ def _lines(reader: PdfReader, number: int, path: Path) -> list[_Line]:
 
 
 def _without_running_lines(pages: Sequence[Sequence[_Line]]) -> list[list[_Line]]:
-    """The pages without their numbers, headers and footers."""
-    texts = [[line for line in page if line.text] for page in pages]
-    edges = [{(is_last, _shape(line)) for is_last in (False, True) for line in _edge(page, is_last)} for page in texts]
-    counts = Counter(edge for page in edges for edge in page)
-    running = {edge for edge, count in counts.items() if count >= _RUNNING_PAGES}
-    dropped = [
-        {id(line) for is_last in (False, True) for line in _edge(page, is_last) if (is_last, _shape(line)) in running}
-        for page in texts
-    ]
-    return [[line for line in page if id(line) not in out] for page, out in zip(pages, dropped, strict=True)]
+    """The pages without their numbers, headers and footers. A page that holds nothing else keeps them."""
+    edges = [_edges([line for line in page if line.text]) for page in pages]
+    counts = Counter(form for page in edges for form in {form for _, forms in page for form in forms})
+    least = max(_RUNNING_PAGES, sum(map(bool, edges)) // 2 + 1)
+    found = list[list[_Line]]()
+    for page, edge in zip(pages, edges, strict=True):
+        running = {id(line) for line, forms in edge if any(counts[form] >= least for form in forms)}
+        rest = [line for line in page if id(line) not in running]
+        found.append(rest if any(line.text for line in rest) else list(page))
+    return found
 
 
-def _edge(page: Sequence[_Line], is_last: bool) -> Sequence[_Line]:
-    """The lines beside the edge of a page, but never all of its lines."""
-    room = min(_RUNNING_LINES, len(page) - 1)
-    return page[len(page) - room :] if is_last else page[: max(room, 0)]
-
-
-def _shape(line: _Line) -> str:
-    return _DIGITS.sub("#", line.text)
+def _edges(page: Sequence[_Line]) -> list[tuple[_Line, set[_Form]]]:
+    """The first and last lines of a page, each as it is and without each of its numbers: other pages repeat one of these
+    forms if the line is a running title."""
+    edges = [(False, line) for line in page[:_RUNNING_LINES]] + [(True, line) for line in page[-_RUNNING_LINES:]]
+    found = list[tuple[_Line, set[_Form]]]()
+    for is_last, line in edges:
+        if len(line.text) <= _TITLE_CHARS:
+            numbers = [(*number.span(), int(number.group())) for number in _PAGE_NUMBER.finditer(line.text)]
+            numbered = {(is_last, f"{line.text[:a]}#{line.text[b:]}", value - line.page) for a, b, value in numbers}
+            found.append((line, {(is_last, line.text, None), *numbered}))
+    return found
 
 
 def _blocks(pages: Sequence[Sequence[_Line]], least_title: float) -> list[_Block]:
@@ -140,13 +152,18 @@ def _blocks(pages: Sequence[Sequence[_Line]], least_title: float) -> list[_Block
             if not line.text:
                 before = before if before and before.page < line.page else None
                 continue
-            title_size = line.size if line.size >= least_title else 0.0
+            title_size = line.size if line.size >= least_title > 0 else 0.0
             if before and found[-1].size == title_size and _continues_paragraph(before, line, long_chars):
-                found[-1] = found[-1]._replace(text=_joined(found[-1].text, line.text, hyphenated))
+                text = _joined(found[-1].text, line.text, hyphenated)
+                found[-1] = found[-1]._replace(text=text, num_lines=found[-1].num_lines + 1)
             else:
                 found.append(_Block(line.text, line.page, title_size))
             before = line
-    return found
+    return [block if _is_short(block) else block._replace(size=0.0) for block in found]
+
+
+def _is_short(block: _Block) -> bool:
+    return len(block.text) <= _TITLE_CHARS and block.num_lines <= _TITLE_LINES
 
 
 def _headings(reader: PdfReader, text: str, starts: list[int]) -> tuple[Heading, ...]:
