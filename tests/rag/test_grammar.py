@@ -200,3 +200,18 @@ def test_what_a_chat_model_says_around_a_correction_is_no_part_of_it(reply: str)
 def test_a_sentence_that_reads_like_a_reply_stays_whole(sentence: str) -> None:
     """A sentence about corrections lost its beginning."""
     assert cleaned_reply(sentence, sentence) == sentence
+
+
+@pytest.mark.parametrize(
+    ("sentence", "reply"),
+    [
+        ("Heres why we left early: the rain were cold.", "Here's why we left early: the rain was cold."),
+        ("Here's why\nwe left early: the rain\nwere cold.", "Here's why we left early: the rain was cold."),
+        ("The rain were cold, and\nwe left early.", "The rain was cold, and\nwe left early."),
+    ],
+)
+def test_words_of_a_sentence_are_no_frame_of_its_correction(sentence: str, reply: str) -> None:
+    """A mistake in the opening, or a line break, and the words before the colon or behind the break were deleted."""
+    grammar, _ = rewriting(lambda _: reply)
+    corrected = grammar.correct(sentence).corrected
+    assert corrected.split() == reply.split() and corrected.count("\n") == sentence.count("\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from ragspec.core import Completion, FinishReason, GenerationStats, Request, SamplingParams
@@ -24,9 +25,9 @@ from ragspec.rag.grammar.edit_filters import (
     filter_edits,
 )
 from ragspec.rag.grammar.edit_kinds import EditClassifier, classify_edits
-from ragspec.rag.grammar.edits import Edit, apply_edits, word_edits
+from ragspec.rag.grammar.edits import Edit, apply_edits, split_pieces, word_edits
 from ragspec.rag.grammar.markup import MarkedText, Span, TextPart
-from ragspec.rag.grammar.sentence_split import SentenceSpan
+from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line
 from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)
@@ -118,7 +119,7 @@ def build_correction(
             builder.stats.add(completion.stats)
         better = completion.text.strip() if completion and completion.finish_reason is FinishReason.STOP else ""
         if better:
-            better = cleaned_reply(better, marked.plain[sentence.start : sentence.end])
+            better = cleaned_reply(better, one_line(marked.plain[sentence.start : sentence.end]))
             builder.add(marked, sentence, better, request.edit_filter, context)
         else:
             builder.unfinished.append(marked.span(sentence.start, sentence.end))
@@ -138,11 +139,25 @@ def build_correction(
 
 def cleaned_reply(reply: str, sentence: str) -> str:
     """The corrected sentence of a chat model's reply: without "The corrected sentence is:", and without quotation marks,
-    asterisks and later lines that the sentence has not."""
+    asterisks and later lines that the sentence has not.
+
+    The sentence comes in one line. Its own words may read like an opening, and a reply may be wrapped, so both are left out only
+    where the rest is more like the sentence.
+    """
     opening = _OPENING.match(reply)
-    if opening and not _OPENING.match(sentence) and reply[opening.end() :].strip():
-        reply = reply[opening.end() :].strip()
-    reply = reply.splitlines()[0].strip()  # a sentence is asked for in one line
+    rest = reply[opening.end() :].strip() if opening else ""
+    texts = [text.strip() for each in (reply, rest) if each for text in (one_line(each), each.splitlines()[0])]
+    readings = list(dict.fromkeys(_without_marks(text, sentence) for text in texts))
+    return readings[0] if len(readings) == 1 else max(readings, key=lambda each: _likeness(each, sentence))
+
+
+def _likeness(reply: str, sentence: str) -> tuple[float, int]:
+    """The share of equal pieces, then how near the lengths are."""
+    matcher = SequenceMatcher(None, split_pieces(reply), split_pieces(sentence), autojunk=False)
+    return matcher.ratio(), -abs(len(reply) - len(sentence))
+
+
+def _without_marks(reply: str, sentence: str) -> str:
     for left, right in _AROUND:
         is_around = len(reply) > len(left + right) and reply.startswith(left) and reply.endswith(right)
         if is_around and not sentence.lstrip().startswith(left):
