@@ -6,14 +6,17 @@ Owns the fields of OpenAI's API for them. Unknown fields of bodies are refused. 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.errors import InputError
+from ragspec.retrieval.search.relevance import RANK_OFFSET, unit_relevance
 from services.request_limits import at_most
 from services.stores.records import FileRecord, StoreMember, StoreRecord
 
@@ -24,9 +27,6 @@ Fields = dict[str, Any]
 Attributes = Annotated[dict[str, StrictStr | StrictBool | StrictInt | StrictFloat], at_most(_MAX_ATTRIBUTES)]
 Metadata = Annotated[dict[str, StrictStr], at_most(_MAX_ATTRIBUTES)]
 Name = Annotated[str, Field(max_length=256)]
-
-MODE_BEST = {"hybrid": 2 / 61}
-"""Search mode -> its best score. Hybrid: first in both rankings of reciprocal rank fusion."""
 
 
 async def _tenant(request: Request) -> str:
@@ -201,17 +201,32 @@ def result_object(passage: Passage, filename: str, attributes: Mapping[str, Any]
     }
 
 
-def unit_score(score: float, mode: str, is_reranked: bool = False) -> float:
+def merged(rankings: Sequence[Sequence[Passage]], retriever: RetrieverConfig) -> list[tuple[Passage, float]]:
+    """The passages of several queries by the sum of their reciprocal ranks, each with its best score, scaled to [0, 1].
+
+    Why not by score: the relevance of a passage compares with that of others for the same query.
+    """
+    sums, best = defaultdict[str, float](float), dict[str, Passage]()
+    for passages in rankings:
+        for rank, passage in enumerate(passages, 1):
+            sums[passage.id] += 1.0 / (RANK_OFFSET + rank)
+            best[passage.id] = max(passage, best.get(passage.id, passage), key=lambda each: each.score)
+    ranked = sorted(best.values(), key=lambda each: (-sums[each.id], each.document_id, each.ordinal))
+    return [(passage, unit_score(passage.score, retriever)) for passage in ranked]
+
+
+def unit_score(score: float, retriever: RetrieverConfig) -> float:
     """A passage's score scaled to [0, 1].
 
-    Rerankers give logits: their logistic function. Sparse: s / (1 + s). Hybrid: the share of the best sum of reciprocal ranks.
-    Dense: the cosine.
+    Rerankers give logits, learned fusion a relevance: a logistic function of it. Fusion by rank: the share of the best sum of
+    reciprocal ranks. Sparse: s / (1 + s). Dense: the cosine.
     """
-    if is_reranked:
+    if retriever.reranker:
         return 0.5 * (1.0 + math.tanh(0.5 * score))
-    if mode == "sparse":
-        return max(score, 0.0) / (1.0 + max(score, 0.0))
-    return min(max(score / MODE_BEST.get(mode, 1.0), 0.0), 1.0)
+    if retriever.mode == "hybrid":
+        best = 2.0 / (RANK_OFFSET + 1)
+        return unit_relevance(score) if retriever.fusion == "learned" else min(score / best, 1.0)
+    return max(score, 0.0) / (1.0 + max(score, 0.0)) if retriever.mode == "sparse" else min(max(score, 0.0), 1.0)
 
 
 def deleted(kind: str, name: str) -> Fields:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from ragspec.core import Passage
 from ragspec.errors import NotFound
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -27,9 +26,9 @@ from services.stores.schemas import (
     Tenant,
     deleted,
     member_object,
+    merged,
     result_object,
     store_object,
-    unit_score,
 )
 
 
@@ -113,16 +112,9 @@ def _add_search(router: APIRouter, backend: ServiceBackend) -> None:
             in_store = CompoundFilter(type="and", filters=(in_store, parse_filter(body.filters)))
         queries = [body.query] if isinstance(body.query, str) else body.query
         found = backend.retriever.retrieve(queries, body.max_num_results, SearchScope(tenant, in_store))
-        best: dict[str, Passage] = {}
-        for passage in (passage for passages in found.passages for passage in passages):
-            if passage.id not in best or passage.score > best[passage.id].score:
-                best[passage.id] = passage
-        ranked = sorted(best.values(), key=lambda passage: (-passage.score, passage.document_id, passage.ordinal))
         threshold = body.ranking_options.score_threshold if body.ranking_options else 0.0
-        best_ranked = ranked[: body.max_num_results]
-        scored = [(each, unit_score(each.score, retriever.mode, bool(retriever.reranker))) for each in best_ranked]
         data = []
-        for passage, score in scored:
+        for passage, score in merged(found.passages, retriever)[: body.max_num_results]:
             file_id = passage.document_id.split(":")[1]
             with contextlib.suppress(NotFound):  # it was deleted meanwhile
                 member, file = library.member(tenant, store_id, file_id), library.file(tenant, file_id)

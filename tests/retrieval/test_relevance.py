@@ -70,6 +70,25 @@ def test_a_passage_that_repeats_a_better_one_comes_last(tmp_path: Path, other: s
     assert found(tmp_path, documents, "What does a sack of flour cost?")[-1] in last
 
 
+def test_equal_words_under_two_headings_are_two_facts(tmp_path: Path) -> None:
+    """The default of one of two options was pushed behind everything; and passages without words were all copies of the first."""
+    relevance, text = Relevance(terms), "The default is zero on every machine."
+    one, copy, other = (Passage("d", n, text, 0, len(text), heading=own) for n, own in enumerate(("-a", "-a", "-b")))
+    assert relevance.is_repeated(copy, [one]) and not relevance.is_repeated(other, [one])
+    titled = Passage("e", 0, text, 0, len(text), title="Another product", heading="-a")
+    assert not relevance.is_repeated(titled, [one])
+    assert not relevance.is_repeated(Passage("d", 3, "?", 0, 1), [Passage("d", 4, "!", 0, 1)])
+
+
+def test_a_long_query_is_read_in_part() -> None:
+    """A question of a thousand names was looked for in every sentence of every passage."""
+    question = " ".join(f"name_{n}.part{n}" for n in range(1000))
+    weights = QueryWeights.of(question, terms(question), TermStatistics(10))
+    assert max(len(weights.terms), len(weights.weight_of), len(weights.identifiers)) <= 64
+    assert weights.terms == terms(question)[:64] and sum(weights.weight_of.values()) == pytest.approx(1.0)
+    assert weights.highest_bm25 > 10 * QueryWeights.of("mill", ("mill",), TermStatistics(10)).highest_bm25
+
+
 def test_headings_of_an_index_count_in_its_search(tmp_path: Path) -> None:
     """A ranking that reads headings only where a test gives them."""
     text = "The mill\n\nIt opens at nine.\n\nThe bridge\n\nIt opens at ten.\n"

@@ -14,11 +14,12 @@ import openai
 import pytest
 from service_parts import Service, Serving
 
-from ragspec.core import Message, SamplingParams
+from ragspec.config import RetrieverConfig
+from ragspec.core import Message, Passage, SamplingParams
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
-from services.stores.schemas import unit_score
+from services.stores.schemas import merged, unit_score
 
 FAQ = b"# Zebras\n\nA zebra has stripes that no other zebra has.\n\n# Camels\n\nA camel keeps its water in the blood.\n"
 
@@ -354,8 +355,26 @@ def test_conversations_are_made_continued_read_and_deleted(ann: openai.OpenAI, b
 def test_scores_are_from_nothing_to_one_and_keep_their_order() -> None:
     """A reranker's logits were cut at both ends: half of the passages had the score 0, the others 1."""
     logits = [-800.0, -3.0, -0.1, 0.02, 8.0, 800.0]
-    scores = [unit_score(each, "hybrid", is_reranked=True) for each in logits]
+    scores = [unit_score(each, RetrieverConfig(reranker="some")) for each in logits]
     assert scores == sorted(scores) and len(set(scores)) == len(scores) and (scores[0], scores[-1]) == (0.0, 1.0)
-    assert (
-        unit_score(2 / 61, "hybrid") == 1.0 and unit_score(-0.5, "dense") == 0.0 and unit_score(3.0, "sparse") == 0.75
+    by_rank, dense, sparse = (
+        RetrieverConfig(fusion="rank"),
+        RetrieverConfig(mode="dense"),
+        RetrieverConfig(mode="sparse"),
     )
+    assert unit_score(2 / 61, by_rank) == 1.0 and unit_score(-0.5, dense) == 0.0 and unit_score(3.0, sparse) == 0.75
+
+
+def test_a_relevance_becomes_a_score_that_a_threshold_can_tell_apart() -> None:
+    """Learned fusion gives 2 to 20, which was read as a sum of reciprocal ranks: every score was 1."""
+    scores = [unit_score(each, RetrieverConfig()) for each in (-2.5, 2.0, 10.0, 20.0, 28.7)]
+    assert scores == sorted(scores) and scores[0] < 0.05 < 0.4 < scores[2] < 0.6 < 0.95 < scores[4] < 1.0
+
+
+def test_passages_of_several_queries_are_merged_by_rank() -> None:
+    """A query of many rare words had all its passages before the best one of another query."""
+    first = [Passage("a", n, "", 0, 0, score=20.0 - n) for n in range(3)]
+    second = [Passage("b", 0, "", 0, 0, score=4.0), Passage("a", 2, "", 0, 0, score=3.0)]
+    found = merged([first, second], RetrieverConfig())
+    assert [passage.id for passage, _ in found] == ["a#2", "a#0", "b#0", "a#1"]
+    assert found[0][1] == unit_score(18.0, RetrieverConfig())

@@ -2,7 +2,7 @@
 
 Titles and headings count as fields of their own, and so do the first words of a sentence or an entry, where a term is defined.
 Every number depends on the query, the passage, its ranks and the index's word counts alone, so it is the same in any batch,
-segment or shard. The weights were learned on questions that no suite asks (`pipelines/train_ranking.py`).
+segment or shard. `pipelines/train_ranking.py` says what the weights were learned on.
 
     >>> relevance_of(Relevance(terms).features(QueryWeights.of(text, terms(text), statistics), passage, places))
 """
@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from ragspec.core import Passage
@@ -30,6 +31,8 @@ NUM_READ = 32
 _TEXTS_KEPT = 4096
 _FIRST_TERMS, _FIRST_CHARS = (4, 8), 60
 _LEAST_ALIKE = 0.9
+_MOST_READ = 64
+"""Terms and identifiers of a query that are looked for; later ones count in BM25 alone. Why: each is, in every sentence."""
 _IDENTIFIER = re.compile(r"(?<![\w.-])(?:[\w.-]*(?:\w[._-]+\w|[a-z][A-Z]|[A-Za-z]\d)[\w.-]*|_+\w[\w.]*|--?\w[\w-]*)")
 """A name that is no word of prose: json.dump, PyBool_Check, --force, IPv6."""
 
@@ -66,6 +69,17 @@ def relevance_of(features: Features) -> float:
     return math.fsum(weight * value for weight, value in zip(WEIGHTS, features, strict=True))
 
 
+_MIDDLE, _SPREAD = 10.0, 3.0
+
+
+def unit_relevance(relevance: float) -> float:
+    """Between 0 and 1, in the same order; 1/2 at a relevance of 10.
+
+    The weights give -8 to 31: about 4 to a passage for coming first in both searches, and about 16 if half of all else holds too.
+    """
+    return 0.5 * (1.0 + math.tanh(0.5 * (relevance - _MIDDLE) / _SPREAD))
+
+
 class QueryWeights(NamedTuple):
     """A query's terms in their order, the weight of each (its rarity in the index; all together 1), the bound of its BM25 scores,
     and its identifiers."""
@@ -78,11 +92,13 @@ class QueryWeights(NamedTuple):
     @classmethod
     def of(cls, text: str, terms: Sequence[str], statistics: TermStatistics) -> QueryWeights:
         rarity = {t: idf(statistics.num_rows, statistics.frequencies.get(t, 0)) for t in sorted(set(terms))}
-        total = math.fsum(rarity.values()) or 1.0
+        read = terms[:_MOST_READ]
+        total = math.fsum(rarity[term] for term in set(read)) or 1.0
         highest = math.fsum(rarity[term] for term in terms) or 1.0
-        names = [name.rstrip(".-") for name in _IDENTIFIER.findall(text)]
-        parts = sorted({part for name in names for part in (name, name.rpartition(".")[2]) if part})
-        return cls(tuple(terms), {term: each / total for term, each in rarity.items()}, highest, tuple(parts))
+        names = [name.group().rstrip(".-") for name in islice(_IDENTIFIER.finditer(text), _MOST_READ)]
+        parts = dict.fromkeys(part for name in names for part in (name, name.rpartition(".")[2]) if part)
+        weight_of = {term: rarity[term] / total for term in sorted(set(read))}
+        return cls(tuple(read), weight_of, highest, tuple(sorted(islice(parts, _MOST_READ))))
 
     def in_text(self, terms: Iterable[str]) -> AbstractSet[str]:
         """The query's terms among these."""
@@ -184,20 +200,24 @@ class Relevance:
     def ordered(self, read: Sequence[ReadHit], fused: Sequence[SearchHit]) -> list[SearchHit]:
         """The read passages by relevance, without those that repeat a better one; then the others in their fused order, each with
         a score below those."""
-        scored = [(each.hit._replace(negative_score=-relevance_of(each.features)), each.passage.text) for each in read]
-        kept: dict[str, SearchHit] = {}
-        for hit, text in sorted(scored):
-            if not self.is_repeated(text, list(kept)):
-                kept[text] = hit
-        best = list(kept.values())
+        scored = [(each.hit._replace(negative_score=-relevance_of(each.features)), each.passage) for each in read]
+        best, kept = list[SearchHit](), list[Passage]()
+        for hit, passage in sorted(scored, key=itemgetter(0)):
+            if not self.is_repeated(passage, kept):
+                best.append(hit)
+                kept.append(passage)
         passages, lowest = {hit.passage for hit in best}, min((hit.score for hit in best), default=0.0)
         others = [hit._replace(negative_score=1.0 - lowest - hit.score) for hit in fused if hit.passage not in passages]
         return [*best, *others]
 
-    def is_repeated(self, text: str, earlier: Sequence[str]) -> bool:
-        """Whether the text has nearly the same words as an earlier one, and the same numbers."""
-        own = self._read(text).terms
-        return any(_are_alike(own, self._read(other).terms) for other in earlier)
+    def is_repeated(self, passage: Passage, earlier: Sequence[Passage]) -> bool:
+        """Whether it has nearly the same words as an earlier passage under the same title and heading, and the same numbers.
+
+        Why the headings: the same words about two products or two options are two facts.
+        """
+        own, above = self._read(passage.text).terms, (passage.title, passage.heading)
+        others = (other.text for other in earlier if (other.title, other.heading) == above)
+        return any(_are_alike(own, self._read(other).terms) for other in others)
 
     def _read_text(self, text: str) -> _ReadText:
         spans = sentences(text)
@@ -213,6 +233,6 @@ def _named(identifiers: Sequence[str], beginning: str) -> float:
 
 def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
     shared = len(left & right)
-    if shared < _LEAST_ALIKE * len(left | right):
+    if not shared or shared < _LEAST_ALIKE * len(left | right):
         return False
     return not any(character.isdigit() for term in left ^ right for character in term)
