@@ -11,7 +11,7 @@ summary in JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +53,14 @@ class RagTask(Task):
         with reader_lock(Path(config.retriever.index_dir), config.retriever.pointer) as pointer:
             yield config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
+    def config_of_begun(self, config: PipelineConfig, begun: Mapping[str, Any]) -> PipelineConfig:
+        """Jobs from before there was a learned fusion name none, and go on by rank."""
+        retriever, before = config.retriever, begun.get("retriever")
+        named = not isinstance(before, dict) or "fusion" in before
+        if named or retriever.mode != "hybrid" or "fusion" in retriever.model_fields_set:
+            return config
+        return config.model_copy(update={"retriever": retriever.model_copy(update={"fusion": "rank"})})
+
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
         retriever = config.retriever
         _, manifest = read_generation(Path(retriever.index_dir), retriever.pointer)
@@ -84,7 +92,7 @@ class RagTask(Task):
 
 
 def _unset(retriever: RetrieverConfig) -> set[str]:
-    """Why: jobs that began before there were these settings go on, with `fusion: rank`."""
+    """Why: jobs that began before there were these settings go on."""
     learned = {"fusion"} if retriever.mode != "hybrid" or retriever.fusion == "rank" else set()
     return learned if retriever.abstain_below else {"abstain_below", *learned}
 

@@ -96,6 +96,8 @@ def check_paths(inputs: Path, out: Path) -> None:
 
 def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: OutputFolder) -> Summary:
     summary = Summary(task.row_noun, price_per_hour=job.price_per_hour)
+    begun = output.begun() if job.resume else {}
+    backend = backend._replace(config=task.config_of_begun(backend.config, begun))
     output.open_job(_text_settings(job.seed, task, backend.config), job.resume)
     answered = {}
     for record in output.answers():
@@ -114,7 +116,7 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
 
 _NOT_OF_TEXTS = {"adapter", "quantization", "kv_cache_dtype", "cache_dir", "device", "backend"}
 """The digest of the files stands for the adapter; the others are told where they change numerics."""
-_FIRST_NUMERICS = {"float32", "bfloat16", "float32-int8", "bfloat16-int8"}
+_FIRST_NUMERICS = {"float32", "bfloat16"}
 """Jobs from before there were others name none."""
 
 

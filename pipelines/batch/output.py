@@ -72,6 +72,14 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         except IndexBusy as cause:
             raise ConfigError(f"another job writes to {folder}") from cause
 
+    def begun(self) -> dict[str, Any]:
+        """The settings of the folder's job; empty without one. Raises: StoreCorrupt."""
+        path = self.folder / "job.json"
+        settings = _parsed(path.read_bytes(), str(path)) if path.exists() else {}
+        if not isinstance(settings, dict):
+            raise StoreCorrupt(f"{path} is no JSON object")
+        return settings
+
     def open_job(self, settings: Mapping[str, Any], resume: bool) -> None:
         """Continue the folder's job, or begin one; without `resume`, the folder's results are removed.
 
@@ -82,7 +90,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         if not resume:
             self._remove()
         if path.exists():
-            _check_same(_parsed(path.read_bytes(), str(path)), settings, self.folder)
+            _check_same(self.begun(), settings, self.folder)
         elif self._finished_parts() or self._open_parts():
             raise StoreCorrupt(f"{self.folder} holds answers, but no job.json says how they were made")
         with saving(self.folder):
@@ -151,9 +159,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
                 (self.folder / name).unlink(missing_ok=True)
 
 
-def _check_same(old: Any, new: Mapping[str, Any], folder: Path) -> None:
-    if not isinstance(old, dict):
-        raise StoreCorrupt(f"{folder / 'job.json'} is no JSON object")
+def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
     for name in sorted(new.keys() | old.keys()):
         if old.get(name) != new.get(name):
             raise ConfigError(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,10 @@ class Task(ABC):
 
         Raises: ConfigError, StoreError.
         """
+
+    def config_of_begun(self, config: PipelineConfig, begun: Mapping[str, Any]) -> PipelineConfig:
+        """The configuration with what a begun job of these settings was made with, where only the defaults have changed since."""
+        return config
 
     @abstractmethod
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document
-from ragspec.errors import EngineError, ReplicaLost, RetrievalError, SaveError
+from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError, SaveError
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.pointer import read_pointer
@@ -106,6 +106,25 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
         summary = run_job(job(place, place / "q.jsonl", place / "straight"), RagTask())
         assert (summary.num_answered, summary.num_failed) == (NUM_ROWS, 0)
     return texts_of(place / "straight")
+
+
+def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
+    """A half-done job was refused after an update, for a setting that nobody had made; or went on in another order."""
+    inputs, out = write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out"
+    run_job(job(place, inputs, out), RagTask())
+    settings = json.loads((out / "job.json").read_text())
+    assert settings["retriever"].pop("fusion") == "learned"
+    (out / "job.json").write_text(json.dumps(settings))
+    run_job(job(place, inputs, out), RagTask())
+    assert json.loads((out / "job.json").read_text()) == settings
+    config = job(place, inputs, out).config
+    assert RagTask().config_of_begun(config, settings).retriever.fusion == "rank"
+    asked = config.retriever.model_validate({**config.retriever.model_dump(exclude_unset=True), "fusion": "learned"})
+    begun = job(place, inputs, out)
+    with pytest.raises(ConfigError, match="holds a job with retriever"):
+        run_job(replace(begun, config=config.model_copy(update={"retriever": asked})), RagTask())
+    run_job(replace(begun, resume=False), RagTask())
+    assert json.loads((out / "job.json").read_text())["retriever"]["fusion"] == "learned"
 
 
 def test_a_job_keeps_tenants_apart_and_its_generation(
