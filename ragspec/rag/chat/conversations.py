@@ -107,7 +107,7 @@ class ConversationStore:
         """`clock` gives seconds since the epoch; None: `_steady_clock`. Raises: SaveError, StoreCorrupt."""
         self._ttl_s, self._max_bytes, self._num_writes = ttl_s, max_bytes_per_tenant, 0
         self._database = Database(Path(path), _TABLES, _SCHEMA)
-        self._clock = clock or _steady_clock(self._last_used_s())
+        self._clock = clock or _steady_clock(self._last_used_s(), ttl_s)
         with self._database.writing() as db:
             _delete_rows(db, self._expired(db))
         self._database.truncate_log()
@@ -257,13 +257,21 @@ class ConversationStore:
         return db.execute(_ENTRIES_BY_AGE.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
 
 
-def _steady_clock(least_s: float) -> Callable[[], float]:
+_CLOCK_IS_SET_S = 1_577_836_800.0
+"""2020. A machine that tells an earlier time does not know it."""
+
+
+def _steady_clock(least_s: float, most_ahead_s: float) -> Callable[[], float]:
     """Seconds since the epoch as the machine tells them now, but at least `least_s`; from now on they pass one by one.
 
-    Why: a clock that is set right, a week ahead, would delete every conversation, and one that is set back would keep none that
-    is used before it has caught up.
+    Why: a clock that is set right while the service runs, a week ahead, would delete every conversation, and one that was set
+    back would keep none that is used before it has caught up. A clock that is set is followed to within `most_ahead_s`, so one
+    entry that was written a century ahead does not stop time.
     """
-    offset_s = max(time.time(), least_s) - time.monotonic()
+    now_s = time.time()
+    if now_s > _CLOCK_IS_SET_S:
+        least_s = min(least_s, now_s + most_ahead_s)
+    offset_s = max(now_s, least_s) - time.monotonic()
     return lambda: time.monotonic() + offset_s
 
 
