@@ -1,7 +1,8 @@
 """Learns the weights by which the best passages of a search are ordered (`ragspec.retrieval.search.relevance`).
 
-From questions that no suite asks: about a share of the documentation's training files, about SQuAD's training articles, and about
-paragraphs of encyclopedias, health pages and abstracts.
+From questions about a share of the documentation's training files, which no suite asks; about the articles of SQuAD's development
+set that the suites of answers do not hold out, which the suite `retrieval` asks too, beside the held-out ones; and about
+paragraphs of encyclopedias, health pages and abstracts (SelQA, MedQuAD, PubMedQA).
 Prints the weights, and how often the right passage is the first and among the first three, before and after.
 
     python -m pipelines.train_ranking --data ../shared/data --cache ~/.cache/ragspec/ranking
@@ -123,7 +124,7 @@ def documentation(data: Path, share: float, count: int) -> tuple[list[Any], list
 
 
 def squad(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
-    """All paragraphs and distractors, and questions about the training articles."""
+    """All paragraphs and distractors, and questions about the articles that are not held out."""
     collection, held_out = squad_collection(data)
     ids = [each for each in collection.queries if each not in held_out][:count]
     golds = [(collection.queries[each], collection.relevant[each]) for each in ids]
