@@ -109,6 +109,9 @@ class ConversationStore:
         self._database = Database(Path(path), _TABLES, _SCHEMA)
         self._clock = clock or _steady_clock(self._last_used_s(), ttl_s)
         with self._database.writing() as db:
+            now_s = self._clock()
+            for table in ("conversations", "shown"):  # Why: what a wrong clock wrote would never grow old
+                db.execute(f"UPDATE {table} SET used_s=? WHERE used_s>?", (now_s, now_s))
             _delete_rows(db, self._expired(db))
         self._database.truncate_log()
 
