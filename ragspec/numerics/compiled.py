@@ -52,7 +52,11 @@ class _Cache(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            try:
+                super().save_overload(sig, data)
+            except (AttributeError, ImportError):  # the index on disk names classes that this version lacks
+                self.flush()
+                super().save_overload(sig, data)
         except Exception as cause:
             log.warning("compiled code cannot be kept on disk: %s", cause)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,17 @@ def test_damaged_files_are_compiled_over(kept: Path, tmp_path: Path) -> None:
     for path in files:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert run(cache) == (0, expected())
+
+
+def test_an_index_of_a_version_with_other_classes_is_made_anew(kept: Path, tmp_path: Path) -> None:
+    """After a class of arguments was renamed, nothing was ever kept again."""
+    cache = tmp_path / "cache"
+    shutil.copytree(kept, cache)
+    for path in cache.rglob("*.nbi"):
+        version = pickle.loads(path.read_bytes())
+        path.write_bytes(pickle.dumps(version) + b"cragspec.numerics.noise\nGoneClass\n.")
+    assert run(cache) == (0, expected())
+    assert run(cache) == (1, expected())
 
 
 def twice(x: int) -> int:

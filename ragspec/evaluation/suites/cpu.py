@@ -44,6 +44,7 @@ from ragspec.evaluation.peers import (
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to, nested
 from ragspec.evaluation.suite import Outcome, Settings, Suite, engine_over, open_engine
 from ragspec.evaluation.suites import generation_report
+from ragspec.evaluation.suites.backends.models import SHAPES, random_target
 from ragspec.evaluation.suites.chat_pairs import chat_requests
 from ragspec.evaluation.suites.generation import GenerationSuite
 from ragspec.evaluation.suites.target_cases import follow_up_cases
@@ -59,6 +60,7 @@ LLAMA_LOOKUPS = (0, 2, LOOKUP_TOKENS)
 _MOST_MESSAGES = 6
 """Of a dialogue, its instruction included: two earlier questions with their passages make about 1,000 tokens."""
 STEP_CONTEXT, TREE_ROWS = 500, 16
+ONE_BILLION = SHAPES[1]
 _PERPLEXITY_WINDOW = 512
 _KV_SLOTS = 4096
 _STEPS_A_TURN = 5
@@ -92,6 +94,9 @@ def run_cpu(settings: Settings, tick: Tick) -> Outcome:
     tick("perplexity", 1, 1)
     result = measured.result | {"label": "RAG, grammar, chat and prose", "bitwise": bitwise}
     result |= {"steps": steps, "perplexity_ratios": ratios, "peers": peer_table(measured.greedy, cases)}
+    if not settings.quick:
+        result["steps_1b"] = run_in_thread(partial(one_billion_steps, settings.target, plan.num_turns), num_processors())
+        tick("steps of 1 B parameters", 1, 1)
     result |= _headline(measured.greedy, cases, result) | {"busy_over_quiet": busy}
     if not llama_installed():
         result["missing"] = f"llama.cpp did not run: {LLAMA_INSTALL} installs llama-cpp-python"
@@ -182,6 +187,18 @@ def step_times(engine: Engine, steppers: Mapping[str, Stepper], num_turns: int, 
     }
 
 
+def one_billion_steps(config: TargetConfig, num_turns: int) -> dict[str, Result]:
+    """Milliseconds of a step over a Llama of 1 B parameters with random weights, quantised as the target and not."""
+    found: dict[str, Result] = {}
+    for quantization in ("int8", "none"):
+        random = config.model_copy(update={"model": "", "adapter": "none", "quantization": quantization})
+        target = random_target(ONE_BILLION, random)
+        for rows in (1, TREE_ROWS):
+            taken = [_tree_s(target, rows, STEP_CONTEXT) for _ in range(num_turns + 1)]
+            found.setdefault(f"{ONE_BILLION.name}, {quantization}", {})[f"{rows} rows, ms"] = 1e3 * median(taken[1:])
+    return found
+
+
 def peer_table(greedy: Timings, cases: list[Case]) -> dict[str, Result]:
     """By program: tokens a second in each list, the share of our tokens before the first difference, verbatim quotes."""
     parts = {part: [i for i, case in enumerate(cases) if case.part == part] for part in (RAG, GRAMMAR, CHAT, PROSE)}
@@ -242,7 +259,8 @@ def perplexity_ratios(config: TargetConfig, data_dir: Path, num_chars: int) -> d
 
 
 def cpu_tables(result: Result) -> dict[str, Table]:
-    rows = {title: _columns(result[key]) for title, key in (("programs, greedy", "peers"), ("steps", "steps"))}
+    parts = {"programs, greedy": "peers", "steps": "steps", "steps of 1 B parameters": "steps_1b"}
+    rows = {title: _columns(result[key]) for title, key in parts.items() if key in result}
     return rows | nested(result, "perplexity_ratios") | generation_report.generation_tables(result)
 
 
