@@ -95,7 +95,9 @@ def run_cpu(settings: Settings, tick: Tick) -> Outcome:
     result = measured.result | {"label": "RAG, grammar, chat and prose", "bitwise": bitwise}
     result |= {"steps": steps, "perplexity_ratios": ratios, "peers": peer_table(measured.greedy, cases)}
     if not settings.quick:
-        result["steps_1b"] = run_in_thread(partial(one_billion_steps, settings.target, plan.num_turns), num_processors())
+        result["steps_1b"] = run_in_thread(
+            partial(one_billion_steps, settings.target, plan.num_turns), num_processors()
+        )
         tick("steps of 1 B parameters", 1, 1)
     result |= _headline(measured.greedy, cases, result) | {"busy_over_quiet": busy}
     if not llama_installed():

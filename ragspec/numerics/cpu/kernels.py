@@ -14,7 +14,7 @@ import numpy as np
 
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
-from ragspec.numerics.cpu.llvm_code import DONE, LANES, TAKEN, add_one, load_count, take, yield_processor
+from ragspec.numerics.cpu.llvm_code import DONE, FAILED, LANES, TAKEN, add_one, load_count, take, yield_processor
 from ragspec.numerics.cpu.product_code import FASTEST, gate_block, make_multiply, note_outliers, quantise_row
 from ragspec.numerics.norms import add_and_normalise
 
@@ -231,7 +231,7 @@ def work(
     limits: Any,
     vectors: Any,
 ) -> None:
-    """Take chunks until none is left. `waits`: return only when every chunk is done.
+    """Take chunks until none is left or one has failed. `waits`: return only when every chunk is done or one has failed.
 
     Shapes: phases int64 [P, columns], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin)
     float32 [positions, head_dim], floats one flat array for each `Buffer`, quantised a `RoundedRows`, rows an
@@ -244,7 +244,7 @@ def work(
     index, spins = 0, 0
     while True:
         chunk = load_count(counters, TAKEN)
-        if chunk >= num_chunks:
+        if chunk >= num_chunks or load_count(counters, FAILED) > 0:
             break
         while index + 1 < phases.shape[0] and chunk >= phases[index + 1, _FIRST]:
             index += 1
@@ -274,7 +274,7 @@ def work(
                 heads, vectors,
             )  # fmt: skip
         add_one(counters, DONE)
-    while waits and load_count(counters, DONE) < num_chunks:
+    while waits and load_count(counters, DONE) < num_chunks and load_count(counters, FAILED) == 0:
         spins += 1
         if spins % _SPINS == 0:
             yield_processor()

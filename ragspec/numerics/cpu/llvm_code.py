@@ -139,8 +139,8 @@ class Loop:
         return results
 
 
-TAKEN, DONE = 0, 8
-"""Where an int64 array of 16 counts the chunks taken and done: in different cache lines."""
+TAKEN, DONE, FAILED = 0, 8, 9
+"""Where an int64 array of 16 counts the chunks taken, and in another cache line those done and those that raised."""
 
 
 @intrinsic

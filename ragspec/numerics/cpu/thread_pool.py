@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from ragspec.numerics.cpu.kernels import Column, Kind, work
+from ragspec.numerics.cpu.llvm_code import DONE, FAILED, TAKEN
 
 log = logging.getLogger(__name__)
 
 Phases = NDArray[np.int64]
 
 _CHUNKS_A_THREAD = 4
+_COUNTERS = 2
+"""The place of the counters among the arguments of `work`."""
+_FAILED_WAIT_S = 0.001
 _BY_ROWS = np.array([kind in (Kind.NORM, Kind.FINAL_NORM, Kind.QUANTISE, Kind.ROTATE) for kind in Kind])
 """By kind: whether its chunks are rows."""
 
@@ -44,9 +49,11 @@ class _ThreadPool:
 
 def _serve(jobs: queue.SimpleQueue[tuple[Any, ...]]) -> None:
     while True:
+        arguments = jobs.get()
         try:
-            work(*jobs.get())
+            work(*arguments)
         except Exception:  # the thread serves the next call
+            arguments[_COUNTERS][FAILED] += 1
             log.exception("a helper of a compiled step failed")
 
 
@@ -54,7 +61,10 @@ _POOL = _ThreadPool()
 
 
 def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
-    """Compute all phases, with as many threads as torch would use in the calling thread. `arguments`: the rest of `work`'s."""
+    """Compute all phases, with as many threads as torch would use in the calling thread. `arguments`: the rest of `work`'s.
+
+    Raises: what a chunk raised in this thread; MemoryError if one failed in another, since compiled code raises little else.
+    """
     num_threads = torch.get_num_threads()
     numbered, num_chunks = _numbered(phases, num_rows, num_tiles, num_threads)
     counters = np.zeros(16, np.int64)
@@ -62,7 +72,20 @@ def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
         if num_threads > 1:
             _POOL.submit(num_threads - 1, (numbered, num_chunks, counters, False, num_rows, *arguments))
     finally:  # also after Ctrl-C: helpers must not be left alone with the buffers
-        work(numbered, num_chunks, counters, True, num_rows, *arguments)
+        _finish(counters, (numbered, num_chunks, counters, True, num_rows, *arguments))
+
+
+def _finish(counters: NDArray[np.int64], arguments: tuple[Any, ...]) -> None:
+    try:
+        work(*arguments)
+    except Exception:
+        counters[FAILED] += 1
+        raise
+    finally:
+        while counters[FAILED] and counters[DONE] + counters[FAILED] < counters[TAKEN]:
+            time.sleep(_FAILED_WAIT_S)  # other threads are still in chunks that they took before
+    if counters[FAILED]:
+        raise MemoryError("a helper thread of a compiled step failed; the log has its exception")
 
 
 def _numbered(phases: Phases, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Phases, int]:
