@@ -147,6 +147,15 @@ def test_a_row_that_is_no_number_stays_so(bad: float, is_nan: bool) -> None:
     assert np.isnan(scale) if is_nan else scale == 0.0 and not rows.numbers.any()
 
 
+def test_a_broken_row_writes_no_outliers() -> None:
+    """Every NaN of a row was an outlier, for more of which than there was room: the next row's were overwritten."""
+    x = np.random.default_rng(2).normal(0, 1, (3, 96)).astype(np.float32)
+    x[[0, 2], 7] = 100.0
+    x[1] = np.nan
+    rows, scales = quantised(x, 1000)
+    assert rows.num_outliers.tolist() == [1, 0, 1] and np.isnan(scales).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize(("width", "outputs"), [(64, 64), (172, 512), (1, 1), (7, 33), (300, 5)])
 def test_rows_of_a_linear_are_alike_in_any_number(width: int, outputs: int) -> None:
     linear = torch.nn.Linear(width, outputs, bias=width % 2 == 0)

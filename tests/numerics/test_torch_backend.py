@@ -182,13 +182,16 @@ def test_int8_sums_are_whole(outputs: int, inputs: int, bias: bool) -> None:
     numbers = quantised_rows(torch.nn.functional.pad(rows, (0, -inputs % 16))).numbers
     assert torch.equal(linear._sums(numbers), (numbers.long() @ linear.weight.long().t())[:, :outputs])
     whole = linear(rows)
-    torch.testing.assert_close(whole, Int8Linear(weight, linear.bias)(rows), atol=0.05, rtol=1e-3)
+    apart = torch.linalg.norm(
+        whole - Int8Linear(weight, linear.bias)(rows), dim=1
+    )  # the CPU's kernels round to larger steps
+    assert (apart <= 0.03 * torch.linalg.norm(whole, dim=1)).all()
     for size in (1, 2, 7, 16, 33, 64):
         assert torch.equal(linear(rows[5 : 5 + size]), whole[5 : 5 + size])
 
 
 def test_an_int8_target_is_bitwise_and_near_the_cpus(tiny: Tiny) -> None:
-    """Weights quantised twice or not at all, a product of another rounding on one of two backends."""
+    """Weights quantised twice or not at all. Our activations are rounded to smaller steps than the CPU's."""
     ours, cpus, text = tiny("llama", "torch-int8"), tiny("llama", "int8"), np.arange(5, 45, dtype=np.int32)
     assert self_test(ours, 90, ours.config.numerics_dtype, 1).passed
     logits = []
@@ -198,8 +201,8 @@ def test_an_int8_target_is_bitwise_and_near_the_cpus(tiny: Tiny) -> None:
         logits.append(target.forward(text, batch.metadata, np.arange(len(text), dtype=np.int32)))
         batch.sequences[0].drop()
         slots.release()
-    apart, quantised = np.abs(logits[0] - logits[1]).max(), np.abs(logits[1] - logits[2]).max()
-    assert apart < 0.2 * quantised
+    to_cpu, to_float = (np.linalg.norm(logits[0] - other) / np.linalg.norm(other) for other in logits[1:])
+    assert 0 < to_float < 0.03 and to_cpu < 0.1
 
 
 def test_padded_rows_change_no_bit(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

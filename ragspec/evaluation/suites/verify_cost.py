@@ -8,6 +8,7 @@ Speculation rests on this ratio: a decode step reads all weights once, for one r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, cast
@@ -38,6 +39,8 @@ LLAMA_8B = LlamaConfig(
     dtype="bfloat16",
 )
 _NUM_WARM_UP, _NUM_TIMES = 5, 30
+_CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""transformers renamed the argument in 5.24."""
 
 
 def verify_cost(
@@ -106,7 +109,7 @@ class TreeVerifier:
         """
         cache: Any = StaticCache(config=self._config, max_cache_len=self._room)
         prompt = torch.arange(self._context, device=self._device)[None] % self._config.vocab_size
-        self._model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{_CACHE: cache})
         ids = torch.tensor([tree.token_ids], device=self._device)
         positions = torch.tensor([tree.depths], device=self._device) + self._context
         mask = tree_mask(tree, self._context, self._room, self._model.dtype).to(self._device)
@@ -117,7 +120,7 @@ class TreeVerifier:
             for counter in counters:
                 counter.fill_(self._context)
             out = self._model(
-                input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=positions, use_cache=True
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: cache}
             )
             return cast(Tensor, out.logits[0])
 

@@ -1,7 +1,7 @@
 """Weights as 8-bit integers with a scale for each output, in the layout that the product reads.
 
-Activations are whole numbers of up to 16 bits with a scale for each row, so nearly all of the error is the weights'. The
-greatest number is chosen so that no sum of a product can leave 32 bits.
+Activations are whole numbers of up to 16 bits with a scale for each row. Rounding them costs about as much as rounding the
+weights. The greatest number is chosen so that no sum of a product can leave 32 bits.
 
     >>> arena = WeightArena()
     >>> product = arena.add_product(weight, bias)

@@ -112,66 +112,52 @@ def quantise_rows(phase: Any, first: int, last: int, floats: Any, quantised: Any
         note_outliers(quantised, row, width, out_of_range)
 
 
-def _make_multiply_rows(counts: tuple[int, ...]) -> Any:
-    """Multiplies the rows [row, num_rows) with one block of 16 outputs: `counts[0]` at a time, the rest by smaller counts."""
-    count, multiply = counts[0], make_multiply(counts[0])
-    multiply_rest = _make_multiply_rows(counts[1:]) if counts[1:] else None
-
-    @inner
-    def multiply_rows(
-        row: int, num_rows: int, quantised: Any, weights: Any, weight_at: int, width: int, parameters: Any, scale_at: int,
-        scales: Any, out: Any, at: int, stride: int,
-    ) -> None:  # fmt: skip
-        while row + count <= num_rows:
-            to = at + row * stride
-            multiply(quantised, row, weights, weight_at, width, parameters, scale_at, scales, out, to, stride)
-            row += count
-        if multiply_rest is not None:
-            multiply_rest(
-                row, num_rows, quantised, weights, weight_at, width, parameters, scale_at, scales, out, at, stride
-            )  # fmt: skip
-
-    return multiply_rows
-
-
-_multiply_rows = _make_multiply_rows(FASTEST.num_rows)
-
-
-@inner
-def multiply_block(
-    phase: Any,
-    block: int,
-    num_rows: int,
-    weights: Any,
-    parameters: Any,
-    scales: Any,
-    quantised: Any,
-    out: Any,
-    at: int,
-    stride: int,
-) -> None:
-    """One block of 16 outputs for all rows; row r is written at `at + r * stride`."""
-    width = phase[_WIDTH]
-    weight_at, scale_at = phase[_WEIGHT] + block * LANES * width, phase[_SCALES] + block * LANES
-    _multiply_rows(0, num_rows, quantised, weights, weight_at, width, parameters, scale_at, scales, out, at, stride)
-    if phase[_BIAS] >= 0:
-        bias_at = phase[_BIAS] + block * LANES
-        for row in range(num_rows):
-            for lane in range(LANES):
-                out[at + row * stride + lane] += parameters[bias_at + lane]
+_COUNT_0, _COUNT_1, _COUNT_2, _COUNT_3, _COUNT_4 = FASTEST.num_rows
+_multiply_0, _multiply_1, _multiply_2, _multiply_3, _multiply_4 = map(make_multiply, FASTEST.num_rows)
 
 
 @inner
 def product_blocks(
-    phase: Any, first: int, last: int, num_rows: int, weights: Any, parameters: Any, floats: Any, quantised: Any
+    phase: Any, first: int, last: int, num_rows: int, weights: Any, parameters: Any, floats: Any, rounded: Any
 ) -> None:
+    """Blocks of 16 outputs for all rows, as many rows at a time as the instructions take.
+
+    Why one function: a call for each block would pass some eighty words and count references to a dozen arrays.
+    """
     is_gated, scales = phase[_KIND] == _GATED, floats[_ROW_SCALES]
-    stride = phase[_COUNT] * LANES
+    stride, width = phase[_COUNT] * LANES, phase[_WIDTH]
     out = np.empty(num_rows * 2 * LANES, np.float32) if is_gated else floats[phase[_OUT]]
     turns = 2 if is_gated else 1
+    step = 2 * LANES if is_gated else stride
     for block in range(first * turns, last * turns):
-        at, row_stride = ((block % 2) * LANES, 2 * LANES) if is_gated else (block * LANES, stride)
-        multiply_block(phase, block, num_rows, weights, parameters, scales, quantised, out, at, row_stride)
+        to = (block % 2) * LANES if is_gated else block * LANES
+        weight_at, scale_at = phase[_WEIGHT] + block * LANES * width, phase[_SCALES] + block * LANES
+        row = 0
+        while row + _COUNT_0 <= num_rows:
+            at = to + row * step
+            _multiply_0(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
+            row += _COUNT_0
+        while row + _COUNT_1 <= num_rows:
+            at = to + row * step
+            _multiply_1(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
+            row += _COUNT_1
+        while row + _COUNT_2 <= num_rows:
+            at = to + row * step
+            _multiply_2(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
+            row += _COUNT_2
+        while row + _COUNT_3 <= num_rows:
+            at = to + row * step
+            _multiply_3(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
+            row += _COUNT_3
+        while row + _COUNT_4 <= num_rows:
+            at = to + row * step
+            _multiply_4(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
+            row += _COUNT_4
+        if phase[_BIAS] >= 0:
+            bias_at = phase[_BIAS] + block * LANES
+            for row in range(num_rows):
+                for lane in range(LANES):
+                    out[to + row * step + lane] += parameters[bias_at + lane]
         if is_gated and block % 2:
             for row in range(num_rows):
                 gate = row * 2 * LANES
@@ -278,3 +264,21 @@ def work(
         spins += 1
         if spins % _SPINS == 0:
             yield_processor()
+
+
+@compiled(nogil=True)
+def count_failure(counters: Any) -> None:
+    """A thread ends here with a chunk that it took and did not finish."""
+    add_one(counters, FAILED)
+
+
+@compiled(nogil=True)
+def take_rest(counters: Any, num_chunks: int) -> int:
+    """Take every chunk that is left, so that no thread begins another; returns their number."""
+    num_taken = 0
+    while True:
+        chunk = load_count(counters, TAKEN)
+        if chunk >= num_chunks:
+            return num_taken
+        if take(counters, TAKEN, chunk):
+            num_taken += 1

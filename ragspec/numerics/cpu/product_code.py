@@ -79,9 +79,10 @@ def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
 class InstructionSet(NamedTuple):
     """How a processor adds products of activations and weights to 32-bit sums.
 
-    `feature`: LLVM's name of what the processor must have. `num_sums`: of a register. `num_rows`: so many rows are multiplied at
-    a time, as the registers hold sums for; in falling order, the last is 1. `num_inputs` 2: `multiply_add(builder, sums, x,
-    weights)` takes 16-bit pairs; 4: it takes low bytes of activations and weights plus 128, and outliers are added after it.
+    `feature`: LLVM's name of what the processor must have. `num_sums`: of a register. `num_rows`: so many rows are multiplied
+    at a time, as the registers hold sums for: five counts in falling order, the last is 1. `num_inputs` 2:
+    `multiply_add(builder, sums, x, weights)` takes 16-bit pairs; 4: it takes low bytes of activations and weights plus 128,
+    and outliers are added after it.
     """
 
     feature: str | None
@@ -94,8 +95,8 @@ class InstructionSet(NamedTuple):
 INSTRUCTION_SETS = {
     "avx512_vnni": InstructionSet("avx512vnni", 16, (16, 8, 4, 2, 1), 4, _bytes_dot_product),
     "avx512": InstructionSet("avx512bw", 16, (16, 8, 4, 2, 1), 2, _multiply_then_add("llvm.x86.avx512.pmaddw.d.512")),
-    "avx2": InstructionSet("avx2", 8, (6, 4, 2, 1), 2, _multiply_then_add("llvm.x86.avx2.pmadd.wd")),
-    "plain": InstructionSet(None, 8, (6, 4, 2, 1), 2, _plain),
+    "avx2": InstructionSet("avx2", 8, (6, 4, 3, 2, 1), 2, _multiply_then_add("llvm.x86.avx2.pmadd.wd")),
+    "plain": InstructionSet(None, 8, (6, 4, 3, 2, 1), 2, _plain),
 }
 """By name, the fastest first."""
 
@@ -292,6 +293,7 @@ def quantise_row(
         scaled = builder.fmul(load(builder, data, builder.add(args[1], at)), factors)
         bits = builder.bitcast(builder.fadd(scaled, constant(_ROUNDING)), INT_VECTOR)
         numbers = builder.sub(bits, ir.Constant(INT_VECTOR, [_ROUNDING_BITS] * LANES))
+        numbers = builder.select(usable, numbers, ir.Constant(INT_VECTOR, [0] * LANES))  # NaN has bits of its own
         _store_narrow(builder, numbers, SHORT, arrays.numbers, to)
         low = _limited(builder, numbers)
         _store_narrow(builder, low, _BYTE, arrays.low, to)

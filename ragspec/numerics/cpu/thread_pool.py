@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.numerics.cpu.kernels import Column, Kind, work
-from ragspec.numerics.cpu.llvm_code import DONE, FAILED, TAKEN
+from ragspec.numerics.cpu.kernels import Column, Kind, count_failure, take_rest, work
+from ragspec.numerics.cpu.llvm_code import DONE, FAILED
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[Any, ...]]) -> None:
         try:
             work(*arguments)
         except Exception:  # the thread serves the next call
-            arguments[_COUNTERS][FAILED] += 1
+            count_failure(arguments[_COUNTERS])
             log.exception("a helper of a compiled step failed")
 
 
@@ -79,13 +79,20 @@ def _finish(counters: NDArray[np.int64], arguments: tuple[Any, ...]) -> None:
     try:
         work(*arguments)
     except Exception:
-        counters[FAILED] += 1
+        count_failure(counters)
         raise
     finally:
-        while counters[FAILED] and counters[DONE] + counters[FAILED] < counters[TAKEN]:
-            time.sleep(_FAILED_WAIT_S)  # other threads are still in chunks that they took before
+        if counters[FAILED]:
+            _wait_for_others(counters, num_chunks=arguments[1])
     if counters[FAILED]:
         raise MemoryError("a helper thread of a compiled step failed; the log has its exception")
+
+
+def _wait_for_others(counters: NDArray[np.int64], num_chunks: int) -> None:
+    """Take all chunks that are left, then wait for those that other threads took before: they write into the buffers."""
+    num_left = take_rest(counters, num_chunks)
+    while counters[DONE] + counters[FAILED] + num_left < num_chunks:
+        time.sleep(_FAILED_WAIT_S)
 
 
 def _numbered(phases: Phases, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Phases, int]:
