@@ -238,14 +238,14 @@ class ReferenceIndex:
             self.tokens[start : start + len(reference.token_ids)] = reference.token_ids
         self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
         self.quotes = _ranked_quotes(references, self.begin)
-        self._suffixes = SortedSuffixes.build(self.tokens, 1)
+        self._order = SortedSuffixes.build(self.tokens, 1).order
+        self._sorted = self.tokens[self._order]
 
     def places(self, token: int) -> Ints:
         """Where a token stands, ascending."""
         # Why not `find`: this is in everyone's first answer, and `find` would first have to be compiled
-        order = self._suffixes.order
-        first, last = np.searchsorted(self.tokens, np.array([token, token + 1], np.int32), sorter=order)
-        return order[first:last]
+        first, last = np.searchsorted(self._sorted, np.array([token, token + 1], np.int32))
+        return self._order[first:last]
 
 
 class SuffixIndex:

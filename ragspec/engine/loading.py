@@ -191,7 +191,9 @@ def _add(known: dict[str, Callable[[], Drafter]], name: str, make: Callable[[], 
 
 def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
-    checkpoint = read_head(_path_of(config, name), config.positions_per_layer)
+    checkpoint = read_head(
+        _path_of(config, name if name == "eagle" else f"eagle_heads.{name}"), config.positions_per_layer
+    )
     shape = _shape(config)
     checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))
     most = target.num_positions + shape.max_depth
@@ -268,7 +270,8 @@ def _fastest_dtype(
 def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter:
     """Load a small model beside the target, on the same device, and measure its costs. Raises: ModelError."""
     if not config.path:
-        raise ConfigError("drafting.draft_model.path is empty: it names a small model with the target's vocabulary")
+        section = name if name == "draft_model" else f"draft_models.{name}"
+        raise ConfigError(f"drafting.{section}.path is empty: it names a small language model")
     quantization = config.quantization
     if quantization == "auto":
         quantization = "int8" if target.config.is_int8 else "none"

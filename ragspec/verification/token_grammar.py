@@ -148,7 +148,7 @@ class GrammarSampler(KeyedSampler):
         self._needs_mask = bool(self._uncertainty) or (truncates and not params.greedy)
 
     def __call__(self, logits: Logits) -> int:
-        """A token that is the argmax of all tokens is the argmax of the allowed too, if it is allowed: it needs no mask."""
+        """The argmax of all tokens, if the grammar allows it: it needs no mask. Devices always mask (`draws`)."""
         if not self._needs_mask:
             token = sample(super().warped(logits), self._params, self._seed, self._choice, self._index)
             if self._grammar.allows(token):

@@ -132,7 +132,9 @@ class HeadMemory:
             start, states = self._pieces.pop()
             num_kept = max(0, len(states) - left)
             left -= len(states) - num_kept
-            self._pieces += [(start, states[:num_kept])] if num_kept else []
+            self._pieces += (
+                [(start, states[:num_kept].clone())] if num_kept else []
+            )  # a view would keep the whole piece
 
     def _grow(self, length: int) -> None:
         if length > len(self._read):
