@@ -20,7 +20,7 @@ from ragspec.numerics.cpu.attention_code import (
 )
 from ragspec.numerics.cpu.llvm_code import NUM_SUMS, store_number
 
-_PAGES = max(1, NUM_SUMS // 8)
+_PAGES = NUM_SUMS // 4
 """Pages beside each other for four queries."""
 dot_4xn, dot_4x1, dot_2x2, dot_1x4, dot_1x1 = (
     make_dot_pages(*size) for size in ((4, _PAGES), (4, 1), (2, 2), (1, 4), (1, 1))
