@@ -35,7 +35,7 @@ from ragspec.drafting.acceptance import Cell, CopyAcceptance, Experience, Guess
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
-from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex
+from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex, compile_searches
 from ragspec.numerics.attention import Ints
 from ragspec.tree import Origin, Proposal
 
@@ -93,6 +93,7 @@ class CopyDrafter(Drafter):
         self._counts = CountedDrafts(self.name, least_match=2) if earlier_tokens else None
         self._counted_acceptance = Experience(CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
+        compile_searches()
 
     def prepare(self, request: Request) -> ReferenceIndex:
         """The references of a request. Why the last output tokens precede a given draft: the longest match then leads to it."""

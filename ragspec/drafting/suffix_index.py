@@ -226,6 +226,12 @@ class GrowingSuffixes:
         return earlier <= 2 * later and earlier + later <= self._max_tokens / _NUM_RUNS
 
 
+def compile_searches() -> None:
+    """Compile the search for matches, for which the first answer would otherwise wait."""
+    tokens = np.zeros(2, np.int32)
+    _longest_matches(tokens, _read_only(tokens[:0]), 0, 1, tokens[:1], _MOST_MATCHES)
+
+
 class ReferenceIndex:
     """The references of one request with separators between them, and the places of every token. Sequences share it."""
 
