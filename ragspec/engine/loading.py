@@ -84,7 +84,7 @@ def load_engine(
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
-    `say` is told what the start does; a first start of a target takes many times as long as later ones.
+    `say` gets a line for each part of the start. The first start of a target takes many times as long as later ones.
     Raises: ModelError, ConfigError, RankLost.
     """
     most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
