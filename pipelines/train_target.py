@@ -35,7 +35,7 @@ from ragspec.training.reference.sources import json_lines
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
 from ragspec.training.trainer import WorkerGroup
 
-NUM_PROBES, PROBE_QUESTIONS = 8, 48
+PROBE_QUESTIONS = 48
 FULL_SHARE, MAX_DRAWS = 0.75, 6
 """A row is done at this share of its length, or after so many draws."""
 CHATS = "chat.jsonl"
@@ -68,6 +68,7 @@ class TargetRun(training_run.TrainingRun):
 
     target: str
     plan: AdapterPlan
+    num_probes: int
     continue_from: Path | None = None
 
 
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=training_run.positive(int), default=8_000_000, help="length of the run in tokens")
     add("--rows", type=training_run.positive(int), default=2, help="rows of a step and worker; 32 suit a GPU")
     add("--peak-rate", type=training_run.positive(float), default=6e-4, help="peak learning rate")
+    add("--probes", type=training_run.positive(int), default=8, help="how often the run answers questions of its own")
     add("--continue-from", type=Path, help="another run's checkpoint to begin with; it stays as it is")
     return parser
 
@@ -93,7 +95,7 @@ def run_of(args: argparse.Namespace) -> TargetRun:
         rows_per_step=args.rows,
     )
     common, start = training_run.common_options(args), args.continue_from.resolve() if args.continue_from else None
-    return TargetRun(**common, target=args.target, plan=plan, continue_from=start)
+    return TargetRun(**common, target=args.target, plan=plan, num_probes=args.probes, continue_from=start)
 
 
 def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
@@ -112,7 +114,9 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     elif run.continue_from:
         trainer.load(run.continue_from, any_plan=True)
     cases = question_cases(run.data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
-    training_run.run_to_end(trainer, checkpoint, report, lambda: probe(trainer, target.tokenizer, *cases), NUM_PROBES)
+    training_run.run_to_end(
+        trainer, checkpoint, report, lambda: probe(trainer, target.tokenizer, *cases), run.num_probes
+    )
     if workers.is_first:
         training_run.draw_curves(trainer, "loss", "", run.out / "curves.png")
         write_adapter(trainer.averaged_adapter(), run.out / "adapter")

@@ -18,7 +18,7 @@ from ragspec.training.reference.lora import ALPHA, RANK, write_adapter
 from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.rows import Row, collate
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
-from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
+from ragspec.training.reference.trainer import BLOCK_QUERIES, AdapterPlan, AdapterTrainer, blocks_of_queries
 
 TOKENIZER = chat_tokenizer()
 ENCODER = AnswerEncoder(TOKENIZER)
@@ -47,7 +47,9 @@ def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
     row.add(first)
     row.add(second)
     batch = collate([row])
-    packed = model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask).logits[0]
+    assert len(row.ids) > BLOCK_QUERIES
+    with blocks_of_queries(model):
+        packed = model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask).logits[0]
     learnt = batch.targets[0] >= 0
     alone: list[Tensor] = []
     for text in [*first, *second]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from ragspec.training.reference.lora import adapter_parameters, add_adapters
 from ragspec.training.reference.rows import Row, RowBatch, collate
@@ -21,6 +21,8 @@ DECAY_SHARE = 0.15
 """The last part of a run, over which the rate falls."""
 GPU_ROWS = 16
 """Rows computed together on a GPU; a processor computes them one by one."""
+BLOCK_QUERIES = 128
+"""Queries that attend together on a processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +74,10 @@ class AdapterTrainer(Trainer[AdapterPlan]):
     def _backward(self, batch: RowBatch, num_learnt: float) -> float:
         """Adds the gradients of the summed loss over `num_learnt`; the output layer reads the learnt places only."""
         batch = RowBatch(*(tensor.to(self.device) for tensor in batch))
-        states = self.model.model(
-            input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
-        ).last_hidden_state  # [R, T, H]
+        with blocks_of_queries(self.model) if self.device == "cpu" else contextlib.nullcontext():
+            states = self.model.model(
+                input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
+            ).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
         loss = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="sum") / num_learnt
@@ -101,3 +104,39 @@ class AdapterTrainer(Trainer[AdapterPlan]):
         """The shapes of the first adapters tell rank and width."""
         first = itertools.islice(adapter_parameters(self.model).items(), 7)
         return {"adapter": {name: list(parameter.shape) for name, parameter in first}}
+
+
+def causal_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it, without the keys behind a block of queries: half the time of `sdpa` on a processor.
+
+    Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
+    result [R, T, heads, D].
+    """
+    num_rows, num_heads, length = query.shape[:3]
+    groups = num_rows, key.shape[1], num_heads // key.shape[1]
+    query = (query * scaling).unflatten(1, groups[1:])  # [R, KV heads, heads of one, T, D]
+    hidden = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(~attention_mask, -torch.inf)[:, :, None]
+    parts = []
+    for start in range(0, length, BLOCK_QUERIES):
+        end = min(start + BLOCK_QUERIES, length)
+        scores = query[..., start:end, :].flatten(2, 3) @ key[:, :, :end].mT
+        scores = scores.view(*groups, end - start, end) + hidden[..., start:end, :end]
+        parts.append(scores.softmax(-1).flatten(2, 3) @ value[:, :, :end])
+    out = torch.cat([part.unflatten(2, (groups[2], -1)) for part in parts], 3)
+    return out.flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("ragspec_causal", causal_attention)
+
+
+@contextlib.contextmanager
+def blocks_of_queries(model: PreTrainedModel) -> Iterator[None]:
+    """`causal_attention` inside a `with` block; generating needs keys of earlier calls."""
+    config, kept = model.config, model.config._attn_implementation
+    config._attn_implementation = "ragspec_causal"
+    try:
+        yield
+    finally:
+        config._attn_implementation = kept
