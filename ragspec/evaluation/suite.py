@@ -38,26 +38,11 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 QUICK_QUESTIONS = 8
 CONCURRENCY = 8
 NUM_WARM_UP = 6
-SUITES = {
-    name: f"ragspec.evaluation.suites.{name}"
-    for name in (
-        "rag",
-        "grammar",
-        "cpu",
-        "numerics",
-        "target",
-        "retrieval",
-        "iterative",
-        "drafters",
-        "verify_cost",
-        "answers",
-        "spec_bench",
-    )
-} | {
-    name: f"ragspec.evaluation.suites.{name}.suite"
-    for name in ("retrieval", "iterative", "drafters", "answers", "backends")
-}
-SUITES["heads"] = "ragspec.evaluation.suites.drafters.heads"
+_MODULES = (
+    *("rag", "grammar", "cpu", "numerics", "target", "spec_bench", "drafters.heads"),
+    *("retrieval.suite", "iterative.suite", "drafters.suite", "answers.suite", "backends.suite"),
+)
+SUITES = {name.removesuffix(".suite").split(".")[-1]: f"ragspec.evaluation.suites.{name}" for name in _MODULES}
 """The module of each suite."""
 OPTIONS = ("forced", "full", "reranker", "heads")
 """Settings that only the suites that name them understand."""

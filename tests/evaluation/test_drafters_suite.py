@@ -125,7 +125,7 @@ def test_without_heads_copying_is_measured_and_the_rest_named(tiny: Settings, mo
     [
         ("drafters", {"data_dir": None}, ConfigError),
         ("rag", {"heads": Path("heads")}, ConfigError),
-        ("verify_cost", {"forced": "gold"}, ConfigError),
+        ("drafters", {"forced": "gold"}, ConfigError),
     ],
 )
 def test_what_it_cannot_do_is_said(name: str, change: dict[str, object], error: type, settings: Settings) -> None:
@@ -155,10 +155,3 @@ def test_a_folder_without_heads_is_an_error(tiny: Settings, tmp_path: Path) -> N
     options = ["--suite", "drafters", "--data", str(tiny.data_dir), "--heads", str(tmp_path)]
     done = CliRunner().invoke(benchmark.app, options)
     assert done.exit_code == 1 and "neither" in done.stderr and done.stdout == ""
-
-
-def test_verify_cost_without_a_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug guarded: a traceback on a machine without a GPU."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    done = CliRunner().invoke(benchmark.app, ["--suite", "verify_cost"])
-    assert done.exit_code == 1 and "GPU" in done.stderr and done.stdout == ""
