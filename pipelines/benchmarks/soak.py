@@ -212,7 +212,6 @@ class SmallService:
 def small_service() -> Iterator[SmallService]:
     from pipelines.benchmarks.service import service_here
     from ragspec.config import EngineConfig, RetrieverConfig, TargetConfig
-    from ragspec.engine.checkpoints.target_files import target_folder
     from ragspec.engine.engine import Engine
     from ragspec.evaluation.suite import engine_over
     from ragspec.evaluation.suites.backends.models import SMALL, random_target
@@ -221,10 +220,7 @@ def small_service() -> Iterator[SmallService]:
     from services.backend import ServiceBackend
     from services.settings import ServiceConfig, ServiceSettings
 
-    config = TargetConfig()
-    target = random_target(
-        SMALL._replace(hidden=64), target_folder(config), config.model_copy(update={"quantization": "none"})
-    )
+    target = random_target(SMALL._replace(hidden=64), TargetConfig(quantization="none"))
     engine = engine_over(Engine, target, EngineConfig(max_kv_tokens=16_384, num_threads=1))
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
         encoder = Encoder.load(ServiceConfig().encoder)

@@ -39,7 +39,7 @@ QUICK_QUESTIONS = 8
 CONCURRENCY = 8
 NUM_WARM_UP = 6
 _MODULES = (
-    *("rag", "grammar", "cpu", "numerics", "target", "spec_bench", "drafters.heads"),
+    *("rag", "grammar", "cpu", "target", "spec_bench", "drafters.heads"),
     *("retrieval.suite", "iterative.suite", "drafters.suite", "answers.suite", "backends.suite"),
 )
 SUITES = {name.removesuffix(".suite").split(".")[-1]: f"ragspec.evaluation.suites.{name}" for name in _MODULES}

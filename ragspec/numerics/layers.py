@@ -167,20 +167,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         num_rows = len(token_ids)
         x = self.embedding(token_ids if num_rows >= self._least_rows else token_ids.repeat(2))
-        tapped: dict[int, Tensor] = dict.fromkeys(taps, x)
-        hidden = self.through_layers(x, context, tapped)
-        return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
-
-    def with_layers(self, layers: Sequence[int]) -> Decoder:
-        """A decoder of these layers alone, with the same weights."""
-        other = copy.copy(self)
-        other._modules = {**self._modules, "layers": nn.ModuleList(self.layers[i] for i in layers)}
-        return other
-
-    def through_layers(self, x: Tensor, context: ForwardContext, tapped: dict[int, Tensor] | None = None) -> Tensor:
-        """From embedded tokens to normalised hidden states; fills in `tapped`. Shapes: [N, H] -> [N, H]."""
-        tapped = {} if tapped is None else tapped
-        block = torch.zeros_like(x)
+        block, tapped = torch.zeros_like(x), dict.fromkeys(taps, x)
         for i, layer in enumerate(self.layers):
             if i in tapped:
                 tapped[i] = x + block
@@ -188,7 +175,13 @@ class Decoder(nn.Module):
         stream, hidden = self.norm(x, block)
         if len(self.layers) in tapped:
             tapped[len(self.layers)] = stream
-        return cast(Tensor, hidden)
+        return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
+
+    def with_layers(self, layers: Sequence[int]) -> Decoder:
+        """A decoder of these layers alone, with the same weights."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "layers": nn.ModuleList(self.layers[i] for i in layers)}
+        return other
 
 
 def make_row_invariant(model: Any, max_positions: int, backend: Backend, ranks: Ranks = ONE_RANK) -> None:

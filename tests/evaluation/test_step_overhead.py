@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from ragspec.config import TargetConfig
 from ragspec.core import CopySource, SourceKind
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.suites.numerics import ModelSize
-from ragspec.evaluation.suites.step_overhead import Step, StepOverhead, largest_overhead, overhead_of
+from ragspec.evaluation.suites.step_overhead import (
+    KV_SLOTS,
+    Step,
+    StepOverhead,
+    TimedTarget,
+    largest_overhead,
+    overhead_of,
+)
 
 QUOTE = " ".join(f"Mill number {n} was built in {1800 + 7 * n} beside the old bridge." for n in range(12))
 
@@ -42,7 +49,8 @@ def test_a_real_engine_is_timed_and_copies_are_accepted(tiny_dir: Path) -> None:
     """Steps that draft nothing timed as those of copy drafts; a forward that is longer than its step."""
     source = (CopySource(SourceKind.PASSAGE, QUOTE, "p#0"),)
     cases = [Case(f"c{n}", "rag", tuple(range(30 + n, 60 + n)), source, 600) for n in range(4)]
-    bench = StepOverhead(ModelSize("tiny", str(tiny_dir)), cases, dict.fromkeys((c.id for c in cases), QUOTE))
+    target = TimedTarget.load(TargetConfig(model=str(tiny_dir)), KV_SLOTS)
+    bench = StepOverhead(target, cases, dict.fromkeys((c.id for c in cases), QUOTE))
     rows = bench.measure(batch=2, num_cases=4, tick=lambda *_: None)
     assert [(row["way"], row["temperature"]) for row in rows] == [
         ("plain", 0.0), ("plain", 1.0), ("copy", 0.0), ("copy", 1.0)

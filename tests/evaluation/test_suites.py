@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tiny_target import CHATML, Free
@@ -26,13 +25,9 @@ from ragspec.evaluation.peers import TransformersDecoder, load_peer
 from ragspec.evaluation.report import KEYS, complete, summary
 from ragspec.evaluation.suite import Settings, engine_config, find_suite, run_suite
 from ragspec.evaluation.suites import target as target_suite
-from ragspec.evaluation.suites.dense_step import FastestStep
 from ragspec.evaluation.suites.generation import GREEDY, GenerationSuite
-from ragspec.evaluation.suites.numerics import ModelSize, run_numerics
 from ragspec.evaluation.suites.target import Generate, Retrieve
 from ragspec.evaluation.timing import SPECULATIVE, Decoder, TimedGeneration, Timings
-from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.rag.wording import question_messages
 from ragspec.verification.sampling import Sampler
 
@@ -124,34 +119,6 @@ def test_peer_decodes_forced_answers_too(engine: Engine, settings: Settings) -> 
         assert run.token_ids == (30, 31, 32, 30, 31, 32, *engine.target.eos_ids)
 
 
-def test_numerics_suite_reports_both_types(settings: Settings) -> None:
-    """Bug guarded: a cost without its two times, or a type that was left out."""
-    sizes = [ModelSize("target", settings.target.model)]
-    result = complete({"suite": "numerics"} | run_numerics(settings, no_tick, sizes).result)
-    assert result["bitwise"] is True
-    assert result["self_test"] == dict.fromkeys(("target float32", "target bfloat16", "target int8"), True)
-    assert result["plain_vs_generate"] == result["plain_vs_generate_1k"]["target float32"] > 0
-    cost = result["step_cost"]["target float32"]
-    assert cost["16 rows, cost"] == pytest.approx(cost["16 rows, ms"] / cost["16 rows, variant ms"] - 1, abs=1e-2)
-
-
-def test_variant_step_computes_the_same_function(engine: Engine, settings: Settings) -> None:
-    """Bug guarded: a "fastest variant" that is fast because it computes something else."""
-    context, num_rows = 40, 7
-    target = engine.target
-    variant = FastestStep(ModelSize("target", settings.target.model).model("float32", "ragspec"), context, num_rows)
-    slots = SequenceSlots(target.pool)
-    slots.keep(*slots.reserve(context), list(range(context)))
-    for keys, values in zip(target.pool.keys, target.pool.values, strict=True):
-        keys[:] = 0.0
-        values[:] = 0.0
-    tokens = np.arange(50, 50 + num_rows, dtype=np.int32)
-    batch = Batch([ScheduledSequence(slots, tokens, range(-1, num_rows - 1))])
-    ours = target.forward(tokens, batch.metadata, np.arange(num_rows, dtype=np.int32))
-    theirs = variant.forward(torch.from_numpy(tokens.astype(np.int64))).numpy()
-    assert np.allclose(ours, theirs, atol=1e-4)
-
-
 def test_target_suite_lets_the_engine_answer(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +163,7 @@ def test_timings_take_turns() -> None:
 
 
 @pytest.mark.parametrize(("name", "change"), [("grammar", {"data_dir": None}), ("target", {"data_dir": None}),
-                                              ("nonsense", {}), ("numerics", {"forced": "gold"})])  # fmt: skip
+                                              ("nonsense", {}), ("retrieval", {"forced": "gold"})])  # fmt: skip
 def test_what_a_suite_cannot_do_is_said(name: str, change: dict[str, object], settings: Settings) -> None:
     """Bug guarded: a traceback, or a suite that measures something else in silence."""
     with pytest.raises(ConfigError):

@@ -64,7 +64,7 @@ def test_quick_means_one_run(seen: list[Settings]) -> None:
 @pytest.mark.parametrize("options", [["--data", "no/such/folder"], ["--target", "no/such/model", "--no-peers"]])
 def test_errors_are_one_line(options: list[str]) -> None:
     """Bug guarded: a traceback for a wrong path."""
-    done = CliRunner().invoke(benchmark.app, ["--suite", "numerics", *options])
+    done = CliRunner().invoke(benchmark.app, ["--suite", "rag", *options])
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
     assert "error:" in done.stderr and done.stdout == ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelines.benchmarks.cluster.scaling import Scaling, sleeping_replicas, usual_successors
 from pipelines.benchmarks.cluster.shards import identical_share, segmented_index, sharded
-from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, random_model, tensor_parallel, tp_headlines
+from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, saved_model, tensor_parallel, tp_headlines
 from ragspec.config import TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import load_tokenizer
@@ -25,8 +25,8 @@ from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.overrides import gold_answers
 from ragspec.evaluation.report import Metric, Result, Table, at_least, equal_to, select, share, transposed, under
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.numerics import DTYPES, model_sizes
-from ragspec.evaluation.suites.step_overhead import StepOverhead, largest_overhead
+from ragspec.evaluation.suites.backends.models import MAX_CONTEXT_TOKENS, SHAPES, random_model
+from ragspec.evaluation.suites.step_overhead import KV_SLOTS, StepOverhead, TimedTarget, largest_overhead
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
@@ -37,6 +37,12 @@ NOTES = (
     "scaling: only the forward is a sleep; the router, actors, retrieval, prompts, planner, sampling and commits are real",
 )
 BATCHES = (1, 8)
+WEIGHTS: dict[str, dict[str, str]] = {
+    "float32": {"quantization": "none", "dtype": "float32"},
+    "bfloat16": {"quantization": "none", "dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+}
+"""Settings of a target by the type of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +72,12 @@ class ClusterSuite:
         """Raises: ModelError, SaveError."""
         self._settings, self._tick = settings, tick
         self._plan = ClusterPlan.of(settings)
-        self._size = model_sizes(settings.target)[
-            1
-        ]  # the model whose steps are timed: a random Llama of 100M parameters
         self._encoder: TextEncoder = Encoder.load(settings.encoder)
         count = max(self._plan.num_questions, self._plan.num_queries)
         self._list: RagList = settings.questions(count)
         self._retriever = settings.retriever(self._list, tick)
-        tokenizer: Any = load_tokenizer(settings.target)
-        self._prompts = PromptBuilder(tokenizer, self._size.max_context_tokens)
+        self._tokenizer: Any = load_tokenizer(settings.target)
+        self._prompts = PromptBuilder(self._tokenizer, MAX_CONTEXT_TOKENS)
         questions = self._list.questions[: self._plan.num_questions]
         self._cases = list(rag_cases(questions, self._retriever, self._prompts))
 
@@ -99,18 +102,21 @@ class ClusterSuite:
         own = self._settings.target
         models = {"target": own.model}
         folder = self._settings.cache_dir / "random_models"
-        models |= {name: str(random_model(name, load_tokenizer(own), folder)) for name in RANDOM}
-        pairs = [(name, dtype) for name in models for dtype in DTYPES]
+        models |= {name: str(saved_model(name, self._tokenizer, folder)) for name in RANDOM}
+        pairs = [(name, dtype) for name in models for dtype in WEIGHTS]
         if not self._plan.all_targets:
             pairs = [("target", "float32"), ("random Qwen3", "bfloat16")]
-        return [(name, own.model_copy(update={"model": models[name], "dtype": dtype})) for name, dtype in pairs]
+        return [(name, own.model_copy(update={"model": models[name], **WEIGHTS[dtype]})) for name, dtype in pairs]
 
     def _steps(self) -> tuple[list[Result], CostTable]:
         questions = self._list.questions[: len(self._cases)]
         gold = gold_answers(questions, [case.passages for case in self._cases])
         # Why longer: between short answers nearly every step reads somebody's prompt, and few are left to measure
         texts = {case.id: f"{gold[case.id]} {case.passages[0].text}" for case in self._cases}
-        bench = StepOverhead(self._size, self._cases, texts, self._settings.plan.seed)
+        config = TargetConfig(quantization="none")
+        model = random_model(SHAPES[0]._replace(vocab=len(self._tokenizer)), config)
+        target = TimedTarget(model, self._tokenizer, config, KV_SLOTS)
+        bench = StepOverhead(target, self._cases, texts, self._settings.plan.seed)
         rows = bench.measure(1, self._plan.num_alone, self._tick)
         rows += bench.measure(8, len(self._cases), self._tick)
         return rows, bench.costs
@@ -141,7 +147,7 @@ METRICS = (
         "tp_bitwise", "every logit of prompts, chunks, trees and batches has the bits of one rank's", equal_to(True)
     ),
     Metric(
-        "step_overhead_b1", "share of a step outside its forward, 100M parameters, one request, worst way", under(0.1)
+        "step_overhead_b1", "share of a step outside its forward, 0.1 B parameters, one request, worst way", under(0.1)
     ),
     Metric("step_overhead_b8", "the same, eight requests side by side", under(0.15)),
     Metric("replica_scaling_simulated", "speed of two replicas over one, forwards replaced by sleeps", at_least(1.9)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from pipelines.benchmarks.cluster.shards import identical_share
 from ragspec.cluster.actors import ActorPool, WorkerActor
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import load_engine
+from ragspec.engine.loading import forward_s, load_engine
 from ragspec.engine.parallel import load_follower
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
@@ -27,8 +26,6 @@ from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Ranks, Rendezvous
 from ragspec.numerics.self_test import self_test
 from ragspec.numerics.threads import num_processors, set_num_threads
@@ -73,7 +70,7 @@ class RankProbe(WorkerActor):
         return measure_ranks(config, cases, ranks, seed)
 
 
-def random_model(name: str, tokenizer: Any, folder: Path) -> Path:
+def saved_model(name: str, tokenizer: Any, folder: Path) -> Path:
     """A small random model with grouped queries and a given tokenizer; the same weights every time."""
     config_class, model_class, extra = RANDOM[name]
     path = folder / f"{name.replace(' ', '_').lower()}-{len(tokenizer)}"
@@ -99,7 +96,9 @@ def tensor_parallel(
             for size in SIZES:
                 measured = _measured(probes, config, cases, size, seed)
                 alone = alone or measured
-                rows.append({"target": name, "dtype": config.dtype, "ranks": size} | compare_ranks(alone, measured))
+                rows.append(
+                    {"target": name, "dtype": config.weight_dtype, "ranks": size} | compare_ranks(alone, measured)
+                )
                 tick("tensor parallel", len(rows), len(targets) * len(SIZES))
     return rows
 
@@ -212,15 +211,4 @@ def _answers(engine: Engine, cases: Sequence[Case], seed: int) -> Answers:
 
 def _step_ms(target: Target, num_rows: int) -> float:
     context = min(_CONTEXT, target.max_context_tokens - num_rows)
-    slots = SequenceSlots(target.pool)
-    slots.keep(*slots.reserve(context), list(range(context)))
-    token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size
-    times = []
-    for _ in range(_NUM_STEPS):
-        batch = Batch([ScheduledSequence(slots, token_ids)])
-        begin = time.perf_counter()
-        target.forward(token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
-        times.append(time.perf_counter() - begin)
-        batch.sequences[0].drop()
-    slots.release()
-    return 1e3 * median(times)
+    return 1e3 * median(forward_s(target, num_rows, context, range(-1, num_rows - 1)) for _ in range(_NUM_STEPS))

@@ -18,10 +18,10 @@ from ragspec.rag.prompt import PromptBuilder
 def run_rag(settings: Settings, tick: Tick) -> Outcome:
     """Raises: InputError, ModelError, SaveError."""
     listed = settings.questions(settings.num_prompts or (QUICK_QUESTIONS if settings.quick else NUM_QUESTIONS))
-    retriever = settings.retriever(listed, tick)
     forced = ForcedAnswers() if settings.forced else None
     engine, bitwise = open_engine(settings.target, forced)
     with engine:
+        retriever = settings.retriever(listed, tick)
         prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
         cases = list(rag_cases(listed.questions, retriever, prompts))
         if forced is not None:

@@ -3,7 +3,7 @@
 Weights are random, so answers are given; every token is sampled and then overruled. Only steps count in which every
 row decides: steps that read prompts have longer forwards and would lower the share.
 
-    >>> StepOverhead(model_sizes(config)[1], cases, texts).measure(batch=8, num_cases=24, tick=tick)[0]["overhead"]
+    >>> StepOverhead(TimedTarget.load(config, KV_SLOTS), cases, texts).measure(batch=8, num_cases=24, tick=tick)[0]["overhead"]
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from ragspec.evaluation.cases import Case
 from ragspec.evaluation.overrides import OverruledAnswers, answer_ids
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_over
-from ragspec.evaluation.suites.numerics import ModelSize
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.threads import num_processors, run_in_thread
 
-_KV_SLOTS = 16_384
+KV_SLOTS = 16_384
 _MAX_STEP_TOKENS = 512
 _WAYS = (("plain", False), ("copy", True))
 _TEMPERATURES = (0.0, 1.0)
@@ -81,9 +80,9 @@ class TimedEngine(Engine):
 class StepOverhead:
     """`texts`: by case id, the given answer, which quotes the case's copy sources."""
 
-    def __init__(self, size: ModelSize, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
-        """Raises: ModelError, InputError for an empty answer."""
-        self._target = size.target(TimedTarget, "float32", _KV_SLOTS)
+    def __init__(self, target: TimedTarget, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
+        """Raises: InputError for an empty answer."""
+        self._target = target
         self.costs = run_in_thread(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
         self._cases, self._seed = cases, seed
         self._answers = OverruledAnswers()
@@ -95,7 +94,7 @@ class StepOverhead:
         rows: list[Result] = []
         cases = self._cases[:num_cases]
         config = EngineConfig(
-            max_kv_tokens=_KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False
+            max_kv_tokens=KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False
         )
         settings = list(itertools.product(_WAYS, _TEMPERATURES))
         for number, ((name, speculation), temperature) in enumerate(settings, 1):

@@ -1,8 +1,8 @@
-"""Models of random weights that the suite `backends` runs over."""
+"""Models of random weights, for suites that measure time or promises alone."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -12,6 +12,7 @@ from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
 
 KV_SLOTS = 4096
+MAX_CONTEXT_TOKENS = 2048
 
 
 class Shape(NamedTuple):
@@ -29,7 +30,7 @@ class Shape(NamedTuple):
         return LlamaConfig(
             hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads, intermediate_size=self.inner, vocab_size=self.vocab,
-            max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=None,
+            max_position_embeddings=MAX_CONTEXT_TOKENS, tie_word_embeddings=False, eos_token_id=None,
         )  # fmt: skip
 
 
@@ -42,14 +43,18 @@ SHAPES = (
 )
 
 
-def random_target(shape: Shape, config: TargetConfig) -> Target:
-    """The same weights every time on one device. The first 256 tokens are bytes; no other has text."""
+def random_model(shape: Shape, config: TargetConfig) -> Any:
+    """The same weights every time on one device, ready to become a `Target`."""
     with torch.random.fork_rng(), torch.device(config.device):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             shape.config(), dtype=getattr(torch, config.dtype), attn_implementation="ragspec"
         ).eval()
-    return Target(model, _byte_tokenizer(), config, KV_SLOTS)
+
+
+def random_target(shape: Shape, config: TargetConfig) -> Target:
+    """The first 256 tokens are bytes; no other has text."""
+    return Target(random_model(shape, config), _byte_tokenizer(), config, KV_SLOTS)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
