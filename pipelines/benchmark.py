@@ -6,7 +6,7 @@
     python -m pipelines.benchmark --suite cpu --quick
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
-    python -m pipelines.benchmark --suite drafters --heads heads
+    python -m pipelines.benchmark --suite drafters
     python -m pipelines.benchmark --suite spec_bench --plots plots
     python -m pipelines.benchmark --suite heads --heads heads
     python -m pipelines.benchmark --suite cluster --quick
@@ -83,7 +83,7 @@ def main(
     full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
     reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
     heads: Annotated[
-        Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/. Heads: with heads of any family.")
+        Path | None, typer.Option(help="Drafters, Spec-Bench: a folder with a folder for each head.")
     ] = None,
 ) -> None:
     """Run one suite and print what it found."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -38,11 +38,11 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 QUICK_QUESTIONS = 8
 CONCURRENCY = 8
 NUM_WARM_UP = 6
-_MODULES = (
-    *("rag", "grammar", "cpu", "target", "spec_bench", "drafters.heads"),
-    *("retrieval.suite", "iterative.suite", "drafters.suite", "answers.suite", "backends.suite"),
-)
-SUITES = {name.removesuffix(".suite").split(".")[-1]: f"ragspec.evaluation.suites.{name}" for name in _MODULES}
+SUITES = {name: f"ragspec.evaluation.suites.{name}" for name in ("rag", "grammar", "cpu", "target", "spec_bench")} | {
+    name: f"ragspec.evaluation.suites.{name}.suite"
+    for name in ("retrieval", "iterative", "drafters", "answers", "backends")
+}
+SUITES["heads"] = SUITES["drafters"]
 """The module of each suite."""
 OPTIONS = ("forced", "full", "reranker", "heads")
 """Settings that only the suites that name them understand."""
@@ -141,7 +141,7 @@ def find_suite(name: str, modules: Mapping[str, str] = SUITES) -> Suite:
     if name not in modules:
         raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(modules)}")
     suite: Suite = importlib.import_module(modules[name]).SUITE
-    return suite
+    return replace(suite, name=name)
 
 
 def run_suite(name: str, settings: Settings, tick: Tick) -> Outcome:

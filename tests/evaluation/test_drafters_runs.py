@@ -17,7 +17,7 @@ from ragspec.evaluation.suites.drafters.variants import NONE, Setup
 
 CASES = [Case(f"c{i}", "prose", (1, 2, 3), (), 8) for i in range(4)]
 FAST, FALSE = "fast", "false"
-SETUP = Setup({FAST: Speculation(("fast",)), FALSE: Speculation(("false",))})
+SETUP = Setup({FAST: Speculation(("fast",)), FALSE: Speculation(("false",))}, ("fast", "false"))
 
 
 class MadeUp:

@@ -14,7 +14,6 @@ from ragspec.errors import ConfigError
 from ragspec.evaluation.report import Metric
 from ragspec.evaluation.suite import Settings, run_suite
 from ragspec.evaluation.suites import spec_bench
-from ragspec.evaluation.suites.drafters.variants import Heads
 from ragspec.evaluation.suites.spec_bench import FOLLOW_UP, SUITE, TASKS, SpecBench, units_of
 
 CATEGORIES = ("writing", "coding", *TASKS[1:])
@@ -47,14 +46,14 @@ def tiny(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_pairs_and_temperature_1_are_measured_on_few_questions(tiny: Settings) -> None:
     """A run over all questions by all ways, which takes days; a task or a single drafter left out."""
     whole = dataclasses.replace(tiny, num_prompts=None, quick=False)
-    units = units_of(whole, Heads())
+    units = units_of(whole, None)
     assert len(units) == 2 * 3 * len(CATEGORIES), "with three questions a task, all are few"
-    units = units_of(dataclasses.replace(tiny, num_prompts=2), Heads())
+    units = units_of(dataclasses.replace(tiny, num_prompts=2), None)
     assert len(units) == 2 * 2 * len(TASKS) and {unit.task for unit in units} == set(TASKS)
     singles = {"plain", "copy", "recycling", "lookahead"}
     assert all(singles <= set(unit.ways) and "copy + recycling" in unit.ways for unit in units)
     with pytest.raises(ConfigError, match="spec_bench and squad"):
-        units_of(dataclasses.replace(tiny, data_dir=None), Heads())
+        units_of(dataclasses.replace(tiny, data_dir=None), None)
 
 
 def row(task: str, seconds: dict[str, float], **fields: Any) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def test_the_numbers_are_those_of_known_rows() -> None:
         row("rag", {"plain": 6.0, "copy": 2.0, "lookahead": 6.5}),
         row(FOLLOW_UP, {"plain": 1.0, "copy": 1.0, "copy + datastore": 9.0}, **{"copy + datastore": {"accepted": 7}}),
     ]
-    found = spec_bench.headlines(rows, Heads())
+    found = spec_bench.headlines(rows, None)
     assert spec_bench.speedups(rows)["copy"] == {"qa": 1.5, "rag": 3.0, FOLLOW_UP: 1.0}
     assert found["default_over_best_single_min"] == pytest.approx(1.5 / 2.125)
     assert found["default_over_best_single_median"] == pytest.approx((1.5 / 2.125 + 1.0) / 2)
@@ -81,7 +80,7 @@ def test_the_numbers_are_those_of_known_rows() -> None:
     assert found["datastore_extra"] == pytest.approx(0.2) and found["identical"] is True
     assert spec_bench.acceptance_lengths(rows)["copy"]["qa"] == 2.0
     rows[0]["ways"]["copy"]["identical"] = False
-    assert spec_bench.headlines(rows, Heads())["identical"] is False
+    assert spec_bench.headlines(rows, None)["identical"] is False
 
 
 @pytest.mark.slow

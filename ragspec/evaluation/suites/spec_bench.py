@@ -33,7 +33,7 @@ from ragspec.evaluation.cases import Case, rag_cases
 from ragspec.evaluation.datasets import cached_store, json_rows
 from ragspec.evaluation.report import Figures, Metric, Result, Table, at_least, equal_to, new_figure, transposed
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.drafters.variants import Heads
+from ragspec.evaluation.suites.drafters.variants import eagle_head
 from ragspec.evaluation.timing import EngineDecoder, Tick, TimedGeneration
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
@@ -76,18 +76,18 @@ class Unit(NamedTuple):
     case: Case | None = None
 
 
-def ways_of(heads: Heads) -> dict[str, Way]:
+def ways_of(head: Path | None) -> dict[str, Way]:
     """Every way by name. Why an engine for each drafter: the features that one reads cost all steps of its engine."""
-    singles = ["copy", "recycling", "lookahead", *(["eagle"] if heads.eagle3 or heads.eagle else [])]
+    singles = ["copy", "recycling", "lookahead", *(["eagle"] if head else [])]
     ways = {PLAIN: Way(("copy",), ())}
     ways |= {name: Way(("copy",) if name == "copy" else ("copy", name), (name,)) for name in singles}
     ways |= {f"copy + {name}": Way(("copy", name), ("copy", name)) for name in (*singles[1:], "datastore")}
     return ways
 
 
-def default_way(heads: Heads) -> str:
+def default_way(head: Path | None) -> str:
     """The way of the default configuration, with a head if there is one."""
-    return "copy + eagle" if heads.eagle3 or heads.eagle else "copy"
+    return "copy + eagle" if head else "copy"
 
 
 def read_questions(path: Path, a_task: int | None) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -99,11 +99,11 @@ def read_questions(path: Path, a_task: int | None) -> list[tuple[str, str, tuple
     return [each for questions in found.values() for each in questions[:a_task]]
 
 
-def units_of(settings: Settings, heads: Heads) -> list[Unit]:
+def units_of(settings: Settings, head: Path | None) -> list[Unit]:
     """All questions without the follow-ups. Raises: ConfigError, InputError."""
     path = settings.require_data("spec_bench and squad") / "spec_bench" / "question.jsonl"
-    all_ways = tuple(name for name in ways_of(heads) if "datastore" not in name)
-    singles = tuple(name for name in all_ways if " + " not in name or name == default_way(heads))
+    all_ways = tuple(name for name in ways_of(head) if "datastore" not in name)
+    singles = tuple(name for name in all_ways if " + " not in name or name == default_way(head))
     few = settings.num_prompts or (2 if settings.quick else A_TASK)
     whole = few if settings.quick or settings.num_prompts else None
     chosen = {each[0] for each in read_questions(path, few)}
@@ -118,20 +118,19 @@ def units_of(settings: Settings, heads: Heads) -> list[Unit]:
 class SpecBench(contextlib.ExitStack):
     """The engines, which are loaded when first needed, and the file of rows."""
 
-    def __init__(self, settings: Settings, heads: Heads, index_dir: str) -> None:
+    def __init__(self, settings: Settings, head: Path | None, index_dir: str) -> None:
         super().__init__()
-        self._settings, self._heads, self._index_dir = settings, heads, index_dir
-        self._ways, self._engines = ways_of(heads), dict[tuple[str, ...], Engine]()
-        parts = (settings.target.model_dump_json(), str(heads), str(settings.plan.seed), str(TOKENS), _code_digest())
+        self._settings, self._head, self._index_dir = settings, head, index_dir
+        self._ways, self._engines = ways_of(head), dict[tuple[str, ...], Engine]()
+        parts = (settings.target.model_dump_json(), str(head), str(settings.plan.seed), str(TOKENS), _code_digest())
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
         self.path = settings.cache_dir / "spec_bench" / f"{name}.jsonl"
 
     def engine(self, drafters: tuple[str, ...]) -> Engine:
         if drafters not in self._engines:
-            head = self._heads.eagle3 or self._heads.eagle
             settings = DraftingConfig(
                 drafters=drafters,
-                eagle=EagleConfig(path=str(head) if head and "eagle" in drafters else ""),
+                eagle=EagleConfig(path=str(self._head) if self._head and "eagle" in drafters else ""),
                 datastore=DatastoreConfig(index_dir=self._index_dir),
             )
             config = EngineConfig(max_running=1, max_kv_tokens=_KV_TOKENS, prefix_cache=False, adaptive_threads=False)
@@ -240,11 +239,11 @@ def acceptance_lengths(rows: Rows) -> dict[str, dict[str, float]]:
     return {name: {task: tokens / steps for task, (tokens, steps) in tasks.items()} for name, tasks in pooled.items()}
 
 
-def headlines(rows: Rows, heads: Heads) -> Result:
+def headlines(rows: Rows, head: Path | None) -> Result:
     """The keys of the result that stand first. `None`: not measured by this suite yet."""
     at_zero = speedups([row for row in rows if row["temperature"] == 0.0 and row["task"] != FOLLOW_UP])
     singles = {name: tasks for name, tasks in at_zero.items() if " + " not in name}
-    default = at_zero[default_way(heads)]
+    default = at_zero[default_way(head)]
     over_best = [default[task] / max(own[task] for own in singles.values()) for task in default]
     follow_ups = [row["ways"] for row in rows if row["task"] == FOLLOW_UP]
     extra = sum(ways["copy + datastore"]["accepted"] - ways["copy"]["accepted"] for ways in follow_ups)
@@ -261,8 +260,8 @@ def headlines(rows: Rows, heads: Heads) -> Result:
 
 def run_spec_bench(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError without data, InputError, ModelError, SaveError."""
-    heads = Heads.find(settings.heads)
-    units = units_of(settings, heads)
+    head = eagle_head(settings.heads)
+    units = units_of(settings, head)
     few = settings.num_prompts or (4 if settings.quick else 3 * A_TASK)
     listed, encoder = settings.questions(few), Encoder.load(settings.encoder)
     count = len(listed.documents)
@@ -272,21 +271,21 @@ def run_spec_bench(settings: Settings, tick: Tick) -> Outcome:
         settings.cache_dir,
         progress=lambda done, _: tick("index (once)", done, count),
     )
-    with SpecBench(settings, heads, str(store.index_dir)) as bench:
+    with SpecBench(settings, head, str(store.index_dir)) as bench:
         retriever = Retriever(encoder, store, follow=False)
         found = rag_cases(listed.questions[:few], retriever, bench.prompts)
         cases = [replace(case, max_tokens=TOKENS) for case in found]
         ways = (PLAIN, "copy", "copy + datastore")
         units += [Unit(f"{FOLLOW_UP}-{case.id}", FOLLOW_UP, 0.0, (), ways, case) for case in cases]
         rows = bench.rows(units, tick)
-    result = {"label": "Spec-Bench", "num_prompts": len(rows), "num_runs": 1, "default": default_way(heads)}
+    result = {"label": "Spec-Bench", "num_prompts": len(rows), "num_runs": 1, "default": default_way(head)}
     tables = {
         f"{title}, T = {temperature:g}": table([row for row in rows if row["temperature"] == temperature])
         for temperature in (0.0, 1.0)
         for title, table in (("speed-up", speedups), ("tokens a step", acceptance_lengths))
     }
     missing = "osd_gain and larger_than_memory_speedup: there is no online distillation and no target beyond memory yet"
-    return Outcome(headlines(rows, heads) | result | {"tables": tables, "missing": missing})
+    return Outcome(headlines(rows, head) | result | {"tables": tables, "missing": missing})
 
 
 def spec_bench_tables(result: Result) -> dict[str, Table]:

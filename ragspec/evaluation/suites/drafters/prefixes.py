@@ -107,14 +107,11 @@ def ratio_with_error(lengths: Sequence[int], base: Sequence[int]) -> tuple[float
     return ratio, stdev(residuals) / mean(base) / math.sqrt(len(base)) if len(base) > 1 else math.nan
 
 
-def prefix_row(at_zero: Sequence[int], coupled: Sequence[int], uncoupled: Sequence[int]) -> Result:
-    """The three conditions on the same prefixes."""
-    result: dict[str, Any] = {
-        "num_prefixes": len(at_zero),
-        "t0": mean(at_zero),
-        "t1_coupled": mean(coupled),
-        "t1_uncoupled": mean(uncoupled),
-    }
+def prefix_row(at_zero: Sequence[int], coupled: Sequence[int], uncoupled: Sequence[int] = ()) -> Result:
+    """The three conditions on the same prefixes; without `uncoupled`, two."""
+    result: dict[str, Any] = {"num_prefixes": len(at_zero), "t0": mean(at_zero)}
     for name, lengths in (("coupled", coupled), ("uncoupled", uncoupled)):
-        result[f"{name}_t1_over_t0"], result[f"{name}_t1_over_t0_error"] = ratio_with_error(lengths, at_zero)
+        if lengths:
+            result[f"t1_{name}"] = mean(lengths)
+            result[f"{name}_t1_over_t0"], result[f"{name}_t1_over_t0_error"] = ratio_with_error(lengths, at_zero)
     return result

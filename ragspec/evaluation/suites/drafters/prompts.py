@@ -1,4 +1,4 @@
-"""Prompts of the suite `drafters` by task: answers with passages, chat, grammar, and prose without copy sources.
+"""Prompts of the suite `drafters` by task: answers with passages, chat, grammar, prose without copy sources, papers' questions.
 
 Every list is fixed; a shorter list is the beginning of a longer list. No target or head of ours was trained on the
 texts.
@@ -8,13 +8,13 @@ texts.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ragspec.core import CopySource, Message, SourceKind
+from ragspec.errors import PromptTooLong
 from ragspec.evaluation.cases import Case, grammar_cases, rag_cases
 from ragspec.evaluation.datasets import (
     CLEAN,
@@ -24,7 +24,7 @@ from ragspec.evaluation.datasets import (
     fixed_sample,
     grammar_list,
     held_out_articles,
-    lines_of,
+    json_rows,
     squad_list,
 )
 from ragspec.rag.prompt import PromptBuilder
@@ -33,11 +33,20 @@ from ragspec.training.sentences import normalise
 
 T = TypeVar("T")
 
-RAG, CHAT, GRAMMAR, PROSE = "rag", "chat", "grammar", "prose"
+RAG, CHAT, GRAMMAR, PROSE, MT_BENCH = "rag", "chat", "grammar", "prose", "MT-bench"
 TASKS = (RAG, CHAT, GRAMMAR, PROSE)
 CHAT_TOKENS = 96
 PROSE_TOKENS = 96
 PROSE_PROMPT_TOKENS = 64
+QUESTIONS = {
+    MT_BENCH: "mt_bench/question.jsonl",
+    "HumanEval": "eagle_eval/humaneval.jsonl",
+    "GSM8K": "eagle_eval/gsm8k.jsonl",
+    "Alpaca": "eagle_eval/alpaca.jsonl",
+    "CNN/DM": "eagle_eval/sum.jsonl",
+    "NQ": "eagle_eval/qa.jsonl",
+}
+"""The papers' questions by task."""
 _FEWEST_TURNS = 5
 _ROLES = {"USER": "user", "SYSTEM": "assistant"}
 
@@ -56,14 +65,28 @@ def drafter_cases(
     }
 
 
+def question_cases(data_dir: Path, prompts: PromptBuilder, tasks: Iterable[str], count: int) -> dict[str, list[Case]]:
+    """The first questions of each list that fit the target, with nothing to copy from. Raises: InputError."""
+    return {task: list(islice(_questions(data_dir / QUESTIONS[task], prompts, task), count)) for task in tasks}
+
+
+def _questions(path: Path, prompts: PromptBuilder, task: str) -> Iterator[Case]:
+    for number, (_, row) in enumerate(json_rows(path)):
+        try:
+            prompt = prompts.build([Message("user", str(row["turns"][0]))], (), CHAT_TOKENS)
+        except PromptTooLong:
+            continue
+        yield Case(f"{task}-{number}", task, prompt.prompt_ids, (), CHAT_TOKENS)
+
+
 def chat_list(data_dir: Path, count: int) -> list[Conversation]:
     """Alternately first turns of MT-bench and openings of SGD test dialogues up to a user's turn.
 
     Raises: InputError if the files are not there.
     """
-    questions = [json.loads(line) for line in lines_of(data_dir / "mt_bench" / "question.jsonl")]
-    singles = [[Message("user", normalise(question["turns"][0]))] for question in questions]
-    dialogues = [json.loads(line)["turns"] for line in lines_of(data_dir / "sgd" / "test.jsonl")]
+    questions = json_rows(data_dir / QUESTIONS[MT_BENCH])
+    singles = [[Message("user", normalise(question["turns"][0]))] for _, question in questions]
+    dialogues = [dialogue["turns"] for _, dialogue in json_rows(data_dir / "sgd" / "test.jsonl")]
     openings = (turns[:_FEWEST_TURNS] for turns in dialogues if len(turns) >= _FEWEST_TURNS)
     longer = [[Message(_ROLES[who], normalise(text)) for who, text in turns] for turns in openings]
     return list(islice(_taking_turns(fixed_sample(singles, count), fixed_sample(longer, count)), count))

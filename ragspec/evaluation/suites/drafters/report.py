@@ -1,143 +1,171 @@
-"""The metrics and tables of the suite `drafters`: acceptance by depth, and speed-up by requests side by side."""
+"""Headlines, tables and figures of the suite `drafters`; the rows are those of `ragspec.evaluation.suites.drafters.runs`.
+
+A row's `part`: none for a head alone, else copy (copies and plain decoding), merged, batch or shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
 from typing import Any
 
-from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, Table, transposed
-from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG
-from ragspec.evaluation.suites.drafters.variants import (
-    CHAIN,
-    COPY,
-    DRAFTING,
-    EAGLE1,
-    EAGLE2,
-    EAGLE3,
-    MERGED,
-    NONE,
-    TREE,
-    TREE_NODES,
-)  # fmt: skip
-
-_HEADS = (EAGLE1, EAGLE2, EAGLE3)
-_COUPLED, _UNCOUPLED = "coupled_t1_over_t0", "uncoupled_t1_over_t0"
-NOTES = ("missing", "left_out")
-METRICS = (
-    Metric(
-        "eagle_prose_acceptance_length", f"tokens a decode step, trees of {TREE_NODES} nodes, prose, T=0, best head"
-    ),
-    Metric("eagle_prose_speedup", "decode time, plain over drafted, prose, T=0, one request, best head and tree"),
-    Metric(_COUPLED, f"tokens of a step of {TREE_NODES} nodes, T=1 over T=0, same beginnings, children coupled"),
-    Metric(_UNCOUPLED, "the same, children chosen without the noise"),
-    Metric("merged_over_best", f"speed of {MERGED} over the better part alone, the least of rag and chat, T=0 and T=1"),
-    Metric("identical", "every output token equal to plain decoding's"),
+from ragspec.evaluation.report import (
     PEAK_MEMORY,
+    Figures,
+    Metric,
+    Result,
+    Table,
+    at_least,
+    equal_to,
+    new_figure,
+    transposed,
 )
+from ragspec.evaluation.suite import Outcome
+from ragspec.evaluation.suites.drafters.prompts import MT_BENCH, PROSE
+from ragspec.evaluation.suites.drafters.variants import CHAIN, MERGED, NONE, TREE, TREE_NODES
+
+NOTES = ("missing",)
+ORDERS = {
+    ("hydra", "medusa"): 1,
+    ("hydra++", "hydra"): 1,
+    ("eagle2", "eagle"): 1,
+    ("eagle3", "eagle2"): 1,
+    ("hass", "eagle2"): 1,
+    ("poss", "hass"): 4,
+}
+"""The papers' orders, better first, and the depth from which on they hold."""
 
 
 def headlines(rows: Sequence[Result], same_beginnings: Mapping[str, Result]) -> Result:
     """The numbers that stand first; None where nothing measured them."""
-    longest = _best(_trees(rows, PROSE, 0.0, nodes=TREE_NODES), "acceptance_length")
-    fastest = _best([row for row in _trees(rows, PROSE, 0.0) if row["variant"] in _HEADS], "speedup")
-    merged = merged_over_best(rows)
-    beginnings: Mapping[str, Any] = same_beginnings.get(EAGLE3) or same_beginnings.get(EAGLE2) or {}
+    orders, over, best = orders_of(rows), merged_over_best(rows), fastest(rows)
+    ratios = {name: row["coupled_t1_over_t0"] for name, row in same_beginnings.items()}
+    lengths = [row["acceptance_length"] for row in rows_of(rows, PROSE, 0.0, TREE_NODES) if row["acceptance_length"]]
     return {
-        "eagle_prose_acceptance_length": longest.get("acceptance_length"),
-        "eagle_prose_acceptance_length_of": longest.get("variant"),
-        "eagle_prose_speedup": fastest.get("speedup"),
-        "eagle_prose_speedup_of": fastest.get("variant"),
-        _COUPLED: beginnings.get(_COUPLED),
-        _UNCOUPLED: beginnings.get(_UNCOUPLED),
-        "free_running": free_running(rows),
-        "merged_over_best": min(merged.values(), default=None),
-        "merged_over_best_by_task": merged,
         "identical": all(row["identical"] is not False for row in rows),
+        "orders": orders,
+        "order_held": mean(ratio > 1.0 for ratio in orders.values()) if orders else None,
+        "best_head": best.get("variant"),
+        "best_speedup_prose": best.get("speedup"),
+        "best_acceptance_prose": max(lengths, default=None),
+        "merged_over_best": over,
+        "merged_over_best_min": min(over.values(), default=None),
+        "t1_over_t0": ratios,
+        "t1_over_t0_min": min(ratios.values(), default=None),
     }
 
 
-def _best(rows: Iterable[Result], key: str) -> Result:
-    """The row with the greatest number; empty if no row has the number."""
-    return max((row for row in rows if row[key] is not None), key=lambda row: row[key], default={})
+def rows_of(rows: Iterable[Result], task: str, temperature: float, nodes: int | None) -> list[Result]:
+    """Rows of heads alone that draft trees, their children chosen with the target's noise."""
+    wanted = {"task": task, "temperature": temperature, "nodes": nodes, "shape": TREE, "coupled": True, "part": None}
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def fastest(rows: Sequence[Result]) -> Result:
+    """The row of the head that is fastest on prose; empty without heads."""
+    return max(rows_of(rows, PROSE, 0.0, None), key=lambda row: row["speedup"] or 0.0, default={})
+
+
+def orders_of(rows: Sequence[Result]) -> dict[str, float]:
+    """By the papers' orders: acceptance of the better head over that of the other, prose and MT-bench, T = 0, 16 nodes.
+
+    Tokens a step; from a depth on, the mean pos_acc there. Of several heads of one family the first counts.
+    """
+    fixed = [row for task in (PROSE, MT_BENCH) for row in rows_of(rows, task, 0.0, TREE_NODES)]
+    names = {name for order in ORDERS for name in order}
+    of_family: dict[str, str] = {}
+    for row in fixed:
+        family = next((name for name in sorted(names, key=len, reverse=True) if row["variant"].startswith(name)), "")
+        of_family.setdefault(family, row["variant"])
+    found = {}
+    for (better, worse), depth in ORDERS.items():
+        if better in of_family and worse in of_family:
+            ours, theirs = (_acceptance(fixed, of_family[name], depth) for name in (better, worse))
+            if ours and theirs:
+                found[f"{better} over {worse}" + (f" from depth {depth}" if depth > 1 else "")] = ours / theirs
+    return found
+
+
+def _acceptance(rows: Sequence[Result], name: str, depth: int) -> float | None:
+    own = [row for row in rows if row["variant"] == name]
+    if depth == 1:
+        return mean(row["acceptance_length"] or 1.0 for row in own)
+    shares = [
+        share for row in own for each in row["pos_acc"].values() for share in each[depth - 1 :] if share is not None
+    ]
+    return mean(shares) if shares else None
 
 
 def merged_over_best(rows: Sequence[Result]) -> dict[str, float]:
-    """By task and temperature: the merged draft's speed over that of its better part alone."""
-    found = {}
-    for task in (RAG, CHAT):
-        for temperature in (0.0, 1.0):
-            speedups = {row["variant"]: row["speedup"] for row in _trees(rows, task, temperature)}
-            alone = [speedups[name] for name in (COPY, EAGLE3) if speedups.get(name)]
-            if speedups.get(MERGED) and alone:
-                found[f"{task}, T = {temperature:g}"] = speedups[MERGED] / max(alone)
-    return found
+    """By task and temperature: the merged tree's speed over that of its better part alone."""
+    speeds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.get("part") == "merged":
+            speeds.setdefault(_place(row), {})[row["variant"]] = row["speedup"]
+    return {where: own.pop(MERGED) / max(own.values()) for where, own in speeds.items()}
 
 
-def free_running(rows: Sequence[Result]) -> dict[str, Result]:
-    """By variant: acceptance lengths of fixed trees at T=1 over those at T=0, each on the texts of its own temperature."""
-    at_zero = {row["variant"]: row["acceptance_length"] for row in _trees(rows, PROSE, 0.0, nodes=TREE_NODES)}
-    found: dict[str, Result] = {}
-    for row in _trees(rows, PROSE, 1.0, nodes=TREE_NODES):
-        name = row["variant"]
-        if at_zero.get(name) and row["acceptance_length"]:
-            key = _COUPLED if row["coupled"] else _UNCOUPLED
-            found.setdefault(name, {})[key] = row["acceptance_length"] / at_zero[name]
-    return found
-
-
-def drafters_tables(result: Result) -> dict[str, Table]:
-    """One column a variant; only measured rows."""
-    rows: list[Result] = sorted(result["rows"], key=lambda row: (NONE, *DRAFTING).index(row["variant"]))
-    alone = [row for row in rows if row["shape"] != CHAIN and row["nodes"] is None and not row["prompts_included"]]
-    drafted = [row for row in alone if row["variant"] != NONE]
-    plain = [row for row in alone if row["variant"] == NONE]
-    batched = [row for row in rows if row["prompts_included"]]
-    chains = [row for row in rows if row["shape"] == CHAIN]
-    fixed = [row for row in rows if row["nodes"] is not None and row["shape"] == TREE]
-    tables: dict[str, Table] = {
-        "tokens a decode step": _by_variant(alone, "acceptance_length"),
-        "speed-up of decoding": _by_variant(alone, "speedup"),
-        "drafting, ms a step": _by_variant(drafted, "draft_ms"),
-        "output repeats itself, share": _by_variant(plain, "repeated_share"),
-        "side by side, T = 0, prompts included: speed-up": _by_variant(
-            batched, "speedup", lambda row: f"{row['task']}, {row['batch']}"
-        ),
-        f"pos_acc, {PROSE}, T = 0, trees that pay": _by_depth(drafted, 0.0),
-        f"pos_acc, {PROSE}, T = 0, {TREE_NODES} nodes": _by_depth(fixed, 0.0),
-        f"pos_acc, {PROSE}, T = 1, {TREE_NODES} nodes": _by_depth([row for row in fixed if row["coupled"]], 1.0),
-        f"n-alpha of chains, {PROSE}, T = 0": _by_depth(chains, 0.0),
-        "tokens a decode step, chains": _by_variant(chains, "acceptance_length"),
-        f"tokens a decode step, {TREE_NODES} nodes": _by_variant(
-            fixed, "acceptance_length", lambda row: _setting(row) + ("" if row["coupled"] else ", uncoupled")
-        ),
-        "one step from the same beginnings": result["same_beginnings"],
-        "tokens a step by acceptance rule": transposed(result["acceptance_rules"] or {}),
-    }
-    return {title: table for title, table in tables.items() if any(table.values())}
-
-
-def _trees(rows: Iterable[Result], task: str, temperature: float, nodes: int | None = None) -> list[Result]:
-    """Rows of trees, one request at a time, of one task and temperature."""
-    wanted = {"shape": TREE, "task": task, "temperature": temperature, "nodes": nodes, "prompts_included": False}
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def _setting(row: Result) -> str:
+def _place(row: Result) -> str:
     return f"{row['task']}, T = {row['temperature']:g}"
 
 
-def _by_variant(rows: Iterable[Result], key: str, cell: Callable[[Result], str] = _setting) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for row in rows:
-        table.setdefault(row["variant"], {})[cell(row)] = row[key]
-    return table
+METRICS = (
+    Metric("identical", "every output token equal to plain decoding's", equal_to(True)),
+    Metric("order_held", "share of the papers' orders of acceptance that hold here", equal_to(1.0)),
+    Metric(
+        "best_speedup_prose", "decode time, plain over drafted, prose, T=0, one request, fastest head", at_least(2.0)
+    ),
+    Metric("best_acceptance_prose", f"tokens a decode step, {TREE_NODES} nodes, prose, T=0, best head", at_least(3.5)),
+    Metric("merged_over_best_min", "copies and head in one tree over the better alone, the least", at_least(0.97)),
+    Metric("t1_over_t0_min", "tokens of a step, T=1 over T=0, same beginnings, the least head", at_least(0.9)),
+    PEAK_MEMORY,
+)
 
 
-def _by_depth(rows: Iterable[Result], temperature: float) -> dict[str, Any]:
-    """Prose alone. A merged draft has a column for each of its drafters."""
-    table: dict[str, Any] = {}
-    for row in (row for row in rows if row["task"] == PROSE and row["temperature"] == temperature):
-        for drafter, shares in row["pos_acc"].items():
-            name = row["variant"] if len(row["pos_acc"]) == 1 else f"{row['variant']}: {drafter}"
-            table[name] = {f"depth {depth}": share for depth, share in enumerate(shares, 1)}
-    return table
+def tables(result: Result) -> Mapping[str, Table]:
+    """A column a drafter."""
+    found = dict[str, Table]()
+
+    def cell(title: str, row: Result, where: str, value: Any) -> None:
+        found.setdefault(title, {}).setdefault(row["variant"], {})[where] = value
+
+    for row in result["rows"]:
+        where, part = _place(row), row.get("part")
+        if part == "batch":
+            size = f"{row['task']}, {row['batch']}"
+            cell("side by side, T = 0: speed-up, prompts included", row, size, row["speedup"])
+        elif part == "shape":
+            size = f"depth {row['max_depth']}" if "max_depth" in row else f"width {row['width']}"
+            cell("tokens a step by shape, prose, T = 0", row, size, row["acceptance_length"])
+        elif part == "merged":
+            cell("copies and the fastest head: speed-up", row, where, row["speedup"])
+        elif row["nodes"] is None:
+            cell("speed-up of decoding", row, where, row["speedup"])
+            cell("tokens a decode step", row, where, row["acceptance_length"])
+            cell("drafting, ms a step", row, where, row["draft_ms"])
+            if row["variant"] == NONE:
+                cell("output repeats itself, share", row, where, row["repeated_share"])
+        elif row["task"] == PROSE and row["temperature"] == 0.0:
+            title = "n-alpha of chains, prose, T = 0" if row["shape"] == CHAIN else "pos_acc, 16 nodes, prose, T = 0"
+            for shares in row["pos_acc"].values():
+                for depth, share in enumerate(shares, 1):
+                    cell(title, row, f"depth {depth}", share)
+    found["the papers' orders, ratio of acceptance"] = result["orders"]
+    found["one step from the same beginnings"] = result["same_beginnings"]
+    found["rules that change the text, T = 1"] = result["lossy_rules"]
+    found["tokens a step by acceptance rule"] = transposed(result["acceptance_rules"] or {})
+    return {title: table for title, table in found.items() if table}
+
+
+def draw(outcome: Outcome, title: str) -> Figures:
+    """Acceptance by position, and speed by the number of requests."""
+    shown = tables(outcome.result)
+    figures: Figures = {}
+    for name, prefix in (("drafters_pos_acc", "pos_acc"), ("drafters_batch", "side by side")):
+        table = next((table for key, table in shown.items() if key.startswith(prefix)), {})
+        figure, axes = new_figure(7, 4, title)
+        for head, cells in table.items():
+            axes.plot(list(cells), list(cells.values()), marker="o", label=head)
+        axes.legend(fontsize=7)
+        figures[name] = figure
+    return figures

@@ -1,22 +1,26 @@
-"""The suite `drafters`: speed and acceptance of each drafter by task, temperature and batch size, and the cost of
-sampling.
+"""The suite `drafters`, also called `heads`: copies, and every trained head of a folder, by the measures of the papers.
 
-Not every cell of the grid is measured: chains only of the heads, on chat and prose; batches only of trees, at T = 0, on questions
-and prose; fixed trees only on prose. `LEFT_OUT` says so in the result.
+    heads/eagle  heads/eagle2  heads/eagle3  heads/hass  heads/poss  heads/medusa  heads/hydra  heads/hydra++     (any of them)
 
-    >>> DraftersSuite(TargetConfig(), data_dir, retriever, Heads.find(), drafters_plan(quick=True), tick).measure()
+Copies are measured first, beside plain decoding. Then each head drafts alone: trees that pay, for speed; trees of 16 nodes
+whatever they cost, for acceptance, their children chosen with the target's noise and without; chains, for n-alpha. The head
+that is fastest on prose then drafts beside copies, in batches, in trees of several depths and widths, and under the rules that
+change the text; its probabilities give the expected tokens of each acceptance rule. With `--quick` chains, shapes, rules and
+children without the noise are left out, and most tasks and temperatures of heads.
+
+    >>> run_suite("heads", replace(settings, heads=Path("heads")), tick).result["order_held"]
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
+from statistics import mean
 
-from ragspec.config import DraftingConfig, TargetConfig
-from ragspec.engine.admission import SamplerFactory
+from ragspec.config import DraftingConfig, EngineConfig
+from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
 from ragspec.errors import ModelError
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.datasets import squad_list
@@ -26,188 +30,185 @@ from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.drafters.acceptance_rules import TargetAndHead, rule_table
 from ragspec.evaluation.suites.drafters.prefixes import Prefix, cut_prefixes, prefix_row, step_lengths
-from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG, TASKS, drafter_cases
-from ragspec.evaluation.suites.drafters.report import METRICS, NOTES, drafters_tables, headlines
-from ragspec.evaluation.suites.drafters.runs import Sampling, alone_rows, together_rows
+from ragspec.evaluation.suites.drafters.prompts import (
+    MT_BENCH,
+    PROSE,
+    PROSE_TOKENS,
+    QUESTIONS,
+    RAG,
+    TASKS,
+    drafter_cases,
+    question_cases,
+)
+from ragspec.evaluation.suites.drafters.report import METRICS, NOTES, draw, fastest, headlines, tables
+from ragspec.evaluation.suites.drafters.runs import Sampling, acceptance_length, alone_rows, together_rows
 from ragspec.evaluation.suites.drafters.variants import (
-    EAGLE2,
-    EAGLE3,
+    CHAIN,
+    COPY,
+    MERGED,
     NONE,
-    Heads,
+    TREE_NODES,
     Setup,
-    chain_setups,
-    fixed_setups,
-    tree_setups,
+    TrainedHead,
+    find_heads,
 )
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import RetrieverLike
+from ragspec.speculation import ON, AcceptanceRule, Speculation
 
-TEMPERATURES = (0.0, 1.0)
-COMPARED = (EAGLE2, EAGLE3)
-"""Variants whose steps are counted from the same prefixes."""
-LEFT_OUT = (
-    "chains of copying, chains on questions and grammar, and chains as long as pay: all go on while the head gives them a chance",
-    "batches of chains, at T = 1, and on chat and grammar",
-    "fixed trees, beginnings and acceptance rules on anything but prose",
-)
+_TEMPERATURES = (0.0, 1.0)
+_BATCHES, _DEPTHS, _WIDTHS = (1, 2, 4, 8, 16, 32), (1, 2, 4, 6, 8), (1, 2, 4, 8)
+_NO_HEADS = "heads: --heads named no folder of them"
 
 
-@dataclass(frozen=True, slots=True)
-class DraftersPlan:
-    """Numbers of prompts: of a cell, side by side in all, of fixed trees, cut into prefixes; `num_ruled` prefixes
-    serve the acceptance rules."""
-
-    num_prompts: int = 5
-    num_together: int = 8
-    num_fixed: int = 12
-    num_cut: int = 12
-    num_ruled: int = 32
-    batches: tuple[int, ...] = (1, 2, 4, 8)
-    num_runs: int = 3
-    seed: int = 0
-
-    @property
-    def num_cases(self) -> int:
-        """The longest list."""
-        return max(self.num_prompts, self.num_together, self.num_fixed, self.num_cut)
-
-    def sampling(self, temperature: float, once: bool = False) -> Sampling:
-        """Half the repetitions at T = 1, where the gain is smaller."""
-        several = (self.num_runs + 1) // 2 if temperature else self.num_runs
-        return Sampling(temperature, self.seed, 1 if once else several)
-
-
-def drafters_plan(
-    quick: bool = False, num_runs: int = 3, seed: int = 0, num_prompts: int | None = None
-) -> DraftersPlan:
-    """`num_prompts` replaces every number of prompts."""
-    plan = DraftersPlan(num_runs=num_runs, seed=seed)
-    if quick:
-        plan = replace(plan, num_prompts=2, num_together=4, num_fixed=4, num_cut=2, num_ruled=4, batches=(1, 4))
-    if num_prompts is None:
-        return plan
-    batches = tuple(batch for batch in plan.batches if batch <= num_prompts)
-    every = num_prompts
-    return DraftersPlan(every, every, every, every, every, batches, num_runs, seed)
-
-
-@dataclass(frozen=True)
 class DraftersSuite:
-    """Measures the grid; one engine is open at a time."""
+    """Measures one drafter after the other; one engine is open at a time."""
 
-    target: TargetConfig
-    data_dir: Path
-    retriever: RetrieverLike
-    heads: Heads
-    plan: DraftersPlan
-    tick: Tick
+    def __init__(self, settings: Settings, tick: Tick) -> None:
+        self._settings, self._tick, self._quick = settings, tick, settings.quick
+        self._seed, self._heads = settings.plan.seed, find_heads(settings.heads)
+        self._count = settings.num_prompts or (2 if settings.quick else 5)
+        self._cases: dict[str, list[Case]] = {}
+        self._prefixes: list[Prefix] = []
 
     def measure(self) -> Result:
-        """All rows and headlines. Raises: InputError if data is missing, ModelError, EngineError."""
-        memory, plan = PeakMemory(), self.plan
-        engine, bitwise = open_engine(self.target, None, DraftingConfig())
+        """All rows and headlines. Raises: ConfigError without data, InputError, ModelError, EngineError."""
+        memory, bitwise = PeakMemory(), self._read()
+        rows = [{"part": "copy"} | row for row in self._copies()]
+        same_beginnings: dict[str, Result] = {}
+        for head in self._heads:
+            own, same_beginnings[head.name] = self._alone(head)
+            rows += own
+        result: Result = {"missing": [] if self._heads else [_NO_HEADS], "lossy_rules": {}, "acceptance_rules": None}
+        if self._heads:
+            best = next(head for head in self._heads if head.name == fastest(rows)["variant"])
+            rows += [*self._merged(best), *self._batches(best.setup(), PROSE)]
+            if not self._quick:
+                rows += self._shapes(best)
+                result |= {"lossy_rules": self._lossy(best)} | self._rules(best)
+        result |= headlines(rows, same_beginnings) | {"same_beginnings": same_beginnings, "rows": rows}
+        result |= {"label": "papers' prompts, held-out articles", "bitwise": bitwise, "num_prompts": self._count}
+        result |= {"num_runs": self._settings.plan.num_runs, "families": [head.name for head in self._heads]}
+        return result | {"peak_pss_mb": memory.look()}
+
+    def _read(self) -> bool:
+        """The prompts by task, and beginnings of the target's own answers; whether the target's numerics are bitwise."""
+        data_dir = self._settings.require_data("mt_bench, eagle_eval, squad, sgd and jfleg")
+        retriever = self._settings.retriever(squad_list(data_dir, self._count), self._tick)
+        engine, bitwise = open_engine(self._settings.target, None, DraftingConfig())
         with engine:
             prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
-            cases = drafter_cases(self.data_dir, self.retriever, prompts, plan.num_cases)
-            prefixes = cut_prefixes(engine, cases[PROSE][: plan.num_cut], plan.seed)
-        rows = [*self._tree_rows(cases), *self._chain_rows(cases)]
-        memory.look()
-        fixed_rows, from_prefixes = self._fixed(cases[PROSE][: plan.num_fixed], prefixes)
-        rows += fixed_rows
-        rules, unruled = self._rules(prefixes)
-        result: Result = {
-            "bitwise": bitwise,
-            "label": "held-out articles, MT-bench, SGD, JFLEG",
-            "missing": self.heads.missing,
-            "left_out": [*LEFT_OUT, *unruled],
-            "num_prompts": plan.num_prompts,
-            "num_runs": plan.num_runs,
-            "rows": rows,
-            "same_beginnings": from_prefixes,
-            "acceptance_rules": rules,
-        }
-        return result | headlines(rows, from_prefixes) | {"peak_pss_mb": memory.look()}
+            self._cases = drafter_cases(data_dir, retriever, prompts, max(self._count, 8))
+            if self._heads:
+                questions = (MT_BENCH,) if self._quick else QUESTIONS
+                self._cases |= question_cases(data_dir, prompts, questions, self._count)
+                few = 1 if self._quick else self._count
+                self._prefixes = cut_prefixes(engine, self._cases[PROSE][:few], self._seed)
+        return bitwise
 
-    def _open(self, setup: Setup, make_sampler: SamplerFactory | None = None) -> Engine:
-        return open_engine(self.target, make_sampler, setup.drafting, setup.planner_class)[0]
+    def _sampling(self, temperature: float) -> Sampling:
+        return Sampling(temperature, self._seed, self._settings.plan.num_runs)
 
-    def _tree_rows(self, cases: dict[str, list[Case]]) -> Iterator[Result]:
-        """Plain decoding's rows come from the first engine."""
-        plan = self.plan
-        for number, setup in enumerate(tree_setups(self.heads)):
+    def _copies(self) -> list[Result]:
+        """Copies and plain decoding on every kind of task, alone and side by side."""
+        setup, rows = Setup({COPY: ON}, (COPY,)), list[Result]()
+        with self._open(setup) as engine:
+            for temperature, task in product(_TEMPERATURES, TASKS):
+                rows += self._rows(engine, setup, task, temperature)
+        return rows + [row for task in (RAG, PROSE) for row in self._batches(setup, task)]
+
+    def _alone(self, head: TrainedHead) -> tuple[list[Result], Result]:
+        """One head's rows, and its tokens a step at both temperatures from the same beginnings."""
+        rows, lengths = list[Result](), list[list[int]]()
+        with self._open(setup := head.setup()) as engine:
+            for temperature in _TEMPERATURES[: 1 if self._quick else 2]:
+                for task in (PROSE, MT_BENCH) if self._quick else (PROSE, RAG, *QUESTIONS):
+                    rows += self._rows(engine, setup, task, temperature)
+        for coupled, temperatures in ((True, _TEMPERATURES), (False, _TEMPERATURES[1:]))[: 1 if self._quick else 2]:
+            given = OverruledAnswers(repeats=False)
+            with self._open(setup := head.setup(fixed_nodes=TREE_NODES, coupled=coupled), given) as engine:
+                for temperature in temperatures:
+                    for task in (PROSE, MT_BENCH) if coupled and not self._quick else (PROSE,):
+                        rows += self._rows(engine, setup, task, temperature)
+                    lengths.append(step_lengths(engine, given, self._prefixes, temperature, self._tick))
+        if not self._quick:
+            with self._open(setup := head.setup(fixed_nodes=TREE_NODES, head_tree=CHAIN)) as engine:
+                rows += self._rows(engine, setup, PROSE, 0.0)
+        return [row for row in rows if row["variant"] != NONE], prefix_row(*lengths)
+
+    def _rows(self, engine: Engine, setup: Setup, task: str, temperature: float) -> list[Result]:
+        cases = self._cases[task][: self._count]
+        return alone_rows(engine, setup, task, cases, self._sampling(temperature), self._tick)
+
+    def _merged(self, head: TrainedHead) -> list[Result]:
+        """Copies, the head, and both in one tree, in one engine."""
+        alone = {COPY: Speculation((COPY,)), head.name: Speculation((head.family,))}
+        setup, rows = head.setup(variants={**alone, MERGED: ON}, drafters=(COPY, head.family)), list[Result]()
+        with self._open(setup) as engine:
+            for temperature, task in product(_TEMPERATURES, (RAG, MT_BENCH)):
+                rows += self._rows(engine, setup, task, temperature)
+        return [row | {"part": "merged"} for row in rows if row["variant"] != NONE]
+
+    def _batches(self, setup: Setup, task: str) -> list[Result]:
+        """Up to 32 requests side by side."""
+        sizes, fewest = ((1, 4), 4) if self._quick else (_BATCHES, 8)
+        cases = [case for number in range(-(-max(sizes) // 8)) for case in _again(self._cases[task][:8], number)]
+        config, rows = EngineConfig(max_running=max(sizes), adaptive_threads=False), list[Result]()
+        with load_engine(self._settings.target, config, setup.drafting) as engine:
+            for number, size in enumerate(sizes, 1):
+                rows += together_rows(engine, setup, task, cases[: max(size, fewest)], size, self._sampling(0.0))
+                self._tick(f"batches, {task}", number, len(sizes))
+        return [row | {"part": "batch"} for row in rows if row["variant"] != NONE]
+
+    def _shapes(self, head: TrainedHead) -> Iterator[Result]:
+        """Trees of several depths, and of several widths, with all their nodes."""
+        sweeps = [{"max_depth": depth} for depth in _DEPTHS] + [{"width": w, "num_children": w} for w in _WIDTHS]
+        for sizes in sweeps:
+            setup = head.setup(fixed_nodes=64, head_tree="dynamic", sizes=sizes)
             with self._open(setup) as engine:
-                rows: list[Result] = []
-                for temperature, task in product(TEMPERATURES, TASKS):
-                    few, sampling = cases[task][: plan.num_prompts], plan.sampling(temperature)
-                    rows += alone_rows(engine, setup, task, few, sampling, self.tick)
-                rows += self._together(engine, setup, cases)
-            yield from (row for row in rows if number == 0 or row["variant"] != NONE)
+                rows = self._rows(engine, setup, PROSE, 0.0)
+            yield from (row | {"part": "shape"} | sizes for row in rows if row["variant"] != NONE)
 
-    def _together(self, engine: Engine, setup: Setup, cases: dict[str, list[Case]]) -> Iterator[Result]:
-        sampling = self.plan.sampling(0.0, once=True)
-        for task in (RAG, PROSE):
-            grouped = cases[task][: self.plan.num_together]
-            for number, batch in enumerate(self.plan.batches, 1):
-                yield from together_rows(engine, setup, task, grouped, batch, sampling)
-                self.tick(f"{', '.join(setup.variants)}, {task}, batches", number, len(self.plan.batches))
+    def _lossy(self, head: TrainedHead) -> Result:
+        """Tokens a step and mean log-probability of the text at T = 1, under the sample and under rules that change the text."""
+        found: Result = {}
+        with self._open(head.setup()) as engine:
+            for rule in (AcceptanceRule.KEYED, AcceptanceRule.TYPICAL, AcceptanceRule.TOP_BETA):
+                way = Speculation(rule=rule, lossy=rule is not AcceptanceRule.KEYED)
+                params = SamplingParams(1.0, max_tokens=PROSE_TOKENS, seed=self._seed, ignore_eos=True, logprobs=0)
+                cases = self._cases[PROSE][: self._count]
+                done = engine.generate([Request(c.id, c.prompt_ids, params, speculation=way) for c in cases])
+                logs = [token.logprob for completion in done for token in completion.logprobs]
+                length = acceptance_length([completion.stats for completion in done])
+                found[str(rule)] = {"acceptance_length": length, "logprob": mean(logs) if logs else None}
+        return found
 
-    def _chain_rows(self, cases: dict[str, list[Case]]) -> Iterator[Result]:
-        for setup in chain_setups(self.heads):
-            with self._open(setup) as engine:
-                for temperature, task in product(TEMPERATURES, (CHAT, PROSE)):
-                    yield from self._drafting_rows(engine, setup, task, cases[task], temperature)
-
-    def _fixed(self, cases: Sequence[Case], prefixes: Sequence[Prefix]) -> tuple[list[Result], dict[str, Result]]:
-        """Rows of fixed trees on texts of their own, and step lengths from the same prefixes by variant."""
-        rows: list[Result] = []
-        lengths: dict[str, list[list[int]]] = {}
-        for coupled, temperatures in ((True, TEMPERATURES), (False, TEMPERATURES[1:])):
-            for setup in fixed_setups(self.heads, coupled):
-                (name,) = setup.variants
-                given = OverruledAnswers(repeats=False)
-                with self._open(setup, given) as engine:
-                    for temperature in temperatures:
-                        rows += self._drafting_rows(engine, setup, PROSE, cases, temperature)
-                        if name in COMPARED:
-                            found = step_lengths(engine, given, prefixes, temperature, self.tick)
-                            lengths.setdefault(name, []).append(found)
-        return rows, {name: prefix_row(*three) for name, three in lengths.items()}
-
-    def _rules(self, prefixes: Sequence[Prefix]) -> tuple[Result | None, list[str]]:
-        """Acceptance rules on evenly spaced sampled prefixes; None with a reason if no head can be computed."""
-        head = self.heads.eagle3 or self.heads.eagle
-        if head is None:
-            return None, ["acceptance rules: there is no head"]
-        sampled = prefixes[len(prefixes) // 2 :]
-        chosen = sampled[:: max(1, len(sampled) // self.plan.num_ruled)][: self.plan.num_ruled]
-        texts = [(*prefix.prompt_ids, *prefix.output_ids) for prefix in chosen]
+    def _rules(self, head: TrainedHead) -> Result:
+        """Expected tokens by acceptance rule behind the sampled beginnings; a reason where the head cannot be computed."""
+        sampled = self._prefixes[len(self._prefixes) // 2 :]
+        texts = [(*prefix.prompt_ids, *prefix.output_ids) for prefix in sampled]
 
         def table() -> Result:
-            return dict(rule_table(TargetAndHead.load(self.target, head), texts, self.plan.seed, self.tick))
+            return dict(rule_table(TargetAndHead.load(self._settings.target, head.path), texts, self._seed, self._tick))
 
         try:
-            return run_in_thread(table, num_processors()), []
+            return {"acceptance_rules": run_in_thread(table, num_processors())}
         except ModelError as error:
-            return None, [f"acceptance rules: {error}"]
+            return {"missing": [f"acceptance rules: {error}"]}
 
-    def _drafting_rows(
-        self, engine: Engine, setup: Setup, task: str, cases: Sequence[Case], temperature: float
-    ) -> Iterator[Result]:
-        """Rows without plain decoding, which other engines measured."""
-        sampling = self.plan.sampling(temperature, once=True)
-        rows = alone_rows(engine, setup, task, cases, sampling, self.tick)
-        return (row for row in rows if row["variant"] != NONE)
+    def _open(self, setup: Setup, given: OverruledAnswers | None = None) -> Engine:
+        return open_engine(self._settings.target, given, setup.drafting, setup.planner_class)[0]
+
+
+def _again(cases: Sequence[Case], number: int) -> list[Case]:
+    """The same prompts under other ids, thus with other seeds."""
+    return [Case(f"{c.id}-{number}", c.part, c.prompt_ids, c.sources, c.max_tokens) for c in cases]
 
 
 def run_drafters(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError without data, InputError, ModelError, EngineError."""
-    data_dir = settings.require_data("squad, sgd, mt_bench and jfleg")
-    plan = drafters_plan(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
-    heads = Heads.find(settings.heads)
-    retriever = settings.retriever(squad_list(data_dir, plan.num_cases), tick)
-    return Outcome(DraftersSuite(settings.target, data_dir, retriever, heads, plan, tick).measure())
+    return Outcome(DraftersSuite(settings, tick).measure())
 
 
-SUITE = Suite("drafters", run_drafters, METRICS, NOTES, drafters_tables, options=("heads",))
+SUITE = Suite("drafters", run_drafters, METRICS, NOTES, tables, draw, options=("heads",))

@@ -1,7 +1,7 @@
-"""The variants of the suite `drafters`: drafters, tree shapes, numbers of nodes, and the engines that variants share.
+"""Engines of the suite `drafters`: which drafters, heads, tree shapes and numbers of nodes.
 
->>> tree_setups(Heads.find(folder))[0].variants[EAGLE3]
-Speculation(drafters=('eagle',), max_nodes=None)
+>>> find_heads(folder)[0].setup(fixed_nodes=TREE_NODES).drafting.max_tree_nodes
+16
 """
 
 from __future__ import annotations
@@ -9,66 +9,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ragspec.config import ASSETS, DraftingConfig, EagleConfig
+from ragspec.config import DraftingConfig, EagleConfig, HydraConfig, TreeHeadConfig
 from ragspec.drafting.planner import Planner
 from ragspec.errors import ModelError
 from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.speculation import ON, Speculation
 
-NONE, COPY, EAGLE1, EAGLE2, EAGLE3, MERGED = "none", "copy", "EAGLE-1", "EAGLE-2", "EAGLE-3", "copy + EAGLE-3"
-DRAFTING = (COPY, EAGLE1, EAGLE2, EAGLE3, MERGED)
-"""All drafting variants, in the order of tables and plots."""
-
-SHIPPED_HEADS = ASSETS / "heads"
+NONE, COPY, MERGED = "none", "copy", "copy + head"
 TREE_NODES = 16
 """Nodes of the fixed trees."""
-
-_COPY, _HEAD = "copy", "eagle"
 TREE, CHAIN = "tree", "chain"
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Folders of trained heads by family; None where there is none."""
-
-    eagle: Path | None = None
-    eagle3: Path | None = None
-
-    @classmethod
-    def find(cls, folder: Path | None = None) -> Heads:
-        """Heads below `folder/eagle` and `folder/eagle3`; by default the shipped heads.
-
-        Raises: ModelError if a folder is named and holds neither.
-        """
-        paths = [(folder or SHIPPED_HEADS) / name for name in ("eagle", "eagle3")]
-        heads = cls(*(path if (path / "config.json").is_file() else None for path in paths))
-        if folder is not None and heads == cls():
-            raise ModelError(f"{folder} holds neither a head eagle/ nor a head eagle3/")
-        return heads
-
-    @property
-    def missing(self) -> list[str]:
-        """Variants that cannot be measured."""
-        of_eagle, of_eagle3 = (EAGLE1, EAGLE2), (EAGLE3, MERGED)
-        return [*(of_eagle if self.eagle is None else ()), *(of_eagle3 if self.eagle3 is None else ())]
+_SECTIONS = {"eagle": EagleConfig, "medusa": TreeHeadConfig, "hydra": HydraConfig}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """One engine and the drafters of its variants, which take turns in the engine.
 
-    `fixed_nodes`: the best so many whatever they cost; None: as many as pay. `coupled`: children are chosen with the noise that
-    will decide.
+    `family`: the section of the configuration that names the head. `fixed_nodes`: the best so many whatever they cost; None: as
+    many as pay. `coupled`: children are chosen with the noise that will decide. `sizes`: of the head's trees.
     """
 
     variants: Mapping[str, Speculation]
+    drafters: tuple[str, ...]
     head: Path | None = None
-    drafters: tuple[str, ...] = (_HEAD,)
+    family: str = "eagle"
     head_tree: Literal["dynamic", "static", "chain"] = "dynamic"
     fixed_nodes: int | None = None
     coupled: bool = True
+    sizes: Mapping[str, int] | None = None
 
     @property
     def shape(self) -> str:
@@ -76,42 +47,52 @@ class Setup:
 
     @property
     def drafting(self) -> DraftingConfig:
-        eagle = EagleConfig(path="" if self.head is None else str(self.head), tree=self.head_tree, coupled=self.coupled)
         most = self.fixed_nodes or DraftingConfig().max_tree_nodes
-        return DraftingConfig(drafters=self.drafters, eagle=eagle, max_tree_nodes=most)
+        config = DraftingConfig(drafters=self.drafters, max_tree_nodes=most)
+        if self.head is None:
+            return config
+        values: dict[str, Any] = {"path": str(self.head), "tree": self.head_tree, "coupled": self.coupled}
+        return config.model_copy(update={self.family: _SECTIONS[self.family](**values | dict(self.sizes or {}))})
 
     @property
     def planner_class(self) -> type[Planner]:
         return Planner if self.fixed_nodes is None else FixedTreePlanner
 
 
-def tree_setups(heads: Heads) -> list[Setup]:
-    """Trees as large as the cost model allows, for all variants with a head. Copying and EAGLE-3, alone and
-    merged, share an engine."""
-    setups = [Setup({COPY: ON}, drafters=(_COPY,))]
-    if heads.eagle3 is not None:
-        variants = {COPY: Speculation((_COPY,)), EAGLE3: Speculation((_HEAD,)), MERGED: ON}
-        setups = [Setup(variants, heads.eagle3, (_COPY, _HEAD))]
-    if heads.eagle is not None:
-        setups += [
-            Setup({EAGLE1: ON}, heads.eagle, head_tree="static"),
-            Setup({EAGLE2: ON}, heads.eagle, head_tree="dynamic"),
-        ]
-    return setups
+@dataclass(frozen=True, slots=True)
+class TrainedHead:
+    """A head's folder; its name is the family's, or begins with it. `eagle` drafts EAGLE-1's static tree, all others a dynamic
+    one."""
+
+    name: str
+    path: Path
+
+    @property
+    def family(self) -> str:
+        """The drafter that reads the files. PosS and HASS are EAGLE heads."""
+        found = (family for family in ("medusa", "hydra") if list(self.path.glob(f"{family}_lm_head.*")))
+        return next(found, "eagle")
+
+    def setup(self, **fields: Any) -> Setup:
+        values: dict[str, Any] = {"variants": {self.name: ON}, "drafters": (self.family,)}
+        values["head_tree"] = "static" if self.name == "eagle" else "dynamic"
+        return Setup(head=self.path, family=self.family, **(values | fields))
 
 
-def chain_setups(heads: Heads) -> list[Setup]:
-    """Chains in every step; for chains EAGLE-1 and EAGLE-2 are the same."""
-    named = ((EAGLE1, heads.eagle), (EAGLE3, heads.eagle3))
-    return [
-        Setup({name: ON}, head, head_tree="chain", fixed_nodes=TREE_NODES) for name, head in named if head is not None
-    ]
+def find_heads(folder: Path | None) -> list[TrainedHead]:
+    """Heads below the folder; none without a folder. Raises: ModelError for a folder without any."""
+    if folder is None:
+        return []
+    paths = sorted(folder.glob("*/config.json"))
+    if not paths:
+        raise ModelError(f"--heads names a folder with heads, each in a folder of its name; {folder} has none")
+    return [TrainedHead(path.parent.name, path.parent) for path in paths]
 
 
-def fixed_setups(heads: Heads, coupled: bool) -> list[Setup]:
-    """Trees of the 16 best nodes: the quality of a head's guesses, whatever a row costs here."""
-    dynamic = [(name, head) for name, head in ((EAGLE2, heads.eagle), (EAGLE3, heads.eagle3)) if head is not None]
-    setups = [Setup({name: ON}, head, fixed_nodes=TREE_NODES, coupled=coupled) for name, head in dynamic]
-    if heads.eagle is not None and coupled:
-        setups.append(Setup({EAGLE1: ON}, heads.eagle, head_tree="static", fixed_nodes=TREE_NODES))
-    return setups
+def eagle_head(folder: Path | None) -> Path | None:
+    """The folder's EAGLE-3 head, or else its first EAGLE head. Raises: ModelError for a folder without one."""
+    heads = sorted(find_heads(folder), key=lambda head: head.name != "eagle3")
+    found = [head.path for head in heads if head.family == "eagle"]
+    if heads and not found:
+        raise ModelError(f"{folder} holds no EAGLE head")
+    return found[0] if found else None
