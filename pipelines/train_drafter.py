@@ -40,9 +40,8 @@ from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
 from ragspec.training.heads.eagle_model import EagleHead
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head, Inputs, LossWeights
+from ragspec.training.heads.head import Head, Inputs, LossWeights, Objective
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers, start_from
-from ragspec.training.heads.losses import Objective
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, fresh_position_head
 from ragspec.training.heads.target_answers import (
     PromptSource,

@@ -21,9 +21,8 @@ from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Inputs, LossWeights
+from ragspec.training.heads.head import Inputs, LossWeights, Objective
 from ragspec.training.heads.initialisation import fresh_head, head_config, start_from
-from ragspec.training.heads.losses import Objective
 from ragspec.training.heads.position_model import PositionConfig
 from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
 

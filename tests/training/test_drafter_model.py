@@ -9,8 +9,8 @@ from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_output
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.layout import expected_shapes
-from ragspec.training.heads.eagle_model import EagleHead, build_head, unroll
-from ragspec.training.heads.head import Inputs
+from ragspec.training.heads.eagle_model import EagleHead, build_head
+from ragspec.training.heads.head import Inputs, Objective
 
 HEADS: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family in EagleFamily},
@@ -49,7 +49,7 @@ def test_first_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
     """A wrong order in a concatenation, a norm too many or a shifted rotation trains, and fails only when served."""
     embed, tokens, features = text_of(checkpoint)
     head = head_of(checkpoint)
-    states = unroll(head, embed[tokens][None], features[None], torch.arange(NUM_TOKENS - 1)[None], 1)[0, 0]
+    states = head.unroll(embed[tokens][None], features[None], torch.arange(NUM_TOKENS - 1)[None], Objective(1))[0, 0]
     outputs = eagle3_outputs if checkpoint.config.family is EagleFamily.EAGLE3 else eagle_outputs
     expected = outputs(checkpoint, embed, tokens, features)
     torch.testing.assert_close(states, expected.float())
@@ -62,7 +62,7 @@ def test_later_steps_equal_feeding_back_one_by_one(checkpoint: HeadCheckpoint) -
     """Training-time test whose mask shows a row more, less or later keys than it will have when it drafts."""
     embed, tokens, features = text_of(checkpoint)
     pairs = torch.tensor([[5, 0, 3]])
-    states = unroll(head_of(checkpoint), embed[tokens][None], features[None], pairs, NUM_STEPS)
+    states = head_of(checkpoint).unroll(embed[tokens][None], features[None], pairs, Objective(NUM_STEPS))
     for row, pair in enumerate(pairs[0].tolist()):
         drafted = tokens[pair + 2 : pair + 1 + NUM_STEPS]
         expected = draft_outputs(checkpoint, embed, tokens[: pair + 2], features[: pair + 1], drafted)
@@ -73,10 +73,10 @@ def test_texts_of_a_batch_do_not_touch(checkpoint: HeadCheckpoint) -> None:
     """A row that attends into its neighbour, or into the padding behind a shorter text."""
     embed, tokens, features = text_of(checkpoint)
     head, pairs = head_of(checkpoint), torch.tensor([[2, 1]])
-    alone = unroll(head, embed[tokens][None, :6], features[None, :6], pairs, 3)
+    alone = head.unroll(embed[tokens][None, :6], features[None, :6], pairs, Objective(3))
     ids = torch.tensor([tokens[::-1], [*tokens[:6], 0, 0, 0]])
     padded = torch.cat([features[:6], features[6:] * 50])
-    both = unroll(head, embed[ids], torch.stack([features.flip(0), padded]), pairs.expand(2, -1), 3)
+    both = head.unroll(embed[ids], torch.stack([features.flip(0), padded]), pairs.expand(2, -1), Objective(3))
     torch.testing.assert_close(both[:, 1], alone[:, 0])
 
 
@@ -86,11 +86,11 @@ def test_a_detached_step_gets_no_gradient_of_later_steps(checkpoint: HeadCheckpo
     head, pairs = head_of(checkpoint), torch.tensor([[4]])
     gradients = []
     for is_detached in (True, False):
-        states = unroll(head, embed[tokens][None], features[None], pairs, 3, is_detached=is_detached)
+        states = head.unroll(embed[tokens][None], features[None], pairs, Objective(3, is_detached=is_detached))
         head.zero_grad()
         states.retain_grad()
         first = states[0]
-        assert torch.allclose(states, unroll(head, embed[tokens][None], features[None], pairs, 3))
+        assert torch.allclose(states, head.unroll(embed[tokens][None], features[None], pairs, Objective(3)))
         (gradient,) = torch.autograd.grad(states[2].sum(), head.fc.weight, retain_graph=True)
         gradients.append(gradient)
         assert first.requires_grad
@@ -104,13 +104,13 @@ def test_an_ablated_head_does_not_see_what_it_must_not(checkpoint: HeadCheckpoin
     head, pairs = head_of(checkpoint), torch.tensor([[4, 6]])
     change = torch.randn(features.shape), torch.randn(NUM_TOKENS, embed.shape[1])
     embedded = embed[tokens]
-    before = unroll(head, embedded[None], features[None], pairs, 3, hidden)
+    before = head.unroll(embedded[None], features[None], pairs, Objective(3, inputs=hidden))
     if hidden is Inputs.TOKEN:
         features = features + change[0]
     else:
         embedded = embedded + change[1]
-    assert torch.equal(before, unroll(head, embedded[None], features[None], pairs, 3, hidden))
-    assert not torch.equal(before, unroll(head, embedded[None], features[None], pairs, 3))
+    assert torch.equal(before, head.unroll(embedded[None], features[None], pairs, Objective(3, inputs=hidden)))
+    assert not torch.equal(before, head.unroll(embedded[None], features[None], pairs, Objective(3)))
 
 
 def test_an_unshifted_head_does_not_see_the_token_ahead(checkpoint: HeadCheckpoint) -> None:
@@ -118,5 +118,8 @@ def test_an_unshifted_head_does_not_see_the_token_ahead(checkpoint: HeadCheckpoi
     embed, tokens, features = text_of(checkpoint)
     head, pairs = head_of(checkpoint), torch.tensor([[4]])
     other = [*tokens[:5], (tokens[5] + 1) % checkpoint.config.vocab_size, *tokens[6:]]
-    seen = [unroll(head, embed[ids][None], features[None], pairs, 1, Inputs.UNSHIFTED) for ids in (tokens, other)]
+    seen = [
+        head.unroll(embed[ids][None], features[None], pairs, Objective(1, inputs=Inputs.UNSHIFTED))
+        for ids in (tokens, other)
+    ]
     assert torch.equal(seen[0], seen[1])

@@ -15,11 +15,11 @@ from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
-from ragspec.training.heads.eagle_model import EagleHead, unroll
+from ragspec.training.heads.eagle_model import EagleHead
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import LossWeights
+from ragspec.training.heads.head import LossWeights, Objective
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
-from ragspec.training.heads.losses import Objective, batch_scores
+from ragspec.training.heads.losses import batch_scores
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.heads.training_texts import collate
 from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
@@ -135,7 +135,9 @@ def naive_scores(
     for pair in range(len(text.ids) - 2 - step):
         if not (text.weights[pair + 2] and text.weights[pair + 2 + step]):
             continue
-        state = unroll(head, target.embed(ids), features.float(), torch.tensor([[pair]]), step + 1)[step, 0, 0]
+        state = head.unroll(target.embed(ids), features.float(), torch.tensor([[pair]]), Objective(step + 1))[
+            step, 0, 0
+        ]
         guess, wanted = head.logits(state, target.logits), logits[pair + 1 + step]
         ours = torch.arange(target.vocab_size) if vocabulary is None else vocabulary
         num_rows, top1 = num_rows + 1, top1 + int(ours[guess.argmax()] == wanted.argmax())

@@ -26,8 +26,8 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import LossWeights
-from ragspec.training.heads.losses import Objective, batch_scores
+from ragspec.training.heads.head import LossWeights, Objective
+from ragspec.training.heads.losses import batch_scores
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, PositionHead, fresh_position_head
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.heads.training_texts import collate
@@ -109,7 +109,7 @@ def expected_losses(head: PositionHead, target: FrozenTarget, text: Encoded, pos
         probs = torch.softmax(teacher[t + 1 + position], -1)
         token = ids[:, t + 2 + position]
         losses[1:] += torch.stack([cross_entropy(logits, probs[None]), cross_entropy(logits, token)])
-        state = head.unroll(target.embed(ids), last[None], torch.tensor([[t]]), NUM_HEADS)[position, 0, 0]
+        state = head.unroll(target.embed(ids), last[None], torch.tensor([[t]]), Objective(NUM_HEADS))[position, 0, 0]
         losses[0] += smooth_l1_loss(state, last[t + 1 + position])
     return losses
 

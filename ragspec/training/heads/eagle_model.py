@@ -5,7 +5,7 @@ drafts as it does when serving (EAGLE-3's training-time test, HASS's harmonised 
 of the text and of the drafted pairs before it by its own layer. Never reads data, never runs the target.
 
     >>> head = build_head(config)
-    >>> states = unroll(head, embedded, features, pairs, num_steps=4)       # [4, B, A, H]
+    >>> states = head.unroll(embedded, features, rows, Objective(num_steps=4))       # [4, B, A, H]
 
 Source: EAGLE 2401.15077, EAGLE-3 2503.01840, HASS 2408.15766, PosS 2506.03566.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, write_head
-from ragspec.training.heads.head import Head, Inputs, LossWeights, Projection, rows_of
+from ragspec.training.heads.head import Head, Inputs, LossWeights, Objective, Projection, rows_of
 
 HIDDEN_SCORE = -30_000.0
 
@@ -138,16 +138,38 @@ class EagleHead(Head):
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The input of the attention, and the residual stream."""
 
-    def unroll(
-        self,
-        embedded: Tensor,
-        features: Tensor,
-        rows: Tensor,
-        num_steps: int,
-        inputs: Inputs = Inputs.SHIFTED,
-        is_detached: bool = False,
-    ) -> Tensor:
-        return unroll(self, embedded, features, rows, num_steps, inputs, is_detached)
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
+        """The states of chosen rows after 1..num_steps draft steps over the given text.
+
+        Keys of the text come from true features; later steps of a row attend to the keys up to its pair, and to its own drafted
+        states. Behind the text's end, the last token is repeated; callers ignore those states.
+
+        Shapes: embedded float32 [B, T, H] of tokens 0..T-1, features [B, T, F], rows int64 [B, A] -> [num_steps, B, A, H].
+        """
+        inputs, num_pairs = objective.inputs, embedded.shape[1] - 1
+        shift = int(inputs is not Inputs.UNSHIFTED)
+        state, layer = self.read(features[:, :-1]), self.layer()
+        joined_text, residual = self.join(*inputs.kept(embedded[:, shift : shift + num_pairs], state))
+        positions = torch.arange(num_pairs, device=embedded.device)
+        text = layer.self_attn.keys_values(joined_text, positions[None])
+        bias = torch.where(positions <= rows[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
+        joined, residual = rows_of(joined_text, rows), rows_of(residual, rows)
+        drafted: list[Tensor] = []  # the inputs of the draft steps so far
+        own: list[KeyValues] = []
+        states: list[Tensor] = []
+        for step in range(objective.num_steps):
+            if step:
+                tokens = rows_of(embedded, (rows + shift + step).clamp(max=num_pairs))
+                state = states[-1].detach() if objective.is_detached else states[-1]
+                joined, residual = self.join(*inputs.kept(tokens, state))
+                drafted.append(joined)
+                if self.layer(step) is not layer:  # a specialist takes over
+                    layer, own = self.layer(step), []
+                    text = layer.self_attn.keys_values(joined_text, positions[None])
+                own += [layer.self_attn.keys_values(drafted[i], rows + i + 1) for i in range(len(own), len(drafted))]
+            attended = layer.self_attn(joined, rows + step, text, own, bias)
+            states.append(layer.finish(residual, attended))
+        return torch.stack(states)
 
     def write(self, directory: Path, tensors: dict[str, Tensor], target: str) -> None:
         write_head(directory, HeadCheckpoint(self.config, tensors))
@@ -220,44 +242,3 @@ class Eagle3Head(EagleHead):
 def build_head(config: HeadConfig) -> FeatureHead | Eagle3Head:
     """A head with torch's default initialisation, in float32."""
     return Eagle3Head(config) if config.family is EagleFamily.EAGLE3 else FeatureHead(config)
-
-
-def unroll(
-    head: EagleHead,
-    embedded: Tensor,
-    features: Tensor,
-    pairs: Tensor,
-    num_steps: int,
-    inputs: Inputs = Inputs.SHIFTED,
-    is_detached: bool = False,
-) -> Tensor:
-    """The states of chosen pairs after 1..num_steps draft steps over the given text.
-
-    Keys of the text come from true features; later steps of a row attend to the keys up to its pair, and to its own drafted
-    states. Behind the text's end, the last token is repeated; callers ignore those states.
-
-    Shapes: embedded float32 [B, T, H] of tokens 0..T-1, features [B, T, F], pairs int64 [B, A] -> [num_steps, B, A, H].
-    """
-    num_pairs = embedded.shape[1] - 1
-    shift = int(inputs is not Inputs.UNSHIFTED)
-    state, layer = head.read(features[:, :-1]), head.layer()
-    joined_text, residual = head.join(*inputs.kept(embedded[:, shift : shift + num_pairs], state))
-    positions = torch.arange(num_pairs, device=embedded.device)
-    text = layer.self_attn.keys_values(joined_text, positions[None])
-    bias = torch.where(positions <= pairs[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
-    joined, residual = rows_of(joined_text, pairs), rows_of(residual, pairs)
-    drafted: list[Tensor] = []  # the inputs of the draft steps so far
-    own: list[KeyValues] = []
-    states: list[Tensor] = []
-    for step in range(num_steps):
-        if step:
-            tokens = rows_of(embedded, (pairs + shift + step).clamp(max=num_pairs))
-            joined, residual = head.join(*inputs.kept(tokens, states[-1].detach() if is_detached else states[-1]))
-            drafted.append(joined)
-            if head.layer(step) is not layer:  # a specialist takes over
-                layer, own = head.layer(step), []
-                text = layer.self_attn.keys_values(joined_text, positions[None])
-            own += [layer.self_attn.keys_values(drafted[i], pairs + i + 1) for i in range(len(own), len(drafted))]
-        attended = layer.self_attn(joined, pairs + step, text, own, bias)
-        states.append(layer.finish(residual, attended))
-    return torch.stack(states)

@@ -2,7 +2,7 @@
 
 Row t of a text drafts from the target's state at token t and knows token t + 1: draft step i of row t guesses token t + 2 + i.
 
-    >>> states = head.unroll(embedded, features, rows, num_steps=4)          # [4, B, A, H]
+    >>> states = head.unroll(embedded, features, rows, Objective(num_steps=4))          # [4, B, A, H]
     >>> logits = head.logits(states[2], target.logits, step=2)               # [B, A, V]
 """
 
@@ -47,6 +47,21 @@ class LossWeights:
     top: float = 0.0
 
 
+@dataclass(frozen=True)
+class Objective:
+    """`num_steps`: draft steps learnt. `position_decay`: weight of a step relative to the step before. `noise`: width of the
+    uniform noise on features, for a text of 512 tokens. `loss_weights` None: those of the head's paper. `is_detached`: no
+    gradient flows from a draft step into the step before (HASS, PosS).
+    """
+
+    num_steps: int
+    position_decay: float = 0.8
+    inputs: Inputs = Inputs.SHIFTED
+    noise: float = 0.0
+    loss_weights: LossWeights | None = None
+    is_detached: bool = False
+
+
 class Head(nn.Module, ABC):
     """A trainable head, whose weights have the published names."""
 
@@ -57,18 +72,9 @@ class Head(nn.Module, ABC):
     """The published ones."""
 
     @abstractmethod
-    def unroll(
-        self,
-        embedded: Tensor,
-        features: Tensor,
-        rows: Tensor,
-        num_steps: int,
-        inputs: Inputs = Inputs.SHIFTED,
-        is_detached: bool = False,
-    ) -> Tensor:
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
         """The states of chosen rows after each draft step; a family of fewer positions gives fewer.
 
-        `is_detached`: no gradient flows from a draft step into the step before.
         Shapes: embedded float32 [B, T, H], features [B, T, F], rows int64 [B, A] -> [num_steps, B, A, H].
         """
 

@@ -6,34 +6,18 @@ only predictions of tokens that carry loss count.
     >>> scores = batch_scores(head, target, batch, Objective(num_steps=4))      # one StepScores per draft step
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head, Inputs, LossWeights
+from ragspec.training.heads.head import Head, LossWeights, Objective
 from ragspec.training.heads.training_texts import MicroBatch
 
 NOISE_TOKENS = 512
 TOP = 4
 TOP_OF_TARGET = 10
-
-
-@dataclass(frozen=True)
-class Objective:
-    """`num_steps`: draft steps learnt. `position_decay`: weight of a step relative to the step before. `noise`: width of the
-    uniform noise on features, for a text of 512 tokens. `loss_weights` None: those of the head's paper. `is_detached`: no
-    gradient flows from a draft step into the step before (HASS, PosS).
-    """
-
-    num_steps: int
-    position_decay: float = 0.8
-    inputs: Inputs = Inputs.SHIFTED
-    noise: float = 0.0
-    loss_weights: LossWeights | None = None
-    is_detached: bool = False
 
 
 class StepScores(NamedTuple):
@@ -102,10 +86,7 @@ def batch_scores(
     if generator is not None and objective.noise:
         scale = objective.noise * NOISE_TOKENS / features.shape[1]
         features += (torch.rand(features.shape, generator=generator).to(features.device) - 0.5) * scale
-    embedded = target.embed(batch.ids)
-    states = head.unroll(
-        embedded, features, expected.pairs, objective.num_steps, objective.inputs, objective.is_detached
-    )
+    states = head.unroll(target.embed(batch.ids), features, expected.pairs, objective)
     weights = objective.loss_weights or head.loss_weights
     return [_step_scores(head, target, expected, step, state, weights) for step, state in enumerate(states)]
 

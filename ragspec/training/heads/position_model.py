@@ -24,7 +24,7 @@ from ragspec.drafting.medusa.checkpoint import MOST, write_medusa
 from ragspec.drafting.medusa.hydra import write_hydra
 from ragspec.errors import ConfigError
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head, Inputs, LossWeights, Projection, rows_of
+from ragspec.training.heads.head import Head, LossWeights, Objective, Projection, rows_of
 
 INIT_STD = 0.02
 
@@ -78,17 +78,9 @@ class PositionHead(Head):
 
     config: PositionConfig
 
-    def unroll(
-        self,
-        embedded: Tensor,
-        features: Tensor,
-        rows: Tensor,
-        num_steps: int,
-        inputs: Inputs = Inputs.SHIFTED,
-        is_detached: bool = False,
-    ) -> Tensor:
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
         known, states = rows_of(self.read(features), rows), []
-        for step in range(min(num_steps, self.config.num_heads)):
+        for step in range(min(objective.num_steps, self.config.num_heads)):
             if self.config.is_grounded:
                 tokens = rows_of(embedded, (rows + 1 + step).clamp(max=embedded.shape[1] - 1))
                 known = torch.cat([known, tokens], -1)  # [B, A, (step + 2) H]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head
-from ragspec.training.heads.losses import Objective, StepScores, batch_scores
+from ragspec.training.heads.head import Head, Objective
+from ragspec.training.heads.losses import StepScores, batch_scores
 from ragspec.training.heads.training_texts import MicroBatch, TextSampler, draw_batches
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 

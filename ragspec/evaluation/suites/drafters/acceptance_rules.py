@@ -33,7 +33,8 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import gumbel_row, row_seed
 from ragspec.speculation import AcceptanceRule
-from ragspec.training.heads.eagle_model import EagleHead, build_head, unroll
+from ragspec.training.heads.eagle_model import EagleHead, build_head
+from ragspec.training.heads.head import Objective
 from ragspec.tree import DraftTree, Draw, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement
 from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
@@ -110,7 +111,7 @@ class PrefixPredictions:
         unread = self._features[-1:].expand(num_steps, -1)
         features = torch.cat([self._features, unread])[None].expand(size, -1, -1)
         last_pair = torch.full((size, 1), len(self._prefix_ids) - 2)
-        state = unroll(head, embedded, features, last_pair, num_steps)[-1, :, 0]
+        state = head.unroll(embedded, features, last_pair, Objective(num_steps))[-1, :, 0]
         logits = head.logits(state, lambda states: target.logits_of(states.to(target.embedding.dtype)))
         probs, draft_ids = torch.softmax(logits.double(), -1), head.draft_token_ids()
         if draft_ids is None:
