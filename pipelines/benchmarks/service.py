@@ -22,7 +22,7 @@ from typing import Any
 from pipelines.benchmarks.clients import Answer
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
-from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList, cached_store
+from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList
 from ragspec.evaluation.suite import Settings
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
@@ -90,10 +90,7 @@ def backend_of(settings: Settings, tick: Tick, **service: Any) -> Iterator[tuple
     """
     count = settings.num_prompts or NUM_QUESTIONS
     listed = settings.questions(count)
-    documents, encoder = listed.documents, Encoder.load(settings.encoder)
-    store = cached_store(
-        documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
-    )
+    store = settings.store(listed.documents, Encoder.load(settings.encoder), tick)
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
         index_dir = Path(folder) / "index"
         shutil.copytree(store.index_dir, index_dir)

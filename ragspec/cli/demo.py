@@ -49,7 +49,7 @@ from ragspec.disk import saving
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError, SaveError
-from ragspec.evaluation.datasets import cached_retriever, cached_store
+from ragspec.evaluation.datasets import cached_store
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
@@ -202,12 +202,17 @@ def demo_retriever(console: Console, encoder: Encoder, documents: list[Document]
     Raises: SaveError if neither can be written.
     """
     with _progress(console, documents) as show:
+
+        def opened(folder: Path) -> Retriever:
+            store = cached_store(documents, encoder, folder, progress=show)
+            return Retriever(encoder, store, _RETRIEVAL, follow=False)
+
         try:
-            return cached_retriever(documents, encoder, cache / _CACHE_NAME, show, _RETRIEVAL)
+            return opened(cache / _CACHE_NAME)
         except SaveError as failure:
             terminal.note(console, f"nothing is cached: {one_line(failure)}")
         with tempfile.TemporaryDirectory(prefix="ragspec-") as scratch:  # open files outlive their names
-            return cached_retriever(documents, encoder, Path(scratch), show, _RETRIEVAL)
+            return opened(Path(scratch))
 
 
 def standard_library_index(console: Console, encoder: Encoder, corpus: Iterable[tuple[str, str]]) -> Path:

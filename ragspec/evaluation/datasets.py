@@ -1,7 +1,6 @@
-"""The data sets of the suites: fixed lists of questions and sentences, and cached indexes of their documents. No
-target of ours was trained on any of the texts. A shorter list is the beginning of a longer list.
+"""The data sets of the suites: fixed lists of questions and sentences, and cached indexes of their documents.
 
-A shorter list is the beginning of the longer one. Nothing here depends on a model.
+A shorter list is the beginning of a longer list. No target of ours was trained on the texts. Nothing here depends on a model.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ragspec.config import IndexConfig, RetrieverConfig
+from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.errors import InputError, StoreError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
-from ragspec.retrieval.retriever import ProgressCallback, Retriever, build_index
+from ragspec.retrieval.retriever import ProgressCallback, build_index
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.reference.sources import NUM_EVAL_ARTICLES
 from ragspec.training.sentences import normalise, split_sentences
@@ -197,14 +196,3 @@ def cached_store(
     except StoreError:
         build_index(documents, folder, encoder, config, progress)
         return Store.open(folder, encoder.identity)
-
-
-def cached_retriever(
-    documents: Sequence[Document],
-    encoder: TextEncoder,
-    cache_dir: Path,
-    progress: ProgressCallback | None = None,
-    config: RetrieverConfig | None = None,
-) -> Retriever:
-    """A retriever over these documents, which never change; the default one without `config`. Raises: SaveError, InputError."""
-    return Retriever(encoder, cached_store(documents, encoder, cache_dir, progress=progress), config, follow=False)

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, IndexConfig, TargetConfig
+from ragspec.core import Document
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
@@ -23,10 +24,11 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine, make_drafters, measure_costs
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
+from ragspec.evaluation.datasets import RagList, cached_store, squad_list, stdlib_list
 from ragspec.evaluation.report import Figures, Metric, Result, Table
 from ragspec.evaluation.timing import Tick
-from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 
 if TYPE_CHECKING:
@@ -92,13 +94,20 @@ class Settings:
         """SQuAD where there is data, else the standard library. Raises: InputError."""
         return squad_list(self.data_dir, count) if self.data_dir else stdlib_list(count)
 
+    def store(
+        self, documents: Sequence[Document], encoder: TextEncoder, tick: Tick, config: IndexConfig | None = None
+    ) -> Store:
+        """The index of these documents, kept in `cache_dir`. Raises: SaveError, InputError."""
+
+        def progress(done: int, _: int) -> None:
+            tick(f"index of {len(documents):,} (once)", done, len(documents))
+
+        return cached_store(documents, encoder, self.cache_dir, config, progress)
+
     def retriever(self, listed: RagList, tick: Tick) -> Retriever:
-        """The default retriever over the list's documents; its index is kept in `cache_dir`."""
-        count = len(listed.documents)
+        """The default retriever over the list's documents."""
         encoder = Encoder.load(self.encoder)
-        return cached_retriever(
-            listed.documents, encoder, self.cache_dir, progress=lambda done, _: tick("index (once)", done, count)
-        )
+        return Retriever(encoder, self.store(listed.documents, encoder, tick), follow=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from ragspec.disk import make_folder, saving
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.evaluation.cases import Case, rag_cases
-from ragspec.evaluation.datasets import cached_store, json_rows
+from ragspec.evaluation.datasets import json_rows
 from ragspec.evaluation.report import Figures, Metric, Result, Table, at_least, equal_to, new_figure, transposed
 from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.suites.drafters.variants import eagle_head
@@ -264,13 +264,7 @@ def run_spec_bench(settings: Settings, tick: Tick) -> Outcome:
     units = units_of(settings, head)
     few = settings.num_prompts or (4 if settings.quick else 3 * A_TASK)
     listed, encoder = settings.questions(few), Encoder.load(settings.encoder)
-    count = len(listed.documents)
-    store = cached_store(
-        listed.documents,
-        encoder,
-        settings.cache_dir,
-        progress=lambda done, _: tick("index (once)", done, count),
-    )
+    store = settings.store(listed.documents, encoder, tick)
     with SpecBench(settings, head, str(store.index_dir)) as bench:
         retriever = Retriever(encoder, store, follow=False)
         found = rag_cases(listed.questions[:few], retriever, bench.prompts)

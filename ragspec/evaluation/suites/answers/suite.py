@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragspec.core import Passage
-from ragspec.evaluation.datasets import cached_store, fixed_sample, held_out_articles
+from ragspec.evaluation.datasets import fixed_sample, held_out_articles
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.answers.altered_sentences import KINDS, measure_alterations
@@ -40,10 +40,7 @@ def run_answers(settings: Settings, tick: Tick) -> Outcome:
     count = settings.num_prompts or (NUM_QUESTIONS_QUICK if quick else NUM_QUESTIONS)
     questions = fixed_sample([question for question in asked if question.path in names], count)
     encoder = Encoder.load(settings.encoder)
-    store = cached_store(
-        documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
-    )
-    found = measure_retrieval(store, encoder, questions, tick)
+    found = measure_retrieval(settings.store(documents, encoder, tick), encoder, questions, tick)
     engine, _ = open_engine(settings.target)
     with engine:
         texts = [each.question for each in questions[: NUM_JSON_QUICK if quick else NUM_JSON]]

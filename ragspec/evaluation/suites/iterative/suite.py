@@ -10,7 +10,7 @@ a lookup costs b/a = 0.3, 1, 10 or 40 steps of decoding. Columns are the variant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from pathlib import Path
 from ragspec.config import DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.engine.engine import Engine
-from ragspec.evaluation.datasets import RagList, cached_store
+from ragspec.evaluation.datasets import RagList
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
@@ -134,7 +134,7 @@ class IterativeSuite:
         """All rows. Raises: InputError if data is missing, SaveError, RetrievalError, EngineError."""
         memory, plan = PeakMemory(), self.plan
         listed = self.settings.questions(plan.num_questions)
-        store = self._store(listed.documents)
+        store = self.settings.store(listed.documents, self.encoder, self.tick)
         approximate = self._approximate(listed)
         stopwatch = Stopwatch(self.engine, [q.text for q in listed.questions], plan.seed, self.tick)
         rows: list[Result] = []
@@ -183,14 +183,9 @@ class IterativeSuite:
         padding = list(textbooks(self.settings.data_dir)) if self.settings.data_dir else []
         if not padding:
             return None
-        store = self._store([*listed.documents, *padding], IndexConfig(dense=DenseConfig(kind="hnsw")))
+        documents, config = [*listed.documents, *padding], IndexConfig(dense=DenseConfig(kind="hnsw"))
+        store = self.settings.store(documents, self.encoder, self.tick, config)
         return store if any(DENSE in record.files for record in store.manifest.segments) else None
-
-    def _store(self, documents: Sequence[Document], config: IndexConfig | None = None) -> Store:
-        def progress(done: int, _: int) -> None:
-            self.tick(f"index of {len(documents)} (once)", done, len(documents))
-
-        return cached_store(documents, self.encoder, self.settings.cache_dir, config, progress)
 
     def _retriever(self, store: Store, mode: RetrievalMode) -> Retriever:
         return Retriever(self.encoder, store, RetrieverConfig(mode=mode), follow=False)
