@@ -9,23 +9,17 @@ counts; each slot has room for the longest prompt and its answer, so nothing is 
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pipelines.benchmarks.load_curve import Body, measured
-from pipelines.benchmarks.service import Service, timed_answers
+from pipelines.benchmarks.service import Service, free_port, started, timed_answers
 from ragspec.core import Message, SamplingParams
-from ragspec.errors import EngineError
 from ragspec.evaluation.peers import llama_files, load_peer
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors
@@ -61,7 +55,7 @@ class LlamaServers:
         room = max(len(body["prompt"]) + body["max_tokens"] for body in bodies)
         speeds = list[float]()
         for number, path in enumerate(self._files.values()):
-            with started(path, users, room) as url:
+            with serving(path, users, room) as url:
                 runs = [measured(timed_answers(url, "", _PATH, bodies, users)) for _ in range(num_runs)]
             speeds.append(median(run["tokens_per_s"] for run in runs))
             self._tick(f"llama-server, {mix}, {users} users", number + 1, len(self._files))
@@ -90,31 +84,12 @@ def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]
 
 
 @contextmanager
-def started(path: Path, users: int, room: int) -> Iterator[str]:
+def serving(path: Path, users: int, room: int) -> Iterator[str]:
     """The address of a server with a slot of `room` tokens for each user. Raises: EngineError."""
     program = llama_server()
     assert program is not None, "whoever calls this has asked for the program"
-    slot_tokens = -(-(room + 1) // _PAGE) * _PAGE
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    threads = str(num_processors())
+    slot_tokens, port, threads = -(-(room + 1) // _PAGE) * _PAGE, str(free_port()), str(num_processors())
     options = ["-np", str(users), "-c", str(users * slot_tokens), "-t", threads, "-tb", threads, "--no-webui"]
-    command = [program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(process, f"http://127.0.0.1:{port}/health")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait_for(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.1)
-    raise EngineError("llama-server did not start")
+    url, command = f"http://127.0.0.1:{port}", [program, "-m", str(path), "--host", "127.0.0.1", "--port", port]
+    with started([*command, *options], f"{url}/health", _START_S):
+        yield url

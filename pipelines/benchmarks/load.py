@@ -7,16 +7,13 @@ engine's first token; how long starts take; and whether mixed clients, some of w
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -25,10 +22,9 @@ from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.clients import Answer, chat_body
 from pipelines.benchmarks.llama_server import LlamaServers, llama_server
 from pipelines.benchmarks.load_curve import MIXED, RAG, Body, LoadCurve, bursts, mixes_of, poisson
-from pipelines.benchmarks.service import Service, backend_of, run_clients, service_here
+from pipelines.benchmarks.service import Service, backend_of, free_port, run_clients, service_here, started
 from ragspec.config import DEFAULT_TARGET
 from ragspec.engine.engine import Engine
-from ragspec.errors import EngineError
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import (
     OTHER,
@@ -159,21 +155,9 @@ def start_times(model: str, index_dir: str, tick: Tick) -> Result:
 
 
 def _ready_s(arguments: Sequence[str]) -> float:
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    begin, url = time.perf_counter(), f"http://127.0.0.1:{port}/health/ready"
-    process = subprocess.Popen(_command([*arguments, "--port", str(port)]), stdout=subprocess.DEVNULL)
-    try:
-        while time.perf_counter() - begin < _READY_S and process.poll() is None:
-            try:
-                with urllib.request.urlopen(url):
-                    return time.perf_counter() - begin
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.05)
-    finally:
-        process.terminate()
-        process.wait()
-    raise EngineError("ragspec serve was not ready in time")
+    port = str(free_port())
+    with started(_command([*arguments, "--port", port]), f"http://127.0.0.1:{port}/health/ready", _READY_S) as seconds:
+        return seconds
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,38 @@ def timed_answers(
     orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency, "at_s": at_s}
     answers: list[Answer] = run_clients(orders)
     return answers
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def started(command: Sequence[str], url: str, most_s: float) -> Iterator[float]:
+    """A program that runs until the block ends; yields the seconds until its address answered.
+
+    Raises: EngineError if it does not answer in time.
+    """
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not _answers(url):
+            if time.perf_counter() - begin > most_s or process.poll() is not None:
+                raise EngineError(f"{Path(command[0]).name} was not ready in time")
+            time.sleep(0.05)
+        yield time.perf_counter() - begin
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url):
+            return True
+    except (urllib.error.URLError, ConnectionError):
+        return False
 
 
 def run_clients(orders: Mapping[str, Any]) -> Any:

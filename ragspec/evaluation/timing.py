@@ -52,6 +52,15 @@ def take_turns(
     return runs
 
 
+def warm_turns(
+    contenders: Mapping[str, Callable[[], Taken]], num_runs: int, tick: Tick = no_tick, stage: str = "timed runs"
+) -> dict[str, list[Taken]]:
+    """`[contender][run]`: every contender `num_runs` times in turns, after one run of each that does not count."""
+    calls = {name: lambda _, take=take: take() for name, take in contenders.items()}
+    runs = take_turns(calls, [None], num_runs + 1, tick, stage)
+    return {name: [taken for (taken,) in table[1:]] for name, table in runs.items()}
+
+
 class Timings:
     """`runs[decoder][run][case]` of the same cases for every decoder."""
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -22,11 +23,11 @@ from fastapi.responses import StreamingResponse
 from ray import serve
 
 from pipelines.benchmarks.clients import Answer, chat_body
-from pipelines.benchmarks.service import CHAT, Service, timed_answers
+from pipelines.benchmarks.service import CHAT, Service, free_port, timed_answers
 from ragspec.core import Request, SamplingParams
 from ragspec.errors import EngineError
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.timing import Tick, warm_turns
 from ragspec.rag.steps import copy_sources
 from services.keys import add_key
 from services.serving import build_app
@@ -48,13 +49,8 @@ class FirstTokens:
             "http": lambda: self._over_http(concurrency, retrieval=False),
             "http_with_retrieval": lambda: self._over_http(concurrency, retrieval=True),
         }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for run in range(num_runs + 1):
-            for name, ask in ways.items():
-                first_s = ask()
-                times[name] += first_s if run else []
-            tick(f"first tokens, {concurrency} at once", run, num_runs)
-        medians = {f"{name}_ttft_ms": median(first_s) * 1e3 for name, first_s in times.items()}
+        times = warm_turns(ways, num_runs, tick, f"first tokens, {concurrency} at once")
+        medians = {f"{name}_ttft_ms": _median_ms(runs) for name, runs in times.items()}
         added = {
             "gateway_ttft_ms": medians["http_ttft_ms"] - medians["engine_ttft_ms"],
             "retrieval_ttft_ms": medians["http_with_retrieval_ttft_ms"] - medians["http_ttft_ms"],
@@ -113,23 +109,25 @@ def serve_rows(config: ServiceConfig, questions: Sequence[str], seed: int, num_r
     Raises: EngineError.
     """
     bodies = [_body(config.model_name, question, seed, retrieval=False) for question in questions]
-    paths = {"serve_noop_ms": "/noop/", "serve_chat_ms": CHAT}
-    times: dict[str, list[float]] = {name: [] for name in paths}
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder, _serving(config, Path(folder)) as (url, key):
-        for run in range(num_runs + 1):
-            for name, path in paths.items():
-                first_s = _first_s(timed_answers(url, key, path, bodies, concurrency=1), path)
-                times[name] += first_s if run else []
-            tick("first tokens through Serve", run, num_runs)
-    return {name: median(first_s) * 1e3 for name, first_s in times.items()}
+
+        def first_s(path: str) -> list[float]:
+            return _first_s(timed_answers(url, key, path, bodies, concurrency=1), path)
+
+        ways = {"serve_noop_ms": partial(first_s, "/noop/"), "serve_chat_ms": partial(first_s, CHAT)}
+        times = warm_turns(ways, num_runs, tick, "first tokens through Serve")
+    return {name: _median_ms(runs) for name, runs in times.items()}
+
+
+def _median_ms(runs: Sequence[Sequence[float]]) -> float:
+    return 1e3 * median(chain.from_iterable(runs))
 
 
 @contextmanager
 def _serving(config: ServiceConfig, folder: Path) -> Iterator[tuple[str, str]]:
     """Serve both applications; yields their address and key."""
     key, _ = add_key(folder / "keys.json", "ann", trusted=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings: dict[str, Any] = config.model_dump(mode="json")
     settings["service"] |= {"keys_file": str(folder / "keys.json"), "data_dir": str(folder)}
     serve.start(http_options={"host": "127.0.0.1", "port": port})

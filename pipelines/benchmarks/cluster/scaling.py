@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -35,7 +36,7 @@ from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.timing import Tick, warm_turns
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.rag.pipeline import AsyncPipeline, PipelineLimits
@@ -124,22 +125,16 @@ class Scaling:
 
     def measure(self, num_runs: int, tick: Tick) -> Result:
         """One replica and two take turns; ratios of neighbouring passes, their median."""
-        walls_s: dict[int, list[float]] = {1: [], 2: []}
-        answers = []
-        for number in range(num_runs + 1):
-            for count, taken_s in walls_s.items():
-                wall_s, found = self._pass(count)
-                if number:  # Why: in the first pass, kernels compile and connections open
-                    taken_s.append(wall_s)
-                    answers.append(found)
-            tick("one replica and two", number, num_runs)
-        ratios = [one_s / two_s for one_s, two_s in zip(walls_s[1], walls_s[2], strict=True)]
+        passes = warm_turns({str(n): partial(self._pass, n) for n in (1, 2)}, num_runs, tick, "one replica and two")
+        walls_s = {count: [wall_s for wall_s, _ in runs] for count, runs in passes.items()}
+        answers = [found for runs in passes.values() for _, found in runs]
+        ratios = [one_s / two_s for one_s, two_s in zip(*walls_s.values(), strict=True)]
         num_tokens = sum(map(len, answers[0].values()))
         return {
             "replica_scaling_simulated": median(ratios),
             "scaling_identical": all(each == answers[0] for each in answers),
             "scaling_ratios": ratios,
-            "scaling_tokens_per_s": {str(n): num_tokens / median(taken_s) for n, taken_s in walls_s.items()},
+            "scaling_tokens_per_s": {count: num_tokens / median(taken_s) for count, taken_s in walls_s.items()},
             "scaling_questions": len(self._questions),
         }
 

@@ -33,8 +33,10 @@ from ragspec.evaluation.timing import (
     EngineDecoder,
     Equality,
     Tick,
+    TimedBatch,
     Timings,
     no_tick,
+    take_turns,
 )
 
 GOLD = "gold"
@@ -118,19 +120,13 @@ class GenerationSuite:
 
     def _batched(self, setting: str, sampling: dict[str, Any], num_runs: int, alone: Timings) -> Result:
         """All cases, eight side by side: tokens a second with and without speculation, prompts included."""
-        rates: dict[str, list[float]] = {SPECULATIVE: [], PLAIN: []}
-        for number in range(num_runs):
-            for name, decoder in self._engine_decoders(sampling).items():
-                batch = decoder.together(self._cases)
+        stage = f"{setting}, {CONCURRENCY} side by side"
+        batches = together(self._engine_decoders(sampling), self._cases, num_runs, self._tick, stage)
+        for name, runs in batches.items():
+            for batch in runs:
                 self._equality.check(f"{setting} {name} in batches of {CONCURRENCY}", alone.runs[PLAIN][0], batch.runs)
-                rates[name].append(batch.tokens_per_s)
-            self._tick(f"{setting}, {CONCURRENCY} side by side", number + 1, num_runs)
         self._memory.look()
-        return {
-            "batch8_tokens_per_s": median(rates[SPECULATIVE]),
-            "batch8_plain_tokens_per_s": median(rates[PLAIN]),
-            "batch8_speedup_vs_plain": median(a / b for a, b in zip(rates[SPECULATIVE], rates[PLAIN], strict=True)),
-        }
+        return {f"batch8_{key}": value for key, value in batch_speeds(batches).items()}
 
     def _parts(self, greedy: Timings) -> Result:
         """Speeds by part of the prompt list, where there are several."""
@@ -173,6 +169,24 @@ def engine_decoders(engine: Engine, seed: int, sampling: dict[str, Any]) -> dict
     """The engine with speculation and without."""
     ways = {SPECULATIVE: True, PLAIN: False}
     return {name: EngineDecoder(engine, speculation=on, seed=seed, **sampling) for name, on in ways.items()}
+
+
+def together(
+    decoders: Mapping[str, EngineDecoder], cases: Sequence[Case], num_runs: int, tick: Tick, stage: str
+) -> dict[str, list[TimedBatch]]:
+    """All cases at once by each decoder, `num_runs` times in turns."""
+    runs = take_turns({name: each.together for name, each in decoders.items()}, [cases], num_runs, tick, stage)
+    return {name: [batch for (batch,) in table] for name, table in runs.items()}
+
+
+def batch_speeds(batches: Mapping[str, Sequence[TimedBatch]]) -> Result:
+    """Tokens a second with prompts, medians of the runs."""
+    fast, plain = ([batch.tokens_per_s for batch in batches[name]] for name in (SPECULATIVE, PLAIN))
+    return {
+        "tokens_per_s": median(fast),
+        "plain_tokens_per_s": median(plain),
+        "speedup_vs_plain": median(a / b for a, b in zip(fast, plain, strict=True)),
+    }
 
 
 def speeds(greedy: Timings) -> Result:

@@ -16,7 +16,6 @@ import random
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case, grammar_cases
@@ -40,10 +39,12 @@ from ragspec.evaluation.suites import generation_report
 from ragspec.evaluation.suites.generation import (
     GOLD,
     GREEDY,
+    batch_speeds,
     engine_decoders,
     force_answers,
     label_of,
     measure_engine,
+    together,
 )
 from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Tick, Timings
 from ragspec.rag.grammar.grammar import Grammar
@@ -110,16 +111,8 @@ class GrammarPart:
         """All sentences at once: tokens a second with prompts, medians of the runs."""
         cases = self._edited_cases(DOCUMENT_RATE, self._plan.num_document)
         decoders = engine_decoders(self._engine, self._plan.seed, GREEDY)
-        rates: list[dict[str, float]] = []
-        for number in range(self._plan.num_runs):
-            rates.append({name: decoder.together(cases).tokens_per_s for name, decoder in decoders.items()})
-            self._tick("document", number + 1, self._plan.num_runs)
-        return {
-            "num_sentences": len(cases),
-            "speedup_vs_plain": median(rate[SPECULATIVE] / rate[PLAIN] for rate in rates),
-            "tokens_per_s": median(rate[SPECULATIVE] for rate in rates),
-            "plain_tokens_per_s": median(rate[PLAIN] for rate in rates),
-        }
+        batches = together(decoders, cases, self._plan.num_runs, self._tick, "document")
+        return {"num_sentences": len(cases), **batch_speeds(batches)}
 
     def _identity(self) -> Result:
         """Corrections with all edits, in batches, with speculation and without."""

@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.core import CopySource, SourceKind
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import forward_s
 from ragspec.engine.target import Target
+from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_over
 from ragspec.evaluation.suites.backends.models import KV_SLOTS, SHAPES, Shape, random_target
 from ragspec.evaluation.suites.backends.promises import TEXT
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.timing import EngineDecoder, Tick, warm_turns
 from ragspec.numerics.torch.backend import TiledLinear
-from ragspec.speculation import Speculation
 
 _CONTEXT, _TREE_ROWS, _ROUNDS = 512, 64, 20
 _BATCHES, _NUM_PROMPT, _NUM_TOKENS = (1, 32), 48, 32
@@ -42,12 +42,8 @@ def speeds(
 
     Raises: ModelError.
     """
-    begin, bandwidth, steps, left_out = (
-        time.perf_counter(),
-        measured_bandwidth(device),
-        dict[str, Result](),
-        list[str](),
-    )
+    begin, bandwidth = time.perf_counter(), measured_bandwidth(device)
+    steps, left_out = dict[str, Result](), list[str]()
     for number, shape in enumerate(shapes, 1):
         for name in names:
             if steps and time.perf_counter() - begin > _BUDGET_S:
@@ -120,20 +116,15 @@ def fast_forward_s(target: Target, num_rows: int) -> float:
 
 def on_over_off(target: Target) -> float:
     """Tokens a second with drafts over those without, the least of all batches; the runs take turns."""
-    ratios = list[float]()
+    ratios, text = list[float](), (CopySource(SourceKind.PASSAGE, TEXT, "0"),)
+    ids = tuple(target.tokenizer(3 * TEXT).input_ids)  # a model of real weights goes on with the text
     for size in _BATCHES:
-        ids = tuple(target.tokenizer(3 * TEXT).input_ids)  # a model of real weights goes on with the text
-        prompts = [ids[i % 10 :][:_NUM_PROMPT] for i in range(size)]
-        params = SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True)
-        text = (CopySource(SourceKind.PASSAGE, TEXT, "0"),)
-        ways = (Speculation(), Speculation(drafters=()))
+        cases = [Case(f"{i}", "on_off", ids[i % 10 :][:_NUM_PROMPT], text, _NUM_TOKENS) for i in range(size)]
         with engine_over(Engine, target, EngineConfig(max_kv_tokens=KV_SLOTS)) as engine:
-            seconds: list[list[float]] = [[], []]
-            for turn in range(5):
-                for way, times in zip(ways, seconds, strict=True):
-                    requests = [Request(f"{turn} {i}", p, params, text, speculation=way) for i, p in enumerate(prompts)]
-                    begin = time.perf_counter()
-                    engine.generate(requests)
-                    times.append(time.perf_counter() - begin)
-        ratios.append(float(median(off / on for on, off in list(zip(*seconds, strict=True))[1:])))
+            decoders = (
+                EngineDecoder(engine, speculation=on, seed=0, salt="on", ignore_eos=True) for on in (True, False)
+            )
+            on, off = (functools.partial(decoder.together, cases) for decoder in decoders)
+            runs = warm_turns({"on": on, "off": off}, num_runs=4)
+        ratios.append(median(b.wall_s / a.wall_s for a, b in zip(runs["on"], runs["off"], strict=True)))
     return min(ratios)
