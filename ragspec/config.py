@@ -148,7 +148,9 @@ class TargetConfig(ConfigSection):
 
     `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
     others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output; "auto": int8 for the
-    default model on backend cpu, none for others. `cache_dir`: where dequantised and merged weights are kept.
+    default model on backend cpu, none for others. `cache_dir`: where dequantised, merged and quantised weights are kept.
+    `max_weight_bytes`: of int8 weights in memory on backend cpu; layers beyond it are read from `cache_dir` in every step. The
+    first start, which quantises, has all of them in memory.
 
     `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
     "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and
@@ -167,6 +169,7 @@ class TargetConfig(ConfigSection):
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: Literal["auto", "none", "int8"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_weight_bytes: int | None = Field(None, ge=1)
     max_context_tokens: int | None = Field(None, ge=16)
     exactness: Literal["bitwise", "fast"] = "bitwise"
 
@@ -176,6 +179,8 @@ class TargetConfig(ConfigSection):
             raise ValueError(f"the backend {self.backend} does not run on the device {self.device!r}")
         if self.backend_name != "cpu" and self.kv_cache_dtype not in ("auto", self.dtype):
             raise ValueError(f"the backend {self.backend_name} keeps keys and values in the dtype of the weights")
+        if self.max_weight_bytes and not (self.is_int8 and self.backend_name == "cpu"):
+            raise ValueError("max_weight_bytes needs int8 weights on the backend cpu")
         return self
 
     @property

@@ -276,6 +276,7 @@ def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draf
     if quantization == "auto":
         quantization = "int8" if target.config.is_int8 else "none"
     others = {"model": config.path, "adapter": "auto", "quantization": quantization, "max_context_tokens": None}
+    others["max_weight_bytes"] = None
     others["device"] = target.ranks.device(target.config.device)
     settings = TargetConfig(**{**target.config.model_dump(), **others})
     tokenizer, any_vocabulary = load_tokenizer(settings), config.vocabulary == "any"

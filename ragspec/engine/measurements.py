@@ -86,6 +86,8 @@ def kept_costs(
 def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
     folder = Path(target.config.cache_dir).expanduser() / "measurements"
     size = f"{target.pool.num_slots}-{target.max_context_tokens}-{target.ranks.size}"
+    if most := target.config.max_weight_bytes:
+        size += f"-{most}"
     return folder / f"{numerics_id}-{_kernels_digest()}-{_processor_digest()}-{num_threads}-{size}.json"
 
 

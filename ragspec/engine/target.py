@@ -103,6 +103,8 @@ class Target:
         dtype = getattr(torch, config.dtype)
         if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
+        if config.max_weight_bytes and ranks.size > 1:
+            raise ModelError("target.max_weight_bytes reads weights from disk, which a target on one rank alone does")
         folder = target_folder(config)
         tokenizer = read_tokenizer(folder)
         is_saved = config.is_int8 and config.backend_name == "cpu"
@@ -117,6 +119,15 @@ class Target:
         )
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena)
+        if config.max_weight_bytes and saved and arena and not arena.streams:
+            if not isinstance(target._model.model, Int8Decoder):
+                raise ModelError(f"target.max_weight_bytes needs kernels that run the whole decoder, which {folder} has not")
+            del target, model
+            if not saved.load().streams:
+                raise ModelError(
+                    "target.max_weight_bytes reads quantised weights from target.cache_dir, and they could not be kept there"
+                )
+            return cls.load(config, num_kv_slots, ranks, max_kv_bytes)
         return target
 
     def reset_pool(self, num_kv_slots: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import numba
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny_target import ARCHITECTURES, save_model, target_config
 from transformers import AutoModelForCausalLM
 
 from ragspec.config import TargetConfig
 from ragspec.engine.target import FINAL, Target
+from ragspec.errors import ModelError
 from ragspec.evaluation.metrics import perplexity
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.cpu import int8_weights, thread_pool
@@ -291,6 +294,69 @@ def test_quantised_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.
     assert len(list(file.parent.iterdir())) == 2
     no_folder = config.model_copy(update={"cache_dir": str(file)})
     assert np.array_equal(outputs(Target.load(no_folder, 256), text)[0], expected[0]), "a cache that cannot be written"
+
+
+def streamed(config: TargetConfig, max_weight_bytes: int) -> Target:
+    return Target.load(TargetConfig(**config.model_dump() | {"max_weight_bytes": max_weight_bytes}), 256)
+
+
+def least_bytes(config: TargetConfig) -> int:
+    """Weights in memory where as few layers as possible are kept, as the refusal of a single byte says."""
+    with pytest.raises(ModelError, match="needs at least") as refused:
+        streamed(config, 1)
+    return int(str(refused.value).split()[-1])
+
+
+@pytest.mark.parametrize("num_layers", [6, 7])
+def test_weights_read_from_disk_change_no_bit(num_layers: int, tmp_path: Path) -> None:
+    """A layer computed with another's weights: read too late, into a buffer in use, or at another place."""
+    config = target_config(str(save_model("qwen2", tmp_path, num_hidden_layers=num_layers)), "int8")
+    rng = np.random.default_rng(12)
+    whole = Target.load(config, 256)
+    texts = [rng.integers(0, whole.vocab_size, length).astype(np.int32) for length in (3, 60, 1, 1)]
+    expected = [outputs(whole, text) for text in texts]
+    whole_bytes, least = len(whole.backend.arena.arrays[0]), least_bytes(config)
+    sizes = set()
+    for max_bytes in np.linspace(least, whole_bytes, 9).astype(int).tolist():
+        target = streamed(config, max_bytes)
+        for text, (logits, tapped) in zip(texts, expected, strict=True):
+            found = outputs(target, text)
+            assert np.array_equal(found[0], logits)
+            assert all(np.array_equal(found[1][tap], stream) for tap, stream in tapped.items())
+        sizes.add(len(target.backend.arena.arrays[0]))
+        assert max(sizes) <= max_bytes
+    assert {least, whole_bytes} < sizes, "something between"
+
+
+def test_a_file_that_ends_early_fails_the_step_alone(tmp_path: Path) -> None:
+    """The forward took what the buffer held before, or every later one failed too."""
+    config = target_config(str(save_model("llama", tmp_path / "model", num_hidden_layers=4)), "int8")
+    target = streamed(config, least_bytes(config))
+    text = np.arange(7, dtype=np.int32)
+    expected = outputs(target, text)[0]
+    (file,) = (tmp_path / "cache" / "int8").iterdir()
+    content = file.read_bytes()
+    os.truncate(file, 2000)
+    with pytest.raises(ModelError, match=r"weights of layer [0-3] cannot be read: .* ends early"):
+        for _ in range(2):
+            outputs(target, text)
+    with file.open("r+b") as same:
+        same.write(content)
+    assert np.array_equal(outputs(target, text)[0], expected)
+
+
+def test_weights_on_disk_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
+    """All weights in memory, against the setting."""
+    folder = save_model("llama", tmp_path)
+    with pytest.raises(ValidationError, match="max_weight_bytes needs int8 weights"):
+        TargetConfig(model=str(folder), max_weight_bytes=2**20)
+    config = target_config(str(folder), "int8")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="could not be kept there"):
+        streamed(config.model_copy(update={"cache_dir": str(tmp_path / "file")}), 2**20)
+    other = target_config(str(save_model(sorted(ARCHITECTURES.keys() - {*KINDS})[0], tmp_path / "other")), "int8")
+    with pytest.raises(ModelError, match="needs kernels that run the whole decoder"):
+        streamed(other, 2**20)
 
 
 def test_perplexity_is_that_of_the_models_own_logits(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from ragspec.disk import TEMPORARY
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, files_digest
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
+from ragspec.numerics.cpu.streamed_weights import StreamedArena
 from ragspec.numerics.layers import is_supported, unsplittable
 from ragspec.numerics.ranks import Ranks, first_line
 from ragspec.numerics.sharding import WeightSlice, check_head_counts, weight_slice
@@ -206,6 +207,7 @@ class SavedWeights:
     def __init__(self, folder: str, config: TargetConfig, ranks: Ranks) -> None:
         cache, model = Path(config.cache_dir).expanduser(), Path(folder)
         self._path: Path | None = None
+        self._max_bytes = config.max_weight_bytes
         if model.is_dir():
             is_conversion = model.parent == cache and model.with_suffix(".lock").is_file()
             digest = model.name if is_conversion else files_digest(model, config.dtype)[:32]
@@ -216,7 +218,9 @@ class SavedWeights:
         if self._path is None or not self._path.is_file():
             return WeightArena()
         try:
-            arena = WeightArena(load_file(self._path))
+            arena = (
+                StreamedArena(self._path, self._max_bytes) if self._max_bytes else WeightArena(load_file(self._path))
+            )
         except (OSError, SafetensorError) as cause:
             log.warning("quantised weights cannot be read and are made anew: %s", cause)
             return WeightArena()

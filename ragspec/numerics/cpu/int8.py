@@ -9,6 +9,7 @@ phases. Integer sums make every split exact.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from ragspec.numerics.sharding import FFN_MULTIPLE, without_padding
 
 
 class _Segment(NamedTuple):
-    """Phases [first, last), then `gathered` is filled with the parts of all ranks."""
+    """Phases [first, last), then `gathered` is filled with the parts of all ranks. Of streamed weights: a layer's phases."""
 
     first: int
     last: int
@@ -57,9 +58,13 @@ class Int8Decoder(nn.Module):
         for layer in model.layers:
             self._add_attention(layer)
             self._add_feed_forward(layer)
+            arena.end_layer()
         self._tap_phases.append(len(table))
         table.add(Kind.FINAL_NORM, width=self._width, norm_weight=table.add_norm(model.norm))
         self._close_segment(None)
+        if arena.streams:
+            bounds = itertools.pairwise([*self._tap_phases, len(table)])
+            self._segments = [_Segment(first, last, None) for first, last in bounds]
         self._phases = table.finish()
         self._rotations = (cos.float().numpy(), sin.float().numpy())
         self._room = self._make_room()
@@ -76,8 +81,9 @@ class Int8Decoder(nn.Module):
         num_tiles = len(metadata.tiles) * shape.num_kv_heads
         attention = attention_arguments(metadata, (pool.keys, pool.values), shape)
         arguments = (*self._arena.arrays, self._rotations, floats, quantised, *attention)
-        for segment in self._segments:
-            run(phases[segment.first : segment.last], num_rows, num_tiles, *arguments)
+        for number, segment in enumerate(self._segments):
+            with self._arena.layer(number):
+                run(phases[segment.first : segment.last], num_rows, num_tiles, *arguments)
             if segment.gathered is not None:
                 self._gather(segment.gathered, floats, num_rows)
         return torch.from_numpy(states), {tap: torch.from_numpy(tapped[place]) for place, tap in enumerate(taps)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ragspec.numerics.cpu.llvm_code import LANES
 from ragspec.numerics.cpu.product_code import FASTEST, InstructionSet
 
 Floats = NDArray[np.float32]
+Phases = NDArray[np.int64]
 
 FORMAT = f"2-{FASTEST.num_inputs}"
 """Of saved arenas; raise its first number with every change of the layout."""
@@ -48,13 +50,17 @@ class WeightArena:
     """All int8 weights of a model in one array, all its other parameters in another.
 
     `saved`: the tensors of an earlier arena of the same model; the weights given are then read for their shapes alone.
+    `streams`: whether layers are read from disk in every forward (`StreamedArena`).
     """
+
+    streams = False
 
     def __init__(self, saved: Mapping[str, Tensor] | None = None) -> None:
         self.is_saved = saved is not None
         self._saved = saved or {}
         self._weights, self._parameters, self._row_sums = list[Tensor](), list[Tensor](), list[int]()
         self._num_weights = self._num_parameters = self._num_products = 0
+        self._layer_ends = list[int]()
 
     def add_product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Quantise a weight; outputs are padded with zeros to a multiple of 16. Shapes: weight [out, in], bias [out]."""
@@ -84,6 +90,18 @@ class WeightArena:
         if not self.is_saved:
             self._parameters.append(values.float())
         return at
+
+    def end_layer(self) -> None:
+        """What was added since the last call are the weights of a layer."""
+        self._layer_ends.append(self._num_weights)
+
+    def placed(self, phases: Phases) -> Phases:
+        """The phases with the places of their weights in `arrays`."""
+        return phases
+
+    def layer(self, number: int) -> AbstractContextManager[None]:
+        """The weights of a layer are in `arrays` inside a `with` block."""
+        return nullcontext()
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -68,7 +68,7 @@ class PhaseTable:
             sums = self._ranks.all_gather(torch.tensor([self._row_sums])).view(self._ranks.size, -1).amax(0)
         for quantiser, row_sum in zip(self._quantisers, sums.tolist(), strict=True):
             quantiser[Column.MOST] = greatest_activation(row_sum)
-        return make_table(self._rows)
+        return self._arena.placed(make_table(self._rows))
 
 
 Floats = NDArray[np.float32]
