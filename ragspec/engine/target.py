@@ -121,7 +121,9 @@ class Target:
             saved.save(arena)
         if config.max_weight_bytes and saved and arena and not arena.streams:
             if not isinstance(target._model.model, Int8Decoder):
-                raise ModelError(f"target.max_weight_bytes needs kernels that run the whole decoder, which {folder} has not")
+                raise ModelError(
+                    f"target.max_weight_bytes needs kernels that run the whole decoder, which {folder} has not"
+                )
             del target, model
             if not saved.load().streams:
                 raise ModelError(

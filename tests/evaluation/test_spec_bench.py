@@ -70,7 +70,11 @@ def test_the_numbers_are_those_of_known_rows() -> None:
         row("qa", {"plain": 4.0, "copy": 2.0, "lookahead": 1.0, "copy + lookahead": 0.1}),
         row("qa", {"plain": 1.0, "copy": 1.0, "lookahead": 4.0}),
         row("rag", {"plain": 6.0, "copy": 2.0, "lookahead": 6.5}),
-        row(FOLLOW_UP, {"plain": 1.0, "copy": 1.0, "copy + datastore": 9.0}, **{"copy + datastore": {"accepted": 7}}),
+        row(
+            FOLLOW_UP,
+            {"plain": 1.0, "copy": 1.0, "copy + datastore": 9.0, "plain, half on disk": 8.0, "copy, half on disk": 2.0},
+            **{"copy + datastore": {"accepted": 7}},
+        ),
     ]
     found = spec_bench.headlines(rows, None)
     assert spec_bench.speedups(rows)["copy"] == {"qa": 1.5, "rag": 3.0, FOLLOW_UP: 1.0}
@@ -78,6 +82,8 @@ def test_the_numbers_are_those_of_known_rows() -> None:
     assert found["default_over_best_single_median"] == pytest.approx((1.5 / 2.125 + 1.0) / 2)
     assert found["worst_single_over_off"] == pytest.approx(6.0 / 6.5)
     assert found["datastore_extra"] == pytest.approx(0.2) and found["identical"] is True
+    assert found["larger_than_memory_speedup"] == 4.0
+    assert spec_bench.headlines(rows[:3], None)["larger_than_memory_speedup"] is None
     assert spec_bench.acceptance_lengths(rows)["copy"]["qa"] == 2.0
     rows[0]["ways"]["copy"]["identical"] = False
     assert spec_bench.headlines(rows, None)["identical"] is False

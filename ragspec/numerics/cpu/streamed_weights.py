@@ -126,7 +126,7 @@ class StreamedArena(WeightArena):
     def _read(self, number: int) -> None:
         """Read a layer into its place; the page cache does not keep it, since it counts as memory too."""
         place = int(self._memory_starts[number])
-        room = memoryview(self._memory)[place : place + int(self._sizes[number])]
+        room = self._memory.data[place : place + int(self._sizes[number])]
         offset, done = self._begin + int(self._starts[number]), 0
         while done < len(room):
             count = os.preadv(self._file, [room[done:]], offset + done)
