@@ -60,6 +60,7 @@ class DenseConfig(ConfigSection):
 
 
 Language = Literal[
+    "auto",
     "none",
     "arabic",
     "danish",
@@ -81,18 +82,19 @@ Language = Literal[
     "turkish",
 ]
 
-_NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
+NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
 
 
 class AnalyzerConfig(ConfigSection):
-    """`language`: of stemming and accent folding; "none": neither. `stop_words`: leave out the language's commonest words."""
+    """`language`: of stemming and accent folding; "none": neither; "auto": of English, and of each text's own language beside it
+    where its commonest words or its script tell another. `stop_words`: leave out the language's commonest words."""
 
-    language: Language = "english"
+    language: Language = "auto"
     stop_words: bool = False
 
     @model_validator(mode="after")
     def _check_stop_words(self) -> AnalyzerConfig:
-        if self.stop_words and self.language in _NO_STOP_WORDS:
+        if self.stop_words and self.language in NO_STOP_WORDS:
             raise ValueError(f"there are no stop words for language {self.language!r}")
         return self
 

@@ -18,7 +18,7 @@ from tiny_target import SENTENCES, save_model
 from pipelines.batch.backend import BackendSpec
 from pipelines.batch.job import Job, run_job
 from pipelines.batch_grammar import GrammarTask
-from ragspec.config import PipelineConfig, RetrieverConfig
+from ragspec.config import IndexConfig, PipelineConfig, RetrieverConfig
 from ragspec.core import Document, Heading, Passage
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.grammar.dictionaries import DictionaryStore
@@ -83,7 +83,7 @@ def test_an_index_answers_as_it_did(written: Path, mode: str) -> None:
 
 def test_the_same_changes_write_the_same_index(written: Path, tmp_path: Path) -> None:
     """A key, a term or a span that is stored otherwise, so that an index changed today is half old and half new."""
-    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
+    with IndexWriter(tmp_path / "index", LetterEncoder(), read_current(written / "index")[1].config) as writer:
         for document in [*DOCUMENTS, GONE]:
             writer.upsert(document)
         writer.commit()
@@ -105,10 +105,12 @@ def settings_of(manifest: Manifest) -> dict[str, object]:
 
 def test_an_index_is_changed(written: Path) -> None:
     """A segment of the old code that cannot be merged with one of the new."""
-    with IndexWriter(written / "index", LetterEncoder()) as writer:
+    before = read_current(written / "index")[1]
+    with IndexWriter(written / "index", LetterEncoder(), IndexConfig()) as writer:  # as `index add --config` gives it
         writer.upsert(GONE)
         writer.delete("secret")
-        assert writer.compact().generation > 2
+        after = writer.compact()
+    assert after.generation > 2 and (after.config, after.analyzer) == (before.config, before.analyzer)
     assert {document.id for document in Store.open(written / "index").documents()} == {"mill", "bridge", "rain", "gone"}
 
 

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from ragspec.config import AnalyzerConfig, Language
 from ragspec.retrieval.search.analysis import Analyzer
 
-ENGLISH = Analyzer(AnalyzerConfig())
+ENGLISH = Analyzer(AnalyzerConfig(language="english"))
+AUTO = Analyzer(AnalyzerConfig())
 TEXTS = ["It was raining, and the ships came in.", "雨が降る港", "Der Hafen — naïve Über‑Schiffe", "검색 엔진"]
 
 
@@ -70,7 +71,9 @@ def test_accents_are_folded_only_where_they_are_often_left_out() -> None:
 def test_stop_words_are_left_out_only_when_asked() -> None:
     """ "To be or not to be" must stay findable by default."""
     assert len(ENGLISH.terms("to be or not to be")) == 6
-    assert Analyzer(AnalyzerConfig(stop_words=True)).terms("to be or not to be, the ship") == ["ship"]
+    for language in ("english", "auto"):
+        chosen = Analyzer(AnalyzerConfig(language=language, stop_words=True))  # type: ignore[arg-type]
+        assert chosen.terms("to be or not to be, the ship of los muchachos") == ["ship", "los", "muchacho"]
 
 
 @pytest.mark.parametrize("language", get_args(Language))
@@ -94,19 +97,67 @@ def test_unknown_settings_are_refused() -> None:
 
 def test_ids_differ_where_terms_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index searched with other terms than it was built with finds nothing, silently."""
-    configs = [AnalyzerConfig(), AnalyzerConfig(language="none"), AnalyzerConfig(stop_words=True)]
+    configs = [ENGLISH.config, AnalyzerConfig(), AnalyzerConfig(language="none"), AnalyzerConfig(stop_words=True)]
     ids = [Analyzer(config).id for config in configs]
-    assert len(set(ids)) == 3 and ids[0] == ENGLISH.id
+    assert len(set(ids)) == 4 and ids[0] == ENGLISH.id
     terms = Analyzer.terms
     monkeypatch.setattr(Analyzer, "terms", lambda self, text: [t.replace("poni", "pony") for t in terms(self, text)])
     assert Analyzer(AnalyzerConfig()).id not in ids  # as after an update of the library
+
+
+@pytest.mark.parametrize(
+    ("query", "text", "stem"),
+    [
+        ("Welches Haus steht am Fluss?", "Die Häuser der Stadt wurden 1874 gebaut.", "haus"),
+        ("Quel cheval est né dans la ville ?", "Les chevaux ont mangé avec nous dans les champs.", "cheval"),
+        ("¿Cuándo cantó el niño?", "Los niños cantaban en la casa por la noche.", "nin"),
+        ("Кто читал книгу?", "Эти книги читались детьми.", "книг"),
+        ("Πού είναι ο μύλος;", "Οι μύλοι της πόλης ήταν παλιοί.", "μυλ"),
+    ],
+)
+def test_word_forms_of_other_languages_share_a_term(query: str, text: str, stem: str) -> None:
+    """With English stems alone "Haus" does not find "Häuser"."""
+    assert stem in overlap(query, text, AUTO) - overlap(query, text)
+
+
+FOREIGN = [
+    "Die Häuser der Stadt sind alt.",
+    "Les chevaux ont mangé.",
+    "книги читались детьми",
+    "The mills stand still.",
+    "雨天",
+]
+
+
+@given(st.lists(st.sampled_from(FOREIGN) | st.text(st.characters(codec="utf-8"), max_size=20)))
+def test_every_text_is_found_as_without_detection(texts: list[str]) -> None:
+    """A German sentence in an English text, or a query of one word, whose language is told wrongly, so that it finds nothing."""
+    mixed = " ".join(texts)
+    assert set(ENGLISH.terms(mixed)) <= set(AUTO.terms(mixed))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *TEXTS[:2],
+        TEXTS[3],
+        "World War II was fought in Los Angeles, de facto, by los hombres.",
+        "The Russian name (Москва) and the Greek one (Αθήνα) are in brackets.",
+        "for i in range(n): a, e = e, a  # os.path, io.open, de_DE, main()",
+        'What does "die Mühle" mean?',
+        "Los Angeles",
+    ],
+)
+def test_english_texts_keep_their_terms(text: str) -> None:
+    """Names and code that are taken for Spanish change the lengths of passages, and so every score of an English index."""
+    assert AUTO.terms(text) == ENGLISH.terms(text)
 
 
 @given(st.text(st.characters(codec="utf-8")))
 def test_any_text_has_terms_that_stay_the_same(text: str) -> None:
     """A term that is empty or longer than a limit, or a crash at an odd character, stops a whole build."""
     terms = ENGLISH.terms(text)
-    assert terms == Analyzer(AnalyzerConfig()).terms(text)
+    assert terms == Analyzer(ENGLISH.config).terms(text)
     assert all(0 < len(term.encode()) <= 400 for term in terms)
     if text.isascii():
         assert terms == ENGLISH._words.analyze(text)

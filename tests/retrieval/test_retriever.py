@@ -12,7 +12,9 @@ from letter_encoder import LetterEncoder
 from ragspec.config import ChunkingConfig, EncoderConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, StoreMissing
+from ragspec.rag.citations import find_citations
 from ragspec.retrieval import retriever as retriever_module
+from ragspec.retrieval.chunking import sentences
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
@@ -52,6 +54,43 @@ def test_questions_find_their_facts_alone_and_together(facts_dir: Path, encoder:
         assert same[0].text != same[1].text
     else:
         assert [p.document_id for p in same] == ["copy", "plants"] and same[0].score == same[1].score
+
+
+def test_other_languages_are_found_by_word_forms_and_cited(tmp_path: Path, letters: LetterEncoder) -> None:
+    """English stems find no "Häuser" for "Haus"; a text of two languages is found by neither; another tenant's text is."""
+    texts = {
+        "de": "Am Fluss liegt ein Dorf. Die Häuser wurden 1874 gebaut, z. B. von Bauern. Es ist ruhig.",
+        "fr": "Le village est calme. Les chevaux dorment dans les champs depuis des années. M. Dupont les nourrit.",
+        "es": "El pueblo está lejos. Los molinos fueron construidos por el Sr. López. Ya no hay agua.",
+        "ru": "Деревня стоит у реки. Мельницы построили в 1874 году. Там тихо.",
+        "el": "Πού είναι το χωριό; Οι μύλοι της πόλης ήταν παλιοί. Τώρα λείπουν.",
+        "mixed": "The village is quiet. A sign says: Öffnungszeiten bis auf weiteres geändert. Nobody reads it.",
+    }
+    secret = Document("secret", texts["de"], owner="ann")
+    with IndexWriter(tmp_path, letters) as writer:
+        for name, text in texts.items():
+            writer.upsert(Document(name, text))
+            writer.commit()
+        writer.upsert(secret)
+        writer.commit()
+    retriever = Retriever(letters, Store.open(tmp_path), RetrieverConfig(mode="sparse"))
+    asked = {
+        "de": "Welches Haus ist von 1874?",
+        "fr": "Où est le cheval des voisins ?",
+        "es": "¿Quién ha construido el molino?",
+        "ru": "Кто построил мельницу?",
+        "el": "Ποιος ήταν ο μύλος;",
+        "mixed": "Öffnungszeiten",
+    }
+    found = retriever.retrieve(list(asked.values()), 1).passages
+    assert [passage.document_id for (passage,) in found] == list(asked)
+    for passage in (passage for (passage,) in found):
+        start, end = sentences(passage.text)[1]
+        quote = passage.text[start:end]
+        (citation,) = find_citations(f"{quote} [1]", [passage])
+        assert quote.startswith(passage.text[citation.passage_start : citation.passage_end])
+        assert texts[passage.document_id][citation.document_start : citation.document_end] in quote
+        assert citation.end - citation.start >= len(quote) - 1
 
 
 def test_generation_and_edges(facts_dir: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:

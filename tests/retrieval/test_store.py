@@ -18,7 +18,7 @@ import pytest
 from letter_encoder import LetterEncoder
 
 from ragspec import disk
-from ragspec.config import ChunkingConfig, IndexConfig
+from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreError, StoreMissing
 from ragspec.retrieval.chunking import chunk
@@ -74,7 +74,7 @@ def test_manifest_says_what_the_index_is(index_dir: Path, documents: list[Docume
     manifest = Store.open(index_dir).manifest
     assert manifest.generation == 2 and manifest.num_documents == 19 and manifest.num_passages == 38
     assert asdict(manifest.encoder) == {"id": "letters", "fingerprint": "f" * 64, "dimension": 16}
-    assert manifest.config == CONFIG and manifest.normalisation == "l2" and manifest.analyzer.startswith("english")
+    assert manifest.config == CONFIG and manifest.normalisation == "l2" and manifest.analyzer.startswith("auto")
     assert [set(record.files) for record in manifest.segments] == [FILES, FILES]
     assert [record.num_deleted for record in manifest.segments] == [1, 0]
     live = [document for document in documents if document.id != "d3"]
@@ -93,6 +93,7 @@ def test_the_content_key_depends_on_all_that_answers_depend_on(
         content_key([replace(documents[0], owner="bob"), *documents[1:]], same, CONFIG),
         content_key(documents, replace(same, fingerprint="0" * 64), CONFIG),
         content_key(documents, same, IndexConfig()),
+        content_key(documents, same, CONFIG.model_copy(update={"words": AnalyzerConfig(language="english")})),
         content_key([*documents, documents[0]], same, CONFIG),
     ]
     assert len(set(keys)) == len(keys)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from ragspec.config import AnalyzerConfig
+from ragspec.config import NO_STOP_WORDS, AnalyzerConfig
+from ragspec.retrieval.search.languages import COMMON_WORDS, LanguageDetector
 
 if TYPE_CHECKING:
     import tantivy
@@ -39,6 +40,7 @@ _PROBE = (
     "Ponies were running quickly; it's THE 3rd happiness of organisations' élèves, naïve generously dying in 1874. Die Häuser "
     "liefen, les chevaux mangeaient, los niños cantaban, हिन्दी भाषा, 今日は雨天です, 한국어 문장, ภาษาไทย, snake_case v2.0 e-mail"
 )
+_SCRIPT_PROBES = ("Τα βιβλία των παιδιών", "книги читались детьми", "الكتب والمدارس", "புத்தகங்கள் வீடுகள்")
 _WORD = r"[\p{Alphabetic}\p{M}\p{N}]+"  # Why not tantivy's simple tokenizer: it splits हिन्दी at its virama
 
 
@@ -46,12 +48,14 @@ class Analyzer:
     """Splits texts into terms. Safe to call from several threads."""
 
     def __init__(self, config: AnalyzerConfig) -> None:
-        import tantivy  # Why here: training and evaluation import this module without it
-
         self.config = config
-        self._words = _analyzer(tantivy.Tokenizer.regex(_WORD), config)
-        # Why: the same words in two thirds of the time
-        self._ascii_words = _analyzer(tantivy.Tokenizer.simple(), config)
+        base = config if config.language != "auto" else config.model_copy(update={"language": "english"})
+        self._words = _word_analyzer(base)
+        self._ascii_words = _word_analyzer(base, is_ascii=True)
+        self._whole = _word_analyzer(
+            base.model_copy(update={"stop_words": False})
+        )  # a language is known by its stop words
+        self._detector = LanguageDetector(self._whole.analyze) if config.language == "auto" else None
 
     @cached_property
     def id(self) -> str:
@@ -60,25 +64,47 @@ class Analyzer:
         Why not the library's version: an index would have to be rebuilt after every update.
         """
         stop_words = "+stop" if self.config.stop_words else ""
-        digest = hashlib.sha256("\n".join(self.terms(_PROBE)).encode()).hexdigest()[:12]
+        probes = [_PROBE]
+        if self.config.language == "auto":
+            probes += [f"{words} {_PROBE}" for words in COMMON_WORDS.values()] + [*_SCRIPT_PROBES]
+        terms = [term for probe in probes for term in self.terms(probe)]
+        digest = hashlib.sha256("\n".join(terms).encode()).hexdigest()[:12]
         return f"{self.config.language}{stop_words}/{_RULES}/{digest}"
 
     def terms(self, text: str) -> list[str]:
-        """The terms of `text` with repetitions: words in their order, then pairs of characters."""
+        """The terms of `text` with repetitions: words in their order, then pairs of characters.
+
+        With language "auto", the text's own stems stand first, then the English stems that are none of them.
+        """
         if text.isascii():
-            return self._ascii_words.analyze(text)
+            return self._with_own_stems(text, self._ascii_words.analyze(text))
         text = unicodedata.normalize("NFKC", text)
         runs = _UNSPACED.findall(text)
-        terms = self._words.analyze(_UNSPACED.sub(" ", text) if runs else text)
+        spaced = _UNSPACED.sub(" ", text) if runs else text
+        terms = self._with_own_stems(spaced, self._words.analyze(spaced))
         for run in runs:
             terms += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
             if len(run) > 1:
                 terms += _IDEOGRAPH.findall(run)
         return terms
 
+    def _with_own_stems(self, text: str, english: list[str]) -> list[str]:
+        if self._detector is None:
+            return english
+        language = self._detector.language(text, self._whole.analyze(text) if self.config.stop_words else english)
+        if not language:
+            return english
+        has_stop_words = self.config.stop_words and language not in NO_STOP_WORDS
+        config = self.config.model_copy(update={"language": language, "stop_words": has_stop_words})
+        own = _word_analyzer(config).analyze(text)
+        found = frozenset(own)
+        return own + [term for term in english if term not in found]
 
-def _analyzer(tokenizer: tantivy.Tokenizer, config: AnalyzerConfig) -> tantivy.TextAnalyzer:
-    import tantivy
+
+@cache
+def _word_analyzer(config: AnalyzerConfig, is_ascii: bool = False) -> tantivy.TextAnalyzer:
+    """`is_ascii`: for such texts only; the same words in two thirds of the time."""
+    import tantivy  # Why here: training and evaluation import this module without it
 
     filters = [tantivy.Filter.remove_long(_MAX_TERM_BYTES), tantivy.Filter.lowercase()]
     if config.stop_words:
@@ -89,6 +115,7 @@ def _analyzer(tokenizer: tantivy.Tokenizer, config: AnalyzerConfig) -> tantivy.T
         filters.append(tantivy.Filter.stemmer(config.language))
     if config.language in _FOLDED:
         filters.append(tantivy.Filter.ascii_fold())
+    tokenizer = tantivy.Tokenizer.simple() if is_ascii else tantivy.Tokenizer.regex(_WORD)
     builder = tantivy.TextAnalyzerBuilder(tokenizer)
     for each in filters:
         builder = builder.filter(each)
