@@ -31,7 +31,8 @@ _NEGATIONS = frozenset(
     "untrue incorrect incorrectly wrongly myth deny denies denied denying doubt doubts doubted refuse refuses refused fail "
     "fails failed failing lack lacks lacked lacking alleged allegedly claimed supposedly if unless except "
     "nicht kein keine keinen keiner nie niemals ohne ne pas jamais sans aucun aucune nunca sin ningún non mai senza niet geen "
-    "não nem не ни inte aldrig ikke".split()
+    "não nem nenhum nenhuma sem не ни нет без никогда inte aldrig utan ikke aldri aldrig uden ei eivät ilman nu nici fără değil "
+    "yok δεν δε μη μην όχι ποτέ χωρίς لا ليس ليست لم لن नहीं 不 没 沒 未 无 無 非 勿 안 못 않".split()
 )
 """Words of a clause that no sentence may leave out."""
 _BOUNDARIES = frozenset(

@@ -56,6 +56,28 @@ def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: st
     assert found == label
 
 
+@pytest.mark.parametrize(
+    ("source", "negation"),
+    [
+        ("Die alte Mühle ist seit 1874 nicht offen.", "nicht "),
+        ("Le vieux moulin n'est pas ouvert depuis 1874.", "pas "),
+        ("El viejo molino no está abierto desde 1874.", "no "),
+        ("Старая мельница не работает с 1874 года.", "не "),
+        ("Ο παλιός μύλος δεν λειτουργεί από το 1874.", "δεν "),
+        ("A velha moagem não está aberta desde 1874.", "não "),
+        ("那座老磨坊自1874年起不开放。", "不"),
+        ("그 방앗간은 1874년부터 안 열었다.", "안 "),
+    ],
+)
+def test_negations_of_other_languages_cannot_be_left_out(source: str, negation: str) -> None:
+    """Greek and Chinese sentences without their "not" were called supported by the sentence that has it."""
+    assert negation in source
+    passage = Passage("mill", 0, source, 0, len(source))
+    (altered,) = find_support(source.replace(negation, ""), [passage]).sentences
+    (kept,) = find_support(source, [passage]).sentences
+    assert (altered.label, kept.label) == ("unsupported", "quoted")
+
+
 def test_a_short_answer_is_looked_up_in_its_quote() -> None:
     """A short answer without a citation; a number of another sentence that passes for the answer."""
     quote = '"The old mill, which was built in 1874, opens at nine on weekdays." [1] – '
