@@ -123,10 +123,6 @@ class CopyDrafter(Drafter):
         if index.follows_input:
             self._realign(index, sequence)
 
-    def learn(self, feedback: object, accepted: bool) -> None:
-        if isinstance(feedback, Guess):
-            feedback.learn(accepted)
-
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
         paused = sequence.request.segment.end is not None

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request
 from ragspec.disk import atomic_writer
-from ragspec.drafting.acceptance import Experience, Guess
+from ragspec.drafting.acceptance import Experience
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.suffix_index import NO_TOKENS, SEPARATOR, Ints, SortedSuffixes, VisibleSuffixes
@@ -154,10 +154,6 @@ class DatastoreDrafter(Drafter):
     def _propose(self, sequence: SequenceView, max_nodes: int, depth: int) -> list[Proposal]:
         views, acceptance = sequence.prepared.get(self.name) or (), self._acceptance.of(sequence.request.salt)
         return self._counts.grow(views, sequence.tokens, max_nodes, depth, acceptance)[0]
-
-    def learn(self, feedback: object, accepted: bool) -> None:
-        if isinstance(feedback, Guess):
-            feedback.learn(accepted)
 
     def purge(self, salt: str) -> None:
         self._acceptance.purge(salt)

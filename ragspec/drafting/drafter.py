@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ragspec.core import Request
+from ragspec.drafting.acceptance import Guess
 from ragspec.numerics.batch import NODES as NODES
 from ragspec.numerics.batch import TOP_TOKENS as TOP_TOKENS
 from ragspec.numerics.kv_cache import SequenceSlots
@@ -95,6 +96,8 @@ class Drafter:
 
     def learn(self, feedback: object, accepted: bool) -> None:
         """The fate of one proposed node whose parent was accepted. `feedback` comes from the node's origin."""
+        if isinstance(feedback, Guess):
+            feedback.learn(accepted)
 
     def finish(self, sequence: SequenceView) -> None:
         """The sequence has ended, for any reason; forget its text."""

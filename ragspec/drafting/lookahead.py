@@ -145,10 +145,6 @@ class LookaheadDrafter(Drafter):
         if tokens:
             self._sequences[sequence.key].observe(features[NODES].tolist(), len(tokens))
 
-    def learn(self, feedback: object, accepted: bool) -> None:
-        if isinstance(feedback, Guess):
-            feedback.learn(accepted)
-
     def finish(self, sequence: SequenceView) -> None:
         self._sequences.pop(sequence.key, None)
 

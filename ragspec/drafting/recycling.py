@@ -116,10 +116,6 @@ class RecyclingDrafter(Drafter):
         kept = np.array(sequence.tokens[end - len(candidates) : end], np.int32)
         self._table(sequence.request.salt).learn(kept, candidates)
 
-    def learn(self, feedback: object, accepted: bool) -> None:
-        if isinstance(feedback, Guess):
-            feedback.learn(accepted)
-
     def finish(self, sequence: SequenceView) -> None:
         self._teachers.pop(sequence.key, None)
 
