@@ -104,7 +104,7 @@ def grammar_list(data_dir: Path, per_part: int | None = None, num_jfleg: int = 2
     sizes = {part: min(size, per_part or size) for part, size in sizes.items()}
     clean = clean_sentences(data_dir, NUM_SENTENCES)[: sizes[CLEAN]]
     return [
-        *_jfleg(data_dir, sizes[JFLEG]),
+        *jfleg_sentences(data_dir, sizes[JFLEG]),
         *_long_sentences(data_dir, sizes[LONG]),
         *(Sentence(f"{CLEAN}-{i}", CLEAN, text, (text,)) for i, text in enumerate(clean)),
     ]
@@ -127,7 +127,8 @@ def clean_sentences(data_dir: Path, count: int) -> list[str]:
     return random.Random(0).sample([s for s in sentences if 8 <= len(s.split()) <= 30 and s[-1] == "."], count)
 
 
-def _jfleg(data_dir: Path, count: int) -> list[Sentence]:
+def jfleg_sentences(data_dir: Path, count: int) -> list[Sentence]:
+    """The first sentences of JFLEG dev, each with four corrections. Raises: InputError."""
     names = ("src", "ref0", "ref1", "ref2", "ref3")
     source, *references = (lines_of(data_dir / "jfleg" / f"dev.{name}")[:count] for name in names)
     return [

@@ -77,10 +77,7 @@ def grammar_scores(sentences: Sequence[Sentence], texts: Sequence[str]) -> dict[
     jfleg = [(s, text) for s, text in zip(sentences, texts, strict=True) if s.part == JFLEG]
     scores: dict[str, float] = {}
     if jfleg:
-        sources = [s.text.split() for s, _ in jfleg]
-        references = [[r.split() for r in s.references] for s, _ in jfleg]
-        scores["gleu_jfleg"] = gleu(sources, [text.split() for _, text in jfleg], references)
-        scores["gleu_jfleg_source"] = gleu(sources, sources, references)
+        scores["gleu_jfleg"], scores["gleu_jfleg_source"] = jfleg_gleu(*zip(*jfleg, strict=True))
     for part in dict.fromkeys(s.part for s in sentences if s.part != JFLEG):
         own = [
             (s.references[0].split(), text.split()) for s, text in zip(sentences, texts, strict=True) if s.part == part
@@ -89,6 +86,13 @@ def grammar_scores(sentences: Sequence[Sentence], texts: Sequence[str]) -> dict[
             1, sum(len(a) for a, _ in own)
         )
     return scores
+
+
+def jfleg_gleu(sentences: Sequence[Sentence], texts: Sequence[str]) -> tuple[float, float]:
+    """GLEU of the corrections of JFLEG's sentences, and of the sentences as they are (0 to 100)."""
+    sources = [sentence.text.split() for sentence in sentences]
+    references = [[reference.split() for reference in sentence.references] for sentence in sentences]
+    return gleu(sources, [text.split() for text in texts], references), gleu(sources, sources, references)
 
 
 def edit_distance(a: list[str], b: list[str]) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case, grammar_cases
 from ragspec.evaluation.datasets import CLEAN, JFLEG, Sentence, correct_sentences, grammar_list
-from ragspec.evaluation.metrics import gleu, grammar_scores
+from ragspec.evaluation.metrics import grammar_scores, jfleg_gleu
 from ragspec.evaluation.overrides import ForcedAnswers, answer_ids, read_answers
 from ragspec.evaluation.report import (
     INK,
@@ -129,13 +129,13 @@ class GrammarPart:
     def _quality(self) -> Result:
         sentences = grammar_list(self._data_dir, self._plan.num_jfleg, self._plan.num_jfleg)
         jfleg, clean = ([s for s in sentences if s.part == part] for part in (JFLEG, CLEAN))
-        corrected = [c.corrected for c in self._grammar.correct_many([s.text for s in jfleg])]
-        sources, references = [s.text.split() for s in jfleg], [[r.split() for r in s.references] for s in jfleg]
+        corrected = self._grammar.correct_many([s.text for s in jfleg])
+        corrected_gleu, source_gleu = jfleg_gleu(jfleg, [each.corrected for each in corrected])
         untouched = self._grammar.correct_many([s.text for s in clean])
         num_changed = sum(max(len(e.original.split()), len(e.replacement.split())) for c in untouched for e in c.edits)
         return {
-            "gleu": gleu(sources, [text.split() for text in corrected], references),
-            "gleu_source": gleu(sources, sources, references),
+            "gleu": corrected_gleu,
+            "gleu_source": source_gleu,
             "clean_edit_rate": num_changed / max(1, sum(len(s.text.split()) for s in clean)),
             "withheld_on_clean": sum(len(c.withheld) for c in untouched),
         }

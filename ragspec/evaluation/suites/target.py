@@ -29,9 +29,9 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import RAG_PASSAGES, conversation_cases
-from ragspec.evaluation.datasets import clean_sentences, stdlib_list
+from ragspec.evaluation.datasets import clean_sentences, jfleg_sentences, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, gleu, perplexity
+from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, jfleg_gleu, perplexity
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
 from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
@@ -160,21 +160,13 @@ def follow_up_scores(path: Path, generate: Generate, count: int, seed: int) -> d
 
 def grammar_scores(data_dir: Path, generate: Generate, num_sentences: int) -> dict[str, float]:
     """GLEU on JFLEG dev of the outputs and of the untouched source, and the edit rate on clean sentences."""
-    lines = {n: (data_dir / f"jfleg/dev.{n}").read_text().splitlines()[:num_sentences] for n in ("src", *_REFERENCES)}
-    references = [[lines[name][i].split() for name in _REFERENCES] for i in range(len(lines["src"]))]
-    sources = [line.split() for line in lines["src"]]
-    outputs = [out.split() for out in generate([grammar_messages(line.strip()) for line in lines["src"]])]
-    clean = clean_sentences(data_dir, 200)
+    sentences, clean = jfleg_sentences(data_dir, num_sentences), clean_sentences(data_dir, 200)
+    outputs = generate([grammar_messages(sentence.text) for sentence in sentences])
+    corrected, untouched = jfleg_gleu(sentences, outputs)
     kept = generate([grammar_messages(sentence) for sentence in clean])
     edits = sum(edit_distance(a.split(), b.split()) for a, b in zip(clean, kept, strict=True))
-    return {
-        "gleu_jfleg_dev": gleu(sources, outputs, references),
-        "gleu_source": gleu(sources, sources, references),
-        "edit_rate_clean": edits / sum(len(s.split()) for s in clean),
-    }
-
-
-_REFERENCES = ("ref0", "ref1", "ref2", "ref3")
+    edit_rate = edits / sum(len(s.split()) for s in clean)
+    return {"gleu_jfleg_dev": corrected, "gleu_source": untouched, "edit_rate_clean": edit_rate}
 
 
 def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) -> float:

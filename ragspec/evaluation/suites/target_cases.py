@@ -5,20 +5,23 @@ Owns the selection and the cutting of passages; never a model or a metric. The a
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from ragspec.core import Document
 from ragspec.evaluation.suites.follow_ups import NO_ANSWER, FollowUp, read_canard
 from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer, system_text, user_text
 from ragspec.training.conversations import Message, message
 from ragspec.training.documentation import is_for_evaluation
-from ragspec.training.reference.sources import NUM_EVAL_ARTICLES, NUM_PROBE_ARTICLES, NUM_TRAIN_ARTICLES
+from ragspec.training.reference.sources import (
+    NUM_EVAL_ARTICLES,
+    NUM_PROBE_ARTICLES,
+    NUM_TRAIN_ARTICLES,
+    json_lines,
+    squad_articles,
+)
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
 PASSAGE_WORDS, NUM_OTHER_PAGES = 120, 2
@@ -42,7 +45,7 @@ def question_cases(
 ) -> tuple[list[QuestionCase], list[QuestionCase]]:
     """Answerable and half as many unanswerable questions of some SQuAD articles, gold passage + 2 others."""
     rng = random.Random(seed)
-    articles = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"][chosen_articles]
+    articles = squad_articles(data_dir)[chosen_articles]
     paragraphs = [(a["title"], normalise(p["context"]), p["qas"]) for a in articles for p in a["paragraphs"]]
     by_title: dict[str, list[str]] = {}
     for title, text, _ in paragraphs:
@@ -60,9 +63,9 @@ def question_cases(
 
     asked = [(t, text, q["question"], [a["text"] for a in q["answers"]]) for t, text, qas in paragraphs for q in qas]
     titles = {text: title for title, text, _ in paragraphs}
-    texts = {r["id"]: normalise(r["text"]) for r in _json_lines(data_dir / "squad_open/corpus.jsonl")}
+    texts = {r["id"]: normalise(r["text"]) for r in json_lines(data_dir / "squad_open/corpus.jsonl")}
     unasked = [
-        (texts[r["gold"]], r["question"]) for r in _json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
+        (texts[r["gold"]], r["question"]) for r in json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
     ]
     unasked = [(text, question) for text, question in unasked if text in titles]
     answerable = [case(*row) for row in rng.sample(asked, min(num_questions, len(asked)))]
@@ -124,7 +127,3 @@ def _dialogue(asked: FollowUp, passages: list[str], gold: int) -> list[Message]:
         told = ABSTENTION if NO_ANSWER.match(turn.answer) else quoted_answer(normalise(turn.answer), gold)
         messages += [message("user", user_text(turn.question, numbered(passages))), message("assistant", told)]
     return [*messages, message("user", user_text(asked.question, numbered(passages)))]
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    yield from map(json.loads, path.read_text().splitlines())

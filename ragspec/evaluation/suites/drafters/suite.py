@@ -4,9 +4,9 @@
 
 Copies are measured first, beside plain decoding. Then each head drafts alone: trees that pay, for speed; trees of 16 nodes
 whatever they cost, for acceptance, their children chosen with the target's noise and without; chains, for n-alpha. The head
-that is fastest on prose then drafts beside copies, in batches, in trees of several depths and widths, and under the rules that
-change the text; its probabilities give the expected tokens of each acceptance rule. With `--quick` chains, shapes, rules and
-children without the noise are left out, and most tasks and temperatures of heads.
+that is fastest on prose then drafts beside copies, in batches, in trees of several depths and widths, and under every
+acceptance rule. With `--quick` chains, shapes, rules and children without the noise are left out, and most tasks and
+temperatures of heads.
 
     >>> run_suite("heads", replace(settings, heads=Path("heads")), tick).result["order_held"]
 """
@@ -21,14 +21,12 @@ from ragspec.config import DraftingConfig, EngineConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
-from ragspec.errors import ModelError
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.datasets import squad_list
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.overrides import OverruledAnswers
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
-from ragspec.evaluation.suites.drafters.acceptance_rules import TargetAndHead, rule_table
 from ragspec.evaluation.suites.drafters.prefixes import Prefix, cut_prefixes, prefix_row, step_lengths
 from ragspec.evaluation.suites.drafters.prompts import (
     MT_BENCH,
@@ -53,9 +51,8 @@ from ragspec.evaluation.suites.drafters.variants import (
     find_heads,
 )
 from ragspec.evaluation.timing import Tick
-from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.speculation import ON, AcceptanceRule, Speculation
+from ragspec.speculation import LOSSY_RULES, ON, AcceptanceRule, Speculation
 
 _TEMPERATURES = (0.0, 1.0)
 _BATCHES, _DEPTHS, _WIDTHS = (1, 2, 4, 8, 16, 32), (1, 2, 4, 6, 8), (1, 2, 4, 8)
@@ -80,13 +77,13 @@ class DraftersSuite:
         for head in self._heads:
             own, same_beginnings[head.name] = self._alone(head)
             rows += own
-        result: Result = {"missing": [] if self._heads else [_NO_HEADS], "lossy_rules": {}, "acceptance_rules": None}
+        result: Result = {"missing": [] if self._heads else [_NO_HEADS], "acceptance_rules": {}}
         if self._heads:
             best = next(head for head in self._heads if head.name == fastest(rows)["variant"])
             rows += [*self._merged(best), *self._batches(best.setup(), PROSE)]
             if not self._quick:
                 rows += self._shapes(best)
-                result |= {"lossy_rules": self._lossy(best)} | self._rules(best)
+                result["acceptance_rules"] = self._rules(best)
         result |= headlines(rows, same_beginnings) | {"same_beginnings": same_beginnings, "rows": rows}
         result |= {"label": "papers' prompts, held-out articles", "bitwise": bitwise, "num_prompts": self._count}
         result |= {"num_runs": self._settings.plan.num_runs, "families": [head.name for head in self._heads]}
@@ -170,32 +167,21 @@ class DraftersSuite:
                 rows = self._rows(engine, setup, PROSE, 0.0)
             yield from (row | {"part": "shape"} | sizes for row in rows if row["variant"] != NONE)
 
-    def _lossy(self, head: TrainedHead) -> Result:
-        """Tokens a step and mean log-probability of the text at T = 1, under the sample and under rules that change the text."""
+    def _rules(self, head: TrainedHead) -> Result:
+        """Tokens a step and mean log-probability of the text at T = 1 by acceptance rule: of trees, or chains where a rule needs
+        them."""
         found: Result = {}
-        with self._open(head.setup()) as engine:
-            for rule in (AcceptanceRule.KEYED, AcceptanceRule.TYPICAL, AcceptanceRule.TOP_BETA):
-                way = Speculation(rule=rule, lossy=rule is not AcceptanceRule.KEYED)
+        with self._open(head.setup(fixed_nodes=TREE_NODES)) as engine:
+            for rule in AcceptanceRule:
+                way = Speculation(rule=rule, lossy=rule in LOSSY_RULES)
                 params = SamplingParams(1.0, max_tokens=PROSE_TOKENS, seed=self._seed, ignore_eos=True, logprobs=0)
-                cases = self._cases[PROSE][: self._count]
+                cases = self._cases[PROSE]
                 done = engine.generate([Request(c.id, c.prompt_ids, params, speculation=way) for c in cases])
                 logs = [token.logprob for completion in done for token in completion.logprobs]
                 length = acceptance_length([completion.stats for completion in done])
                 found[str(rule)] = {"acceptance_length": length, "logprob": mean(logs) if logs else None}
+                self._tick("acceptance rules", len(found), len(AcceptanceRule))
         return found
-
-    def _rules(self, head: TrainedHead) -> Result:
-        """Expected tokens by acceptance rule behind the sampled beginnings; a reason where the head cannot be computed."""
-        sampled = self._prefixes[len(self._prefixes) // 2 :]
-        texts = [(*prefix.prompt_ids, *prefix.output_ids) for prefix in sampled]
-
-        def table() -> Result:
-            return dict(rule_table(TargetAndHead.load(self._settings.target, head.path), texts, self._seed, self._tick))
-
-        try:
-            return {"acceptance_rules": run_in_thread(table, num_processors())}
-        except ModelError as error:
-            return {"missing": [f"acceptance rules: {error}"]}
 
     def _open(self, setup: Setup, given: OverruledAnswers | None = None) -> Engine:
         return open_engine(self._settings.target, given, setup.drafting, setup.planner_class)[0]

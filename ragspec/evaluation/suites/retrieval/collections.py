@@ -6,20 +6,18 @@ list.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Document
-from ragspec.evaluation.datasets import lines_of, squad_list
+from ragspec.evaluation.datasets import json_rows, lines_of, squad_list
 from ragspec.retrieval.chunking.passage_text import join_passage_text
 from ragspec.retrieval.encoder import EncoderWrapper, FloatArray, TextEncoder
 from ragspec.training.stdlib_corpus import stdlib_documents
@@ -88,8 +86,8 @@ def nq_collection(data_dir: Path, documents: Sequence[Document]) -> Collection:
 def cranfield_collection(data_dir: Path) -> Collection:
     """Abstracts on aerodynamics and questions of engineers, every relevant document known. Raises: InputError."""
     folder = data_dir / "cranfield" / "beir"
-    documents = [Document(row["_id"], row["text"], title=row["title"]) for row in _rows(folder / "corpus.jsonl")]
-    queries = {row["_id"]: row["text"] for row in _rows(folder / "queries.jsonl")}
+    documents = [Document(row["_id"], row["text"], title=row["title"]) for _, row in json_rows(folder / "corpus.jsonl")]
+    queries = {row["_id"]: row["text"] for _, row in json_rows(folder / "queries.jsonl")}
     relevant: dict[str, dict[str, int]] = {}
     for line in lines_of(folder / "qrels.tsv")[1:]:
         query_id, document_id, grade = line.split("\t")
@@ -142,11 +140,7 @@ def write_vectors(path: Path, mixture: Mixture, count: int) -> None:
 
 
 def _questions(name: str, documents: Sequence[Document], path: Path) -> Collection:
-    rows = list(_rows(path))
+    rows = [row for _, row in json_rows(path)]
     random.Random(_QUESTION_SEED).shuffle(rows)
     queries = {row["id"]: row["question"].strip() for row in rows}
     return Collection(name, documents, queries, {row["id"]: {row["gold"]: 1} for row in rows})
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    yield from map(json.loads, lines_of(path))
