@@ -46,9 +46,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self, tenant: Callable[[T], str]) -> None:
         self._tenant = tenant
-        self._items: OrderedDict[str, deque[T]] = (
-            OrderedDict()
-        )  # no deque is empty; the tenant whose turn is next first
+        self._items = OrderedDict[str, deque[T]]()  # no deque is empty; the tenant whose turn is next first
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))

@@ -174,23 +174,23 @@ def _known_address(name: str, address: str | None) -> str:
 
 def _show(status: Status, *, as_json: bool) -> None:
     if as_json:
-        members = [member._asdict() for member in status.members]
-        shown = {"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "members": members}
+        replicas = [replica._asdict() for replica in status.replicas]
+        shown = {"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "replicas": replicas}
         print(json.dumps(shown))
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("member", "kind", "state", "node", "pid", "started", "numerics", "load", "last error"):
+    for heading in ("replica", "kind", "state", "node", "pid", "started", "numerics", "load", "last error"):
         table.add_column(heading, overflow="fold", justify="right" if heading in ("started", "load") else "left")
-    for member in status.members:
+    for replica in status.replicas:
         table.add_row(
-            member.name,
-            member.kind,
-            Text(member.state, _STATES[member.state]),
-            member.node[:8],
-            " ".join(map(str, member.pids)),
-            time.strftime("%H:%M:%S", time.localtime(member.epoch)) if member.epoch else "",
-            member.fingerprint,
-            "" if member.load is None else str(member.load),
-            Text(safe(member.error)),
+            replica.name,
+            replica.kind,
+            Text(replica.state, _STATES[replica.state]),
+            replica.node[:8],
+            " ".join(map(str, replica.pids)),
+            time.strftime("%H:%M:%S", time.localtime(replica.epoch)) if replica.epoch else "",
+            replica.fingerprint,
+            "" if replica.load is None else str(replica.load),
+            Text(safe(replica.error)),
         )
     stdout_console().print(table)

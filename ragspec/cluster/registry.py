@@ -53,11 +53,11 @@ class Status(NamedTuple):
 
     name: str
     nodes: tuple[str, ...]
-    members: tuple[ReplicaStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
 
     @property
     def is_complete(self) -> bool:
-        return all(member.state == "live" for member in self.members)
+        return all(replica.state == "live" for replica in self.replicas)
 
 
 class DeploymentRecord:
@@ -150,8 +150,8 @@ def status_of(deployment: str) -> Status:
     answers = {name: actor.status.remote() for name, actor in actors.items()}
     if answers:
         ray.wait(list(answers.values()), num_returns=len(answers), timeout=_STATUS_S)
-    members = (_replica_status(name, answers.get(name), is_up) for name in replica_names(spec.topology))
-    return Status(deployment, tuple(node.name for node in alive_nodes()), tuple(members))
+    replicas = (_replica_status(name, answers.get(name), is_up) for name in replica_names(spec.topology))
+    return Status(deployment, tuple(node.name for node in alive_nodes()), tuple(replicas))
 
 
 def _replica_status(name: str, call: Any, is_up: bool) -> ReplicaStatus:

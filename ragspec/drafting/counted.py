@@ -121,11 +121,8 @@ class CountedDrafts:
         left, prob = sum(stores[number].num_visible(low, high) for number, low, high in node.spans), node.path_prob
         counts, spans = Counter[int](), defaultdict[int, list[tuple[int, int, int]]](list)
         for token in dict.fromkeys(each[0] for found in followers for each in found):
-            for (
-                number,
-                low,
-                high,
-            ) in node.spans:  # Why again: a store may have the token behind its own most frequent ones
+            # Why again: a store may have the token behind its own most frequent ones
+            for number, low, high in node.spans:
                 first, end = stores[number].suffixes.narrow(low, high, offset, token)
                 counts[token] += stores[number].num_visible(first, end)
                 spans[token].append((number, first, end))

@@ -107,9 +107,7 @@ def load_engine(
         planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
-        Thread(
-            target=admission.grammars.can_follow, daemon=True
-        ).start()  # a second before the first question, not in it
+        Thread(target=admission.grammars.can_follow, daemon=True).start()  # a second before the first question
         threads = AdaptiveThreads(most_threads, num_threads, adaptive=adaptive)
         return target, planner, admission, settled, threads
 

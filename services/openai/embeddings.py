@@ -68,9 +68,8 @@ class Embeddings:
         lengths: list[int] = []
         for number, text in enumerate(body.input):
             check_text(text, "the input")
-            if (
-                len(text) > _MAX_CHARS_PER_TOKEN * encoder.max_tokens
-            ):  # Why first: a tokenizer takes seconds for a megabyte
+            # Why first: a tokenizer takes seconds for a megabyte
+            if len(text) > _MAX_CHARS_PER_TOKEN * encoder.max_tokens:
                 reason = (
                     f"the input has {len(text)} characters, but the encoder reads at most {encoder.max_tokens} tokens"
                 )

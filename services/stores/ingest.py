@@ -111,9 +111,8 @@ class IngestWorker:
         done = asyncio.wrap_future(deletion.done)
         await asyncio.wait({done}, timeout=_DELETE_TIMEOUT_S)  # Why not wait_for: it would cancel the deletion
         if not done.done():
-            done.add_done_callback(
-                lambda ended: ended.cancelled() or ended.exception()
-            )  # retrieved: asyncio logs nothing
+            # Why: an exception that is retrieved is not logged by asyncio
+            done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             raise Overloaded("a large change of the index is under way, and the deletion waits for it: ask again")
         done.result()
 

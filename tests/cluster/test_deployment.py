@@ -100,7 +100,7 @@ def is_gone(pid: int) -> bool:
 def live(deployment: Deployment) -> dict[str, ReplicaStatus]:
     """Waits until all replicas are."""
     wait_for(lambda: deployment.status().is_complete, "a complete deployment")
-    return {member.name: member for member in deployment.status().members}
+    return {replica.name: replica for replica in deployment.status().replicas}
 
 
 def streams(name: str, count: int = 6) -> list[tuple[Request, Heard]]:
@@ -193,7 +193,7 @@ def test_an_error_of_a_request_restarts_nothing(deployment: Deployment, router: 
     with pytest.raises(InputError, match="the prompt is empty"):
         router.generate([Request("empty", (), PARAMS)])
     assert router.generate([Request("after", (9, 8, 7), replace(PARAMS, max_tokens=4))])
-    assert {name: member.pids for name, member in live(deployment).items()} == {n: m.pids for n, m in before.items()}
+    assert {name: replica.pids for name, replica in live(deployment).items()} == {n: m.pids for n, m in before.items()}
 
 
 def test_a_name_is_given_once(deployment: Deployment, config: PipelineConfig) -> None:
@@ -255,7 +255,7 @@ def test_nothing_is_left_after_down_even_of_stopped_processes(session: None, con
     """Actors, placement groups or processes of a deployment that is gone."""
     topology = TOPOLOGY.model_copy(update={"replicas": 1, "shard_replicas": 1, "num_encoders": 0})
     deployment = Deployment.up(topology, config, name="ended", detached=True)
-    pids = [pid for member in live(deployment).values() for pid in member.pids]
+    pids = [pid for replica in live(deployment).values() for pid in replica.pids]
     assert len(pids) == 3
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[-1], signal.SIGSTOP)

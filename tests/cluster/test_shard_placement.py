@@ -18,14 +18,14 @@ SIZES = st.dictionaries(st.integers(0, 99).map("segment-{:06d}".format), st.inte
 def test_every_segment_has_its_holders_and_everybody_after_them(
     sizes: dict[str, int], num_members: int, num_replicas: int
 ) -> None:
-    """A replica beside its original in one process; a member that is never turned to."""
+    """A replica beside its original in one process; a replica that is never turned to."""
     for order in place_segments(sizes, NAMES[:num_members], num_replicas).values():
         assert sorted(order) == NAMES[:num_members]
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_equal_segments_are_shared_evenly(turn: int) -> None:
-    """A search that takes as long as the member to which chance gave most."""
+    """A search that takes as long as the replica to which chance gave most."""
     sizes = {f"segment-{number:06d}": 100 for number in range(20)}
     orders = place_segments(sizes, NAMES, 2)
     loads = Counter(rotated(order, 2, turn)[0] for order in orders.values())

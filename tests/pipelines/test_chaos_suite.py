@@ -73,15 +73,15 @@ def replica(name: str, epoch: float, state: Any = "live", pids: tuple[int, ...] 
 
 def scene(sleepers: list[subprocess.Popen[bytes]]) -> FaultInjector:
     first, second, other = (process.pid for process in sleepers)
-    members = replica("engine-0", 3.0, pids=(first, second)), replica("shard-0", 1.0, "lost", (other,))
+    replicas = replica("engine-0", 3.0, pids=(first, second)), replica("shard-0", 1.0, "lost", (other,))
     nothing: Any = None
-    return FaultInjector(nothing, lambda: Status("d", ("n",), members), random.Random(0), [], 2)
+    return FaultInjector(nothing, lambda: Status("d", ("n",), replicas), random.Random(0), [], 2)
 
 
 def test_a_rank_is_hit_and_no_other_process(sleepers: list[subprocess.Popen[bytes]]) -> None:
     """The group's first process hit in place of another, a shard hit, a stop that kills."""
     struck = scene(sleepers).inject(Fault("rank", signal.SIGSTOP))
-    assert (struck.victim, struck.members) == ("engine-0", {"engine-0": 3})
+    assert (struck.victim, struck.replicas) == ("engine-0", {"engine-0": 3})
     deadline = time.monotonic() + 5.0
     while Process.of(sleepers[1].pid).state() != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -94,13 +94,13 @@ def test_a_rank_is_hit_and_no_other_process(sleepers: list[subprocess.Popen[byte
 
 @pytest.mark.parametrize("kind", ["shard", "encoder"])
 def test_what_is_not_there_is_not_hit(kind: str, sleepers: list[subprocess.Popen[bytes]]) -> None:
-    """A fault counted that hit nobody; a member hit while it starts, so that nothing could be lost with it."""
+    """A fault counted that hit nobody; a replica hit while it starts, so that nothing could be lost with it."""
     with pytest.raises(EngineError, match=f"there is no {kind}"):
         scene(sleepers).inject(Fault(kind, signal.SIGKILL))
 
 
 @pytest.mark.parametrize(
-    ("members", "live"),
+    ("replicas", "live"),
     [
         ([replica("a-0", 2), replica("b-0", 1)], True),
         ([replica("a-0", 1), replica("b-0", 1)], False),
@@ -109,9 +109,9 @@ def test_what_is_not_there_is_not_hit(kind: str, sleepers: list[subprocess.Popen
         ([replica("b-0", 1)], False),
     ],
 )
-def test_live_again_is_everybody_and_the_victim_anew(members: list[ReplicaStatus], live: bool) -> None:
+def test_live_again_is_everybody_and_the_victim_anew(replicas: list[ReplicaStatus], live: bool) -> None:
     """A fault that nobody has noticed yet taken for one that was recovered from."""
-    assert all_live(Status("d", ("n",), tuple(members)), {"a-0": 1.0}) is live
+    assert all_live(Status("d", ("n",), tuple(replicas)), {"a-0": 1.0}) is live
 
 
 def stream(begin_s: float, *times_s: float, ended: bool = True) -> StreamLog:

@@ -24,7 +24,7 @@ KINDS = ("engine", "rank", "shard", "encoder", "node")
 SIGNALS = (SIGKILL, SIGSTOP)
 _MOST_S = 120.0
 _LEAST_WORKERS = 2
-"""So many nodes hold all members; with fewer, one more is started before the next fault."""
+"""So many nodes hold all replicas; with fewer, one more is started before the next fault."""
 
 _MOST_FAILED_STARTS = 10
 _LOOK_S = 0.2
@@ -52,7 +52,7 @@ class InjectedFault:
     fault: Fault
     victim: str
     moment_s: float
-    members: dict[str, float]
+    replicas: dict[str, float]
     node: LocalNode | None = None
 
 
@@ -75,7 +75,7 @@ class FaultInjector:
         if fault.kind == "node":
             return self._strike_node(fault, live)
         kind, rank = ("engine", 1) if fault.kind == "rank" else (fault.kind, 0)
-        fitting = [member for member in live if member.kind == kind and len(member.pids) > rank]
+        fitting = [replica for replica in live if replica.kind == kind and len(replica.pids) > rank]
         if not fitting:
             raise EngineError(f"there is no {fault.kind} to be hit")
         victim = self.rng.choice(fitting)
@@ -103,7 +103,7 @@ class FaultInjector:
     def live_again(self, struck: InjectedFault) -> bool:
         """Whether all replicas are live, and those that were hit in another process."""
         try:
-            return all_live(self.status(), struck.members)
+            return all_live(self.status(), struck.replicas)
         except RagspecError:
             return False
 
@@ -112,7 +112,7 @@ class FaultInjector:
         deadline = time.monotonic() + _STATUS_S
         while True:
             try:
-                return [member for member in self.status().members if member.state == "live"]
+                return [replica for replica in self.status().replicas if replica.state == "live"]
             except EngineError:
                 if time.monotonic() > deadline:
                     raise
@@ -121,7 +121,7 @@ class FaultInjector:
     def _strike_node(self, fault: Fault, live: Sequence[ReplicaStatus]) -> InjectedFault:
         """Hit every process of a node that replicas run on."""
         hit = {node: self._epochs_on(node, live) for node in self.workers}
-        node = self.rng.choice([node for node, members in hit.items() if members])
+        node = self.rng.choice([node for node, replicas in hit.items() if replicas])
         moment = time.monotonic()
         if fault.signal == SIGKILL:
             self.nodes.kill(node)
@@ -132,12 +132,12 @@ class FaultInjector:
 
     def _epochs_on(self, node: LocalNode, live: Sequence[ReplicaStatus]) -> dict[str, float]:
         pids = {process.pid for process in self.nodes.processes(node)}
-        return {member.name: member.epoch for member in live if pids & set(member.pids)}
+        return {replica.name: replica.epoch for replica in live if pids & set(replica.pids)}
 
 
 def all_live(status: Status, hit: Mapping[str, float]) -> bool:
     """`hit`: replicas and the epochs in which they were hit."""
-    epochs = {member.name: member.epoch for member in status.members}
+    epochs = {replica.name: replica.epoch for replica in status.replicas}
     return status.is_complete and all(epochs.get(name, 0.0) > epoch for name, epoch in hit.items())
 
 
@@ -175,7 +175,7 @@ def recovered(
         "live_again_s": most_s if live_s is None else live_s,
         "recovered": done,
         "num_streams_open": sum(stream.is_open(moment) for stream in streams),
-        "members": sorted(struck.members),
+        "replicas": sorted(struck.replicas),
     }
 
 

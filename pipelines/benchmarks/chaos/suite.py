@@ -66,7 +66,7 @@ METRICS = (
     Metric("changed", "streams and rows with another token, text, probability or citation", equal_to(0)),
     Metric("recovery_p50_s", "seconds from a fault until everything it had hit went on, median", at_most(5)),
     Metric("recovery_max_s", "the same, the slowest", at_most(15)),
-    Metric("live_again_p50_s", "seconds from a fault until the table showed every member live, median"),
+    Metric("live_again_p50_s", "seconds from a fault until the table showed every replica live, median"),
     Metric("live_again_max_s", "the same, the slowest"),
     Metric("driver_kills", "kill -9 of a batch job's driver, which was then started again"),
     Metric("driver_duplicated", "rows that its output holds twice", equal_to(0)),

@@ -123,9 +123,9 @@ class ClusterSuite:
 
     def _scaling(self, costs: CostTable) -> Result:
         successors = usual_successors([case.prompt_ids for case in self._cases])
-        with sleeping_replicas(2, self._settings.target, costs, successors) as members:
+        with sleeping_replicas(2, self._settings.target, costs, successors) as replicas:
             questions = [question.text for question in self._list.questions[: self._plan.num_questions]]
-            return Scaling(members, self._retriever, self._prompts, questions).measure(self._plan.num_runs, self._tick)
+            return Scaling(replicas, self._retriever, self._prompts, questions).measure(self._plan.num_runs, self._tick)
 
     def _sharded(self) -> list[Result]:
         documents = self._list.documents[: self._plan.num_documents]

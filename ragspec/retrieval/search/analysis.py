@@ -52,9 +52,8 @@ class Analyzer:
         base = config if config.language != "auto" else config.model_copy(update={"language": "english"})
         self._words = _word_analyzer(base)
         self._ascii_words = _word_analyzer(base, is_ascii=True)
-        self._whole = _word_analyzer(
-            base.model_copy(update={"stop_words": False})
-        )  # a language is known by its stop words
+        # a language is known by its stop words
+        self._whole = _word_analyzer(base.model_copy(update={"stop_words": False}))
         self._detector = LanguageDetector(self._whole.analyze) if config.language == "auto" else None
 
     @cached_property

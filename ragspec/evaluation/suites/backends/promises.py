@@ -147,9 +147,8 @@ class HostReads(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in ("numpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__"):
             self.read_bytes += args[0].nbytes
-        if name == "to" and (kwargs or {}).get(
-            "non_blocking"
-        ):  # as `to_device` calls it; devices do not matter on a CPU
+        # as `to_device` calls it; devices do not matter on a CPU
+        if name == "to" and (kwargs or {}).get("non_blocking"):
             self.sent_bytes += args[0].nbytes
         return function(*args, **kwargs or {})
 
