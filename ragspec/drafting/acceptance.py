@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragspec.tenants import tenant_of
 
-_MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
+MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
 _MAX_TENANTS = 256
 _NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
 
@@ -98,7 +99,7 @@ class ChildAcceptance(AcceptanceCells):
     """
 
     def __init__(self) -> None:
-        margin = np.array([0.0, *_MARGINS])
+        margin = np.array([0.0, *MARGINS])
         prior = np.empty((_NUM_MODES, _NUM_DEPTHS, _NUM_RANKS, len(margin)))
         prior[:, :, 0] = 0.85 - 0.5 * np.exp(-0.7 * margin)
         for rank in range(1, _NUM_RANKS):
@@ -115,7 +116,13 @@ class ChildAcceptance(AcceptanceCells):
         """
         by_mode, by_depth, by_rank = self._strides
         deep, low = min(depth, _NUM_DEPTHS) - 1, min(rank, _NUM_RANKS - 1)
-        return Cell(mode * by_mode + deep * by_depth + low * by_rank + bisect_right(_MARGINS, margin))
+        return Cell(mode * by_mode + deep * by_depth + low * by_rank + bisect_right(MARGINS, margin))
+
+    def chances(self, mode: int) -> NDArray[np.float64]:
+        """The probabilities of all cells of a mode, by depth - 1, rank and the number of `MARGINS` passed. Shape: [4, 8, 11]."""
+        own = slice(mode * self._strides[0], (mode + 1) * self._strides[0])
+        chances: NDArray[np.float64] = np.array(self._accepted[own]) / np.array(self._seen[own])
+        return chances.reshape(_NUM_DEPTHS, _NUM_RANKS, len(MARGINS) + 1)
 
     def note_children(self, chance: float, weight: float) -> None:
         """One of a node's children is accepted with probability `chance`; the node itself with probability `weight`."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
 from ragspec.drafting.drafter import SequenceView
-from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits, LogitRows
+from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
 from ragspec.speculation import AcceptanceRule
@@ -71,19 +71,16 @@ class Coupling:
         self._vocab_size = vocab_size
         self._coupled = coupled
 
-    def pick(self, logits: LogitRows, owners: Sequence[SequenceView], depth: int, num_children: int) -> BestTokens:
-        """Children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`. Shape: float32 [N, Vd]."""
-        num_children = min(num_children, len(self._ids))
+    def draws(self, owners: Sequence[SequenceView], depth: int) -> list[KeyedDraw]:
+        """How a device picks children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`."""
         known = {sequence.key: sequence for sequence in owners}  # all nodes of a sequence at one depth share one noise
-        keys = {key: self._key(sequence, depth) for key, sequence in known.items()}
-        if isinstance(logits, np.ndarray):
-            return self._pick(logits, owners, [keys[sequence.key] for sequence in owners], num_children)
-        draws = {key: KeyedDraw(s.request.params, keys[key], self._edits(s)) for key, s in known.items()}
-        return logits.best([draws[sequence.key] for sequence in owners], num_children)
+        draws = {k: KeyedDraw(s.request.params, self._key(s, depth), self._edits(s)) for k, s in known.items()}
+        return [draws[sequence.key] for sequence in owners]
 
-    def _pick(
-        self, logits: Floats, owners: Sequence[SequenceView], keys: Sequence[int | None], num_children: int
-    ) -> BestTokens:
+    def pick(self, logits: Floats, owners: Sequence[SequenceView], depth: int, num_children: int) -> BestTokens:
+        """Children of N nodes, as `draws` names them. Shape: float32 [N, Vd]."""
+        known = {sequence.key: self._key(sequence, depth) for sequence in owners}
+        keys = [known[sequence.key] for sequence in owners]
         floors: Floats = np.full(len(owners), _ALL)
         finite = np.atleast_1d(np.isfinite(logits).all(1))
         scaled = np.where(finite[:, None], logits, np.float32(0.0))
@@ -138,12 +135,8 @@ class Coupling:
         return np.asarray(warp(full, sequence.request.params, _counts(sequence))[self._ids], np.float32)
 
 
-def most_probable(logits: LogitRows, count: int) -> BestTokens:
+def most_probable(logits: Floats, count: int) -> BestTokens:
     """Each row's most probable tokens at temperature 1, without noise and warps; scores are log-probabilities."""
-    if not isinstance(logits, np.ndarray):
-        rows = [row.top for row in logits.log_probs(range(len(logits)), [0] * len(logits), count)]
-        scores = np.array([[log_prob for _, log_prob in row] for row in rows])
-        return BestTokens(np.array([[column for column, _ in row] for row in rows]), scores, np.isfinite(scores).all(1))
     columns = np.argsort(-logits, axis=1, kind="stable")[:, :count]
     wide = np.where(np.isfinite(logits), logits, np.float32(0.0)).astype(np.float64)
     greatest = wide.max(1, keepdims=True)

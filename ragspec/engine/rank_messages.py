@@ -38,7 +38,7 @@ class ForwardInput(NamedTuple):
     `taps`: rank 0's. Why: it decides which captured graph a rank replays, and NCCL needs all ranks to replay the same one.
     """
 
-    token_ids: Ints
+    token_ids: Ints | torch.Tensor
     metadata: AttentionMetadata
     logit_rows: Ints
     taps: Sequence[int] = ()
@@ -89,6 +89,7 @@ def _send(ranks: Ranks, kind: MessageKind, num_threads: int, sections: list[Ints
 
 def _to_sections(forward: ForwardInput) -> list[Ints]:
     token_ids, m, logit_rows, taps = forward
+    assert isinstance(token_ids, np.ndarray), "other ranks get tokens that the host knows"
     starts, ends = _runs(m.context_index)
     return [
         token_ids, logit_rows, m.slots, m.positions, m.row_start, m.pages, m.page_start, starts, ends,

@@ -169,12 +169,13 @@ class Target:
         return np.asarray(self.forward_tapped(token_ids, metadata, logit_rows, ())[0])
 
     def forward_tapped(
-        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
+        self, token_ids: Ints | torch.Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
     ) -> tuple[LogitRows, dict[int, torch.Tensor]]:
         """Logits where the backend keeps them, and the hidden states of every row at each tap, on the device; token ids by tap on
         the host, complete after the backend's next `wait`.
 
-        Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V], float32 [N, H] each.
+        Shapes: token_ids int32 [N], or with one rank int64 on the device; logit_rows int32 [W] -> float32 [W, V], float32 [N, H]
+        each.
         """
         layer_taps = [tap for tap in taps if tap >= 0]
         step = ForwardInput(token_ids, metadata, logit_rows, layer_taps)
@@ -190,13 +191,15 @@ class Target:
             return self.backend.logits(values), features
 
     def compute(
-        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int] = ()
+        self, token_ids: Ints | torch.Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int] = ()
     ) -> LogitRows:
         """As `forward`, without telling the other ranks. Only rank 0 gets whole logits. `taps`: of layers."""
         with torch.inference_mode():
             return self.backend.logits(self._logits(self._hidden(token_ids, metadata, taps)[0], logit_rows))
 
-    def states_through(self, layers: Sequence[int], token_ids: Ints, metadata: AttentionMetadata) -> torch.Tensor:
+    def states_through(
+        self, layers: Sequence[int], token_ids: Ints | torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         """States after the final norm of a forward through some layers alone, whose keys go to the rows' slots.
 
         Shapes: int32 [N] -> [N, H]. Raises: ModelError if the layers cannot be separated.
@@ -255,7 +258,7 @@ class Target:
             raise RankLost(f"rank 0 failed inside a step: {cause}") from cause
 
     def _hidden(
-        self, token_ids: Ints, metadata: AttentionMetadata, taps: Sequence[int]
+        self, token_ids: Ints | torch.Tensor, metadata: AttentionMetadata, taps: Sequence[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         if isinstance(self._model.model, Decoder | Int8Decoder):
             return self.backend.decode(self._model.model, token_ids, self.pool, metadata, taps)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ragspec.numerics.cpu.kernels import Column, Kind
 from ragspec.numerics.cpu.llvm_code import LANES
@@ -48,6 +49,8 @@ class AttentionMetadata(NamedTuple):
     context_index             the same positions as an index into the sequence's own pages: rank * 16 + lane
     context_end [N]           how many context positions the row sees: kept positions, known tokens, nodes of the tree's trunk
     path_start [N + 1]        the row's path beside the trunk in `path_slots` and `path_index` (the row itself last; may be empty)
+
+    `path_slots` may be int64 on the device that computes the forward; backend `cpu` has them on the host.
     """
 
     slots: Ints
@@ -59,7 +62,7 @@ class AttentionMetadata(NamedTuple):
     context_index: Ints
     context_start: Ints
     context_end: Ints
-    path_slots: Ints
+    path_slots: Ints | Tensor
     path_index: Ints
     path_start: Ints
     tiles: Ints

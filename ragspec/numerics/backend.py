@@ -71,9 +71,20 @@ class BestTokens(NamedTuple):
     scores: NDArray[np.float64]
     finite: NDArray[np.bool_]
 
+    @classmethod
+    def of(cls, numbers: NDArray[np.float64]) -> BestTokens:
+        """Rows of columns, scores and 1.0 for finite. Shape: [N, 2 k + 1]."""
+        columns, scores, finite = np.split(numbers, [numbers.shape[1] // 2, numbers.shape[1] - 1], 1)
+        return cls(columns.astype(np.int64), scores, finite[:, 0] > 0)
+
 
 class DeviceLogits(Protocol):
-    """Logits of some rows that stay on a device, float32 [W, V]: tokens are chosen there."""
+    """Logits of some rows that stay on a device, float32 [W, V]: tokens are chosen there.
+
+    `token_ids`: the token of each column. Shape: int64 [V].
+    """
+
+    token_ids: Tensor
 
     def __len__(self) -> int: ...
 
@@ -92,8 +103,12 @@ class DeviceLogits(Protocol):
     def probs(self, row: int, draw: KeyedDraw) -> DeviceProbs:
         """Warped probabilities of one row over the target's vocabulary; they stay on the device."""
 
-    def best(self, draws: Sequence[KeyedDraw], count: int) -> BestTokens:
-        """Each row's `count` greatest of warped logit and noise, among the tokens that survive the warps."""
+    def best(self, draws: Sequence[KeyedDraw] | None, count: int) -> Tensor:
+        """Each row's `count` greatest of warped logit and noise, among the tokens that survive the warps; without draws the most
+        probable ones, and their log-probabilities. They stay on the device, in the form that `BestTokens.of` reads.
+
+        Shape: float64 [W, 2 count + 1].
+        """
 
 
 LogitRows = Floats | DeviceLogits
@@ -150,13 +165,13 @@ class Backend(Protocol):
     def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> nn.Module | None:
         """A decoder of the backend's own for a whole supported model; None: `ragspec.numerics.layers.Decoder` runs it."""
 
-    def tokens(self, token_ids: NDArray[np.integer[Any]]) -> Tensor:
-        """Token ids or row numbers on the device, int64."""
+    def tokens(self, token_ids: NDArray[np.integer[Any]] | Tensor) -> Tensor:
+        """Token ids or row numbers on the device, int64; a tensor is there already."""
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> ForwardContext: ...
 
     def decode(
-        self, decoder: Any, token_ids: Ints, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
+        self, decoder: Any, token_ids: Ints | Tensor, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """One forward of `make_decoder`'s or `ragspec.numerics.layers.Decoder`: hidden states [N, H], and by tap."""
 

@@ -23,7 +23,7 @@ from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.target import Target
-from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.backend import BestTokens, LogitRows
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.speculation import ON, AcceptanceRule, Speculation
@@ -187,9 +187,9 @@ class Fitted(EagleDrafter):
 
     target: Target
 
-    def _extend(self, drafts: list[Any], logits: LogitRows, depth: int, budget: Budget) -> bool:
+    def _picks(self, drafts: list[Any], logits: LogitRows, depth: int) -> BestTokens:
         rows = [self._true(draft, node) for draft in drafts for node in draft.open]
-        return super()._extend(drafts, np.stack(rows)[:, self.network.draft_ids], depth, budget)
+        return super()._picks(drafts, np.stack(rows)[:, self.network.draft_ids], depth)
 
     def _true(self, draft: Any, node: Any) -> np.ndarray:
         tokens, number = [], node.number

@@ -21,9 +21,12 @@ from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, Segment, SourceKind
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import NUM_TOP_TOKENS, Drafter
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
+from ragspec.drafting.growing import beam
+from ragspec.drafting.growing import drafter as growing_drafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.recycling import RecyclingDrafter
@@ -36,7 +39,7 @@ from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import gumbel_row, output_key
 from ragspec.numerics.self_test import self_test
-from ragspec.numerics.torch import backend, graphs, probs, sampling, transfer
+from ragspec.numerics.torch import attention, backend, graphs, probs, sampling, transfer
 from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.backend import TiledLinear
 from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
@@ -267,8 +270,8 @@ FORBIDDEN = {
 
 @pytest.fixture
 def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Bytes by direction; every tensor of the device is an `OnDevice`."""
-    counted = {"to_device": 0, "to_host": 0}
+    """Bytes by direction, and how often the host waits; every tensor of the device is an `OnDevice`."""
+    counted = {"to_device": 0, "to_host": 0, "waits": 0}
 
     def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
         counted["to_device"] += array.nbytes
@@ -276,6 +279,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     def to_host(tensor: torch.Tensor) -> np.ndarray:
         counted["to_host"] += tensor.nbytes
+        counted["waits"] += 1
         assert isinstance(tensor, OnDevice), "a result of the step was made on the host"
         return tensor.as_subclass(torch.Tensor).numpy()
 
@@ -283,7 +287,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         counted["to_host"] += tensor.nbytes
         return tensor.as_subclass(torch.Tensor)
 
-    for module in (backend, batch, graphs, probs, sampling, target_module, transfer):
+    for module in (attention, backend, batch, beam, growing_drafter, probs, sampling, target_module, transfer):
         for name, stand_in in (("to_device", to_device), ("to_host", to_host), ("queued_to_host", queued_to_host)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -317,6 +321,8 @@ def some_drafter(name: str, target: Target, folder: Path) -> Drafter:
         return RecyclingDrafter(target.vocab_size, 2**20)
     if name == "lookahead":
         return LookaheadDrafter()
+    if name == "self":
+        return SelfDrafter(target, [0], make_shape("dynamic", 3, 2, 4), free())
     if name == "confidence":
         network = EagleNetwork(head_for(target, "eagle"), target, 300)
         return EagleDrafter(network, make_shape("dynamic", 3, 2, 4, num_nodes=6), free())
@@ -356,6 +362,39 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, n
     assert 0 < crossings["to_host"] <= (8 + children + log_probs + numbers + candidates) * num_rows
     assert (sum(c.stats.num_near_ties for c in completions) > 0) == (name == "near ties")
     assert crossings["to_device"] < num_rows * one_row_of_logits / (1 if has_head else 2)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        *("eagle", "medusa", "hydra++", "draft_model", "self"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "hydra", "confidence")),
+    ],
+)
+def test_a_step_waits_twice(
+    tiny: Tiny, crossings: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """A draft waited for the device at each level; or its nodes read other paths than they would level by level."""
+    target = tiny("llama", "torch-float32")
+    texts = [target.tokenizer(text).input_ids for text in SENTENCES[:3]]
+    params = [replace(PARAMS[i], max_tokens=(14, 9, 5)[n], seed=3) for n, i in enumerate((0, 5, 7))]
+    requests = [Request(f"r{n}", tuple(text), params[n]) for n, text in enumerate(texts)]
+    found, waits, expected = [], [], []
+    for level_by_level in (False, True):
+        if level_by_level:
+            monkeypatch.setattr(growing_drafter, "can_grow_on_device", lambda drafts: False)
+        made, lists, num_steps = some_drafter(drafter, target, tmp_path), [], 0
+        monkeypatch.setattr(made, "propose", lambda *args, of=made.propose, to=lists: to.append(of(*args)) or to[-1])
+        crossings["waits"] = 0
+        with tiny_engine(target, [made], fixed_nodes=6, max_step_tokens=256) as engine:
+            completions = engine.generate(requests)
+            assert engine._planner.num_failures == 0
+            num_steps = engine.load().num_steps
+        found.append((lists, [c.token_ids for c in completions]))
+        waits.append(crossings["waits"])
+        expected.append(num_steps + sum(any(draft) for draft in lists))
+    assert found[0] == found[1]
+    assert waits[0] == expected[0] < waits[1]
 
 
 def test_a_read_of_device_memory_is_seen() -> None:

@@ -24,7 +24,7 @@ from ragspec.drafting.draft_model.memory import ModelCache, ModelDraft, ModelMem
 from ragspec.drafting.drafter import Budget, Features, SequenceView
 from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings
+from ragspec.drafting.growing.draft import DraftSettings, OpenRows
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, Ints
@@ -51,7 +51,7 @@ class DraftModel(Protocol):
     def embedding(self) -> Tensor: ...
 
     def forward_tapped(
-        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: SequenceOf[int]
+        self, token_ids: Ints | Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: SequenceOf[int]
     ) -> tuple[LogitRows, Mapping[int, Tensor]]: ...
 
     def logits_of(self, states: Tensor) -> Tensor: ...
@@ -140,23 +140,20 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
         return [draft.scheduled() for draft in drafts], self._model.pool
 
     def _read(self, drafts: list[ModelDraft], rows: DraftBatch, cache: KvPool) -> Tensor:
-        states = self._forward([token for draft in drafts for token in draft.new_tokens], rows.chains())
+        token_ids = np.array([token for draft in drafts for token in draft.new_tokens], np.int32)
+        states = self._forward(token_ids, rows.chains())
         for draft in drafts:
             draft.is_read = True
         ends = np.cumsum([draft.num_new for draft in drafts]) - 1
         return states[self._model.backend.tokens(ends)]
 
-    def _descend(self, drafts: list[ModelDraft], states: Tensor, rows: DraftBatch, cache: KvPool) -> Tensor:
-        paths = [[node.path for node in draft.open] for draft in drafts]
-        states = self._forward([node.token_id for draft in drafts for node in draft.open], rows.level(paths))
-        for draft in drafts:
-            draft.note_computed()
-        return states
+    def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
+        return self._forward(nodes.token_ids, metadata)
 
-    def _forward(self, token_ids: SequenceOf[int], metadata: AttentionMetadata) -> Tensor:
+    def _forward(self, token_ids: Ints | Tensor, metadata: AttentionMetadata) -> Tensor:
         """States after the final norm. Shapes: N tokens -> float32 [N, H]."""
         none = np.empty(0, np.int32)
-        return self._model.forward_tapped(np.array(token_ids, np.int32), metadata, none, (FINAL,))[1][FINAL]
+        return self._model.forward_tapped(token_ids, metadata, none, (FINAL,))[1][FINAL]
 
     def _logits(self, states: Tensor) -> LogitRows:
         values = self._model.logits_of(states.to(self._model.embedding.dtype))

@@ -16,7 +16,7 @@ import numpy as np
 from ragspec.core import salt_belongs_to
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.growing.batch import ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
+from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenNode
 from ragspec.numerics.attention import Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
@@ -86,9 +86,10 @@ class ModelDraft(GrowingDraft):
         context = np.concatenate([self.memory.slots.slots, self.slots[: self.num_new]])
         return ScheduledDraft(context, self.num_new, self.end, self.scratch)
 
-    def note_computed(self) -> None:
-        """The open nodes have keys now."""
-        self._computed.update((node.number, node.path[-1]) for node in self.open)
+    def descend(self, chosen: list[OpenNode]) -> None:
+        """The nodes that were open have keys now."""
+        self._computed.update((node.number, node.path[-1]) for node in self.open if node.path)
+        super().descend(chosen)
 
     def kept(self, tokens: SequenceOf[int]) -> list[int]:
         """Of the reserved slots: the ones of known tokens, and of the nodes that became `tokens`."""

@@ -21,7 +21,7 @@ from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
+from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.numerics.attention import AttentionMetadata, Ints
 from ragspec.numerics.backend import Backend, LogitRows
@@ -36,7 +36,9 @@ class LayeredTarget(Protocol):
     backend: Backend
     pool: KvPool
 
-    def states_through(self, layers: SequenceOf[int], token_ids: Ints, metadata: AttentionMetadata) -> Tensor: ...
+    def states_through(
+        self, layers: SequenceOf[int], token_ids: Ints | Tensor, metadata: AttentionMetadata
+    ) -> Tensor: ...
 
     def logits_of(self, states: Tensor) -> Tensor: ...
 
@@ -102,14 +104,11 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
         return [draft.scheduled() for draft in drafts], self._target.pool
 
     def _read(self, drafts: list[SelfDraft], rows: DraftBatch, cache: KvPool) -> Tensor:
-        return self._forward([draft.sequence.tokens[-1] for draft in drafts], rows.chains())
+        token_ids = np.array([draft.sequence.tokens[-1] for draft in drafts], np.int32)
+        return self._target.states_through(self._keep, token_ids, rows.chains())
 
-    def _descend(self, drafts: list[SelfDraft], states: Tensor, rows: DraftBatch, cache: KvPool) -> Tensor:
-        paths = [[node.path for node in draft.open] for draft in drafts]
-        return self._forward([node.token_id for draft in drafts for node in draft.open], rows.level(paths))
-
-    def _forward(self, token_ids: SequenceOf[int], metadata: AttentionMetadata) -> Tensor:
-        return self._target.states_through(self._keep, np.array(token_ids, np.int32), metadata)
+    def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
+        return self._target.states_through(self._keep, nodes.token_ids, metadata)
 
     def _logits(self, states: Tensor) -> LogitRows:
         return self._target.backend.logits(self._target.logits_of(states))

@@ -23,7 +23,7 @@ from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
+from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.numerics.attention import AttentionMetadata, Ints
 from ragspec.numerics.backend import Backend, LogitRows
@@ -154,10 +154,7 @@ class EagleDrafter(PairDrafter[EagleNetwork]):
     def _logits(self, states: torch.Tensor) -> LogitRows:
         return self.network.logits(states)
 
-    def _descend(self, drafts: list[HeadDraft], states: torch.Tensor, rows: DraftBatch, cache: KvPool) -> torch.Tensor:
+    def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
-        level = [node for draft in drafts for node in draft.open]
-        token_ids = np.array([node.token_id for node in level], np.int32)
-        above = states[self.network.backend.tokens(np.array([node.row for node in level]))]
-        paths = [[node.path for node in draft.open] for draft in drafts]
-        return self.network.further(token_ids, above, cache, rows.level(paths), len(level[0].path))
+        above = states[self.network.backend.tokens(nodes.above)]
+        return self.network.further(nodes.token_ids, above, cache, metadata, nodes.depth)

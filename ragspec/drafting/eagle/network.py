@@ -73,7 +73,7 @@ class EagleNetwork:
             return self._outputs(token_ids, features, cache, metadata, depth=0)
 
     def further(
-        self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int = 1
+        self, token_ids: Ints | Tensor, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int = 1
     ) -> Tensor:
         """Pairs with states that the head itself computed, `depth` levels below the root. Shapes: int32 [N], [N, H] -> [N, H]."""
         with torch.inference_mode():
@@ -129,7 +129,7 @@ class EagleNetwork:
         return cast(Tensor, layer(x.to(self._dtype)).float())
 
     def _outputs(
-        self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
+        self, token_ids: Ints | Tensor, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
     ) -> Tensor:
         num_rows, tokens = len(token_ids), self.backend.tokens(token_ids)
         if num_rows < self.backend.least_rows:

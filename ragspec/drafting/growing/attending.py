@@ -8,7 +8,6 @@ A network reads lazily, when its draft is wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftMemory
-from ragspec.drafting.growing.drafter import D, GrowingDrafter, Level
+from ragspec.drafting.growing.draft import DraftMemory, OpenRows
+from ragspec.drafting.growing.drafter import D, GrowingDrafter, Level, Levels
+from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
 
@@ -48,7 +48,7 @@ class AttendingDrafter(GrowingDrafter[D]):
         """The first forward, over all unread tokens. Returns the state of each sequence's last token. Shape: [B, H]."""
         raise NotImplementedError
 
-    def _descend(self, drafts: list[D], states: Tensor, rows: DraftBatch, cache: KvPool) -> Tensor:
+    def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
         """The forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         raise NotImplementedError
 
@@ -69,15 +69,14 @@ class AttendingDrafter(GrowingDrafter[D]):
         first_s = self._costs.cost_s(4 * len(ready), longest)
         return reading_s + first_s + (self._num_levels - 1.0) * self._costs.cost_s(rows, longest)
 
-    def _levels(self, drafts: list[D]) -> Iterator[Level]:
+    def _levels(self, drafts: list[D]) -> Levels:
         parts, cache = self._scheduled(drafts)
         for draft in drafts:
             if not len(draft.scratch):  # no slots, no second level
                 draft.max_depth = min(draft.max_depth, 1)
         rows = DraftBatch(parts)
         states = self._read(drafts, rows, cache)
-        yield Level(self._logits(states), sum(part.num_new for part in parts))
+        nodes = yield Level(self._logits(states), sum(part.num_new for part in parts))
         while True:
-            num_rows = sum(len(draft.open) for draft in drafts)
-            states = self._descend(drafts, states, rows, cache)
-            yield Level(self._logits(states), num_rows)
+            states = self._descend(nodes, states, rows.level(nodes.paths, nodes.path_slots), cache)
+            nodes = yield Level(self._logits(states), len(nodes.token_ids))

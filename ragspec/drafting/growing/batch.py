@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 
@@ -76,11 +77,14 @@ class DraftBatch:
             path_start=np.zeros(sum(part.num_new for part in parts) + 1),
         )
 
-    def level(self, paths: Sequence[Sequence[Sequence[int]]]) -> AttentionMetadata:
-        """Metadata of one level of every sequence's tree. `paths[b]`: the paths of sequence b's new nodes."""
+    def level(self, paths: Sequence[Sequence[Sequence[int]]], path_slots: Tensor | None = None) -> AttentionMetadata:
+        """Metadata of one level of every sequence's tree. `paths[b]`: the paths of sequence b's new nodes.
+
+        `path_slots`: their slots on the device, where `paths` has only their number and each node's own index right.
+        """
         parts = self._parts
         nodes = [(b, path) for b, own in enumerate(paths) for path in own]
-        return self._metadata(
+        metadata = self._metadata(
             [len(own) for own in paths],
             slots=np.array([parts[b].scratch[path[-1]] for b, path in nodes]),
             positions=np.array([parts[b].end + len(path) - 1 for b, path in nodes]),
@@ -89,6 +93,7 @@ class DraftBatch:
             path_index=np.array([self._scratch_index[b][node] for b, path in nodes for node in path]),
             path_start=_starts([len(path) for _, path in nodes]),
         )
+        return metadata if path_slots is None else metadata._replace(path_slots=path_slots)
 
     def _metadata(self, num_rows: Sequence[int], **arrays: NDArray[Any]) -> AttentionMetadata:
         """`num_rows`: of each sequence."""

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.drafter import SequenceView
@@ -39,6 +40,21 @@ class OpenNode(NamedTuple):
     path: tuple[int, ...]
 
 
+class OpenRows(NamedTuple):
+    """The open nodes of all drafts as the rows of the next forward.
+
+    `paths[b]`: of draft b's nodes, all of `depth` indices in its scratch. `path_slots`: on a device the slots of all paths, which
+    the host does not know. Shapes: token_ids [N]; above [N], each node's row of the level above, or each row once where nodes
+    share it.
+    """
+
+    token_ids: Ints | Tensor
+    above: Ints | Tensor
+    paths: list[list[tuple[int, ...]]]
+    depth: int
+    path_slots: Tensor | None = None
+
+
 class GrowingDraft:
     """Starts as the root alone and grows to at most `max_depth` levels. `scratch`: slots for the keys of its nodes."""
 
@@ -58,10 +74,15 @@ class GrowingDraft:
         return max(0, self.max_depth - 1) * self.settings.shape.max_width
 
     def extend(
-        self, columns: NDArray[np.int64], scores: NDArray[np.float64], tokens: NDArray[np.int64]
+        self,
+        columns: NDArray[np.int64],
+        scores: NDArray[np.float64],
+        tokens: NDArray[np.int64],
+        chosen: set[int] | None = None,
     ) -> list[OpenNode]:
         """Propose the children of the open nodes; returns the children that the tree shape lets go on.
 
+        `chosen`: these children, as a device chose them by the tree shape: each is row * k + rank.
         Shapes: one row an open node: columns [N, k] with -1 for none, scores [N, k], tokens [N, k].
         """
         behind = scores[:, :1] - scores
@@ -73,7 +94,11 @@ class GrowingDraft:
         for row, (node, count, token_ids, margins, log_probs) in enumerate(rows):
             own = log_probs if by_confidence else None
             children += self._propose(node, row, token_ids[:count], margins, log_probs=own)
-        return self._further(children)
+        if chosen is None:
+            return self._further(children)
+        further = [node for node in children if node.row * columns.shape[1] + node.branch.ranks[-1] in chosen]
+        assert len(further) == len(chosen), "the device lets a node go on that is not proposed"
+        return further
 
     def extend_drawn(self, drawn: list[DrawnChildren]) -> list[OpenNode]:
         """As `extend`, with children drawn by chance: none is left out."""
@@ -129,9 +154,9 @@ class GrowingDraft:
 
     def descend(self, chosen: list[OpenNode]) -> None:
         """Make these nodes the next level; each gets a slot for its keys."""
-        indices = range(self._num_keys, self._num_keys + len(chosen))
+        indices = range(self._num_keys, self._num_keys + len(chosen))  # each level has room of its own
         self.open = [node._replace(path=(*node.path, at)) for node, at in zip(chosen, indices, strict=True)]
-        self._num_keys += len(chosen)
+        self._num_keys += self.settings.shape.max_width
 
 
 class DraftSettings(NamedTuple):

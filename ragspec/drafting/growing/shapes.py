@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ragspec.errors import ConfigError
 
 STATIC_TREE: tuple[tuple[int, ...], ...] = (
@@ -80,14 +82,27 @@ class TreeShape:
 
 
 class StaticShape(TreeShape):
-    """A fixed tree, given by the ranks of every node's path."""
+    """A fixed tree, given by the ranks of every node's path.
+
+    The root is node 0, a node outside the tree has the last number. Shapes: below int64 [nodes + 2, num_children], each node's
+    children; is_inner bool [nodes + 2], whether children of a node belong to the tree.
+    """
 
     def __init__(self, tree: Sequence[tuple[int, ...]] = STATIC_TREE) -> None:
         self._nodes = frozenset(tree)
         self._inner = frozenset(path[:-1] for path in tree)
+        paths = [(), *sorted(self._nodes)]
+        numbers = {path: number for number, path in enumerate(paths)}
         max_depth = max(map(len, tree))
         width = max(sum(len(path) == depth for path in self._inner) for depth in range(1, max_depth + 1))
         super().__init__(1 + max(path[-1] for path in tree), width, max_depth)
+        self.below = np.full((len(paths) + 1, self.num_children), len(paths))
+        for path, number in numbers.items():
+            for rank in range(self.num_children):
+                if (*path, rank) not in numbers:
+                    break
+                self.below[number, rank] = numbers[*path, rank]
+        self.is_inner = np.array([path in self._inner for path in paths] + [False])
 
     def takes(self, ranks: tuple[int, ...]) -> bool:
         return ranks in self._nodes

@@ -11,7 +11,6 @@ Sources: see `ragspec.drafting.medusa.network`; drafts grow in `ragspec.drafting
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
-from ragspec.drafting.growing.drafter import GrowingDrafter, Level
+from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.medusa.network import PositionNetwork
 
@@ -77,7 +76,7 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
         last, num_levels = self._ready(sequence), min(num_levels, self.network.num_heads)
         return None if last is None else MedusaDraft(sequence, last, settings, num_levels)
 
-    def _levels(self, drafts: list[MedusaDraft]) -> Iterator[Level]:
+    def _levels(self, drafts: list[MedusaDraft]) -> Levels:
         return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)
 
 
@@ -87,15 +86,11 @@ class HydraDrafter(MedusaDrafter):
     name = "hydra"
 
 
-def levels_of(network: PositionNetwork, states: Tensor, drafts: SequenceOf[GrowingDraft]) -> Iterator[Level]:
+def levels_of(network: PositionNetwork, states: Tensor, drafts: SequenceOf[GrowingDraft]) -> Levels:
     """One head a level. Shape: states float32 [B, H], of one draft each."""
     inputs = network.inputs(states, np.array([draft.sequence.tokens[-1] for draft in drafts], np.int32))
     for head in range(network.num_heads):
-        yield Level(network.logits(inputs, head), len(inputs))
-        nodes = [node for draft in drafts for node in draft.open]
-        rows = [node.row for node in nodes]
+        nodes = yield Level(network.logits(inputs, head), len(inputs))
+        inputs = inputs[network.backend.tokens(nodes.above)]
         if network.is_grounded:
-            above = inputs[network.backend.tokens(np.array(rows))]
-            inputs = network.grounded(above, np.array([node.token_id for node in nodes], np.int32))
-        else:
-            inputs = inputs[network.backend.tokens(np.array(list(dict.fromkeys(rows))))]
+            inputs = network.grounded(inputs, nodes.token_ids)

@@ -55,7 +55,7 @@ class PositionNetwork:
         """The input of the first head. Shapes: float32 [B, H], int32 [B] -> float32 [B, F]."""
         return self.grounded(states, next_tokens) if self.is_grounded else states
 
-    def grounded(self, inputs: Tensor, token_ids: Ints) -> Tensor:
+    def grounded(self, inputs: Tensor, token_ids: Ints | Tensor) -> Tensor:
         """Each row with the embedding of one more token. Shapes: float32 [N, F], int32 [N] -> float32 [N, F + H]."""
         with torch.inference_mode():
             embedded = F.embedding(self.backend.tokens(token_ids), self._embedding)

@@ -10,7 +10,6 @@ Source: Hydra (Ankner et al. 2024, arXiv 2402.05109).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings
-from ragspec.drafting.growing.drafter import Level
+from ragspec.drafting.growing.drafter import Levels
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.heads.layer import HeadLayer, make_cache, make_norm, normed
 from ragspec.drafting.heads.target import HeadTarget
@@ -81,7 +80,7 @@ class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):
     def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
         return super()._draft(sequence, settings, min(num_levels, self.network.num_heads))
 
-    def _levels(self, drafts: list[HeadDraft]) -> Iterator[Level]:
+    def _levels(self, drafts: list[HeadDraft]) -> Levels:
         assert self._slots is not None
         parts = [draft.scheduled() for draft in drafts]
         states = self._read(drafts, DraftBatch(parts), self._slots.cache)

@@ -53,7 +53,7 @@ class TimedTarget(Target):
     latest = Step(0.0, 0.0, 0, 0, False)
 
     def forward_tapped(
-        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
+        self, token_ids: Ints | Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
     ) -> tuple[LogitRows, dict[int, Tensor]]:
         begin = time.perf_counter()
         computed = super().forward_tapped(token_ids, metadata, logit_rows, taps)

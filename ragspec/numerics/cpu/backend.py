@@ -76,14 +76,14 @@ class CpuBackend:
             return None
         return Int8Decoder(model, *rotations, ranks, self.arena)
 
-    def tokens(self, token_ids: NDArray[np.integer[Any]]) -> Tensor:
-        return torch.from_numpy(token_ids.astype(np.int64))
+    def tokens(self, token_ids: NDArray[np.integer[Any]] | Tensor) -> Tensor:
+        return torch.from_numpy(np.array(token_ids, np.int64))
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> CpuForward:
         return CpuForward(pool, metadata)
 
     def decode(
-        self, decoder: Any, token_ids: Ints, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
+        self, decoder: Any, token_ids: Ints | Tensor, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         hidden: tuple[Tensor, dict[int, Tensor]] = decoder(self.tokens(token_ids), CpuForward(pool, metadata), taps)
         return hidden

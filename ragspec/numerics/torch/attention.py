@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, padded
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints, padded
 from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.torch.transfer import to_device
 
 BLOCK = 64
 _NUM_COLUMNS = 6
@@ -52,14 +53,15 @@ class ForwardInputs:
     array, so that one copy brings them.
 
     Padded rows (to `num_rows`, and all else to powers of two) write to the pool's spare slot and see it alone.
-    `num_positions`: of the longest row, a multiple of BLOCK.
+    `num_positions`: of the longest row, a multiple of BLOCK. Path slots that are on the device already stay there.
     Shapes: slots, positions, starts, ends, paths, lengths [R]; seen [C]: context slots of all sequences, then path slots. Row n
     sees seen[starts[n] :][: ends[n]], then seen[paths[n] :][: lengths[n] - ends[n]].
     """
 
     def __init__(self, data: AttentionMetadata, spare_slot: int, num_rows: int = 0) -> None:
         sequences = np.repeat(np.arange(len(data.row_start) - 1), np.diff(data.row_start))
-        seen = np.concatenate([data.context_slots, data.path_slots, [spare_slot]])
+        seen = np.concatenate([data.context_slots, _on_host(data.path_slots), [spare_slot]])
+        self._paths = (len(data.context_slots), data.path_slots)
         lengths = data.context_end + np.diff(data.path_start)
         self.spare_place = len(seen) - 1
         more_rows = max(0, num_rows - len(data.slots))
@@ -78,6 +80,25 @@ class ForwardInputs:
         num_blocks = -(-int(lengths.max()) // BLOCK)
         self.num_positions = BLOCK * (power_of_two(num_blocks) if num_rows else num_blocks)
         self.packed = np.concatenate([*rows, seen]).astype(np.int64)
+
+    def sent(self, device: torch.device, token_ids: Ints | Tensor | None = None) -> Tensor:
+        """The array on the device, behind the tokens, one for each row, if there are any. Shape: int64 [numbers]."""
+        packed, first = self.packed, 0
+        if token_ids is not None:
+            more_rows, first = np.zeros(self.num_rows - len(token_ids), np.int64), self.num_rows
+            packed = np.concatenate([_on_host(token_ids), more_rows, packed])
+        sent, (num_context, paths) = to_device(packed, device), self._paths
+        if isinstance(token_ids, Tensor):
+            sent[: len(token_ids)] = token_ids
+        if isinstance(paths, Tensor):
+            first += _NUM_COLUMNS * self.num_rows + num_context
+            sent[first : first + len(paths)] = paths
+        return sent
+
+
+def _on_host(numbers: Ints | Tensor) -> Ints:
+    """Zeros for numbers that the host does not know."""
+    return np.zeros(len(numbers), np.int32) if isinstance(numbers, Tensor) else numbers
 
 
 class TorchForward:

@@ -111,16 +111,18 @@ class TorchBackend:
     def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> None:
         return None
 
-    def tokens(self, token_ids: NDArray[np.integer[Any]]) -> Tensor:
+    def tokens(self, token_ids: NDArray[np.integer[Any]] | Tensor) -> Tensor:
+        if isinstance(token_ids, Tensor):
+            return token_ids
         return to_device(token_ids.astype(np.int64), self.device)
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> TorchForward:
         self._use_device()
         inputs = self._inputs(metadata, pool, 0)
-        return self._forward(pool, metadata, inputs, to_device(inputs.packed, self.device))
+        return self._forward(pool, metadata, inputs, inputs.sent(self.device))
 
     def decode(
-        self, decoder: Any, token_ids: Ints, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
+        self, decoder: Any, token_ids: Ints | Tensor, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
     ) -> Outputs:
         self._use_device()
         inputs = self._inputs(metadata, pool, row_tier(len(token_ids)))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ragspec.numerics.attention import Ints
 from ragspec.numerics.torch.attention import ForwardInputs
-from ragspec.numerics.torch.transfer import to_device
 
 ROW_TIERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Larger forwards are parts of prompts: their kernels take longer than their launches."""
@@ -52,24 +50,21 @@ class TieredForwards:
         """Drop all graphs: they hold the pool that they were captured with."""
         self._graphs.clear()
 
-    def run(self, token_ids: Ints, inputs: ForwardInputs, key: Sequence[Any], compute: Compute) -> Outputs:
+    def run(self, token_ids: Ints | Tensor, inputs: ForwardInputs, key: Sequence[Any], compute: Compute) -> Outputs:
         """Hidden states of the tokens, and taps; valid until the next forward. `key`: what else decides the graph."""
-        num_rows, num_padded = len(token_ids), inputs.num_rows
-        packed = np.concatenate([token_ids, np.zeros(num_padded - num_rows, np.int64), inputs.packed])
+        num_rows, num_padded, sent = len(token_ids), inputs.num_rows, inputs.sent(self._device, token_ids)
         if self._captures and num_padded <= ROW_TIERS[-1]:
-            hidden, tapped = self._replay(
-                packed, inputs, (*key, num_padded, inputs.num_seen, inputs.num_positions), compute
-            )
+            key = (*key, num_padded, inputs.num_seen, inputs.num_positions)
+            hidden, tapped = self._replay(sent, inputs, key, compute)
         else:
-            hidden, tapped = _split(to_device(packed, self._device), inputs, compute)
+            hidden, tapped = _split(sent, inputs, compute)
         return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
 
-    def _replay(self, packed: Any, inputs: ForwardInputs, key: Any, compute: Compute) -> Outputs:
-        arrived = to_device(packed, self._device)
+    def _replay(self, sent: Tensor, inputs: ForwardInputs, key: Any, compute: Compute) -> Outputs:
         if key not in self._graphs:
-            self._graphs[key] = self._capture(arrived.clone(), inputs, compute)
+            self._graphs[key] = self._capture(sent.clone(), inputs, compute)
         captured = self._graphs[key]
-        captured.packed.copy_(arrived)
+        captured.packed.copy_(sent)
         captured.graph.replay()
         return captured.outputs
 

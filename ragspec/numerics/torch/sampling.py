@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ragspec.core import TokenLogprob
 from ragspec.numerics.attention import Floats
-from ragspec.numerics.backend import BestTokens, KeyedDraw, PackedBits, SampledToken
+from ragspec.numerics.backend import KeyedDraw, PackedBits, SampledToken
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
 from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.near_ties import near_ties
@@ -61,13 +61,13 @@ class TorchLogits:
 
     def __init__(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> None:
         self._values, self._vocab_size = values, vocab_size or values.shape[1]  # [W, V]
-        self._token_ids = torch.arange(values.shape[1], device=values.device) if token_ids is None else token_ids
+        self.token_ids = torch.arange(values.shape[1], device=values.device) if token_ids is None else token_ids
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, rows: slice) -> TorchLogits:
-        return TorchLogits(self._values[rows], self._token_ids, self._vocab_size)
+        return TorchLogits(self._values[rows], self.token_ids, self._vocab_size)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         rows: Floats = to_host(self._values)
@@ -76,27 +76,24 @@ class TorchLogits:
     @torch.inference_mode()
     def sample(self, draws: Sequence[KeyedDraw | None]) -> list[SampledToken]:
         """The token of each row; of a row without a draw or without numbers, any token."""
-        parts = [_sampled(values, some, self._token_ids) for values, some in self._groups(draws)]
+        parts = [_sampled(values, some, self.token_ids) for values, some in self._groups(draws)]
         return [SampledToken(int(code) >> 1, bool(code & 1)) for part in parts for code in to_host(part)]
 
     @torch.inference_mode()
-    def best(self, draws: Sequence[KeyedDraw], count: int) -> BestTokens:
+    def best(self, draws: Sequence[KeyedDraw] | None, count: int) -> Tensor:
         """See `ragspec.numerics.backend.DeviceLogits`."""
-        parts = [_best(values, some, self._token_ids, count) for values, some in self._groups(draws)]
-        found = to_host(torch.cat(parts))  # [W, 2 count + 1]
-        columns, scores, finite = np.split(found, [count, 2 * count], 1)
-        return BestTokens(columns.astype(np.int64), scores, finite[:, 0] > 0)
+        if draws is None:
+            columns, log_probs = _most_probable(self._values, count)
+            finite = torch.isfinite(log_probs).all(1, keepdim=True)
+            return torch.cat([columns.double(), log_probs, finite.double()], 1)
+        return torch.cat([_best(values, some, self.token_ids, count) for values, some in self._groups(draws)])
 
     @torch.inference_mode()
     def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
         """See `ragspec.numerics.backend.DeviceLogits`."""
         values = self._values[to_device(np.array(rows, np.int64), self._values.device)]
-        wide, maxima = values.double(), values.amax(1, keepdim=True).double()
-        norms = maxima + torch.log(tree_sum(torch.exp(wide - maxima)))
-        best = torch.sort(values, dim=1, descending=True, stable=True).indices[:, :num_top]
-        chosen = to_device(np.array(token_ids, np.int64), values.device)[:, None]
-        ids = torch.cat([chosen, best], 1)
-        found = to_host(torch.cat([ids.double(), wide.gather(1, ids) - norms], 1))
+        own = to_device(np.array(token_ids, np.int64), values.device)[:, None]
+        found = to_host(torch.cat([part.double() for part in _most_probable(values, num_top, own)], 1))
         found_ids, logs = (half.tolist() for half in np.split(found, 2, 1))
         return [
             TokenLogprob(int(own[0]), log[0], tuple((int(v), p) for v, p in zip(own[1:], log[1:], strict=True)))
@@ -109,7 +106,7 @@ class TorchLogits:
         x = self._values[row : row + 1]
         vocab_size = self._vocab_size
         if x.shape[1] < vocab_size:
-            x = torch.full_like(x[:, :1], -torch.inf).repeat(1, vocab_size).index_copy(1, self._token_ids, x)
+            x = torch.full_like(x[:, :1], -torch.inf).repeat(1, vocab_size).index_copy(1, self.token_ids, x)
         x = _warped(x, [draw])
         one_hot = (torch.arange(vocab_size, device=x.device) == _first_greatest(x)[:, None]).double()
         if draw.params.greedy:
@@ -122,6 +119,14 @@ class TorchLogits:
         size = max(1, _SCRATCH_BYTES // (8 * self._values.shape[1]))
         for at in range(0, len(draws), size):
             yield self._values[at : at + size], draws[at : at + size]
+
+
+def _most_probable(values: Tensor, count: int, *own: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns `own` [W, 1], then those of the greatest logits, and log-probabilities of all. Shapes: float32 [W, V]."""
+    wide, maxima = values.double(), values.amax(1, keepdim=True).double()
+    norms = maxima + torch.log(tree_sum(torch.exp(wide - maxima)))
+    columns = torch.cat([*own, torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]], 1)
+    return columns, wide.gather(1, columns) - norms
 
 
 def _sampled(logits: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Tensor:
