@@ -10,8 +10,9 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,15 @@ def _own_log_levels() -> Iterator[None]:
         logger.setLevel(level)
     # Why pytest's own stay: it puts them there for each phase of a test
     root.handlers[:] = [h for h in root.handlers if h in before or type(h).__module__.startswith("_pytest")]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`tiny(kind, dtype)`: a small target with a fresh pool."""
+    from tiny_target import tiny_target
+
+    folder = tmp_path_factory.mktemp("targets")
+    return lambda kind="llama", dtype="float32": tiny_target(kind, dtype, folder)
 
 
 @pytest.fixture(scope="session")

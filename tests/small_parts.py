@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any
 
 from ragspec.core import Document, Request, SamplingParams
@@ -53,3 +54,17 @@ class Recording:
         return self._engine.stream(request)
 
     def close(self) -> None: ...
+
+
+class Counting(Recording):
+    """An engine that counts the streams that are open at once."""
+
+    most = now = 0
+
+    async def stream(self, request: Request) -> Any:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        async with aclosing(self._engine.stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+        self.now -= 1

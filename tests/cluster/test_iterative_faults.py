@@ -17,7 +17,6 @@ from letter_encoder import LetterEncoder
 from shard_parts import pid_of
 from tiny_target import tiny_engine
 
-from pipelines.batch.ray_session import ray_session
 from pipelines.benchmarks.iterative import remote_index
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.remote_retrieval import cluster_view
@@ -40,12 +39,6 @@ pytestmark = pytest.mark.ray
 QUESTION = "When was the bridge built?"
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)
 BOUND_S = 600.0
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with ray_session(None):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import shard_parts
 from ray import cloudpickle
 from tiny_target import SENTENCES, save_model
 
-from pipelines.batch.ray_session import ray_session
 from pipelines.benchmarks.iterative import RemoteDatastore
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -31,7 +29,7 @@ from ragspec.retrieval.knnlm.neighbours import KnnConfig, Neighbours, PrefetchRe
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.retrieval.speculative.stride_costs import StridePlan
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -45,12 +43,6 @@ class FourAtOnce(StrideScheduler):
 
     def choose(self) -> StridePlan:
         return StridePlan(stride=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[None]:
-    with ray_session(None):
-        yield
 
 
 def write(folder: Path, seed: int = 0) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from letter_encoder import LetterEncoder
 from ray import cloudpickle
 from shard_parts import delete, die
 
-from pipelines.batch.ray_session import ray_session
 from pipelines.benchmarks import iterative
 from pipelines.benchmarks.iterative import SlowShardActor, remote_index
 from ragspec.cluster.actors import ActorPool, Replica
@@ -50,12 +48,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 QUERIES = ["fact 3", "told here", "Text of group 2"]
 BOUND_S = 600.0
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with ray_session(None):
-        yield
 
 
 @pytest.fixture

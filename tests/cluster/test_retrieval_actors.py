@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from letter_encoder import LetterEncoder
 from ray import cloudpickle
 from shard_parts import delete, die, pid_of, write_index
 
-from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.actors import ActorPool
 from ragspec.cluster.remote_retrieval import encoders
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor, EncoderPool, RemoteEncoder
@@ -35,12 +33,6 @@ cloudpickle.register_pickle_by_value(letter_encoder)
 
 POLICY = RetryPolicy(60.0, 0.7)
 TEXTS = [f"{'word ' * (number % 9)}number {number}." for number in range(37)]
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with ray_session(None):
-        yield
 
 
 @pytest.fixture

@@ -9,28 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from letter_encoder import LetterEncoder
 from tiny_target import save_model
 
 from ragspec.config import TargetConfig
 from ragspec.evaluation import cases
 from ragspec.evaluation.suite import Repetitions, Settings
-from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, TextKind
+from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10
 DIMENSION = 64
 
 
-class WordEncoder:
+class WordEncoder(LetterEncoder):
     """Each word is a direction, so texts that share words are near."""
 
     identity = EncoderIdentity(id="words", fingerprint="e" * 64, dimension=DIMENSION)
-    max_tokens = 256
-
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        return [len(text.split()) + 2 for text in texts]
-
-    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
-        return np.stack([self._vector(text) for text in texts])
 
     def _vector(self, text: str) -> FloatArray:
         vector = np.full(DIMENSION, 1e-3, np.float32)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from letter_encoder import LetterEncoder
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document
@@ -32,7 +33,7 @@ from ragspec.evaluation.suites.retrieval.quality import MODES
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, faiss_contender, recall
 from ragspec.evaluation.suites.retrieval.timing import Blocks, TimedEncoder, TimingPlan, build_speed, timed_blocks
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
+from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index.manifest import VECTORS
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import build_index
@@ -40,22 +41,7 @@ from ragspec.retrieval.search.dense import ScoredRows
 from ragspec.retrieval.search.segment_search import Shard
 
 
-class Plain:
-    """Vectors drawn from the text's length and letters."""
-
-    identity = EncoderIdentity(id="plain", fingerprint="b" * 64, dimension=8)
-    max_tokens = 256
-
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        return [len(text.split()) + 2 for text in texts]
-
-    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
-        rows = [np.random.default_rng(list(text.encode())).standard_normal(8) for text in texts]
-        vectors = np.array(rows, np.float32).reshape(-1, 8)
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
-class BatchDependent(Plain):
+class BatchDependent(LetterEncoder):
     """A query's vector changes its last bits with the size of its batch, as many libraries' do."""
 
     def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
@@ -63,7 +49,7 @@ class BatchDependent(Plain):
         return np.nextafter(vectors, np.float32(2.0)) if kind == "query" and len(texts) > 1 else vectors
 
 
-class OrderDependent(Plain):
+class OrderDependent(LetterEncoder):
     """A document's vector depends on what was encoded beside it."""
 
     def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
@@ -96,7 +82,7 @@ QUERIES = [
 
 def test_identity_holds_for_an_honest_encoder(tmp_path: Path) -> None:
     """Bug guarded: an index whose answers depend on batch, layout, compaction or the order of its documents."""
-    identical = IdentityCheck(Plain(), documents(), QUERIES).measure(tmp_path, no_tick)
+    identical = IdentityCheck(LetterEncoder(), documents(), QUERIES).measure(tmp_path, no_tick)
     assert identical.share == 1.0
     assert set(identical.counts()) == set(MODES)
     assert set(identical.counts()["dense"].values()) == {"8/8"} and len(identical.counts()["dense"]) == 7
@@ -105,7 +91,7 @@ def test_identity_holds_for_an_honest_encoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("encoder", "way"), [(BatchDependent(), "batches of 7"), (OrderDependent(), "rebuilt in another order")]
 )
-def test_identity_fails_for_a_bit_that_differs(encoder: Plain, way: str, tmp_path: Path) -> None:
+def test_identity_fails_for_a_bit_that_differs(encoder: LetterEncoder, way: str, tmp_path: Path) -> None:
     """The check can fail: one last bit of one vector is found out, in the mode that uses vectors alone."""
     identical = IdentityCheck(encoder, documents(), QUERIES).measure(tmp_path, no_tick)
     assert identical.share < 1.0
@@ -115,7 +101,7 @@ def test_identity_fails_for_a_bit_that_differs(encoder: Plain, way: str, tmp_pat
 
 def test_identity_fails_for_a_lost_segment(tmp_path: Path) -> None:
     """The check can fail: a layout that forgets a segment."""
-    identity = IdentityCheck(Plain(), documents(), QUERIES)
+    identity = IdentityCheck(LetterEncoder(), documents(), QUERIES)
     identity.measure(tmp_path, no_tick)
     store = Store.open(tmp_path / "grown")
     identical = IdentityCounts(len(QUERIES), {mode: Counter() for mode in MODES})
@@ -127,7 +113,7 @@ def test_identity_fails_for_a_lost_segment(tmp_path: Path) -> None:
 
 def test_layouts_need_several_segments(tmp_path: Path) -> None:
     """Bug guarded: one segment, in which case every layout is the same and the check empty."""
-    build_index(documents(), tmp_path, Plain())
+    build_index(documents(), tmp_path, LetterEncoder())
     with pytest.raises(AssertionError):
         list(layouts(Store.open(tmp_path)))
     assert NUM_COMMITS > 3
@@ -224,7 +210,7 @@ def test_synthetic_documents_have_the_length_they_say() -> None:
 def test_build_tells_the_encoder_from_the_rest(tmp_path: Path) -> None:
     """Bug guarded: an overhead that is always nothing, or time of the encoder counted as overhead."""
 
-    class Slow(Plain):
+    class Slow(LetterEncoder):
         def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
             time.sleep(0.3)
             return super().encode(texts, kind)
@@ -238,9 +224,9 @@ def test_build_tells_the_encoder_from_the_rest(tmp_path: Path) -> None:
 
 def test_timed_encoder_is_the_encoder() -> None:
     """Bug guarded: an index built by another encoder than the one it names."""
-    timed = TimedEncoder(Plain())
-    assert timed.identity == Plain.identity and timed.max_tokens == 256
-    assert np.array_equal(timed.encode(["rain"]), Plain().encode(["rain"]))
+    timed = TimedEncoder(LetterEncoder())
+    assert timed.identity == LetterEncoder.identity and timed.max_tokens == 256
+    assert np.array_equal(timed.encode(["rain"]), LetterEncoder().encode(["rain"]))
 
 
 def test_plain_faiss_runs_with_the_threads_it_says() -> None:

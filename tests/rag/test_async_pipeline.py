@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_parts import CONTEXT, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Recording, Switch
+from small_parts import CONTEXT, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Counting, Recording, Switch
 
 from ragspec.core import SamplingParams
 from ragspec.engine.engine import Engine
@@ -171,18 +171,6 @@ def test_requests_carry_id_tenant_and_what_they_share(retriever: Retriever, engi
 
 def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, engine: Engine, target: Target) -> None:
     """A thousand prompts wait inside the engine, where nobody else gets a turn."""
-
-    class Counting(Recording):
-        most = now = 0
-
-        async def stream(self, request: Any) -> Any:
-            self.now += 1
-            self.most = max(self.most, self.now)
-            async with aclosing(engine.stream(request)) as deltas:
-                async for delta in deltas:
-                    yield delta
-            self.now -= 1
-
     counting = Counting(engine)
     flow = flow_of(retriever, counting, target, max_in_flight=3)
     run(flow, questions(GREEDY))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rewriting import TOKENIZER, rewriting
-from small_parts import CONTEXT, Recording
+from small_parts import CONTEXT, Counting, Recording
 
 from ragspec.core import FinishReason, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
@@ -107,18 +107,6 @@ def test_every_way_to_correct_gives_the_same(
 
 def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target: Target) -> None:
     """A book's ten thousand sentences at once in an engine that others use, too."""
-
-    class Counting(Recording):
-        most = now = 0
-
-        async def stream(self, request: Any) -> Any:
-            self.now += 1
-            self.most = max(self.most, self.now)
-            async with aclosing(engine.stream(request)) as deltas:
-                async for delta in deltas:
-                    yield delta
-            self.now -= 1
-
     counting = Counting(engine)
     corrector = Grammar(counting, PromptBuilder(target.tokenizer, CONTEXT), max_in_flight=3)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import openai
 import pytest
 from letter_encoder import LetterEncoder
 from service_parts import (
@@ -103,3 +104,10 @@ def client(service: Service) -> Iterator[httpx.Client]:
     """With the trusted key."""
     with service.client() as open_client:
         yield open_client
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client."""
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
+        yield client

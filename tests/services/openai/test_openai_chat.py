@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -18,12 +17,6 @@ from ragspec.rag.steps import default_params
 from ragspec.rag.wording import NOTHING_CLOSE
 
 QUESTIONS = ("Who built the bridge?", "What does a mill need?", "Où est le moulin 🏭 ?")
-
-
-@pytest.fixture(scope="module")
-def api(service: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
-        yield client
 
 
 def ask(api: openai.OpenAI, question: str = QUESTIONS[0], **options: Any) -> ChatCompletion:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,6 @@ from service_parts import CONTEXT, Service
 
 from services.openai.embeddings import Embeddings
 from services.openai.types import EmbeddingBody
-
-
-@pytest.fixture(scope="module")
-def api(service: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
-        yield client
 
 
 def complete(api: openai.OpenAI, prompt: Any, **options: Any) -> Completion:

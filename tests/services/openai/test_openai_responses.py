@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response
-from service_parts import Service
 
 QUESTION = "Who built the bridge?"
-
-
-@pytest.fixture(scope="module")
-def api(service: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
-        yield client
 
 
 def ask(api: openai.OpenAI, given: Any = QUESTION, **options: Any) -> Response:
