@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from letter_encoder import LetterEncoder
 from tiny_target import SENTENCES, tiny_engine, tiny_tokenizer
 
@@ -83,10 +83,7 @@ def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) ->
     write(tmp_path, *(Document(f"d{i}", " ".join(map(str, text))) for i, text in enumerate(texts)))
     numbers: Any = Numbers()
     drafter = DatastoreDrafter(Datastore(tmp_path, numbers))
-    with tiny_engine(target, [drafter]) as engine:
-        completions = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-        assert engine._planner.num_failures == 0
-        assert_pool_is_empty(engine)
+    completions = generated(target, [drafter], [requests, [replace(requests[2], id="r2")]])
     assert_equal(completions, expected)
     assert total(completions, "num_drafted") > 20 and total(completions, "num_accepted") > 40
 

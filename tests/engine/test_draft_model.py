@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Free, save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
@@ -98,10 +98,7 @@ def test_no_output_changes(tiny: Tiny, folder: Path, name: str, dtype: str) -> N
     expected = truth(target, requests, name)
     for tree in (("dynamic", 3, 2, 4), ("chain", 1, 1, 5)):
         drafter = drafter_for(target, model, tree)
-        with tiny_engine(target, [drafter]) as engine:
-            completions = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(target, [drafter], [requests, [replace(requests[2], id="r2")]])
         assert_equal(completions, expected)
         assert total(completions, "num_drafted") > 0
         assert_nothing_held(drafter)
@@ -115,9 +112,7 @@ def test_the_target_itself_is_right_nearly_always(tiny: Tiny, name: str, dtype: 
     model = model_at(Path(target.config.model), dtype)
     requests = requests_of(target, PARAMS[name])
     drafter = drafter_for(target, model, ("chain", 1, 1, 4))
-    with tiny_engine(target, [drafter]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter], [requests])
     assert_equal(completions, truth(target, requests, name))
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
 
@@ -177,9 +172,7 @@ def test_choices_of_one_request_read_its_prompt_once(tiny: Tiny) -> None:
     target = tiny()
     drafter = drafter_for(target, model_at(Path(target.config.model), "float32"), ("chain", 1, 1, 4))
     params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
-    with tiny_engine(target, [drafter]) as engine:
-        completions = engine.generate([Request("a", tuple(range(30, 80)), params)])
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter], [[Request("a", tuple(range(30, 80)), params)]])
     assert len({completion.token_ids for completion in completions}) == 3
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
     assert sum(drafter.num_rows) < 2 * 50
@@ -227,9 +220,7 @@ def test_a_small_pool_costs_drafts_alone(tiny: Tiny, folder: Path, num_slots: in
     target, model = tiny(), model_at(folder / "small", "float32")
     requests = requests_of(target, PARAMS["T=1"])
     drafter = drafter_for(target, model, num_slots=num_slots)
-    with tiny_engine(target, [drafter]) as engine:
-        completions = [*engine.generate(requests), *engine.generate(requests)]
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter], [requests, requests])
     assert_equal(completions, truth(target, requests, "T=1"))
     assert total(completions, "num_drafted") > 0
     assert_nothing_held(drafter)

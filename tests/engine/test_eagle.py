@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafters import Half
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Free, tiny_engine
 
 from ragspec.core import Request, SamplingParams
@@ -174,10 +174,7 @@ def test_no_output_changes(tiny: Tiny, family: str, name: str, dtype: str) -> No
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     for tree in ("dynamic", "static", "chain"):
-        with tiny_engine(target, [drafter_for(target, family, tree)]) as engine:
-            completions = engine.generate(requests)
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(target, [drafter_for(target, family, tree)], [requests])
         assert_equal(completions, expected)
         assert total(completions, "num_drafted") > 0
 
@@ -241,9 +238,7 @@ def test_with_the_targets_logits_and_noise_the_first_child_is_the_token(tiny: Ti
     expected = truth(target, requests, name)
     drafter = Fitted(EagleNetwork(head_for(target, "eagle"), target, 300), make_shape("chain", 1, 1, 3), free())
     drafter.target = target
-    with tiny_engine(target, [drafter]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter], [requests])
     assert_equal(completions, expected)
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
 
@@ -436,10 +431,15 @@ def test_a_draft_takes_nothing_from_the_pool_that_sequences_live_on(tiny: Tiny) 
     network = EagleNetwork(head_for(target, "eagle3"), target, 300)
     for prefix_cache in (True, False):
         drafter = EagleDrafter(network, make_shape("dynamic", 4, 4, 6), free())
-        with tiny_engine(target, [drafter], 400, 48, max_step_tokens=128, prefix_cache=prefix_cache) as engine:
-            completions = engine.generate(requests)
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(
+            target,
+            [drafter],
+            [requests],
+            num_kv_slots=400,
+            max_nodes=48,
+            max_step_tokens=128,
+            prefix_cache=prefix_cache,
+        )
         assert [completion.token_ids for completion in completions] == expected
         assert total(completions, "num_drafted") > 0
         assert not drafter._memories
@@ -480,7 +480,5 @@ def test_one_sequence_without_numbers_costs_the_others_nothing(tiny: Tiny) -> No
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
     requests = [Request(name, tuple(range(40 + i, 60 + i)), params) for i, name in enumerate(("sick", "a", "b"))]
     network = OneSick(head_for(target, "eagle3"), target, 300)
-    with tiny_engine(target, [EagleDrafter(network, make_shape("dynamic", 3, 2, 4), free())]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [EagleDrafter(network, make_shape("dynamic", 3, 2, 4), free())], [requests])
     assert [completion.stats.num_drafted > 0 for completion in completions] == [False, True, True]

@@ -19,7 +19,7 @@ from drafting.medusa_heads import (
     save_hydra,
 )
 from engine.test_medusa import forward_of
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import save_model, tiny_engine
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig
@@ -110,10 +110,7 @@ def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) ->
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     for tree in ("dynamic", "static"):
-        with tiny_engine(target, [position_drafter(target, tmp_path, "hydra++", tree)]) as engine:
-            completions = engine.generate(requests)
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(target, [position_drafter(target, tmp_path, "hydra++", tree)], [requests])
         assert_equal(completions, truth(target, requests, name))
         assert total(completions, "num_drafted") > 0
 

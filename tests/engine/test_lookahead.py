@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from tiny_target import tiny_engine
 
 from ragspec.config import DraftingConfig
@@ -29,10 +29,7 @@ def test_no_output_changes(tiny: Tiny, name: str, dtype: str) -> None:
     """A guess changed a token, alone or in a batch; or nothing was guessed at all."""
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
-    with tiny_engine(target, [LookaheadDrafter()], max_nodes=24) as engine:
-        completions = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-        assert engine._planner.num_failures == 0
-        assert_pool_is_empty(engine)
+    completions = generated(target, [LookaheadDrafter()], [requests, [replace(requests[2], id="r2")]], max_nodes=24)
     assert_equal(completions, truth(target, requests, name))
     assert total(completions, "num_drafted") > 20
 

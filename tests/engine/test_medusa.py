@@ -12,7 +12,7 @@ import pytest
 import torch
 from drafters import Half
 from drafting.medusa_heads import Tensors, hydra_tensors, medusa_tensors, position_drafter, save_hydra, save_medusa
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine
 
@@ -141,10 +141,7 @@ def test_no_output_changes(tiny: Tiny, tmp_path: Path, family: str, name: str, d
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     for tree in ("dynamic", "static"):  # chains: below, by heads that are right
-        with tiny_engine(target, [position_drafter(target, tmp_path, family, tree)]) as engine:
-            completions = engine.generate(requests)
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(target, [position_drafter(target, tmp_path, family, tree)], [requests])
         assert_equal(completions, expected)
         assert total(completions, "num_drafted") > 0
 
@@ -162,9 +159,7 @@ def test_heads_with_the_targets_logits_and_noise_draft_the_token_first(
     expected = truth(target, requests, name)
     texts = [(len(r.prompt_ids), [*r.prompt_ids, *expected[r.id, 0].token_ids]) for r in requests]
     tensors = fitted_tensors(target, family, texts, num_heads=3)
-    with tiny_engine(target, [position_drafter(target, tmp_path, family, "chain", tensors)]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [position_drafter(target, tmp_path, family, "chain", tensors)], [requests])
     assert_equal(completions, expected)
     assert total(completions, "num_accepted") >= 0.95 * total(completions, "num_drafted") > 20
 
@@ -187,9 +182,7 @@ def test_children_drawn_by_chance_are_drafted_and_accepted(
         Request(r.id, r.prompt_ids, r.params, speculation=Speculation(rule=rule))
         for r in requests_of(target, SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True))
     ]
-    with tiny_engine(target, [position_drafter(target, tmp_path, family)]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [position_drafter(target, tmp_path, family)], [requests])
     assert all(len(completion.token_ids) == 24 for completion in completions)
     assert total(completions, "num_drafted") > 40 and total(completions, "num_accepted") > 0
 
@@ -199,9 +192,7 @@ def test_heads_draft_no_deeper_than_there_are_heads(tiny: Tiny, tmp_path: Path) 
     target = tiny()
     requests = requests_of(target, PARAMS["greedy"])
     drafter = position_drafter(target, tmp_path, tensors=medusa_tensors(2))
-    with tiny_engine(target, [drafter]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter], [requests])
     assert_equal(completions, truth(target, requests, "greedy"))
     assert total(completions, "num_drafted") > 0
 

@@ -97,6 +97,17 @@ def assert_pool_is_empty(engine: Engine) -> None:
     assert not engine.target.pool._holders.any()
 
 
+def generated(
+    target: Target, drafters: Sequence[Drafter], batches: Sequence[list[Request]], **options: Any
+) -> list[Completion]:
+    """The completions of one batch after another. No drafter may fail, and the pool must be empty afterwards."""
+    with tiny_engine(target, drafters, **options) as engine:
+        completions = [done for batch in batches for done in engine.generate(batch)]
+        assert engine._planner.num_failures == 0
+        assert_pool_is_empty(engine)
+    return completions
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype: str) -> None:

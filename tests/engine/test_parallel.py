@@ -15,7 +15,16 @@ import pytest
 import torch
 from drafting.medusa_heads import position_drafter
 from engine.test_eagle import drafter_for
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, drafters, requests_of, total, truth
+from engine.test_oracle import (
+    PARAMS,
+    assert_equal,
+    assert_pool_is_empty,
+    drafters,
+    generated,
+    requests_of,
+    total,
+    truth,
+)
 from rank_process import PATIENCE_S, Followers
 from tiny_target import save_model, target_config, tiny_engine
 
@@ -263,9 +272,7 @@ def test_a_draft_model_runs_on_rank_0_alone(followers: Followers, models: Models
     expected = truth(one, requests, "T=1")
     with followers.target(2, config, ENGINE) as target:
         drafter = make_draft_model(target, settings)
-        with tiny_engine(target, [drafter], fixed_nodes=8) as engine:
-            completions = engine.generate(requests)
-            assert engine._planner.num_failures == 0
+        completions = generated(target, [drafter], [requests], fixed_nodes=8)
     assert_equal(completions, expected)
     assert total(completions, "num_drafted") > 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from tiny_target import tiny_engine
 
 from ragspec.config import DraftingConfig
@@ -61,10 +61,7 @@ def test_no_output_changes(tiny: Tiny, name: str, dtype: str) -> None:
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     drafter = Noting(target.vocab_size)
-    with tiny_engine(target, [drafter], 256, max_step_tokens=24) as engine:
-        completions = [*engine.generate(requests), *engine.generate(requests)]
-        assert engine._planner.num_failures == 0
-        assert_pool_is_empty(engine)
+    completions = generated(target, [drafter], [requests, requests], num_kv_slots=256, max_step_tokens=24)
     assert_equal(completions, truth(target, requests, name))
     assert total(completions, "num_drafted") > 20 and total(completions, "num_accepted") > 0
 

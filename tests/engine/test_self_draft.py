@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, total, truth
-from tiny_target import Free, tiny_engine
+from engine.test_oracle import PARAMS, assert_equal, generated, requests_of, total, truth
+from tiny_target import Free
 
 from ragspec.config import DraftingConfig, SelfDraftConfig
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
@@ -32,10 +32,9 @@ def test_no_output_changes(tiny: Tiny, name: str, dtype: str) -> None:
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     for keep, options in (((0,), {}), ((1,), {"num_kv_slots": 512, "max_step_tokens": 24})):
-        with tiny_engine(target, [drafter_for(target, keep)], **options) as engine:
-            completions = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(
+            target, [drafter_for(target, keep)], [requests, [replace(requests[2], id="r2")]], **options
+        )
         assert_equal(completions, expected)
         assert total(completions, "num_drafted") > 0
 
@@ -48,9 +47,7 @@ def test_all_layers_are_right_nearly_always(tiny: Tiny, name: str, kind: str, dt
     """Positions one off, keys of rejected nodes, a window that counts slots: acceptance fell, and nothing else showed it."""
     target = tiny(kind, dtype)
     requests = requests_of(target, PARAMS[name])
-    with tiny_engine(target, [drafter_for(target, (0, 1), ("chain", 1, 1, 4))]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter_for(target, (0, 1), ("chain", 1, 1, 4))], [requests])
     assert_equal(completions, truth(target, requests, name))
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine.test_datastore import write
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import SENTENCES, Free, tiny_engine
 
 from ragspec.core import Document, Request, SamplingParams
@@ -97,10 +97,7 @@ def test_all_drafters_at_once_change_no_output(tiny: Tiny, tmp_path: Path, name:
     drafters = [make(target, tmp_path) for kind, make in LEARNING.items() if kind != "copy"]
     drafters.append(SelfDrafter(target, (0,), make_shape("dynamic", 3, 2, 4), Free(1e-9)))
     requests = requests_of(target, PARAMS[name])
-    with tiny_engine(target, drafters, max_nodes=24) as engine:
-        completions = [*engine.generate(requests), *engine.generate(requests[::2])]
-        assert engine._planner.num_failures == 0
-        assert_pool_is_empty(engine)
+    completions = generated(target, drafters, [requests, requests[::2]], max_nodes=24)
     assert_equal(completions, truth(target, requests, name))
     proposed = {drafter for completion in completions for drafter in completion.stats.positions}
     assert proposed == {"copy", "recycling", "lookahead", "datastore", "self"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_draft_model import fresh_state, model_at
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import decode
@@ -94,10 +94,7 @@ def test_no_output_changes(tiny: Tiny, models: Path, name: str) -> None:
     for target, model in ((tiny(), "plain"), (model_at(models / "plain", "float32"), "small")):
         requests = requests_of(target, PARAMS[name])
         drafter = drafter_for(target, model_at(models / model, "float32"))
-        with tiny_engine(target, [drafter]) as engine:
-            completions = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-            assert engine._planner.num_failures == 0
-            assert_pool_is_empty(engine)
+        completions = generated(target, [drafter], [requests, [replace(requests[2], id="r2")]])
         assert_equal(completions, truth(target, requests, name))
         assert total(completions, "num_drafted") > 0
         assert len(drafter.cache) == 0 and not drafter._translated
@@ -110,9 +107,7 @@ def test_the_same_model_under_other_ids_is_right_nearly_always(models: Path) -> 
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     requests = requests_of(target, params, [prompt for prompt in PROMPTS if prompt.isascii()])
     drafter = drafter_for(target, model)
-    with tiny_engine(target, [drafter]) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+    completions = generated(target, [drafter], [requests])
     assert_equal(completions, {(r.id, 0): decode(target, r.prompt_ids, params) for r in requests})
     assert total(completions, "num_accepted") >= 0.9 * total(completions, "num_drafted") > 100
     num_prompt = sum(len(request.prompt_ids) for request in requests)
