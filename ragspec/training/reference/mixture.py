@@ -23,7 +23,7 @@ from ragspec.training.reference.sources import MAX_QUOTE_WORDS, Paragraph, Quest
 from ragspec.training.sentences import normalise
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
-SHARES = {"questions": 0.53, "documentation": 0.14, "stdlib": 0.07, "grammar": 0.13, "follow_ups": 0.06, "chat": 0.07}
+SHARES = {"questions": 0.55, "documentation": 0.15, "stdlib": 0.08, "grammar": 0.14, "follow_ups": 0.05, "chat": 0.03}
 NUM_CORRECTIONS = 14
 """Corrections drawn at a time."""
 MAX_TURNS, MAX_PAGE_CHARS, BARE_SHARE = 3, 900, 0.5
