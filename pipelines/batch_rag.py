@@ -94,7 +94,7 @@ class RagTask(Task):
 def _unset(retriever: RetrieverConfig) -> set[str]:
     """Why: jobs that began before there were these settings go on."""
     learned = {"fusion"} if retriever.mode != "hybrid" or retriever.fusion == "rank" else set()
-    return learned if retriever.abstain_below else {"abstain_below", *learned}
+    return learned | {name for name in ("abstain_below", "expand_passages") if not getattr(retriever, name)}
 
 
 @app.command()

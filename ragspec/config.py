@@ -122,6 +122,9 @@ class RetrieverConfig(ConfigSection):
     `abstain_below`: a question whose best passage has a smaller calibrated score than this is not given to the target; the answer
     says that nothing is close, and names the nearest titles. 0: off; 0.165 loses 3 in 100 answerable questions about SQuAD's
     articles and catches 60 of 100 whose article was deleted. Needs mode hybrid and is calibrated for the default encoder.
+
+    `expand_passages`: how many passages before and after each found passage the prompt shows joined to it, if all found passages
+    and earlier turns still fit. The default target's adapter was trained with 0.
     """
 
     index_dir: str = ""
@@ -136,6 +139,7 @@ class RetrieverConfig(ConfigSection):
     rerank_depth: int = Field(32, ge=1, le=1_000)
     fail_closed: bool = True
     abstain_below: float = Field(0.0, ge=0.0, lt=1.0)
+    expand_passages: int = Field(0, ge=0, le=8)
 
     @model_validator(mode="after")
     def _check_abstention(self) -> Self:

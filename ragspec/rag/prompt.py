@@ -20,6 +20,7 @@ from ragspec.config import PromptConfig
 from ragspec.core import Message, Passage, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.wording import GRAMMAR_REQUEST, INSTRUCTION, QUESTION, numbered, system_text, user_text
+from ragspec.retrieval.expansion import widths
 
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
@@ -74,7 +75,8 @@ class PromptBuilder:
     ) -> Prompt:
         """The prompt with as many of the best passages as leave room for `max_tokens` of output.
 
-        `question`: a text, or a conversation that ends with the user's message. `passages`: ranked, the last are dropped first.
+        `question`: a text, or a conversation that ends with the user's message. `passages`: ranked, the last are dropped first;
+        with as many neighbours as fit beside all of them.
         `question_first`: put the question before the passages; for iterative answers, which replace passages.
         Raises: InputError for invalid text, PromptTooLong if the question alone does not fit.
         """
@@ -84,6 +86,11 @@ class PromptBuilder:
         prompt_ids = self._encode(self._merge_context(messages, question_first))
         if len(prompt_ids) > room:
             raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
+        *wider, passages = widths(passages)
+        for shown in wider:
+            longer_ids = self._encode(self._merge_context([*messages, self.context(shown)], question_first))
+            if len(longer_ids) <= room:
+                return Prompt(longer_ids, tuple(shown))
         fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
         while fitting < high:
             longer_ids = self._encode(self._merge_context([*messages, self.context(passages[:tried])], question_first))

@@ -89,8 +89,9 @@ def test_shards_answer_as_one_process_does(
     assert len(Store.open(index_dir).segments) == 6
     more = ActorPool(ShardActor, count=num_shards, prefix="shard") if num_shards > NUM_SHARDS else None
     for mode in ("dense", "sparse", "hybrid"):
-        here = local(index_dir, mode=mode)
-        with spread(index_dir, (more or shards).replicas[:num_shards], num_replicas, mode=mode) as there:
+        settings = {"mode": mode, "expand_passages": int(mode == "hybrid")}
+        here = local(index_dir, **settings)
+        with spread(index_dir, (more or shards).replicas[:num_shards], num_replicas, **settings) as there:
             for scope in SCOPES:
                 expected = here.retrieve(QUERIES, 9, scope)
                 for _ in range(num_replicas):  # each turn asks others

@@ -18,7 +18,7 @@ from oracle import choose, next_logits, warped
 from tiny_target import tiny_engine
 
 from ragspec.cli.app import Iterative
-from ragspec.config import RetrieverConfig, SpeculationConfig
+from ragspec.config import ChunkingConfig, IndexConfig, RetrieverConfig, SpeculationConfig
 from ragspec.core import Document, SamplingParams
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
@@ -132,6 +132,25 @@ def test_guessing_changes_nothing(
         guessed = pipeline(engine, Around(index), policy=POLICIES[policy], scheduler=SCHEDULERS[scheduler]())
         assert [said(a) for a in guessed.ask_many(QUESTIONS, params)] == [said(a) for a in truth]
         assert [said(guessed.ask(q, params)) for q in QUESTIONS] == [said(a) for a in truth]
+
+
+def test_guessing_changes_nothing_where_passages_have_neighbours(engine: Engine, tmp_path: Path) -> None:
+    """A guessed passage without its neighbours has the right name and gives another prompt; one passage twice in an answer."""
+    texts = {f"long{n}": "\n\n".join(each.text for each in DOCUMENTS[n::3]) for n in range(3)}
+    documents = [Document(name, text) for name, text in texts.items()]
+    build_index(documents, tmp_path, LetterEncoder(), IndexConfig(chunking=ChunkingConfig(max_chars=60)))
+    config = RetrieverConfig(mode="dense", expand_passages=1)
+    index = Retriever(LetterEncoder(), Store.open(tmp_path), config, follow=False)
+    for policy in ("two passages, every token", "FLARE"):
+        truth = sequential(engine, index, POLICIES[policy], SAMPLED)
+        guessed = pipeline(engine, Around(index), policy=POLICIES[policy], scheduler=SCHEDULERS["changing"]())
+        found = guessed.ask_many(QUESTIONS, SAMPLED)
+        assert [said(a) for a in found] == [said(a) for a in truth]
+        for answer in found:
+            assert answer.passages and len({p.id for p in answer.passages}) == len(answer.passages)
+            assert all(texts[p.document_id][p.start : p.end] == p.text for p in answer.passages)
+            assert any(len(passage.text) > 60 for passage in answer.passages)
+    assert sum(answer.stats.iterative.num_right for answer in found if answer.stats.iterative)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])

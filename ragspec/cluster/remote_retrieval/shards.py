@@ -129,8 +129,8 @@ class ShardedSearch:
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return merge_hits(self._search_all("sparse", queries, k, scope), len(queries), k)
 
-    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        return self._read_hits("passages", hits)
+    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
+        return self._read_hits("passages", hits, num_neighbours)
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         return self._read_hits("vectors", hits)
@@ -140,14 +140,14 @@ class ShardedSearch:
         given = self._call(self._orders, lambda actor, segments: actor.search.remote(segments, method, *arguments))
         return [answer for _, answer in given]
 
-    def _read_hits(self, method: str, hits: Sequence[SearchHit]) -> list[Any]:
+    def _read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
         orders = {segment: self._orders[segment] for segment in dict.fromkeys(hit.segment for hit in hits)}
 
         def hits_in(names: Sequence[str]) -> list[SearchHit]:
             return [hit for hit in hits if hit.segment in names]
 
         given = self._call(
-            orders, lambda actor, segments: actor.search.remote(segments, method, hits_in(segments.names))
+            orders, lambda actor, segments: actor.search.remote(segments, method, hits_in(segments.names), *arguments)
         )
         return gather_by_shard(hits, [hits_in(names) for names, _ in given], [answer for _, answer in given])
 

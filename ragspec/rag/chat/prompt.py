@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong
 from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.retrieval.expansion import widths
 
 _STEP = 4
 
@@ -60,7 +61,7 @@ def build_chat_prompt(
     passages: Sequence[Passage],
     max_tokens: int,
 ) -> ChatPrompt:
-    """The longest prompt that leaves room for `max_tokens` of output.
+    """The longest prompt that leaves room for `max_tokens` of output. Passages have neighbours only where nothing is dropped.
 
     Raises: InputError for a text no tokenizer should see; PromptTooLong if system and question alone do not fit.
     """
@@ -68,6 +69,11 @@ def build_chat_prompt(
     oversized, history = _split_oversized(history, prompts.max_chars)
     unanswered = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
     history = [turn if turn.answer.strip() else turn.without_passages() for turn in history]
+    *wider, passages = widths(passages)
+    fitting = (
+        some for some in wider if len(prompts.tokens(_messages(prompts, system, history, question, some))) <= room
+    )
+    passages = next(fitting, passages)
 
     @functools.cache
     def tokens(cut: _Truncation) -> tuple[int, ...]:

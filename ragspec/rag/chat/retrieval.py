@@ -15,6 +15,7 @@ from ragspec.errors import RetrievalError, StoreError
 from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.steps import RetrieverLike
+from ragspec.retrieval.expansion import is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
 
@@ -83,7 +84,9 @@ class ChatRetriever:
         query = " ".join(dict.fromkeys(passage.text[:_MAX_QUERY_CHARS] for passage in stale[-_MAX_QUERY_PASSAGES:]))
         result = self._retriever.retrieve([query], _MAX_CONFIRMED, SearchScope(scope.tenant, both))
         existing = {(passage.id, passage.text) for passage in result.passages[0]}
-        return history.turns_without({(passage.id, passage.text) for passage in stale} - existing)
+        wholes = next(widths(result.passages[0]))
+        gone = [passage for passage in stale if not is_part(passage, wholes)]
+        return history.turns_without({(passage.id, passage.text) for passage in gone} - existing)
 
     def _carried(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Passage]:
         """The passages that the latest answers cite, or else their best passage; the latest first."""

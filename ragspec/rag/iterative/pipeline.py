@@ -10,7 +10,7 @@ The text equals that of waiting for every retrieval (`guessing=False`), for any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +30,9 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, SamplingOptions, default_params, params_of_each, parse_scope
 from ragspec.rag.support import find_support
 from ragspec.retrieval.batching_retriever import SearchBatcher
+from ragspec.retrieval.expansion import WidePassage, is_part, joined
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.index_types import IndexLike, PassageKey
-from ragspec.retrieval.speculative.speculation_cache import passage_keys
+from ragspec.retrieval.search.index_types import IndexLike
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
 
@@ -204,12 +204,16 @@ class IterativePipeline(Closeable):
         run = RalmSpec(self._components, request, on_final)
         final, steps = await run.run()
         text = detokenize(self._components.prompts.tokenizer, final.output_ids, request.params)
-        fitted = {key for step in steps for key in passage_keys(run.writer.prompt(step.passages).passages)}
-        shown: dict[PassageKey, Passage] = {}
-        for step in steps:
-            for passage in step.passages:
-                shown.setdefault(passage_keys([passage])[0], passage)
-        passages = tuple(passage for key, passage in shown.items() if key in fitted)
+        prompts = [run.writer.prompt(step.passages) for step in steps]
+        found = [passage for step in steps for passage in step.passages]
+        shown = [passage for prompt in prompts for passage in prompt.passages]
+        if any(isinstance(passage, WidePassage) for passage in found):
+            shown = joined(shown)  # Why: a passage may have had other neighbours in another step
+        score_of = {
+            passage.id: passage.score for passage in reversed(found)
+        }  # a prompt may be that of an earlier guess
+        passages = [replace(passage, score=score_of[passage.id]) for passage in _distinct(shown)]
+        dropped = _distinct(replace(p, score=score_of[p.id]) for prompt in prompts for p in prompt.dropped)
         generation = _generation_stats(steps, request, len(final.output_ids))
         missing = tuple(sorted(run.missing))
         support = find_support(text, passages, numbered=False)
@@ -217,8 +221,8 @@ class IterativePipeline(Closeable):
             request.question,
             text,
             support.citations,
-            passages,
-            tuple(passage for key, passage in shown.items() if key not in fitted),
+            tuple(passages),
+            tuple(passage for passage in dropped if not is_part(passage, passages)),
             final.finish_reason,
             final.output_ids,
             final.logprobs if request.params.logprobs is not None else (),
@@ -226,6 +230,14 @@ class IterativePipeline(Closeable):
             support.sentences,
             support.unknown_quotations,
         )
+
+
+def _distinct(passages: Iterable[Passage]) -> list[Passage]:
+    """The first of each name."""
+    found: dict[str, Passage] = {}
+    for passage in passages:
+        found.setdefault(passage.id, passage)
+    return list(found.values())
 
 
 def _generation_stats(steps: Sequence[SpeculationStep], request: IterativeRequest, num_tokens: int) -> GenerationStats:

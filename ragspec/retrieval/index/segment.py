@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from ragspec.config import DenseConfig
 from ragspec.core import Document, Heading, Passage
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.expansion import WidePassage
 from ragspec.retrieval.index.content_key import document_key, text_key
 from ragspec.retrieval.index.manifest import DENSE, DOCUMENTS, PASSAGES, VECTORS, SegmentRecord
 from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, mapped_array, mapped_table, unchanged
@@ -115,14 +117,14 @@ class IndexSegment:
         first, end = np.searchsorted(self.document_of, (document, document + 1))
         return range(int(first), int(end))
 
-    def passage(self, row: int, score: float = 0.0) -> Passage:
-        """Raises: StoreCorrupt if the files were changed."""
+    def passage(self, row: int, score: float = 0.0, num_neighbours: int = 0) -> Passage:
+        """A `WidePassage` if it shall have neighbours. Raises: StoreCorrupt if the files were changed."""
         number, ordinal, start, end, start_byte, end_byte = self.spans[row].tolist()
         with unchanged(self.folder):
-            return Passage(
+            passage = Passage(
                 document_id=self.ids[number],
                 ordinal=ordinal,
-                text=str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8"),
+                text=self._slice(number, start_byte, end_byte),
                 start=start,
                 end=end,
                 title=self.documents["title"][number].as_py(),
@@ -130,6 +132,19 @@ class IndexSegment:
                 score=score,
                 heading=self.passages["heading"][row].as_py(),
             )
+            return self._widened(passage, row, num_neighbours) if num_neighbours else passage
+
+    def _widened(self, passage: Passage, row: int, num_neighbours: int) -> WidePassage:
+        number, reach = int(self.document_of[row]), num_neighbours + 1
+        own = self.rows_of(number)
+        around = self.spans[max(own.start, row - reach) : min(own.stop, row + reach + 1)]
+        text = self._slice(number, int(around[0, 4]), int(around[:, 5].max()))
+        fields = {field.name: getattr(passage, field.name) for field in dataclasses.fields(passage)}
+        spans = tuple((start, end) for start, end in around[:, 2:4].tolist())
+        return WidePassage(**fields, around=text, around_start=spans[0][0], spans=spans, num_neighbours=num_neighbours)
+
+    def _slice(self, number: int, start_byte: int, end_byte: int) -> str:
+        return str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8")
 
     def passage_key(self, row: int) -> tuple[str, int]:
         """(document id, ordinal), which orders passages of equal score."""

@@ -75,7 +75,8 @@ class IndexSearcher:
         """
         k, width = max(k, 0), max(k, prefetch_k) if prefetch_k > 0 else 0
         best = self._best(queries, k, width, scope)
-        texts = iter(self._shard.passages([hit for some in best for hit in some[:k]]))
+        shown = [hit for some in best for hit in some[:k]]
+        texts = iter(self._shard.passages(shown, self._config.expand_passages))
         passages = [list(islice(texts, len(some[:k]))) for some in best]
         candidates = self._candidates((hit for some in best for hit in some[:width]), known)
         statistics = self._statistics(candidates.values(), scope) if width else TermStatistics()
@@ -184,7 +185,7 @@ class IndexSearcher:
     def _candidates(self, hits: Iterable[SearchHit], known: frozenset[PassageKey]) -> dict[PassageKey, ScorablePassage]:
         fresh = {hit.passage: hit._replace(negative_score=-0.0) for hit in hits if hit.passage not in known}
         found, mode = list(fresh.values()), self._config.mode
-        passages = self._shard.passages(found)
+        passages = self._shard.passages(found, self._config.expand_passages)
         vectors = [None for _ in found] if mode == "sparse" else self._shard.vectors(found)
         counts = [
             {} if mode == "dense" else Counter(self._passage_terms(embedded_text(passage))) for passage in passages

@@ -81,7 +81,9 @@ class ShardLike(Protocol):
         """The passages that hold a term of the query, best first by BM25."""
         ...
 
-    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]: ...
+    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
+        """With neighbours, each is a `ragspec.retrieval.expansion.WidePassage`."""
+        ...
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         """The stored vectors of the passages. Shapes: each [E] float32."""
@@ -115,8 +117,8 @@ class SegmentSearcher:
         allowed = self._allowed(scope)
         return [self._hits(top_k(ScoredRows(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
 
-    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        return [self._segment.passage(hit.row, hit.score) for hit in hits]
+    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
+        return [self._segment.passage(hit.row, hit.score, num_neighbours) for hit in hits]
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         return [np.array(self._segment.vectors[hit.row]) for hit in hits]  # Why copies: views keep the mapped file open
@@ -194,8 +196,8 @@ class Shard:
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return merge_hits((part.sparse(queries, k, scope) for part in self._parts), len(queries), k)
 
-    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        return [passage for hit in hits for passage in self.part_of[hit.segment].passages([hit])]
+    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
+        return [passage for hit in hits for passage in self.part_of[hit.segment].passages([hit], num_neighbours)]
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         return [vector for hit in hits for vector in self.part_of[hit.segment].vectors([hit])]
