@@ -41,9 +41,11 @@ class Bigrams(GrowingDrafter[GrowingDraft]):
 
     name = "bigrams"
 
-    def __init__(self, shape: Sequence[Any], costs: CostTable, logits: np.ndarray, shared: bool = False) -> None:
+    def __init__(
+        self, shape: Sequence[Any], costs: CostTable, logits: np.ndarray, shared: bool = False, device: str = "cpu"
+    ) -> None:
         super().__init__(np.arange(VOCAB), VOCAB, make_shape(*shape), costs, coupled=True)
-        self._logits, self.nodes_share_rows = torch.from_numpy(logits), shared  # [levels, VOCAB, VOCAB]
+        self._logits, self.nodes_share_rows = torch.from_numpy(logits).to(device), shared  # [levels, VOCAB, VOCAB]
         self.num_levels = 0
 
     def _draft(self, sequence: Any, settings: DraftSettings, num_levels: int) -> GrowingDraft:
@@ -102,7 +104,10 @@ def grown(made: Bigrams, sequences: list[Any], token_s: float, on_device: bool) 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a row each", "shared rows"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_trees_are_those_of_growth_level_by_level(monkeypatch: pytest.MonkeyPatch, name: str, shared: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_trees_are_those_of_growth_level_by_level(
+    monkeypatch: pytest.MonkeyPatch, device: str, name: str, shared: bool
+) -> None:
     """Another order of equal paths, a probability rounded otherwise, a parent in another row, a draft that ended early and
     shifted its neighbours; a draft that went on where another level would not pay."""
     num_nodes, on_device = 0, set[float]()
@@ -117,7 +122,7 @@ def test_the_trees_are_those_of_growth_level_by_level(monkeypatch: pytest.Monkey
     for seed in range(12):
         rng = np.random.default_rng(seed)
         sequences, logits, token_s = some_sequences(rng), logits_of(rng, seed % 3), (0.0, 1.0, 3.0)[seed % 3]
-        ours, theirs = (taught(Bigrams(SHAPES[name], Free(0.4), logits, shared), seed) for _ in range(2))
+        ours, theirs = (taught(Bigrams(SHAPES[name], Free(0.4), logits, shared, device), seed) for _ in range(2))
         trees = grown(ours, sequences, token_s, on_device=True)
         assert trees == grown(theirs, sequences, token_s, on_device=False)
         assert ours.acceptance.typical == theirs.acceptance.typical and ours._num_levels == theirs._num_levels

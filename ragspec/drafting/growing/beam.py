@@ -69,8 +69,16 @@ class Beam:
         self.max_depth = max(draft.max_depth for draft in drafts)
         self._margins, shape = self._sent(np.array(MARGINS)), self._settings.shape
         modes = sorted({draft.settings.mode for draft in drafts})
-        self._chances = self._sent(np.stack([self._settings.acceptance.chances(mode) for mode in modes]))
-        self._modes = self._sent(np.array([modes.index(draft.settings.mode) for draft in drafts]))
+        chances = np.stack([self._settings.acceptance.chances(mode) for mode in modes])
+        self._chances = self._sent(np.stack([chances, 1.0 - chances], -1))  # of acceptance and of rejection
+        self._modes = self._sent(np.array([[[modes.index(draft.settings.mode)]] for draft in drafts]))
+        count = min(shape.num_children, len(draft_ids))
+        self._ranks = self._sent(np.minimum(np.arange(count), chances.shape[2] - 1))
+        self._numbered = self._sent(np.arange(len(drafts))[:, None])
+        scratch = np.zeros((len(drafts), max(len(draft.scratch) for draft in drafts)), np.int64)
+        for draft, slots in zip(drafts, scratch, strict=True):
+            slots[: len(draft.scratch)] = draft.scratch
+        self._scratch = self._sent(scratch)
         self._open = torch.ones((len(drafts), 1), dtype=torch.bool, device=self._device)
         self._path_probs, self._numbers = self._open.double(), self._open.long() - 1
         self._path_slots = torch.zeros((len(drafts), 1, 0), dtype=torch.int64, device=self._device)
@@ -106,9 +114,9 @@ class Beam:
         self._descend(columns, path_probs, places, places // count)
 
     def _descend(self, columns: Tensor, path_probs: Tensor, places: Tensor, parents: Tensor) -> None:
-        drafts = torch.arange(len(places), device=self._device)[:, None]
+        drafts = self._numbered[: len(places)]
         self._above = drafts.expand_as(parents) if self._shares_rows else drafts * columns.shape[1] + parents
-        self._tokens = self._draft_ids[columns.flatten(1).gather(1, places).clamp(min=0)]
+        self._tokens = self._draft_ids[columns.flatten(1).gather(1, places)]
         self._path_probs, self._path_slots = path_probs.flatten(1).gather(1, places), self._path_slots[drafts, parents]
         if self._below is not None:
             self._numbers = self._numbers.gather(1, places)
@@ -116,21 +124,21 @@ class Beam:
 
     def _path_probs_of(self, scores: Tensor) -> Tensor:
         """Shapes: float64 [B, W, k] -> [B, W, k]."""
-        above, ranks = self._path_probs, torch.arange(scores.shape[2], device=self._device)
+        above, num_children = self._path_probs[..., None], scores.shape[2]
         if self._settings.shape.num_nodes is not None:
-            return above[..., None] * scores.exp()
+            return above * scores.exp()
         behind = scores[..., :1] - scores
-        if len(ranks) > 1:
+        if num_children > 1:
             behind[..., 0] = behind[..., 1]
         cells = torch.searchsorted(self._margins, behind, right=True)
-        _, num_depths, num_ranks, _ = self._chances.shape
-        depth, modes = min(self._depth, num_depths - 1), self._modes[:, None, None]
-        chances = self._chances[modes, depth, ranks.clamp(max=num_ranks - 1), cells]
-        left, path_probs = torch.ones_like(above), []
-        for chance in chances.unbind(2):  # one after the other: a device's own running product would round otherwise
-            path_probs.append(above * (left * chance))
-            left = left * (1.0 - chance)
-        return torch.stack(path_probs, 2)
+        depth = min(self._depth, self._chances.shape[1] - 1)
+        chances, rejections = self._chances[self._modes, depth, self._ranks, cells].unbind(-1)
+        left = [torch.ones_like(self._path_probs)]
+        for rank in range(
+            num_children - 1
+        ):  # one after the other: a device's own running product would round otherwise
+            left.append(left[-1] * rejections[..., rank] if rank else rejections[..., rank])
+        return above * (torch.stack(left, 2) * chances)
 
     @torch.inference_mode()
     def open_rows(self) -> OpenRows:
@@ -141,9 +149,8 @@ class Beam:
             self._growing = [self._growing[at] for at in growing]
         width, first = self._open.shape[1], (self._depth - 1) * self._settings.shape.max_width
         own, path_slots = range(first, first + width), None
-        if len(self._drafts[self._growing[0]].scratch):
-            slots = np.stack([self._drafts[number].scratch[own.start : own.stop] for number in self._growing])
-            self._path_slots = torch.cat([self._path_slots, self._sent(slots.astype(np.int64))[..., None]], 2)
+        if self._scratch.shape[1]:
+            self._path_slots = torch.cat([self._path_slots, self._scratch[:, own.start : own.stop, None]], 2)
             path_slots = self._path_slots.flatten()
         level = [(*[own.start] * (self._depth - 1), at) for at in own]
         paths = [level if number in self._growing else [] for number in range(len(self._drafts))]
@@ -153,7 +160,7 @@ class Beam:
     def _keep(self, drafts: Tensor) -> None:
         self._open, self._path_probs, self._tokens = (x[drafts] for x in (self._open, self._path_probs, self._tokens))
         self._above, self._path_slots, self._modes = (x[drafts] for x in (self._above, self._path_slots, self._modes))
-        self._numbers = self._numbers[drafts]
+        self._numbers, self._scratch = self._numbers[drafts], self._scratch[drafts]
 
     def fetch(self) -> Iterator[PickedLevel]:
         """The levels since the last call. Each is yielded when the drafts have the children of the level above."""
