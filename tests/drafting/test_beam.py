@@ -76,7 +76,10 @@ def some_sequences(rng: np.random.Generator) -> list[Any]:
         SamplingParams(temperature=0.7, top_k=2, seed=2**40),
         SamplingParams(temperature=1.3, top_p=0.6, repetition_penalty=1.4, logit_bias={3: 4.0}),
     ]
-    return [sequence(i, params[i % 4], int(rng.integers(2, 9))) for i in range(int(rng.integers(1, 6)))]
+    most_tokens = rng.integers(2, 9, int(rng.integers(1, 6))).tolist()
+    if rng.random() < 0.2:  # as a rule without branches wants its drafts where nothing is drawn
+        return [sequence(i, params[0], most, AcceptanceRule.CHAIN) for i, most in enumerate(most_tokens)]
+    return [sequence(i, params[i % 4], most) for i, most in enumerate(most_tokens)]
 
 
 def logits_of(rng: np.random.Generator, num_digits: int) -> np.ndarray:

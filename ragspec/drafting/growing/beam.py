@@ -95,9 +95,9 @@ class Beam:
     @torch.inference_mode()
     def grow(self, picks: Tensor, num_rows: int) -> None:
         """Choose among the children of the open nodes. `picks`: as `DeviceLogits.best` returns them, for each row."""
-        (num_drafts, width), count = self._open.shape, picks.shape[1] // 2
-        rows = picks.view(num_drafts, -1, 2 * count + 1).expand(-1, width, -1)
-        columns, scores = rows[..., :count].long(), rows[..., count:-1]
+        (num_drafts, width), count, num_picks = self._open.shape, len(self._ranks), picks.shape[1] // 2
+        rows = picks.view(num_drafts, -1, 2 * num_picks + 1).expand(-1, width, -1)
+        columns, scores = rows[..., :count].long(), rows[..., num_picks : num_picks + count]
         path_probs = self._path_probs_of(scores)
         takes = self._open[..., None] & (columns >= 0) & (path_probs >= self._settings.least_prob)
         worth = path_probs
@@ -124,7 +124,7 @@ class Beam:
 
     def _path_probs_of(self, scores: Tensor) -> Tensor:
         """Shapes: float64 [B, W, k] -> [B, W, k]."""
-        above, num_children = self._path_probs[..., None], scores.shape[2]
+        above, num_children = self._path_probs[..., None], len(self._ranks)
         if self._settings.shape.num_nodes is not None:
             return above * scores.exp()
         behind = scores[..., :1] - scores
