@@ -239,10 +239,10 @@ class TreeHeadConfig(ConfigSection):
 
     `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
     tokens; "static" is the family's published tree (EAGLE-1's of 25 nodes; Medusa's and Hydra's of 63), "chain" has no branches.
-    `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest on this machine.
-    `score` of a dynamic tree: "learned" ranks paths by the acceptance of such nodes so far, ours; "confidence" by the head's own
-    probabilities, uncoupled, and keeps the `num_nodes` best. The EAGLE-2 paper's tree is `num_children: 10`, `width: 10`,
-    `max_depth: 8`, `num_nodes: 59`, with `drafting.max_tree_nodes: 59`.
+    `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest here, int8 beside
+    a target in int8 only. `score` of a dynamic tree: "learned" ranks paths by the acceptance of such nodes so far, ours;
+    "confidence" by the head's own probabilities, uncoupled, and keeps the `num_nodes` best. The EAGLE-2 paper's tree is
+    `num_children: 10`, `width: 10`, `max_depth: 8`, `num_nodes: 59`, with `drafting.max_tree_nodes: 59`.
     """
 
     path: str = ""
@@ -253,7 +253,7 @@ class TreeHeadConfig(ConfigSection):
     coupled: bool = True
     score: Literal["learned", "confidence"] = "learned"
     num_nodes: int = Field(59, ge=1, le=512)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
 
 
 class EagleConfig(TreeHeadConfig):

@@ -258,9 +258,10 @@ def _fastest_dtype(
     target: Target, config: TreeHeadConfig, build: Callable[[torch.dtype], TimedHead], context: int, max_rows: int
 ) -> tuple[TimedHead, CostTable]:
     """A head with products in the configured dtype, or in the faster one, and its costs."""
-    names = ("float32", "bfloat16") if config.dtype == "auto" else (config.dtype,)
     on_cpu = target.backend.name == "cpu"
-    dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name)) or not on_cpu]
+    known = ("float32", "bfloat16", *(["int8"] if on_cpu and target.config.is_int8 else []))
+    dtypes = [getattr(torch, name) for name in (known if config.dtype == "auto" else (config.dtype,))]
+    dtypes = [dtype for dtype in dtypes if not on_cpu or dtype == torch.int8 or packing_available(dtype)]
     head = _fastest([build(dtype) for dtype in dtypes], lambda head: head.seconds(_TYPICAL_ROWS, context))
     return head, CostTable.measure(head.seconds, [context], max_rows)
 

@@ -148,9 +148,8 @@ class Backend(Protocol):
     def alone(self) -> Backend:
         """The same device and products, for a weight that is not split over ranks."""
 
-    @property
-    def in_floats(self) -> Backend:
-        """The same device, with products in floats whatever the target's weights are: for heads."""
+    def for_head(self, dtype: torch.dtype) -> Backend:
+        """The same device, with a head's products in `dtype` whatever the target's are; int8 quantises weights in floats."""
 
     def place(self, model: nn.Module) -> None:
         """Move a loaded model to the device, in place."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from drafting.eagle_heads import change_config, random_head, save_head
 from oracle import decode
 from tiny_target import save_model
@@ -19,6 +20,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.overrides import FixedTreePlanner
+from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.self_test import Failure, self_test
 from ragspec.speculation import Speculation
 
@@ -63,6 +65,24 @@ def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path
         for request, done in zip(requests, completions, strict=True):
             assert done.stats.num_drafted > 0
             assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+
+
+def test_a_heads_products_may_be_in_int8(model: Path, tmp_path: Path) -> None:
+    """The setting was read and the products stayed in floats, or other numbers came out."""
+    save_head(tmp_path, a_head(), "official")
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    request = Request("r", tuple(range(20, 40)), params)
+    with open_engine(model, tmp_path, ("eagle",), dtype="int8") as engine:
+        (done,) = engine.generate([request])
+        assert done.stats.num_drafted > 0 and engine._planner.num_failures == 0
+        assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+        (drafter,) = engine._planner._drafters
+        product = drafter._drafter.network._fc
+        assert isinstance(product, Int8Linear)
+        x = torch.randn(5, product.in_features)
+        expected = F.linear(x, a_head().tensors["fc.weight"].float())
+        difference = torch.linalg.norm(product(x) - expected) / torch.linalg.norm(expected)
+        assert 0 < difference < 0.05
 
 
 LATER: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadC
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.heads.layer import HeadLayer, make_cache, make_norm, normed
-from ragspec.drafting.heads.target import FINAL, HeadTarget
+from ragspec.drafting.heads.target import FINAL, HeadTarget, float_dtype
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
@@ -47,9 +47,9 @@ class EagleNetwork:
         self.config, self.vocab_size = config, config.vocab_size
         self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
-        self._target, self.backend = target, target.backend.in_floats
-        self._ids_on_device = self.backend.tokens(self.draft_ids)
         dtype = dtype or target.embedding.dtype
+        self._target, self.backend, dtype = target, target.backend.for_head(dtype), float_dtype(dtype)
+        self._ids_on_device = self.backend.tokens(self.draft_ids)
         floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         weights = {name: tensor.to(self.backend.device, dtype) for name, tensor in floats.items()}
         self._dtype = dtype

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ragspec.numerics.backend import Backend
 
 FINAL = -1
 """The tap of the target's final norm (`ragspec.engine.target`)."""
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a backend takes the weights of products in `dtype`."""
+    return torch.float32 if dtype == torch.int8 else dtype
 
 
 class HeadTarget(Protocol):

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.drafting.heads.target import HeadTarget
+from ragspec.drafting.heads.target import HeadTarget, float_dtype
 from ragspec.drafting.medusa.checkpoint import PositionHeads
 from ragspec.numerics.attention import Ints
 from ragspec.numerics.backend import LogitRows
@@ -37,9 +37,9 @@ class PositionNetwork:
         self.num_heads, self.vocab_size = heads.num_heads, target.vocab_size
         self.is_grounded = heads.is_grounded
         self.taps: tuple[int, ...] = (heads.tap,)
-        self.backend = target.backend.in_floats
-        self.width = target.hidden_size
-        self._target, self._dtype = target, dtype or target.embedding.dtype
+        dtype = dtype or target.embedding.dtype
+        self.backend, self.width = target.backend.for_head(dtype), target.hidden_size
+        self._target, self._dtype = target, float_dtype(dtype)
         own = {name: tensor for name, tensor in heads.tensors.items() if not name.startswith("prefix.")}
         weights = {name: tensor.to(self.backend.device, self._dtype) for name, tensor in own.items()}
         self._blocks = [

@@ -54,9 +54,8 @@ class CpuBackend:
     def alone(self) -> CpuBackend:
         return CpuBackend(WeightArena() if self.arena is not None else None)
 
-    @property
-    def in_floats(self) -> CpuBackend:
-        return CpuBackend()
+    def for_head(self, dtype: torch.dtype) -> CpuBackend:
+        return CpuBackend(WeightArena() if dtype == torch.int8 else None)
 
     def place(self, model: nn.Module) -> None: ...
 

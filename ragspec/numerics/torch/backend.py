@@ -87,9 +87,8 @@ class TorchBackend:
     def alone(self) -> Self:
         return self
 
-    @property
-    def in_floats(self) -> Self:
-        return type(self)(str(self.device), self._dtype)
+    def for_head(self, dtype: torch.dtype) -> Self:
+        return type(self)(str(self.device), self._dtype, is_int8=dtype == torch.int8)
 
     def place(self, model: nn.Module) -> None:
         model.to(self.device)
