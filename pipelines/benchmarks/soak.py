@@ -30,6 +30,7 @@ from typing import Any
 
 import aiohttp
 
+from pipelines.benchmarks.clients import chat_body
 from ragspec.core import Document
 from ragspec.disk import write_atomically
 from ragspec.errors import RagspecError
@@ -160,14 +161,7 @@ class SmallService:
 
         async def one(session: aiohttp.ClientSession, number: int) -> str:
             draw = random.Random(f"{seed} abort {number}")
-            messages = [{"role": "user", "content": f"{draw.random()} {_TEXT}"}]
-            body = {
-                "model": self._model,
-                "messages": messages,
-                "max_tokens": 400,
-                "stream": True,
-                "n": draw.choice((1, 1, 2)),
-            }
+            body = chat_body(self._model, f"{draw.random()} {_TEXT}", max_tokens=400, n=draw.choice((1, 1, 2)))
             body |= {"retrieval": False} if draw.random() < 0.8 else {}
             try:
                 async with asyncio.timeout(draw.choice((0.01, 0.1, 0.5, 2.0))):

@@ -70,17 +70,10 @@ def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick)
     num_equal = num_compared = 0
     fixed = {"max_tokens": _MAX_TOKENS, "seed": seed}
     for number, temperature in enumerate(_TEMPERATURES, 1):
+        asked = [chat_body(service.backend.model, text, temperature=temperature, **fixed) for text in questions]
         with_drafts, without = (
-            service.timed(
-                [
-                    chat_body(
-                        service.backend.model, question, speculation=speculation, temperature=temperature, **fixed
-                    )
-                    for question in questions
-                ],
-                concurrency,
-            )
-            for speculation, concurrency in ((True, 8), (False, 3))
+            service.timed([{**body, "speculation": on} for body in asked], concurrency)
+            for on, concurrency in ((True, 8), (False, 3))
         )
         pairs = list(zip(with_drafts, without, strict=True))
         num_compared += len(pairs)
