@@ -45,10 +45,7 @@ _INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}
 
 @app.command()
 def main(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(metavar="INPUT...", help=_INPUTS_HELP),
-    ],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help=_INPUTS_HELP)],
     index: Annotated[Path, typer.Option(help="The index's folder; made if it is not there.")],
     encoder: Annotated[str | None, typer.Option(help="A sentence-transformers name or path.")] = None,
     max_chars: Annotated[int | None, typer.Option(help="Longest passage, in characters.")] = None,

@@ -55,17 +55,11 @@ def clear_text(service: Service) -> bool:
     """A service for a network needs keys, and a certificate that cannot be used is refused before anything is loaded."""
     from ragspec.cli.serve import run_serve
 
-    refused = 0
+    refused, index = 0, {"retriever.index_dir": service.backend.config.retriever.index_dir}
     for options in ({"service.host": "0.0.0.0"}, {"service.ssl_certfile": __file__, "service.keys_file": __file__}):
         with contextlib.suppress(SystemExit):
             try:
-                run_serve(
-                    None,
-                    {"retriever.index_dir": service.backend.config.retriever.index_dir, **options},
-                    None,
-                    None,
-                    verbose=False,
-                )
+                run_serve(None, index | options, None, None, verbose=False)
             except ConfigError:
                 refused += 1
     return refused == 2

@@ -89,11 +89,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
     @property
     def environment(self) -> dict[str, str]:
         """Variables of every process of the cluster; a client must set them before it imports Ray."""
-        return {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self._folder / _TOKEN),
-            **RAY_DEFAULTS,
-        }
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._folder / _TOKEN), **RAY_DEFAULTS}
 
     @property
     def running(self) -> bool:

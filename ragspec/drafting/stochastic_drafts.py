@@ -16,13 +16,7 @@ from ragspec.drafting.drafter import SequenceView
 from ragspec.numerics.backend import LogitRows
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import Draw
-from ragspec.verification.probabilities import (
-    KeyedRandom,
-    RandomStream,
-    draw_iid,
-    draw_without_replacement,
-    row_probs,
-)
+from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement, row_probs
 from ragspec.verification.sampling import TokenCounts
 
 

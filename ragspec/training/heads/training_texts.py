@@ -20,12 +20,7 @@ from torch import Tensor
 from ragspec.rag.wording import question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
 from ragspec.training.reference.mixture import Mixture
-from ragspec.training.reference.sources import (
-    NUM_PROBE_ARTICLES,
-    NUM_TRAIN_ARTICLES,
-    json_lines,
-    squad_articles,
-)
+from ragspec.training.reference.sources import NUM_PROBE_ARTICLES, NUM_TRAIN_ARTICLES, json_lines, squad_articles
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
 SHARES = {
