@@ -13,7 +13,7 @@ from ragspec.config import IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import StoreError
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suites.retrieval.identity import NUM_PASSAGES, Answer, answer
+from ragspec.evaluation.suites.retrieval.identity import answers_of
 from ragspec.evaluation.suites.retrieval.quality import MODES, Mode
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import TextEncoder
@@ -47,14 +47,14 @@ def sharded(index_dir: Path, encoder: TextEncoder, queries: Sequence[str], tick:
     """One row for each layout and mode: the number of queries whose passages and scores are bitwise equal."""
     configs: dict[Mode, RetrieverConfig] = {m: RetrieverConfig(index_dir=str(index_dir), mode=m) for m in MODES}
     store = Store.open(index_dir, encoder.identity)
-    truth = {m: _answers(Retriever(encoder, store, configs[m], follow=False), queries, 1) for m in MODES}
+    truth = {m: answers_of(Retriever(encoder, store, configs[m], follow=False), queries, 1) for m in MODES}
     rows: list[Result] = []
     for num_shards, copies in LAYOUTS:
         with ActorPool(ShardActor, count=num_shards * copies, prefix="shard") as actors:
             for mode in MODES:
                 retriever = ClusterRetriever(configs[mode], encoder, actors.replicas, shard_replicas=copies)
                 with contextlib.closing(retriever):
-                    found = _answers(retriever, queries, _BATCH)
+                    found = answers_of(retriever, queries, _BATCH)
                 same = sum(a == b for a, b in zip(found, truth[mode], strict=True))
                 layout = {"shards": num_shards, "copies": copies, "mode": mode}
                 rows.append(layout | {"num_identical": same, "num_compared": len(queries)})
@@ -66,10 +66,3 @@ def identical_share(rows: Sequence[Result]) -> float | None:
     """The share of equal results over all rows."""
     compared = sum(row["num_compared"] for row in rows)
     return sum(row["num_identical"] for row in rows) / compared if compared else None
-
-
-def _answers(retriever: Retriever, queries: Sequence[str], batch: int) -> list[Answer]:
-    found: list[Answer] = []
-    for start in range(0, len(queries), batch):
-        found += map(answer, retriever.retrieve(queries[start : start + batch], NUM_PASSAGES).passages)
-    return found

@@ -106,12 +106,9 @@ class IdentityCheck:
 
     def answers(self, way: IndexLayout, mode: Mode, tick: Tick) -> list[Answer]:
         retriever = Retriever(self._encoder, way.store, RetrieverConfig(mode=mode), shard=way.shard, follow=False)
-        answers: list[Answer] = []
-        for start in range(0, len(self._queries), way.batch_size):
-            some = self._queries[start : start + way.batch_size]
-            answers += [answer(own) for own in retriever.retrieve(some, NUM_PASSAGES).passages]
-            tick(f"identity: {way.name}", len(answers), len(self._queries))
-        return answers
+        found = answers_of(retriever, self._queries, way.batch_size)
+        tick(f"identity: {way.name}", len(found), len(self._queries))
+        return found
 
     def _grow(self, index_dir: Path) -> None:
         """The same documents after several commits, some replaced and others deleted on the way."""
@@ -143,6 +140,13 @@ def layouts(store: Store) -> Iterator[IndexLayout]:
 def split_store(store: Store, num_shards: int) -> ShardLike:
     """Segments in independent shards, as on several machines."""
     return Shard([Shard.open(store.segments[number::num_shards]) for number in range(num_shards)])
+
+
+def answers_of(retriever: Retriever, queries: Sequence[str], batch_size: int) -> list[Answer]:
+    found: list[Answer] = []
+    for start in range(0, len(queries), batch_size):
+        found += map(answer, retriever.retrieve(queries[start : start + batch_size], NUM_PASSAGES).passages)
+    return found
 
 
 def answer(passages: Sequence[Passage]) -> Answer:
