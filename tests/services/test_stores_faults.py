@@ -78,6 +78,14 @@ def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple
     return member.status, member.code
 
 
+def with_a_file(opened: Opened) -> tuple[Library, str, str]:
+    """A service that has read one file, its store, and the file."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    return library, store, file
+
+
 def found(index: Path, query: str = "zebra stripes corn") -> set[str]:
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), RetrieverConfig(mode="sparse"))
@@ -150,9 +158,7 @@ def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opene
 
 def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, opened: Opened) -> None:
     """What its owner had asked to delete was found after a crash."""
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     library._records.set_status([library.member("ann", store, file)], "deleting")
     library.close()
     again = opened()
@@ -167,9 +173,7 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that failed after a restart was forgotten, and its file, failed or never read, was said to be completed."""
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     library._records.set_status([library.member("ann", store, file)], "deleting")
     library.close()
     monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.2)
@@ -184,9 +188,7 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
 
 def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Opened) -> None:
     """The index was half written, the worker dead, or a deletion said to be done that was not."""
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     before = found(index)
     other = library.upload("ann", "other.txt", "assistants", io.BytesIO(b"Another zebra.")).id
     with small_files(0):
@@ -205,9 +207,7 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
 
 def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion writes a record and a commit: what would make room was refused because there was none."""
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, _, file = with_a_file(opened)
     give_up, reserve = library._disk_reserve.give_up, library._disk_reserve._path
     assert reserve.stat().st_size >= 2**20
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -227,9 +227,7 @@ def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit that failed left files at in_progress, and a deletion without its documents or its error."""
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     before = found(index)
 
     def full(_: IndexWriter) -> None:
@@ -349,9 +347,7 @@ def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: 
     monkeypatch.setattr(index_updater, "SCRUB_WAIT_S", 0.1)
     monkeypatch.setattr(index_updater, "GRACE_S", 0.2)
     monkeypatch.setattr(generation, "GRACE_S", 0.2)
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     kept = attached(library, "mill.txt", "A mill has sails.")
     assert ended(library, *kept) == ("completed", "")
     asyncio.run(library.detach("ann", store, file))
@@ -393,9 +389,7 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     """Both failed while another process wrote, and the file stood at "deleting" until the next start, still to be found."""
     monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
     monkeypatch.setattr(index_updater, "TRIES", 1)
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     deleting = replace(library.member("ann", store, file), status="deleting")
     library._records.set_status([deleting], "deleting")
     with IndexWriter(index, LetterEncoder()), pytest.raises(SaveError):
@@ -432,9 +426,7 @@ def test_another_writer_is_waited_for(index: Path, opened: Opened) -> None:
 
 def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path) -> None:
     """A request to delete hung while the service was shutting down."""
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     ends: list[BaseException] = []
 
     def detach() -> None:
@@ -532,9 +524,7 @@ def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
 ) -> None:
     """Every client that asked again left a thread behind that waited."""
     monkeypatch.setattr(ingest, "_DELETE_TIMEOUT_S", 0.1)
-    library = opened()
-    store, file = attached(library)
-    assert ended(library, store, file) == ("completed", "")
+    library, store, file = with_a_file(opened)
     with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="ask again"):
         asyncio.run(library.detach("ann", store, file))
     until(lambda: not library._records.status(("ann", store, file)))
