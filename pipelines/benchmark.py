@@ -103,7 +103,7 @@ def main(
             full=full,
             reranker=reranker,
             heads=heads,
-            verdicts=ROOT / "infra/results/chat_verdicts.jsonl",
+            verdicts=ROOT / "infra/results",
         )
         with progress_ticks() as tick:
             measured_suite, outcome = measure_suite(suite, settings, tick)

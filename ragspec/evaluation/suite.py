@@ -66,7 +66,7 @@ class Settings:
     """The choices of the command line. `num_prompts` shortens the lists; `forced`: a file of answers, "gold", or nothing.
 
     `full` and `reranker` belong to the suite retrieval, `elsewhere` to iterative, `heads` (a folder) to drafters and spec_bench,
-    `verdicts` (a file) to target.
+    `verdicts` (a folder) to target and answers.
     """
 
     target: TargetConfig

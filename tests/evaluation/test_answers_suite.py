@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from real_data import DATA, needs_data
 
 from ragspec.config import EncoderConfig, IndexConfig
 from ragspec.core import Document, Passage
+from ragspec.errors import InputError
+from ragspec.evaluation.suites.answers.altered_sentences import labels_of, measure_alterations
 from ragspec.evaluation.suites.answers.json_outputs import is_valid
+from ragspec.evaluation.suites.answers.read_sentences import sentences_to_read, supported_precision, write_sentences
 from ragspec.evaluation.suites.answers.retrieved import measure_retrieval, rank_of
-from ragspec.evaluation.suites.answers.suite import measure_support
+from ragspec.evaluation.suites.answers.suite import mixed_passages
 from ragspec.evaluation.timing import no_tick
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
@@ -73,6 +77,33 @@ def test_outputs_that_break_their_schema_are_counted(name: str, text: str, valid
 def test_alterations_of_the_data_lose_their_label() -> None:
     """The rule's promise: at most five in a hundred alterations keep their label, every quote equals its source."""
     pages = [question.passage for question in documentation_questions(DATA / "docs", evaluation=True)]
-    measured = measure_support(DATA, list(dict.fromkeys(pages)), 60, 1)
+    measured = measure_alterations(mixed_passages(DATA, list(dict.fromkeys(pages)), 1), 60, 1)
     assert measured["num_altered"] >= 60 and measured["altered_still_supported"] <= 0.05
     assert measured["quoted_confirmed"] == measured["invented_marked"] == 1.0
+
+
+def test_verdicts_count_for_supported_sentences_alone(tmp_path: Path) -> None:
+    """A sheet that shows its labels, in its order or by name; verdicts on other sentences that count; 100 % without a reader."""
+    texts = [f"The mill {n} was built in {1800 + n} by the people of the valley." for n in range(300)]
+    passages = [Passage(f"p{n}", 0, text, 0, len(text)) for n, text in enumerate(texts)]
+    read, verdicts = sentences_to_read(passages, 3), tmp_path / "verdicts.jsonl"
+    assert read == sentences_to_read(passages, 3) != sentences_to_read(passages, 4)
+    assert len(read) == len({each.name for each in read}) == 250
+    labels = ["supported" if each.is_supported else "unsupported" for each in read]
+    assert labels.count("supported") == 200 and "unsupported" in labels[:50]
+    found = [labels_of(each.text, Passage("p", 0, each.passage, 0, len(each.passage))) for each in read]
+    assert found == [[label] for label in labels]
+    assert supported_precision(read, verdicts) == {"supported_precision": None, "supported_judged": 0}
+    write_sentences(read, tmp_path)
+    sheet = (tmp_path / "supported_sentences.md").read_text()
+    assert "supported" not in sheet and all(f"## {each.name}" in sheet for each in read)
+    assert list(json.loads((tmp_path / "supported_key.json").read_text()).values()) == labels
+    said = ["no" if number % 4 == 0 else "yes" for number in range(250)]
+    lines = [json.dumps({"sentence": each.name, "verdict": word}) for each, word in zip(read, said, strict=True)]
+    verdicts.write_text("\n".join([*lines, '{"sentence": "of another run", "verdict": "no"}']))
+    confirmed = [word == "yes" for word, label in zip(said, labels, strict=True) if label == "supported"]
+    expected = {"supported_precision": sum(confirmed) / 200, "supported_judged": 200}
+    assert supported_precision(read, verdicts) == expected
+    verdicts.write_text('{"sentence": "x", "verdict": "perhaps"}')
+    with pytest.raises(InputError, match="no verdict"):
+        supported_precision(read, verdicts)

@@ -15,12 +15,15 @@ import hashlib
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ragspec.disk import saving
 from ragspec.errors import InputError
 from ragspec.training.reference.sources import json_lines
+
+Meaning = TypeVar("Meaning")
 
 NUM_PAIRS = 50
 REQUESTS = "mt_bench/vicuna_bench_question.jsonl"
@@ -71,15 +74,23 @@ def write_pairs(pairs: list[ChatPair], folder: Path) -> None:
         (folder / "chat_key.json").write_text(json.dumps({pair.name: pair.adapted for pair in pairs}, indent=1))
 
 
-def verdict_scores(pairs: list[ChatPair], path: Path | None) -> dict[str, float]:
-    """The share of judged pairs whose adapted answer is not worse, NaN without one; and the number of judged pairs.
+def read_verdicts(path: Path | None, named: str, meanings: Mapping[str, Meaning]) -> dict[str, Meaning]:
+    """The meaning of each verdict in a file of lines `{named: ..., "verdict": ...}`; none without a file.
 
     Raises: InputError for a line that is no verdict.
     """
     try:
         rows = json_lines(path) if path is not None and path.exists() else ()
-        not_worse = {row["pair"]: NOT_WORSE[row["verdict"]] for row in rows}
+        return {row[named]: meanings[row["verdict"]] for row in rows}
     except (ValueError, KeyError, TypeError) as cause:
         raise InputError(f"{path} holds a line that is no verdict: {cause!r}") from cause
+
+
+def verdict_scores(pairs: list[ChatPair], path: Path | None) -> dict[str, float]:
+    """The share of judged pairs whose adapted answer is not worse, NaN without one; and the number of judged pairs.
+
+    Raises: InputError for a line that is no verdict.
+    """
+    not_worse = read_verdicts(path, "pair", NOT_WORSE)
     judged = [pair.adapted in not_worse[pair.name] for pair in pairs if pair.name in not_worse]
     return {"chat_not_worse": sum(judged) / len(judged) if judged else math.nan, "chat_judged": len(judged)}

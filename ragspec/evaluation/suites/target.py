@@ -257,7 +257,7 @@ def chat_scores(settings: Settings, data_dir: Path, count: int, tick: Tick) -> d
 
     pairs = shuffled_pairs(requests, (answers(settings.target), answers(unadapted)), settings.plan.seed)
     write_pairs(pairs, settings.cache_dir)
-    return verdict_scores(pairs, settings.verdicts)
+    return verdict_scores(pairs, settings.verdicts and settings.verdicts / "chat_verdicts.jsonl")
 
 
 def run_target(settings: Settings, tick: Tick) -> Outcome:

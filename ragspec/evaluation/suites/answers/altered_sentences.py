@@ -53,7 +53,7 @@ def statements(passages: Sequence[Passage]) -> Iterator[Statement]:
     for passage in passages:
         for start, end in sentences(passage.text):
             text = _shortened(passage.text[start:end])
-            if _LEAST_WORDS <= len(text.split()) <= _MOST_WORDS and _labels(text, passage) == ["supported"]:
+            if _LEAST_WORDS <= len(text.split()) <= _MOST_WORDS and labels_of(text, passage) == ["supported"]:
                 yield Statement(text, passage)
                 break
 
@@ -94,7 +94,7 @@ def measure_alterations(passages: Sequence[Passage], count: int, seed: int) -> R
         num_statements += 1
         for kind, text in alterations(statement, rng):
             counts[kind] += 1
-            still[kind] += _labels(text, statement.passage) != ["unsupported"]
+            still[kind] += labels_of(text, statement.passage) != ["unsupported"]
             num_marked += bool(find_support(f'It says "{text}" [1].', [statement.passage]).unknown_quotations)
     for passage in passages[:count]:
         for sentence in find_support(passage.text, [passage]).sentences:
@@ -133,5 +133,5 @@ def _shortened(sentence: str) -> str:
     return sentence[:1].upper() + " ".join(sentence[1:].split())
 
 
-def _labels(text: str, passage: Passage) -> list[str]:
+def labels_of(text: str, passage: Passage) -> list[str]:
     return [sentence.label for sentence in find_support(text, [passage]).sentences]

@@ -1,8 +1,8 @@
 """The suite `answers`: what an answer's labels are worth, whether the right passage is found or missed, and JSON schemas.
 
 Sentences of SQuAD's held-out articles and of the documentation's evaluation files are shortened and altered by rule
-(`altered_sentences`); the alterations must lose their label. Retrieval and abstention are measured on documentation questions
-(`retrieved`), JSON schemas on the target (`json_outputs`).
+(`altered_sentences`); the alterations must lose their label. People read supported sentences (`read_sentences`). Retrieval and
+abstention are measured on documentation questions (`retrieved`), JSON schemas on the target (`json_outputs`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, 
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.answers.altered_sentences import KINDS, measure_alterations
 from ragspec.evaluation.suites.answers.json_outputs import measure_json
+from ragspec.evaluation.suites.answers.read_sentences import (
+    sentences_to_read,
+    supported_precision,
+    write_sentences,
+)
 from ragspec.evaluation.suites.answers.retrieved import evaluation_documents, measure_retrieval
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
@@ -33,7 +38,12 @@ def run_answers(settings: Settings, tick: Tick) -> Outcome:
     tick("altered sentences", 0, 1)
     asked = list(documentation_questions(data / "docs", evaluation=True))
     pages = list(dict.fromkeys(question.passage for question in asked))
-    altered = measure_support(data, pages, NUM_ALTERED_QUICK if quick else NUM_ALTERED, settings.plan.seed)
+    seed = settings.plan.seed
+    passages = mixed_passages(data, pages, seed)
+    altered = measure_alterations(passages, NUM_ALTERED_QUICK if quick else NUM_ALTERED, seed)
+    sentences = sentences_to_read(passages, seed)
+    write_sentences(sentences, settings.cache_dir)
+    read = supported_precision(sentences, settings.verdicts and settings.verdicts / "supported_verdicts.jsonl")
     tick("altered sentences", 1, 1)
     documents = evaluation_documents(data / "docs", quick)
     names = {document.id for document in documents}
@@ -44,20 +54,19 @@ def run_answers(settings: Settings, tick: Tick) -> Outcome:
     engine, _ = open_engine(settings.target)
     with engine:
         texts = [each.question for each in questions[: NUM_JSON_QUICK if quick else NUM_JSON]]
-        written = measure_json(engine, texts, tick, settings.plan.seed)
+        written = measure_json(engine, texts, tick, seed)
     label = "SQuAD, held-out articles; documentation, evaluation files"
-    return Outcome({"label": label, "num_prompts": len(questions)} | altered | found | written)
+    return Outcome({"label": label, "num_prompts": len(questions)} | altered | read | found | written)
 
 
-def measure_support(data: Path, pages: Sequence[str], count: int, seed: int) -> Result:
-    """Half of the sentences are of SQuAD, half of the `pages`."""
+def mixed_passages(data: Path, pages: Sequence[str], seed: int) -> list[Passage]:
+    """Half of them are of SQuAD, half are the `pages`."""
     squad = [p["context"] for article in held_out_articles(data) for p in article["paragraphs"]]
     passages = []
     for name, texts in (("squad", squad), ("docs", list(pages))):
         random.Random(seed).shuffle(texts)
         passages.append([Passage(f"{name}-{n}", 0, text, 0, len(text)) for n, text in enumerate(texts)])
-    mixed = [passage for pair in zip(*passages, strict=False) for passage in pair]
-    return measure_alterations(mixed, count, seed)
+    return [passage for pair in zip(*passages, strict=False) for passage in pair]
 
 
 def _tables(result: Result) -> dict[str, Table]:
@@ -70,6 +79,7 @@ SUITE = Suite(
     run_answers,
     (
         Metric("altered_still_supported", "altered sentences that keep their label", at_most(0.05)),
+        Metric("supported_precision", "read sentences labelled supported that a reader confirms", at_least(0.9)),
         Metric("invented_marked", "invented quotations that are marked", equal_to(1.0)),
         Metric("quoted_confirmed", "sentences called quoted that equal their source", equal_to(1.0)),
         Metric("num_altered", "altered sentences", at_least(1)),
