@@ -21,9 +21,9 @@ from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.growing.beam import PickedLevel
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.target import Target
-from ragspec.numerics.backend import BestTokens, LogitRows
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.speculation import ON, AcceptanceRule, Speculation
@@ -184,9 +184,11 @@ class Fitted(EagleDrafter):
 
     target: Target
 
-    def _picks(self, drafts: list[Any], logits: LogitRows, depth: int) -> BestTokens:
+    def _extend(self, drafts: list[Any], level: PickedLevel, depth: int, budget: Budget) -> bool:
         rows = [self._true(draft, node) for draft in drafts for node in draft.open]
-        return super()._picks(drafts, np.stack(rows)[:, self.network.draft_ids], depth)
+        logits = np.stack(rows)[:, self.network.draft_ids]
+        level = level._replace(picks=self._picks(drafts, logits, depth), logits=logits)
+        return super()._extend(drafts, level, depth, budget)
 
     def _true(self, draft: Any, node: Any) -> np.ndarray:
         tokens, number = [], node.number
