@@ -34,11 +34,9 @@ def with_chat(small_data: Path, folder: Path) -> Path:
     return folder
 
 
-def save_heads(folder: Path, model_dir: Path, families: tuple[str, ...] = ("eagle", "eagle3")) -> Path:
+def save_heads(folder: Path, model_dir: Path) -> Path:
     """`folder/eagle` and `folder/eagle3` for a saved target of two layers."""
     vocab = len(AutoTokenizer.from_pretrained(model_dir))
-    if "eagle" in families:
-        random_head("eagle", folder / "eagle", hidden=HIDDEN, vocab=vocab)
-    if "eagle3" in families:
-        random_head("eagle3", folder / "eagle3", hidden=HIDDEN, vocab=vocab, draft_vocab=200, aux_layers=(0, 1, 2))
+    random_head("eagle", folder / "eagle", hidden=HIDDEN, vocab=vocab)
+    random_head("eagle3", folder / "eagle3", hidden=HIDDEN, vocab=vocab, draft_vocab=200, aux_layers=(0, 1, 2))
     return folder
