@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from ragspec.evaluation.timing import GENERATE, PLAIN, SPECULATIVE, Equality, TimedGeneration, Timings, take_turns
+from ragspec.evaluation.timing import (
+    GENERATE,
+    PLAIN,
+    SPECULATIVE,
+    Equality,
+    TimedGeneration,
+    Timings,
+    take_turns,
+    warm_turns,
+)
 
 ABC = (1, 2, 3)
 
@@ -84,3 +94,15 @@ def test_contenders_take_turns() -> None:
     runs = take_turns({"a": contender("a"), "b": contender("b")}, ["1", "2"], 2, tick)
     assert calls == ["a1", "b1", "1/4", "a2", "b2", "2/4", "a1", "b1", "3/4", "a2", "b2", "4/4"]
     assert runs["b"] == [[2, 5], [8, 11]], "by run, then by unit"
+
+
+def test_the_first_turn_of_each_does_not_count() -> None:
+    """The time in which kernels compile in a median; all runs of one after all of another."""
+    calls: list[str] = []
+
+    def noted(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    runs = warm_turns({name: partial(noted, name) for name in "ab"}, num_runs=2)
+    assert calls == ["a", "b"] * 3 and runs == {"a": [3, 5], "b": [4, 6]}

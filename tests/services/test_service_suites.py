@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients, c
 from pipelines.benchmarks.llama_server import prompts_of
 from pipelines.benchmarks.load import leaked_slots
 from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, bursts, measured, mixes_of, poisson
-from pipelines.benchmarks.service import Service, run_clients, service_here
+from pipelines.benchmarks.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -210,3 +211,13 @@ def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: 
     assert any('"400"' in line for line in refused), "the attacker's requests came"
     other = [answer | {"text": "another text"} for answer in quiet]
     assert not attack.attacked(service, "private_files", bodies, other)["survived"]
+
+
+def test_a_program_is_waited_for_and_one_that_ends_is_an_error() -> None:
+    """A program that ended at once was waited for until the time was over."""
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}/"
+    with started([sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1"], url, 600.0) as seconds:
+        assert 0.0 < seconds < 600.0
+    with pytest.raises(EngineError, match="not ready"), started([sys.executable, "-c", ""], url, 600.0):
+        raise AssertionError("nothing answers")
