@@ -43,6 +43,8 @@ GOLD = "gold"
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 1.0}
 TOP_P: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
+_BATCH_RUNS = 3
+"""Fewest runs of batches: reading the prompts is most of their time, and varies by more than speculation changes it."""
 _NOTHING_RUNS = 5
 """Fewest runs where no difference is expected: single runs of twelve prompts scatter by several percent."""
 
@@ -78,7 +80,7 @@ class GenerationSuite:
         """All measurements that need the engine, in the order of the module's docstring."""
         plan, sampled = self._plan, None
         greedy = self._alone("T=0", GREEDY, plan.num_runs, self._peers)
-        result = speeds(greedy) | self._batched("T=0", GREEDY, plan.num_runs, greedy)
+        result = speeds(greedy) | self._batched("T=0", GREEDY, max(plan.num_runs, _BATCH_RUNS), greedy)
         if self._forced is None:
             sampled = self._alone("T=1", SAMPLED, plan.num_runs)
             self._batched("T=1", SAMPLED, 1, sampled)
