@@ -25,7 +25,9 @@ from ragspec.numerics.kv_cache import SequenceSlots
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
-    folder = save_model("llama", tmp_path_factory.mktemp("sleeping") / "llama", max_position_embeddings=2048)
+    """Four ranks share it: a key and value head for each."""
+    folder = tmp_path_factory.mktemp("sleeping") / "llama"
+    save_model("llama", folder, max_position_embeddings=2048, num_key_value_heads=4)
     return TargetConfig(model=str(folder))
 
 
