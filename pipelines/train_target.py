@@ -80,7 +80,12 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=training_run.positive(int), default=8_000_000, help="length of the run in tokens")
     add("--rows", type=training_run.positive(int), default=2, help="rows of a step and worker; 32 suit a GPU")
     add("--peak-rate", type=training_run.positive(float), default=6e-4, help="peak learning rate")
-    add("--probes", type=training_run.positive(int, least=0), default=8, help="how often the run answers questions of its own")
+    add(
+        "--probes",
+        type=training_run.positive(int, least=0),
+        default=8,
+        help="how often the run answers questions of its own",
+    )
     add("--continue-from", type=Path, help="another run's checkpoint to begin with; it stays as it is")
     return parser
 
