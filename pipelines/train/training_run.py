@@ -138,8 +138,8 @@ def run_to_end(
 
 
 def is_probed(num_probes: int, step: float, before: float, after: float) -> bool:
-    """Whether a probe is due, at even shares of the run."""
-    return int(num_probes * after) > int(num_probes * before)
+    """Whether a probe is due: after the first step, and at even shares of the run."""
+    return num_probes > 0 and (step == 1 or int(num_probes * after) > int(num_probes * before))
 
 
 def tokens_and_speed(records: list[dict[str, float]]) -> str:

@@ -26,13 +26,13 @@ _FUNCTION = frozenset(
     "a an the is are was were be been being it its this that these those there he she they do does did also , ( )".split()
 )
 """Words that a sentence may hold without its source, and the other way round."""
-_NEGATIONS = frozenset(
+_NEGATION_WORDS = (
     "not no never none nor neither nobody nothing nowhere without cannot hardly scarcely barely rarely seldom false falsely "
     "untrue incorrect incorrectly wrongly myth deny denies denied denying doubt doubts doubted refuse refuses refused fail "
     "fails failed failing lack lacks lacked lacking alleged allegedly claimed supposedly if unless except "
     "nicht kein keine keinen keiner nie niemals ohne ne pas jamais sans aucun aucune nunca sin ningún non mai senza niet geen "
     "não nem nenhum nenhuma sem не ни нет без никогда inte aldrig utan ikke aldri aldrig uden ei eivät ilman nu nici fără değil "
-    "yok δεν δε μη μην όχι ποτέ χωρίς لا ليس ليست لم لن नहीं 不 没 沒 未 无 無 非 勿 안 못 않".split()
+    "yok δεν δε μη μην όχι ποτέ χωρίς لا ليس ليست لم لن नहीं 不 没 沒 未 无 無 非 勿 안 못 않"
 )
 """Words of a clause that no sentence may leave out."""
 _BOUNDARIES = frozenset(
@@ -67,11 +67,6 @@ def words_of(text: str) -> list[Word]:
     return words
 
 
-def content_words(words: Sequence[Word]) -> list[str]:
-    """The words that a source must hold."""
-    return [word.text for word in words if word.text not in _FUNCTION]
-
-
 def _form(token: str) -> str:
     """Lower case, without the commas of numbers and the s of plurals and verbs."""
     lower = token.casefold()
@@ -79,6 +74,20 @@ def _form(token: str) -> str:
         return lower.replace(",", "")
     is_plain = len(lower) > 3 and lower.isalpha() and not lower.endswith(("ss", "us", "is"))
     return lower.removesuffix("s") if is_plain else lower
+
+
+_NEGATIONS = frozenset(words_of(word)[-1].text for word in _NEGATION_WORDS.split())
+"""As they are compared: casefolding and tokens change some of them."""
+
+
+def _is_negation(text: str) -> bool:
+    """Why beginnings: Korean verbs carry their negation."""
+    return text in _NEGATIONS or text.startswith(("않", "못"))
+
+
+def content_words(words: Sequence[Word]) -> list[str]:
+    """The words that a source must hold."""
+    return [word.text for word in words if word.text not in _FUNCTION]
 
 
 def restates(source: Sequence[Word], wanted: Sequence[str]) -> bool:
@@ -121,7 +130,7 @@ def _is_whole(source: Sequence[Word], places: Sequence[int]) -> bool:
         left -= 1
     while right < len(texts) and texts[right] not in _CLAUSE_ENDS:
         right += 1
-    if any(texts[i] in _NEGATIONS for i in range(left, right) if i not in taken):
+    if any(_is_negation(texts[i]) for i in range(left, right) if i not in taken):
         return False
     return all(_may_be_left_out(source[one + 1 : other]) for one, other in pairwise(places))
 

@@ -20,9 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_probes_stand_at_even_shares_however_often_a_run_is_taken_up() -> None:
     """A run that was lengthened when it was taken up was never probed again."""
     due = [step for step in range(1, 101) if is_probed(8, step, (step - 1) / 100, step / 100)]
-    assert due == [13, 25, 38, 50, 63, 75, 88, 100]
+    assert due == [1, 13, 25, 38, 50, 63, 75, 88, 100]
     lengthened = [step for step in range(101, 201) if is_probed(8, step, (step - 1) / 200, step / 200)]
     assert lengthened == [125, 150, 175, 200]
+    assert not is_probed(0, 1, 0.0, 1.0)
 
 
 def test_a_missing_data_directory_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

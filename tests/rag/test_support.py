@@ -67,6 +67,11 @@ def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: st
         ("A velha moagem não está aberta desde 1874.", "não "),
         ("那座老磨坊自1874年起不开放。", "不"),
         ("그 방앗간은 1874년부터 안 열었다.", "안 "),
+        ("그 방앗간은 문을 열지 않는다 1874년부터 지금까지.", "않는다 "),
+        ("Ο παλιός μύλος λειτουργεί χωρίς ρεύμα από το 1874.", "χωρίς "),
+        ("यह पुरानी चक्की 1874 से नहीं चलती है।", "नहीं "),
+        ("Le vieux moulin tourne sans courant depuis 1874.", "sans "),
+        ("The old mill denies visitors entry since 1874.", "denies "),
     ],
 )
 def test_negations_of_other_languages_cannot_be_left_out(source: str, negation: str) -> None:

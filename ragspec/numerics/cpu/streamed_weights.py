@@ -40,7 +40,7 @@ class StreamedArena(WeightArena):
     """A saved arena of which at most `max_bytes` of weights are in memory, the two buffers included.
 
     Raises: OSError and SafetensorError for a file that cannot be read; ModelError where the output layer and two layers need
-    more than `max_bytes`.
+    more than `max_bytes`, or where reading fails later.
     """
 
     streams = True
@@ -120,8 +120,11 @@ class StreamedArena(WeightArena):
         self._memory_starts = np.array([*starts[: self._num_kept], *buffers, size - sizes[-1]])
         self._memory = np.empty(size, np.int8)
         self._sizes = sizes
-        for number in (*range(self._num_kept), self._num_layers):
-            self._read(number)
+        try:
+            for number in (*range(self._num_kept), self._num_layers):
+                self._read(number)
+        except OSError as cause:
+            raise ModelError(f"weights of layer {number} cannot be read: {cause}") from cause
 
     def _read(self, number: int) -> None:
         """Read a layer into its place; the page cache does not keep it, since it counts as memory too."""

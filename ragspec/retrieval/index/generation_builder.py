@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragspec.config import AnalyzerConfig, IndexConfig
+from ragspec.config import IndexConfig
 from ragspec.errors import ConfigError, StoreError, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity, TextEncoder
 from ragspec.retrieval.index.document_map import DocumentMap
@@ -31,7 +31,7 @@ MAX_SEGMENTS = 16
 """A search looks into every segment, so a commit merges the smaller half of the segments that are at most half full if there are
 more than this. Fuller segments are left alone, or every commit would write a million passages anew."""
 
-_EARLIER_WORDS = AnalyzerConfig(language="english")
+_EARLIER_LANGUAGE = "english"
 """The default before languages were detected. An index built with it keeps it where the settings name no other."""
 
 
@@ -157,8 +157,9 @@ def _base_index(
     store, built = None, None
     try:
         built = read_current(index_dir)[1].config
-        if config is not None and not replace and config.words == AnalyzerConfig() and built.words == _EARLIER_WORDS:
-            config = config.model_copy(update={"words": built.words})
+        if config is not None and not replace and config.words.language == "auto":
+            earlier = config.words.model_copy(update={"language": _EARLIER_LANGUAGE})
+            config = config.model_copy(update={"words": earlier}) if built.words == earlier else config
         store = _fitting_store(index_dir, encoder, config or built)
     except StoreMissing:
         pass
