@@ -29,7 +29,7 @@ from ragspec.rag.wording import question_messages
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.reference.lora import write_adapter
-from ragspec.training.reference.mixture import Mixture
+from ragspec.training.reference.mixture import LONG, Mixture
 from ragspec.training.reference.rows import Row
 from ragspec.training.reference.sources import json_lines
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
@@ -130,10 +130,11 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
 def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, seed: str) -> Row:
     """A row of one kind of text; a function of the seed."""
     rng = random.Random(seed)
-    kind, row = mixture.kind(rng), Row(row_tokens)
+    kind = mixture.kind(rng)
+    row = Row(int(row_tokens * LONG.get(kind, 1)))
     for _ in range(MAX_DRAWS):
         row.add(map(encoder.encode, mixture.draw(kind, rng)))
-        if len(row.ids) > FULL_SHARE * row_tokens:
+        if len(row.ids) > FULL_SHARE * row.length:
             break
     return row if row.ids else mixed_row(mixture, encoder, row_tokens, seed + "'")
 

@@ -5,9 +5,7 @@ Paragraphs of the standard library and of documentation are made here; no held-o
 >>> group = Mixture(data_dir, chats).draw("questions", random.Random(0))    # many questions over one set of passages
 """
 
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 from ragspec.config import ChunkingConfig
@@ -15,19 +13,19 @@ from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.rag import wording
 from ragspec.retrieval.chunking import chunk
-from ragspec.training.conversations import Conversation, Message, message
-from ragspec.training.documentation import documentation_questions, is_for_evaluation
+from ragspec.training.conversations import Conversation, message
+from ragspec.training.documentation import documentation_questions
 from ragspec.training.reference.corrections import Corrections
+from ragspec.training.reference.dialogues import Dialogues
 from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.sources import MAX_QUOTE_WORDS, Paragraph, Question, question_paragraphs
-from ragspec.training.sentences import normalise
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
-SHARES = {"questions": 0.55, "documentation": 0.15, "stdlib": 0.08, "grammar": 0.14, "follow_ups": 0.05, "chat": 0.03}
+SHARES = {"questions": 0.5, "documentation": 0.11, "stdlib": 0.08, "grammar": 0.18, "follow_ups": 0.09, "chat": 0.04}
 NUM_CORRECTIONS = 14
 """Corrections drawn at a time."""
-MAX_TURNS, MAX_PAGE_CHARS, BARE_SHARE = 3, 900, 0.5
-"""Questions in a row, and earlier ones of them whose passages are left out, as where a prompt grows too long."""
+LONG = {"follow_ups": 2.5}
+"""Kinds whose rows are longer than the others', and how much."""
 PERSONA_SHARE = 0.08
 PERSONAS = ("You are a helpful assistant.", "You answer for a support team.", "Be brief. Use plain English.")
 
@@ -47,7 +45,7 @@ class Mixture:
                 "stdlib": PackStream(stdlib_paragraphs(random.Random(0))),
             }
             self._corrections = Corrections(data_dir, self.paragraphs)
-            self._pages = list(follow_up_pages(data_dir))
+            self._dialogues = Dialogues(data_dir, self._packs["questions"])
         except OSError as cause:
             raise InputError(f"the training data lacks {cause.filename}: {cause.strerror}") from cause
         self._chats = chats
@@ -62,47 +60,13 @@ class Mixture:
             pairs = [self._corrections.draw(rng) for _ in range(NUM_CORRECTIONS)]
             return [Conversation([*wording.grammar_messages(w), message("assistant", right)]) for w, right in pairs]
         if kind == "follow_ups":
-            return [Conversation(self._follow_ups(rng))]
+            return self._dialogues.draw(rng)
         if kind == "chat":
             return [rng.choice(self._chats)]
         pack = self._packs[kind].draw(rng)
         own_system = rng.choice(PERSONAS) if rng.random() < PERSONA_SHARE else ""
         prompts = [(wording.question_messages(q, pack.passages, own_system), answer) for q, answer in pack.turns]
         return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in prompts]
-
-    def _follow_ups(self, rng: random.Random) -> list[Message]:
-        """Questions in a row about one page, whose answers are its passage."""
-        turns = rng.choice(self._pages)
-        start = rng.randrange(len(turns) - 1)
-        answers = list(dict.fromkeys(answer for _, answer in turns))
-        rng.shuffle(answers)  # Why: in the dialogue's order the answer is the sentence behind the last quote
-        text = " ".join(answers)[:MAX_PAGE_CHARS]
-        others = rng.sample(self.paragraphs, rng.randrange(3))
-        passages = [text, *(other.text[:500] for other in others)]
-        rng.shuffle(passages)
-        messages = [message("system", wording.system_text())]
-        chosen = [turn for turn in turns[start : start + MAX_TURNS] if turn[1] in text]
-        for number, (question, answer) in enumerate(chosen, start=1):
-            is_bare = number < len(chosen) and rng.random() < BARE_SHARE
-            asked = question if is_bare else wording.user_text(question, wording.numbered(passages))
-            told = message("assistant", wording.quoted_answer(answer, passages.index(text) + 1))
-            messages += [message("user", asked), told]
-        return messages
-
-
-def follow_up_pages(data_dir: Path) -> Iterator[list[tuple[str, str]]]:
-    """CANARD's questions and answers in a row about one page; the answers are taken word for word from it.
-
-    Articles for evaluation are left out.
-    """
-    turns: dict[str, list[tuple[str, str]]] = {}
-    for row in json.loads((data_dir / "canard/dev.json").read_text()):
-        history = [normalise(text) for text in row["History"][2:]]
-        pairs = [pair for pair in zip(history[::2], history[1::2], strict=False) if 5 < len(pair[1].split()) < 50]
-        is_longer = len(pairs) >= len(turns.get(row["QuAC_dialog_id"], []))
-        if is_longer and not is_for_evaluation(row["History"][0]):
-            turns[row["QuAC_dialog_id"]] = pairs
-    yield from (pairs for pairs in turns.values() if len(pairs) >= 2)
 
 
 ASKED = (
