@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ragspec.rag.citations import IDEOGRAPHS
 
 _TOKEN = re.compile(
-    r"(?:(?<![\w.)])[-−+])?[$€£]?\d+(?:[.,:/]\d+)*(?:st|nd|rd|th\b)?%?"
+    r"[A-Za-z_][A-Za-z0-9_.]*\([!-'*-~]+\)"  # the call of a function: its arguments are no remark in brackets
+    r"|(?:(?<![\w.)])[-−+])?[$€£]?\d+(?:[.,:/]\d+)*(?:st|nd|rd|th\b)?%?"
     rf"|[{IDEOGRAPHS}]"
     rf"|(?:(?![{IDEOGRAPHS}])\w)+(?:[.'’_/-]+(?:(?![{IDEOGRAPHS}])\w)+)*[+#]*"
     r"|[<>=≤≥≠!]+|[%;()]|,"
@@ -41,6 +42,8 @@ _BOUNDARIES = frozenset(
     "least most more less fewer up over under partly partially und oder aber et ou mais y o pero".split()
 )
 """Words that may not be left out between words that both texts have."""
+_CONDITIONS = frozenset(("if", "unless", "because"))
+"""Words of a clause of which no end may be left out: a condition of two is another condition."""
 _CLAUSE_ENDS = frozenset("; but while whereas although though".split())
 _MAX_LEFT_OUT = 2
 
@@ -57,6 +60,7 @@ def words_of(text: str) -> list[Word]:
     text = re.sub(
         r"\b(ca|wo)n't\b", lambda match: {"ca": "can", "wo": "will"}[match[1].lower()] + " not", text, flags=re.I
     )
+    text = re.sub(r"\ba (few|little)\b", r"a-\1", text, flags=re.IGNORECASE)  # Why: few is the opposite of a few
     text = re.sub(r"\bcannot\b", "can not", text.replace("n't", " not"), flags=re.IGNORECASE)
     words = []
     for number, token in enumerate(_TOKEN.findall(text)):
@@ -87,7 +91,7 @@ def _is_negation(text: str) -> bool:
 
 def content_words(words: Sequence[Word]) -> list[str]:
     """The words that a source must hold."""
-    return [word.text for word in words if word.text not in _FUNCTION]
+    return [word.text for word in _said(words)]
 
 
 def restates(source: Sequence[Word], wanted: Sequence[str]) -> bool:
@@ -132,6 +136,8 @@ def _is_whole(source: Sequence[Word], places: Sequence[int]) -> bool:
         right += 1
     if any(_is_negation(texts[i]) for i in range(left, right) if i not in taken):
         return False
+    if any(texts[i] in _CONDITIONS for i in places) and _said(source[places[-1] + 1 : right]):
+        return False
     return all(_may_be_left_out(source[one + 1 : other]) for one, other in pairwise(places))
 
 
@@ -140,5 +146,9 @@ def _may_be_left_out(gap: Sequence[Word]) -> bool:
     texts = [word.text for word in gap]
     if len(gap) > 1 and (texts[0], texts[-1]) in ((",", ","), ("(", ")")):
         return "," not in texts[1:-1] and "(" not in texts[1:-1]
-    said = [word for word in gap if word.text not in _FUNCTION]
+    said = _said(gap)
     return len(said) <= _MAX_LEFT_OUT and not any(word.is_fact or word.text in _BOUNDARIES for word in said)
+
+
+def _said(words: Sequence[Word]) -> list[Word]:
+    return [word for word in words if word.text not in _FUNCTION]

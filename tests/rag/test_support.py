@@ -57,6 +57,25 @@ def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: st
 
 
 @pytest.mark.parametrize(
+    ("source", "restated", "changed"),
+    [
+        ("A few rooms of the mill were dry.", "A few rooms of mill were dry.", "Few rooms of mill were dry."),
+        ("Then read the next len(b) bytes.", "Read next len(b) bytes.", "Read next len bytes."),
+        (
+            "It pays if the mill turns, and the river flows.",
+            "Pays if the mill turns, and river flows",
+            "It pays if mill turns.",
+        ),
+    ],
+)
+def test_words_that_change_a_sentence_are_not_left_out(source: str, restated: str, changed: str) -> None:
+    """ "Few rooms" was called supported by "a few rooms", a call without its argument, and a condition without its half."""
+    passage = Passage("mill", 0, source, 0, len(source))
+    labels = [find_support(text, [passage]).sentences[0].label for text in (restated, changed)]
+    assert labels == ["supported", "unsupported"]
+
+
+@pytest.mark.parametrize(
     ("source", "negation"),
     [
         ("Die alte Mühle ist seit 1874 nicht offen.", "nicht "),
