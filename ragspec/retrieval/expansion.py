@@ -28,6 +28,20 @@ class WidePassage(Passage):
     num_neighbours: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedPassage(Passage):
+    """A passage as it was shown, with text around its best hit, which is [hit_start, hit_end) of the document."""
+
+    hit_start: int = 0
+    hit_end: int = 0
+
+    @property
+    def hit(self) -> Passage:
+        text = self.text[self.hit_start - self.start : self.hit_end - self.start]
+        names = self.title, self.source, self.score, self.heading
+        return Passage(self.document_id, self.ordinal, text, self.hit_start, self.hit_end, *names)
+
+
 class _Region(NamedTuple):
     """The part [start, end) of a document, which is shown for `hit`. `known`: the document's text from `known_start`."""
 
@@ -49,9 +63,10 @@ class _Region(NamedTuple):
 
     @property
     def passage(self) -> Passage:
-        hit, text = self.hit, self.text(self.start, self.end)
-        names = hit.title, hit.source, hit.score, hit.heading
-        return Passage(hit.document_id, hit.ordinal, text, self.start, self.end, *names)
+        hit, names = self.hit, (self.hit.title, self.hit.source, self.hit.score, self.hit.heading)
+        shown = hit.document_id, hit.ordinal, self.text(self.start, self.end), self.start, self.end, *names
+        is_joined = (self.start, self.end) != (hit.start, hit.end)
+        return JoinedPassage(*shown, hit.start, hit.end) if is_joined else Passage(*shown)
 
     def text(self, start: int, end: int) -> str:
         return self.known[start - self.known_start : end - self.known_start]
@@ -81,14 +96,22 @@ def joined(passages: Iterable[Passage], num_neighbours: int = 0) -> list[Passage
     return [region.passage for region in sorted(regions, key=lambda region: region.rank)]
 
 
-def is_part(passage: Passage, wholes: Iterable[Passage]) -> bool:
-    """Whether the passage stands at its place in one of the others."""
-    return any(
-        whole.document_id == passage.document_id
-        and whole.start <= passage.start
-        and whole.text[passage.start - whole.start : passage.end - whole.start] == passage.text
-        for whole in wholes
-    )
+def is_part(passage: Passage, others: Iterable[Passage]) -> bool:
+    """Whether the passage stands at its place in the others together, but for space between these."""
+    at = passage.start
+    for other in sorted(
+        (each for each in others if each.document_id == passage.document_id), key=lambda each: each.start
+    ):
+        start, end = max(passage.start, other.start), min(passage.end, other.end)
+        if start >= end or passage.text[at - passage.start : start - passage.start].strip():
+            continue
+        if (
+            passage.text[start - passage.start : end - passage.start]
+            != other.text[start - other.start : end - other.start]
+        ):
+            return False
+        at = max(at, end)
+    return not passage.text[at - passage.start :].strip()
 
 
 def _union(one: _Region, other: _Region) -> _Region | None:

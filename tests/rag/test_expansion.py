@@ -14,7 +14,7 @@ from test_prompt import CHAT
 
 from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Heading, Message, Passage, SamplingParams
-from ragspec.rag.chat.conversations import QaPair, ShownPassages
+from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import PastTurn, build_chat_prompt
 from ragspec.rag.chat.retrieval import ChatRetriever
@@ -102,7 +102,7 @@ def test_what_is_shown_is_verbatim_once_and_readable(
         assert is_part(hits[0], shown[:1]) and all(is_part(hit, shown) for hit in hits)
         assert len({passage.id for passage in shown}) == len(shown)
         for passage in shown:
-            assert type(passage) is Passage and passage.document_id in {hit.document_id for hit in hits}
+            assert not isinstance(passage, WidePassage) and passage.document_id in {hit.document_id for hit in hits}
             assert passage.text == TEXTS[passage.document_id][passage.start : passage.end]
         for one, other in combinations(shown, 2):
             if one.document_id == other.document_id:
@@ -173,19 +173,45 @@ def test_neighbours_take_only_room_that_is_left(store: Store, with_history: bool
     assert {0, sum(len(passage.text) for passage in next(widths(wide)))} <= num_chars and len(num_chars) > 4
 
 
-def test_earlier_passages_are_confirmed_after_a_change(tmp_path: Path) -> None:
-    """A joined passage is no passage of the index, so a change of any other document took it out of the conversation."""
-    built(tmp_path)
-    config = RetrieverConfig(index_dir=str(tmp_path), mode="dense", expand_passages=1)
-    index = Retriever(LetterEncoder(), Store.open(tmp_path), config)
+def shown_in_a_turn(folder: Path) -> tuple[list[Passage], ShownPassages]:
+    """The hits of a turn, and the passages that its prompt showed, as the store gives them back."""
+    index = Retriever(LetterEncoder(), Store.open(folder), RetrieverConfig(mode="dense", expand_passages=1))
     result = index.retrieve(["When was the mill built?"], 4)
     passages = tuple(next(widths(result.passages[0])))
     assert {passage.document_id for passage in passages} > {"river"} and any(len(p.text) > 45 for p in passages)
-    shown = ShownPassages(passages, result.generation, ())
-    history = ChatHistory((QaPair("When?", "In 1874."),), (shown,), ("earlier", "now"))
+    kept = ConversationStore(folder / "conversations.sqlite")
+    kept.save_shown("", "earlier", ShownPassages(passages, result.generation, tuple(p.id for p in passages)))
+    shown = kept.load_shown("", ["earlier"])["earlier"]
+    kept.close()
+    assert shown.passages == passages
+    return result.passages[0], shown
+
+
+def history_of(shown: ShownPassages) -> ChatHistory:
+    return ChatHistory((QaPair("When?", "In 1874."),), (shown,), ("earlier", "now"))
+
+
+@pytest.mark.parametrize("later", [1, 2, 0])
+def test_earlier_passages_are_confirmed_after_a_change(tmp_path: Path, later: int) -> None:
+    """A joined passage is no passage of the index, so a change of any other document took it out of the conversation; so did
+    a lower setting."""
+    _, shown = shown_in_a_turn(built(tmp_path))
+    config = RetrieverConfig(index_dir=str(tmp_path), mode="dense", expand_passages=later)
+    index = Retriever(LetterEncoder(), Store.open(tmp_path), config)
     turn = ChatTurn("id", (Message("user", "Who?"),), SamplingParams(), retrieve=False)
     with IndexWriter(tmp_path, LetterEncoder()) as writer:
         writer.upsert(Document("river", "The river was moved. Nothing of it is left."))
         writer.commit()
-    (kept,) = ChatRetriever(index, ChatConfig()).retrieve(turn, "Who?", "Who?", history).history
-    assert list(kept.passages) == [passage for passage in passages if passage.document_id != "river"]
+    (kept,) = ChatRetriever(index, ChatConfig()).retrieve(turn, "Who?", "Who?", history_of(shown)).history
+    assert list(kept.passages) == [passage for passage in shown.passages if passage.document_id != "river"]
+
+
+def test_passages_are_carried_over_without_their_neighbours(tmp_path: Path) -> None:
+    """A follow-up's prompt without room for the neighbours of earlier passages lost earlier turns to them."""
+    hits, shown = shown_in_a_turn(built(tmp_path))
+    index = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode="dense", expand_passages=1))
+    turn = ChatTurn("id", (Message("user", "secret"),), SamplingParams(), num_passages=1)
+    chat = ChatRetriever(index, ChatConfig(max_carried=9))
+    own, *carried = chat.retrieve(turn, "And it?", "One sentence alone.", history_of(shown)).passages
+    assert own.document_id == "short" and len(carried) > 1
+    assert set(plain(carried)) <= set(plain(hits))

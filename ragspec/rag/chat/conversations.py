@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from ragspec.core import Passage
 from ragspec.errors import NoRoom, NotFound, StoreCorrupt
 from ragspec.rag.database import Database
+from ragspec.retrieval.expansion import JoinedPassage
 
 _SCHEMA = 1
 _TABLES = """
@@ -220,7 +221,8 @@ class ConversationStore:
 
     def _read(self, passages: str, generation: str, cited: str) -> ShownPassages:
         try:
-            read = tuple(Passage(**fields) for fields in json.loads(passages))
+            kinds = {False: Passage, True: JoinedPassage}
+            read = tuple(kinds["hit_start" in fields](**fields) for fields in json.loads(passages))
             return ShownPassages(read, generation, tuple(json.loads(cited)))
         except (ValueError, TypeError) as cause:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause

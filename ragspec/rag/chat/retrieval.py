@@ -15,7 +15,7 @@ from ragspec.errors import RetrievalError, StoreError
 from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.steps import RetrieverLike
-from ragspec.retrieval.expansion import is_part, widths
+from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
 
@@ -89,10 +89,10 @@ class ChatRetriever:
         return history.turns_without({(passage.id, passage.text) for passage in gone} - existing)
 
     def _carried(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Passage]:
-        """The passages that the latest answers cite, or else their best passage; the latest first."""
+        """The passages that the latest answers cite, or else their best passage; the latest first, without their neighbours."""
         carried: dict[str, Passage] = {}
         latest = list(zip(turns, history.shown, strict=True))[: -self._config.carried_turns - 1 : -1]
         for turn, shown in latest:
             used = [passage for passage in turn.passages if passage.id in shown.cited] or turn.passages[:1]
             carried |= {passage.id: passage for passage in used if passage.id not in carried}
-        return list(carried.values())
+        return [passage.hit if isinstance(passage, JoinedPassage) else passage for passage in carried.values()]
