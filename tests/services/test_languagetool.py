@@ -297,12 +297,19 @@ def test_odd_texts_are_answered(client: httpx.Client, text: str) -> None:
         assert applied(text, matches) == text.replace("go", "goes") and len(matches) == 60
 
 
-def test_a_text_in_another_language_is_not_corrected(client: httpx.Client) -> None:
-    """German that comes back full of suggestions, or without any and without a word why."""
-    german = "Die Mühle ist alt und das Wasser fließt nicht mehr. He go home."
-    reply = check(client, text=german, language="auto").json()
-    assert reply["matches"] == [] and reply["language"]["detectedLanguage"]["code"] == "de"
-    assert reply["warnings"]["incompleteResults"] and "German" in reply["warnings"]["incompleteResultsReason"]
+@pytest.mark.parametrize(
+    ("text", "code", "name"),
+    [
+        ("Die Mühle ist alt und das Wasser fließt nicht mehr. He go home.", "de", "German"),
+        ("Kvarnen är gammal och det finns inte vatten i ån. He go home.", "sv", "Swedish"),
+        ("Değirmen çok eski ve su için bir yol yok. He go home.", "tr", "Turkish"),
+    ],
+)
+def test_a_text_in_another_language_is_not_corrected(client: httpx.Client, text: str, code: str, name: str) -> None:
+    """German that comes back full of suggestions, or without any and without a word why; Swedish taken for English."""
+    reply = check(client, text=text, language="auto").json()
+    assert reply["matches"] == [] and reply["language"]["detectedLanguage"]["code"] == code
+    assert reply["warnings"]["incompleteResults"] and name in reply["warnings"]["incompleteResultsReason"]
 
 
 def test_editors_that_ask_twice_get_each_match_once(client: httpx.Client) -> None:
