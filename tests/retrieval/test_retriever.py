@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.config import ChunkingConfig, EncoderConfig, IndexConfig, RetrieverConfig
+from ragspec.config import AnalyzerConfig, ChunkingConfig, EncoderConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, StoreMissing
 from ragspec.rag.citations import find_citations
@@ -54,6 +54,25 @@ def test_questions_find_their_facts_alone_and_together(facts_dir: Path, encoder:
         assert same[0].text != same[1].text
     else:
         assert [p.document_id for p in same] == ["copy", "plants"] and same[0].score == same[1].score
+
+
+def test_a_word_counts_once_towards_closeness(tmp_path: Path, letters: LetterEncoder) -> None:
+    """A German word counted with its English stem too, which its other forms do not have, so German questions abstained more."""
+    texts = (
+        "Am Fluss liegt ein Dorf. Die Häuser wurden 1874 gebaut, und das ist lange her.",
+        "Die Mühle ist alt, und das Wasser fließt nicht mehr.",
+        "Der Bäcker ist am Markt, und er hat nur am Morgen offen.",
+    )
+    closeness = []
+    for language in ("auto", "german"):
+        config = IndexConfig(words=AnalyzerConfig(language=language))
+        with IndexWriter(tmp_path / language, letters, config) as writer:
+            for number, text in enumerate(texts):
+                writer.upsert(Document(str(number), text))
+            writer.commit()
+        retriever = Retriever(letters, Store.open(tmp_path / language), RetrieverConfig(abstain_below=0.1))
+        closeness.append(retriever.retrieve(["Welches Haus ist am Fluss?", "Wo sind die alten Mühlen?"], 3).closeness)
+    assert closeness[0] == closeness[1]
 
 
 def test_other_languages_are_found_by_word_forms_and_cited(tmp_path: Path, letters: LetterEncoder) -> None:

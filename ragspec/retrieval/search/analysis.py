@@ -70,24 +70,25 @@ class Analyzer:
         digest = hashlib.sha256("\n".join(terms).encode()).hexdigest()[:12]
         return f"{self.config.language}{stop_words}/{_RULES}/{digest}"
 
-    def terms(self, text: str) -> list[str]:
+    def terms(self, text: str, *, own_only: bool = False) -> list[str]:
         """The terms of `text` with repetitions: words in their order, then pairs of characters.
 
-        With language "auto", the text's own stems stand first, then the English stems that are none of them.
+        With language "auto", the text's own stems stand first, then the English stems that are none of them; `own_only` leaves
+        these out, so that a word is one term.
         """
         if text.isascii():
-            return self._with_own_stems(text, self._ascii_words.analyze(text))
+            return self._with_own_stems(text, self._ascii_words.analyze(text), own_only)
         text = unicodedata.normalize("NFKC", text)
         runs = _UNSPACED.findall(text)
         spaced = _UNSPACED.sub(" ", text) if runs else text
-        terms = self._with_own_stems(spaced, self._words.analyze(spaced))
+        terms = self._with_own_stems(spaced, self._words.analyze(spaced), own_only)
         for run in runs:
             terms += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
             if len(run) > 1:
                 terms += _IDEOGRAPH.findall(run)
         return terms
 
-    def _with_own_stems(self, text: str, english: list[str]) -> list[str]:
+    def _with_own_stems(self, text: str, english: list[str], own_only: bool) -> list[str]:
         if self._detector is None:
             return english
         language = self._detector.language(text, self._whole.analyze(text) if self.config.stop_words else english)
@@ -97,7 +98,7 @@ class Analyzer:
         config = self.config.model_copy(update={"language": language, "stop_words": has_stop_words})
         own = _word_analyzer(config).analyze(text)
         found = frozenset(own)
-        return own + [term for term in english if term not in found]
+        return own if own_only else own + [term for term in english if term not in found]
 
 
 @cache

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
@@ -31,7 +32,11 @@ from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMod
 from ragspec.retrieval.search.relevance import RANK_OFFSET, Features, QueryWeights, ReadHit, Relevance, hits_to_read
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchHit, SearchScope, Shard, ShardLike
 
-TermFunction = Callable[[str], tuple[str, ...]]
+
+class TermFunction(Protocol):
+    def __call__(self, text: str, /, *, own_only: bool = False) -> tuple[str, ...]:
+        """As `Analyzer.terms`."""
+
 
 _TEXTS_KEPT = 4096
 CALIBRATED_THRESHOLD = 0.165
@@ -88,7 +93,7 @@ class IndexSearcher:
     ) -> Iterator[float]:
         """A logistic model of the nearest passage's cosine, and of the share of the query's words that one passage holds, rare
         words weighing more. Its weights were fitted on questions of SQuAD with and without their article in the index."""
-        terms = [frozenset(self.terms(query.text)) for query in queries]
+        terms = [frozenset(self.terms(query.text, own_only=True)) for query in queries]
         counts = self._shard.statistics(sorted(frozenset().union(*terms)), scope.tenant)
         for query, own, hits in zip(queries, terms, best, strict=True):
             weights = {term: idf(counts.num_rows, counts.frequencies.get(term, 0)) for term in own}
@@ -247,7 +252,7 @@ def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
         raise ConfigError(
             f"the index cuts texts into words by {manifest.analyzer}, here it would be {analyzer.id}: build it again"
         )
-    return lambda text: tuple(analyzer.terms(text))
+    return lambda text, /, *, own_only=False: tuple(analyzer.terms(text, own_only=own_only))
 
 
 def _vector(query: Query) -> FloatArray:
