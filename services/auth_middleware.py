@@ -79,7 +79,7 @@ class AuthMiddleware:
         except Exception as cause:
             if not is_expected(cause):
                 log.error("a request failed", exc_info=cause)
-            await self._fail(response, api_error(cause), close=not incoming.is_complete)
+            await self._fail(scope, response, api_error(cause), close=not incoming.is_complete)
         finally:
             incoming.close()
             self._record(scope, response.status, time.perf_counter() - begin_s)
@@ -110,7 +110,7 @@ class AuthMiddleware:
     async def _run_route(self, scope: Scope, incoming: IncomingRequest, response: OutgoingResponse) -> None:
         """Reads the body and runs the route until it ends, its time is up, or its client leaves."""
         timeouts = self._settings.timeouts
-        await incoming.read(timeouts.upload_s, self._rate_limiter.checking(scope["state"]["caller"]))
+        await incoming.read(timeouts.upload_s, self._rate_limiter.large_bodies(scope["state"]["caller"].key_id))
         try:
             async with asyncio.timeout(timeouts.request_s) as limit:
                 incoming.when_gone(lambda: limit.reschedule(asyncio.get_running_loop().time()))
@@ -172,13 +172,16 @@ class AuthMiddleware:
             raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
         forms[network] += 1
         try:
-            await incoming.read(self._settings.timeouts.upload_s)
+            await incoming.read(self._settings.timeouts.upload_s, self._rate_limiter.large_bodies(network))
         finally:
             forms[network] -= 1
             forms += Counter()  # drops zeros
         return await incoming.form()
 
-    async def _fail(self, response: OutgoingResponse, error: ApiError, close: bool) -> None:
+    async def _fail(self, scope: Scope, response: OutgoingResponse, error: ApiError, close: bool) -> None:
+        if error.status in (401, 429):
+            name = scope["state"]["caller"].key_id or network_of(scope["client"])
+            await asyncio.sleep(self._rate_limiter.refusal_wait_s(name))
         try:
             await response.fail(error, close=close)
         except ClientTooSlow:

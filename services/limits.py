@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,12 @@ from services.settings import KeyLimits, Limits
 _MINUTE_S = 60.0
 _OVERLOADED_S = 2.0
 _BUSY_S = 1.0
+_PROMPT_REFUSALS = 8
+"""Refusals of a key, or of a network without one, that are answered at once in `_BUSY_S`; further ones wait as long as they tell
+their client to wait."""
+_LARGE_BYTES_PER_S, _LARGE_BURST_S = 4 * 2**20, 2.5
+"""Bytes of large bodies that a key may send, and for how long they may have been saved up. Reading and checking a megabyte keeps
+the interpreter from the engine for about six milliseconds."""
 _MAX_KEYS = 10_000
 
 
@@ -51,12 +58,31 @@ class TokenReservation:
         self.num_tokens = min(self.num_tokens, max(0, num_tokens))
 
 
+class LargeBodies:
+    """The large bodies of one key. `checking`: held while one of them is checked."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.checking = asyncio.Lock()
+        self._clock, self._paid_s = clock, -math.inf  # when all bytes so far are within the rate
+
+    def wait_s(self, num_bytes: int) -> float:
+        """Counts bytes that were read; seconds until the next may be."""
+        now_s = self._clock()
+        self._paid_s = max(self._paid_s, now_s - _LARGE_BURST_S) + num_bytes / _LARGE_BYTES_PER_S
+        return max(0.0, self._paid_s - now_s)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._paid_s <= self._clock()
+
+
 class _KeyUsage:
     """One key's requests and tokens in the last minute, by the time they began."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.running = 0
-        self.checking = asyncio.Lock()
+        self.large_bodies = LargeBodies(clock)
+        self.refusals_s: deque[float] = deque(maxlen=_PROMPT_REFUSALS)
         self.requests_s: deque[float] = deque()
         self.reservations: deque[tuple[float, TokenReservation]] = deque()
 
@@ -68,7 +94,7 @@ class _KeyUsage:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.running or self.requests_s or self.reservations)
+        return self.large_bodies.is_idle and not (self.running or self.requests_s or self.reservations)
 
 
 class RateLimiter:
@@ -84,7 +110,7 @@ class RateLimiter:
     @contextmanager
     def admit(self, caller: Caller) -> Iterator[None]:
         """Counts one request while it runs. Raises: ApiError 429 or, when draining, 503."""
-        usage, limits = self._usage_of(caller), self._limits_of(caller)
+        usage, limits = self._usage_of(caller.key_id), self._limits_of(caller)
         if self.draining:
             self._metrics.rejected("draining")
             raise ApiError(503, "the service is shutting down", code="shutting_down", retry_after_s=_OVERLOADED_S)
@@ -107,9 +133,16 @@ class RateLimiter:
             usage.running -= 1
             self._request_ended.set()
 
-    def checking(self, caller: Caller) -> asyncio.Lock:
-        """Held while a large body of the caller's is checked: one at a time, so that other keys' requests get the processor."""
-        return self._usage_of(caller).checking
+    def large_bodies(self, name: str) -> LargeBodies:
+        """Of a key, or of a network whose clients have none: so that others' requests get the processor."""
+        return self._usage_of(name).large_bodies
+
+    def refusal_wait_s(self, name: str) -> float:
+        """Counts a refusal; seconds to keep it back. Why: a client that asks again at once costs others more than it is worth."""
+        refusals_s, now_s = self._usage_of(name).refusals_s, self._clock()
+        is_many = len(refusals_s) == _PROMPT_REFUSALS and refusals_s[0] > now_s - _BUSY_S
+        refusals_s.append(now_s)
+        return _BUSY_S if is_many else 0.0
 
     @contextmanager
     def choices(self, caller: Caller, num_choices: int) -> Iterator[None]:
@@ -117,7 +150,7 @@ class RateLimiter:
 
         Raises: ApiError 429, or 400 if there are more than the key may ever run.
         """
-        usage, most, more = self._usage_of(caller), self._limits_of(caller).concurrency, num_choices - 1
+        usage, most, more = self._usage_of(caller.key_id), self._limits_of(caller).concurrency, num_choices - 1
         if most is not None and num_choices > most:
             raise ApiError(400, f"{num_choices} choices are asked for, of {most} at once", code="concurrency_exceeded")
         if most is not None and more and usage.running + more > most:
@@ -142,7 +175,7 @@ class RateLimiter:
             raise ApiError(
                 400, f"prompt and max_tokens are {needed} tokens, of {max_per_minute} a minute", code="tokens_exceeded"
             )
-        reservations = self._usage_of(caller).reservations
+        reservations = self._usage_of(caller.key_id).reservations
         free, wait_s = max_per_minute - sum(each.num_tokens for _, each in reservations), 0.0
         for begin_s, earlier in reservations:
             if free >= needed:
@@ -172,12 +205,13 @@ class RateLimiter:
     def _limits_of(self, caller: Caller) -> KeyLimits:
         return caller.limits.over(self._limits.key) if caller.limits else self._limits.key
 
-    def _usage_of(self, caller: Caller) -> _KeyUsage:
+    def _usage_of(self, name: str) -> _KeyUsage:
         now_s = self._clock()
         if len(self._usage) > _MAX_KEYS:
             for usage in self._usage.values():
                 usage.expire(now_s)
             self._usage = {name: usage for name, usage in self._usage.items() if not usage.is_idle}
-        usage = self._usage.setdefault(caller.key_id, _KeyUsage())
+        if (usage := self._usage.get(name)) is None:
+            usage = self._usage[name] = _KeyUsage(self._clock)
         usage.expire(now_s)
         return usage

@@ -6,7 +6,7 @@ beyond these checks.
 
     >>> incoming = IncomingRequest(method, path, headers, receive, limits)
     >>> incoming.check_head()
-    >>> await incoming.read(timeout_s=30.0)
+    >>> await incoming.read(30.0, rate_limiter.large_bodies(caller.key_id))
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
@@ -25,6 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Send
 
 from services.errors import ApiError, ClientGone, ClientTooSlow, is_languagetool
+from services.limits import LargeBodies
 from services.settings import Limits
 
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -92,8 +92,8 @@ class IncomingRequest:
         if any(charset.lower() not in ("utf-8", "utf8") for charset in charsets):
             raise ApiError(415, "the charset must be UTF-8")  # checks all of them: parsers differ in which one they use
 
-    async def read(self, timeout_s: float, checking: asyncio.Lock | None = None) -> None:
-        """Reads the whole body, except of uploads, which get a deadline. `checking`: held while a large body is checked.
+    async def read(self, timeout_s: float, large_bodies: LargeBodies) -> None:
+        """Reads the whole body, except of uploads, which get a deadline. A large one is read as fast as `large_bodies` lets it.
 
         Raises: ApiError 400, 408, 413; ClientGone.
         """
@@ -104,15 +104,18 @@ class IncomingRequest:
             return
         parts = []
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 while not self.is_complete:
                     parts.append((await self._next()).get("body", b""))
+                    if self._num_bytes > _INLINE_BYTES and (wait_s := large_bodies.wait_s(len(parts[-1]))):
+                        limit.reschedule((limit.when() or 0.0) + wait_s)
+                        await asyncio.sleep(wait_s)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
         self._body = b"".join(parts)
         if self._content_type == _JSON and self._body:
             if len(self._body) > _INLINE_BYTES:
-                async with checking or nullcontext():
+                async with large_bodies.checking:
                     await asyncio.to_thread(check_json, self._body, self._limits)
             else:
                 check_json(self._body, self._limits)

@@ -30,7 +30,7 @@ from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.timing import Tick
 
 ATTACKER, VICTIM = "mallory", "bob"
-_MAX_TOKENS, _BEGUN_S = 24, 1.0
+_MAX_TOKENS, _BEGUN_S, _NUM_ROUNDS = 24, 1.0, 8
 LOADS = ("bodies", "predictions", "streams", "connections", "forms", "embeddings", "records")
 LASTING = ("deletions", "indexing")
 """Methods of `Attacker`. What the lasting ones leave to do would be measured as the next attack, so they come last."""
@@ -96,7 +96,7 @@ def run_attacks(settings: Settings, tick: Tick) -> Outcome:
         bodies = [
             chat_body(backend.model, question.text, max_tokens=_MAX_TOKENS, ignore_eos=True, seed=1)
             for question in listed.questions[:num_chats]
-        ]
+        ] * _NUM_ROUNDS
         service.timed(bodies, tenant=VICTIM)  # the first answers fill the caches
         quiet = service.timed(bodies, tenant=VICTIM)
         for number, name in enumerate(names):

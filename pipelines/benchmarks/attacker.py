@@ -43,7 +43,8 @@ class Attacker:
     async def predictions(self) -> None:
         prediction = {"type": "content", "content": "a word " * 1_200_000}
         body = chat_body(self._model, "Say it.", max_tokens=8, retrieval=False, prediction=prediction)
-        await self._forever(8, lambda _: self._post("/v1/chat/completions", json=body))
+        data = json.dumps(body).encode()
+        await self._forever(8, lambda _: self._post("/v1/chat/completions", data=data))
 
     async def streams(self) -> None:
         texts = [f"Tell me everything about number {number}." for number in range(30)]

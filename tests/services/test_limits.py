@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -228,7 +229,7 @@ def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPat
 
         with limiter.admit(caller):
             incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits())
-            await incoming.read(30.0, limiter.checking(caller))
+            await incoming.read(30.0, limiter.large_bodies(caller.key_id))
 
     async def send_all() -> None:
         limiter = RateLimiter(Limits(), Metrics("m"))
@@ -237,3 +238,52 @@ def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(request_limits, "check_json", check)
     asyncio.run(send_all())
     assert most == {ANN.key_id: 1, BOB.key_id: 1}
+
+
+def test_large_bodies_of_a_key_are_read_at_a_bounded_rate(clock: Clock) -> None:
+    """A key whose clients send 8 MB again and again, whose reading kept the interpreter from the engine most of the time."""
+    limiter, waits, num_bytes = limiter_of(clock), list[float](), 8 * 2**20
+    for _ in range(100):
+        waits.append(limiter.large_bodies(ANN.key_id).wait_s(num_bytes))
+        clock.now += waits[-1]
+    assert waits[0] == 0.0 and clock.now - 1000.0 == pytest.approx(100 * num_bytes / (4 * 2**20) - 2.5)
+    assert limiter.large_bodies(BOB.key_id).wait_s(num_bytes) == 0.0
+
+
+def test_a_large_body_is_read_with_pauses_and_a_small_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that the service itself spends waiting runs into the client's time limit, and small bodies wait behind large ones."""
+    pauses, sleep = list[float](), asyncio.sleep
+
+    async def paused(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def read(limiter: RateLimiter, num_pieces: int) -> int:
+        pieces = iter([b" " * 2**16] * num_pieces)
+        num_left = itertools.count(num_pieces - 1, -1)
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": next(pieces), "more_body": next(num_left) > 0}
+
+        headers = Headers({"content-type": "text/plain"})
+        incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits(body_bytes=2**30))
+        await incoming.read(30.0, limiter.large_bodies(ANN.key_id))
+        return len((await incoming.receive())["body"])
+
+    monkeypatch.setattr(request_limits.asyncio, "sleep", paused)
+    limiter = limiter_of(Clock())
+    assert asyncio.run(read(limiter, 1024)) == 2**26  # 16 s of the rate, without the clock moving on
+    assert max(pauses) == pytest.approx((2**26 - 2**17) / (4 * 2**20) - 2.5)
+    pauses.clear()
+    assert asyncio.run(read(limiter, 2)) == 2**17 and not pauses
+
+
+def test_who_asks_again_at_once_is_refused_once_a_second(clock: Clock) -> None:
+    """A client that is refused 350 times a second takes half of the event loop from those who are not."""
+    limiter = limiter_of(clock)
+    assert [limiter.refusal_wait_s(ANN.key_id) for _ in range(10)] == [0.0] * 8 + [1.0] * 2
+    assert limiter.refusal_wait_s(BOB.key_id) == 0.0
+    clock.now += 0.9
+    assert limiter.refusal_wait_s(ANN.key_id) == 1.0
+    clock.now += 1.1
+    assert limiter.refusal_wait_s(ANN.key_id) == 0.0

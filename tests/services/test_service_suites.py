@@ -205,10 +205,10 @@ def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: 
     service = Service(here.url, {attack.ATTACKER: here.keys[OWNER], attack.VICTIM: here.keys[STRANGER]}, here.backend)
     bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
     quiet = service.timed(bodies, tenant=attack.VICTIM)
-    found = attack.attacked(service, "embeddings", bodies, quiet)
+    found = attack.attacked(service, "records", bodies, quiet)
     assert found["survived"] and found["health_s"] < 30.0 and found["ratio"] > 0
-    refused = [line for line in here.backend.metrics.text().decode().splitlines() if "/v1/embeddings" in line]
-    assert any('"400"' in line for line in refused), "the attacker's requests came"
+    posted = [line for line in here.backend.metrics.text().decode().splitlines() if "/v1/vector_stores" in line]
+    assert any('"200"' in line for line in posted), "the attacker's requests came"
     other = [answer | {"text": "another text"} for answer in quiet]
     assert not attack.attacked(service, "private_files", bodies, other)["survived"]
 

@@ -23,6 +23,7 @@ from service_parts import MODEL, Service, Serving, soon
 from ragspec.errors import ConfigError
 from services.embedded import check_certificate, raised_descriptor_limit
 from services.errors import validation_error
+from services.limits import RateLimiter
 from services.openai.citation_formats import _url
 from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
 from services.settings import ServiceSettings
@@ -199,6 +200,19 @@ def test_connections_are_capped_and_others_are_still_answered(serving: Serving) 
             for connection in silent:
                 connection.close()
         assert soon(lambda: ask(url, head("GET", "/health/live")).status == 200)
+
+
+def test_refusals_of_a_key_or_an_address_are_counted(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused and asks again at once, with a key or without one, uses up the event loop."""
+    held = list[str]()
+    monkeypatch.setattr(RateLimiter, "refusal_wait_s", lambda self, name: held.append(name) or 0.0)
+    with serving(**{"service.limits.key.requests_per_minute": 1}) as service:
+        with service.client("wrong") as client:
+            assert client.get("/v1/models").status_code == 401
+        with service.client(service.keys.ann) as client:
+            assert [client.get("/v1/models").status_code for _ in range(2)] == [200, 429]
+            assert client.get("/v1/none").status_code == 429
+    assert held[0] == "127.0.0.1" and held[1] == held[2] != held[0] and len(held) == 3
 
 
 def is_closed(connection: socket.socket) -> bool:
