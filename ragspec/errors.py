@@ -27,7 +27,7 @@ Errors of other libraries are mapped once, where they occur, with `raise X from 
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,6 +84,15 @@ class StoreMissing(StoreError):
 
 class StoreCorrupt(StoreError):
     """A file's hash, size or schema is not what the manifest says."""
+
+    @classmethod
+    def of_schema(cls, path: object, found: object, known: int) -> Self:
+        """The file is another version's, which may be newer: the service was set back to a version before."""
+        is_newer = isinstance(found, int) and found > known
+        which, cure = (
+            (", of a newer ragspec", "use that, or a backup from before") if is_newer else ("", "build it again")
+        )
+        return cls(f"{path} has schema {found!r}{which}; this version reads {known}: {cure}")
 
 
 class EncoderMismatch(StoreError):

@@ -82,7 +82,7 @@ class Database:
             self._db.execute(f"PRAGMA user_version={schema:d}")
         self._db.execute("COMMIT")
         if found not in (0, schema):
-            raise StoreCorrupt(f"{self.path} has schema {found}, not {schema}")
+            raise StoreCorrupt.of_schema(self.path, found, schema)
         (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise StoreCorrupt(f"{self.path} is damaged: remove it, or put back an older copy")

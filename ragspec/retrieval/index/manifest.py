@@ -174,7 +174,7 @@ def parse_manifest(
         fields = json.loads(raw)
         found = fields.get("schema_version") if isinstance(fields, dict) else None
         if found != schema:
-            raise StoreCorrupt(f"{path} has schema {found!r}; this version of ragspec reads {schema}: build it again")
+            raise StoreCorrupt.of_schema(path, found, schema)
         return model.model_validate(fields)
     except (ValueError, ValidationError, RecursionError) as cause:
         raise StoreCorrupt(f"{path} is not {name}: {str(cause).splitlines()[0]}") from cause
