@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ragspec.rag.citations import IDEOGRAPHS
 
 _TOKEN = re.compile(
-    r"[A-Za-z_][A-Za-z0-9_.]*\([!-'*-~]+\)"  # the call of a function: its arguments are no remark in brackets
+    r"[A-Za-z_][A-Za-z0-9_.]*\([!-'*-~\s]+\)"  # the call of a function: its arguments are no remark in brackets
     r"|(?:(?<![\w.)])[-−+])?[$€£]?\d+(?:[.,:/]\d+)*(?:st|nd|rd|th\b)?%?"
     rf"|[{IDEOGRAPHS}]"
     rf"|(?:(?![{IDEOGRAPHS}])\w)+(?:[.'’_/-]+(?:(?![{IDEOGRAPHS}])\w)+)*[+#]*"

@@ -60,7 +60,7 @@ def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: st
     ("source", "restated", "changed"),
     [
         ("A few rooms of the mill were dry.", "A few rooms of mill were dry.", "Few rooms of mill were dry."),
-        ("Then read the next len(b) bytes.", "Read next len(b) bytes.", "Read next len bytes."),
+        ("Then read the next len(b or c) bytes.", "Read next len(b or c) bytes.", "Read next len bytes."),
         (
             "It pays if the mill turns, and the river flows.",
             "Pays if the mill turns, and river flows",
