@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from real_data import DATA, needs_data
+from transformers import AutoTokenizer
 
-from ragspec.config import EncoderConfig, IndexConfig
-from ragspec.core import Document, Passage
+from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig
+from ragspec.core import Completion, Document, FinishReason, GenerationStats, Passage, Request, SourceKind
 from ragspec.errors import InputError
 from ragspec.evaluation.suites.answers.altered_sentences import labels_of, measure_alterations
 from ragspec.evaluation.suites.answers.json_outputs import is_valid
 from ragspec.evaluation.suites.answers.read_sentences import sentences_to_read, supported_precision, write_sentences
-from ragspec.evaluation.suites.answers.retrieved import measure_retrieval, rank_of
+from ragspec.evaluation.suites.answers.retrieved import measure_retrieval, measure_together, rank_of
 from ragspec.evaluation.suites.answers.suite import mixed_passages
 from ragspec.evaluation.timing import no_tick
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.wording import ABSTENTION
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import build_index
+from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.training.documentation import DocumentationQuestion, documentation_questions
 
 FLOOR = "math.floor returns the floor of x as an integral number."
@@ -48,6 +53,35 @@ def test_questions_with_their_passage_are_found_and_without_it_abstain(tmp_path:
     assert found["doc_top1"] == found["doc_top3"] == pytest.approx(2 / 3)
     assert found["good_answers_lost"] == found["wrongly_answered_ratio"] == 0.0
     assert found["num_doc_questions"] == 3 and found["retrieval_p50_ms"] > 0
+
+
+class Scripted:
+    """Answers every question but those about a mill."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        for request in requests:
+            asked = "".join(each.text for each in request.sources if each.kind is SourceKind.HISTORY)
+            text = ABSTENTION if "mill" in asked else '"Salt." [1]'
+            yield Completion(request.id, 0, (1,), text, FinishReason.STOP, (), GenerationStats())
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_abstention_of_either_counts_as_one(tmp_path: Path, tiny_dir: Path) -> None:
+    """A target that abstains where its passages are close was counted as answering; a lost answer was not counted."""
+    encoder = Encoder.load(EncoderConfig())
+    names = {"math.rst": (FLOOR, "math"), "mill.md": (OPEN, "The mill"), "mills.md": (OPEN + " Salt.", "Mills")}
+    build_index([Document(name, *text) for name, text in names.items()], tmp_path, encoder, IndexConfig())
+    config = RetrieverConfig(abstain_below=0.3)
+    retriever = Retriever(encoder, Store.open(tmp_path, encoder.identity), config)
+    prompts = PromptBuilder(AutoTokenizer.from_pretrained(tiny_dir), 2048)
+    pipeline = Pipeline(retriever, Scripted(), prompts, abstain_below=0.3)
+    floor = asked("What does math.floor return?", FLOOR, "math.rst")
+    mill = asked("When does the mill open on weekdays?", OPEN, "mill.md")
+    lone = asked("What opens at nine on weekdays and closes at noon?", OPEN, "mill.md")  # the other file answers it too
+    measured = measure_together(pipeline, [floor, mill, lone], no_tick)
+    assert measured["wrongly_answered_together"] == measured["good_answers_lost_together"] == pytest.approx(1 / 3)
 
 
 def test_the_rank_is_the_first_passage_with_the_quote() -> None:

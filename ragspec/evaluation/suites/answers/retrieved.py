@@ -13,9 +13,12 @@ from statistics import median
 from time import perf_counter
 
 from ragspec.config import RetrieverConfig
-from ragspec.core import Document, Passage
+from ragspec.core import Document, Passage, SamplingParams
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
+from ragspec.rag.answer import Answer
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.wording import ABSTENTION
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
@@ -26,6 +29,7 @@ from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.training.documentation import DocumentationQuestion, is_for_evaluation
 
 TOP = 3
+ANSWER_PARAMS = SamplingParams(max_tokens=96)
 
 
 def evaluation_documents(folder: Path, quick: bool = False) -> list[Document]:
@@ -78,6 +82,32 @@ def measure_retrieval(
         "num_doc_questions": len(ranks),
         "num_doc_passages": store.manifest.num_passages,
     }
+
+
+def measure_together(pipeline: Pipeline, questions: Sequence[DocumentationQuestion], tick: Tick) -> Result:
+    """`wrongly_answered_together`, `good_answers_lost_together`: as without "together", where the target abstains too.
+
+    The pipeline's retriever is that of `measure_retrieval`.
+    """
+    lost = num_found = num_answered = 0
+    for number, asked in enumerate(questions, 1):
+        with_file = pipeline.ask(asked.question, ANSWER_PARAMS)
+        if rank_of(asked, with_file.passages) < TOP:
+            num_found += 1
+            lost += _abstains(with_file)
+        others = {"type": "ne", "key": "document.id", "value": asked.path}
+        num_answered += not _abstains(pipeline.ask(asked.question, ANSWER_PARAMS, filter=others))
+        tick("answers and abstentions", number, len(questions))
+    return {
+        "wrongly_answered_together": num_answered / len(questions),
+        "good_answers_lost_together": lost / max(num_found, 1),
+        "num_together": len(questions),
+    }
+
+
+def _abstains(answer: Answer) -> bool:
+    """Without tokens nothing was close to the question, and the target was not asked."""
+    return not answer.token_ids or answer.text.strip().startswith(ABSTENTION)
 
 
 def rank_of(asked: DocumentationQuestion, passages: Sequence[Passage]) -> int:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.evaluation.datasets import fixed_sample, held_out_articles
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to
@@ -22,13 +23,23 @@ from ragspec.evaluation.suites.answers.read_sentences import (
     supported_precision,
     write_sentences,
 )
-from ragspec.evaluation.suites.answers.retrieved import evaluation_documents, measure_retrieval
+from ragspec.evaluation.suites.answers.retrieved import (
+    TOP,
+    evaluation_documents,
+    measure_retrieval,
+    measure_together,
+)
 from ragspec.evaluation.timing import Tick
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
 from ragspec.training.documentation import documentation_questions
 
 NUM_ALTERED, NUM_ALTERED_QUICK = 500, 100
 NUM_QUESTIONS, NUM_QUESTIONS_QUICK = 400, 100
+NUM_TOGETHER, NUM_TOGETHER_QUICK = 60, 8
 NUM_JSON, NUM_JSON_QUICK = 8, 2
 
 
@@ -50,13 +61,18 @@ def run_answers(settings: Settings, tick: Tick) -> Outcome:
     count = settings.num_prompts or (NUM_QUESTIONS_QUICK if quick else NUM_QUESTIONS)
     questions = fixed_sample([question for question in asked if question.path in names], count)
     encoder = Encoder.load(settings.encoder)
-    found = measure_retrieval(settings.store(documents, encoder, tick), encoder, questions, tick)
+    store = settings.store(documents, encoder, tick)
+    found = measure_retrieval(store, encoder, questions, tick)
     engine, _ = open_engine(settings.target)
-    with engine:
+    retriever = Retriever(encoder, store, RetrieverConfig(abstain_below=CALIBRATED_THRESHOLD), follow=False)
+    prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+    with Pipeline(retriever, engine, prompts, num_passages=TOP, abstain_below=CALIBRATED_THRESHOLD) as pipeline:
+        some = questions[: NUM_TOGETHER_QUICK if quick else NUM_TOGETHER]
+        together = measure_together(pipeline, some, tick)
         texts = [each.question for each in questions[: NUM_JSON_QUICK if quick else NUM_JSON]]
         written = measure_json(engine, texts, tick, seed)
     label = "SQuAD, held-out articles; documentation, evaluation files"
-    return Outcome({"label": label, "num_prompts": len(questions)} | altered | read | found | written)
+    return Outcome({"label": label, "num_prompts": len(questions)} | altered | read | found | together | written)
 
 
 def mixed_passages(data: Path, pages: Sequence[str], seed: int) -> list[Passage]:
@@ -87,6 +103,8 @@ SUITE = Suite(
         Metric("doc_top1", "the same, the first", at_least(0.65)),
         Metric("wrongly_answered_ratio", "questions that do not abstain although their file is left out", at_most(0.5)),
         Metric("good_answers_lost", "questions with their passage that abstain", at_most(0.03)),
+        Metric("wrongly_answered_together", "the first of both, where the target abstains too"),
+        Metric("good_answers_lost_together", "the second of both, where the target abstains too"),
         Metric("json_valid", "outputs that follow their JSON schema", equal_to(1.0)),
         Metric("json_identical", "the same with drafts and without", equal_to(True)),
         Metric("retrieval_p50_ms", "one question's retrieval, median, milliseconds"),
