@@ -33,14 +33,15 @@ from torch import Tensor
 from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig
+from ragspec.drafting.learning.eagle_model import EagleHead
+from ragspec.drafting.learning.head import Head, Inputs, LossWeights, Objective
+from ragspec.drafting.learning.losses import MicroBatch
 from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError, RagspecError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
-from ragspec.training.heads.eagle_model import EagleHead
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head, Inputs, LossWeights, Objective
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers, start_from
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, fresh_position_head
 from ragspec.training.heads.target_answers import (
@@ -52,7 +53,6 @@ from ragspec.training.heads.target_answers import (
 )
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.heads.training_texts import (
-    MicroBatch,
     TextSampler,
     TextSource,
     dataset_sampler,

@@ -256,15 +256,30 @@ class TreeHeadConfig(ConfigSection):
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
 
 
+class OnlineConfig(ConfigSection):
+    """Online distillation: an EAGLE-3 head learns from the tokens of finished requests, and outputs stay the same. Training takes
+    one thread while no request is open, and at most `busy_share` of the time while some are. Learned weights draft only where
+    they did better on texts that they had not learned yet. Each tenant's head learns from its own requests alone; `shared`
+    declares that the deployment has one tenant, and one head learns from all. All learned heads with their texts take at most
+    `max_bytes`; a restart forgets them."""
+
+    enabled: bool = False
+    learning_rate: float = Field(1e-4, gt=0.0)
+    busy_share: float = Field(0.0, ge=0.0, le=1.0)
+    max_bytes: int = Field(2**29, ge=0)
+    shared: bool = False
+
+
 class EagleConfig(TreeHeadConfig):
     """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions. One draft reads at
     most `max_read_tokens` tokens of the text, the last first, and later drafts read those before, until the window is read.
     `positions_per_layer`: of PosS, the positions that each specialist drafts; null: as `position_per_layer` of its
-    config.json says."""
+    config.json says. `online`: whether and how the head learns while it serves."""
 
     window: int = Field(256, ge=16)
     max_read_tokens: int = Field(48, ge=1)
     positions_per_layer: int | None = Field(None, ge=1)
+    online: OnlineConfig = OnlineConfig()
 
 
 class HydraConfig(TreeHeadConfig):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
+
+from ragspec.core import salt_belongs_to
 
 T = TypeVar("T")
 
@@ -85,6 +87,32 @@ class FairQueue(Generic[T]):
         items.remove(item)
         if not items:
             del self._items[tenant]
+
+
+class TenantStates(dict[str, T]):
+    """What was learned under each salt, at most `most` states; the latest used is last.
+
+    Beyond that the tenant with the most states loses its oldest one, so a tenant that opens many costs no other tenant anything
+    while there are fewer tenants than states.
+    """
+
+    def __init__(self, most: int, make: Callable[[], T]) -> None:
+        super().__init__()
+        self._most, self._make = most, make
+
+    def used(self, salt: str) -> T:
+        """The state of a salt, made if there is none."""
+        state = self.pop(salt) if salt in self else self._make()
+        self[salt] = state
+        if len(self) > self._most:
+            counts = Counter(map(tenant_of, self))
+            del self[max(self, key=lambda each: counts[tenant_of(each)])]
+        return state
+
+    def purge(self, salt: str) -> None:
+        """Forget the states of a salt and of its parts."""
+        for each in [each for each in self if salt_belongs_to(each, salt)]:
+            del self[each]
 
 
 class TenantCaches:

@@ -99,6 +99,9 @@ class Drafter:
         if isinstance(feedback, Guess):
             feedback.learn(accepted)
 
+    def note_idle(self, is_idle: bool) -> None:
+        """No request is left in the engine, or the first of some is there."""
+
     def finish(self, sequence: SequenceView) -> None:
         """The sequence has ended, for any reason; forget its text."""
 

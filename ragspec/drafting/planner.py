@@ -56,6 +56,7 @@ class Planner:
         self._num_heads = sum(drafter.is_head for drafter in drafters)
         self._choices: dict[tuple[str, int], HeadChoice] = {}
         self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
+        self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs = costs
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
@@ -73,6 +74,7 @@ class Planner:
         return {drafter.name: drafter.prepare(request) for drafter in self._drafters_of(request)}
 
     def start(self, sequence: SequenceView) -> None:
+        self._note_open(self._open | {sequence.key})
         for drafter in self._drafters_of(sequence.request):
             drafter.start(sequence)
 
@@ -120,6 +122,7 @@ class Planner:
         self._choices.pop(sequence.key, None)
         for drafter in self._drafters_of(sequence.request):
             drafter.finish(sequence)
+        self._note_open(self._open - {sequence.key})
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's text."""
@@ -129,6 +132,13 @@ class Planner:
     def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
         """Whether recent misses allow a drafter to be asked in this step."""
         return self._stats_in(sequence, drafter.name).backoff.due()
+
+    def _note_open(self, keys: set[tuple[str, int]]) -> None:
+        """Drafters may learn while nothing waits or runs."""
+        if bool(keys) != bool(self._open):
+            for drafter in self._drafters:
+                drafter.note_idle(not keys)
+        self._open = keys
 
     def _drafters_of(self, request: Request) -> list[SafeDrafter]:
         speculation = request.speculation

@@ -3,8 +3,7 @@
 One table a tenant keeps, for every token, the target's most probable next tokens where the token stood last. A draft is a tree of
 table rows, the most probable paths first. No model, no training; a table knows no more than one token of context.
 
-Tables together take at most `max_bytes`. Beyond that the tenant with the most tables loses its oldest one, so a tenant that opens
-many costs no other tenant anything while there are fewer tenants than tables.
+Tables together take at most `max_bytes`; `ragspec.tenants.TenantStates` says whose table goes beyond that.
 
 Source: Token Recycling (Luo et al. 2024, arXiv 2408.08696).
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
@@ -24,7 +22,7 @@ from ragspec.drafting.acceptance import AcceptanceCells, Cell, Guess
 from ragspec.drafting.drafter import NUM_TOP_TOKENS, TOP_TOKENS, Budget, Drafter, Features, SequenceView
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import Ints
-from ragspec.tenants import tenant_of
+from ragspec.tenants import TenantStates
 from ragspec.tree import Origin, Proposal
 
 _NUM_DEPTHS, _MAX_DEPTH = 4, 8
@@ -89,12 +87,10 @@ class RecyclingDrafter(Drafter):
     taps = (TOP_TOKENS,)
 
     def __init__(self, vocab_size: int, max_bytes: int) -> None:
-        self._vocab_size = vocab_size
-        self._max_tables = max_bytes // (vocab_size * NUM_TOP_TOKENS * 4)
-        if not self._max_tables:
-            needed = vocab_size * NUM_TOP_TOKENS * 4
+        needed = vocab_size * NUM_TOP_TOKENS * 4
+        if max_bytes < needed:
             raise ConfigError(f"drafting.max_recycling_bytes is {max_bytes}; one tenant's table takes {needed}")
-        self._tables: dict[str, TokenTable] = {}  # by salt, the latest used is last
+        self._tables = TenantStates(max_bytes // needed, lambda: TokenTable(vocab_size))
         self._teachers: dict[tuple[str, int], str] = {}  # the sequences whose tokens are learned, and their salts
 
     def start(self, sequence: SequenceView) -> None:
@@ -114,22 +110,12 @@ class RecyclingDrafter(Drafter):
             return
         candidates, end = features[TOP_TOKENS].numpy(), sequence.slots.length
         kept = np.array(sequence.tokens[end - len(candidates) : end], np.int32)
-        self._table(sequence.request.salt).learn(kept, candidates)
+        self._tables.used(sequence.request.salt).learn(kept, candidates)
 
     def finish(self, sequence: SequenceView) -> None:
         self._teachers.pop(sequence.key, None)
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's tables, and learn nothing more from its running sequences."""
-        for each in [each for each in self._tables if salt_belongs_to(each, salt)]:
-            del self._tables[each]
+        self._tables.purge(salt)
         self._teachers = {key: own for key, own in self._teachers.items() if not salt_belongs_to(own, salt)}
-
-    def _table(self, salt: str) -> TokenTable:
-        """The table of a salt, made if there is none."""
-        table = self._tables.pop(salt, None) or TokenTable(self._vocab_size)
-        self._tables[salt] = table
-        if len(self._tables) > self._max_tables:
-            counts = Counter(map(tenant_of, self._tables))
-            del self._tables[max(self._tables, key=lambda each: counts[tenant_of(each)])]
-        return table

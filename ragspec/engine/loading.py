@@ -40,7 +40,9 @@ from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import reachable, read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
+from ragspec.drafting.eagle.online import OnlineEagleDrafter
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
+from ragspec.drafting.learning.online import trainable_head
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
@@ -202,7 +204,11 @@ def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
         return HeadTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
-    return EagleDrafter(
+    make: Callable[..., EagleDrafter] = EagleDrafter
+    if config.online.enabled:
+        head = trainable_head(checkpoint, target.backend.device)
+        make = partial(OnlineEagleDrafter, head=head, online=config.online)
+    return make(
         timer.network, shape, costs, window=window, max_read=config.max_read_tokens, coupled=config.coupled, name=name
     )
 

@@ -12,7 +12,7 @@ import torch
 from tiny_target import Free
 
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.acceptance import Cell
+from ragspec.drafting.acceptance import Cell, Guess
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget
 from ragspec.drafting.growing import beam, drafter
@@ -95,14 +95,20 @@ def taught(made: Bigrams, seed: int) -> Bigrams:
 
 
 def grown(made: Bigrams, sequences: list[Any], token_s: float, on_device: bool) -> list[list[Proposal]]:
-    """Three drafts one after the other, of which the later ones know how deep the earlier ones were."""
+    """Three drafts one after the other, of which the later ones know how deep the earlier ones were. Each node's feedback is its
+    cell: the tables of two drafters are two objects."""
     budget, lists = Budget(48, token_s, [], [5] * len(sequences)), []
     with pytest.MonkeyPatch.context() as patched:
         if not on_device:
             patched.setattr(drafter, "can_grow_on_device", lambda drafts: False)
         for _ in range(3):
             lists += made.propose(sequences, budget)
-    return lists
+    return [[p._replace(origin=p.origin._replace(feedback=_cell(p))) for p in proposals] for proposals in lists]
+
+
+def _cell(proposal: Proposal) -> Cell:
+    assert isinstance(proposal.origin.feedback, Guess)
+    return proposal.origin.feedback.cell
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a row each", "shared rows"])

@@ -100,7 +100,7 @@ def test_tables_are_bounded_and_the_greediest_tenant_pays() -> None:
     """A tenant with a salt for every request pushed others out, or took all memory."""
     drafter = RecyclingDrafter(320, 4 * TABLE_BYTES + 100)
     for salt in ("b", "a\0" + "0", "c", *(f"a\0{i}" for i in range(1, 50))):
-        drafter._table(salt)
+        drafter._tables.used(salt)
         assert sum(table._next.nbytes for table in drafter._tables.values()) <= 4 * TABLE_BYTES
     assert list(drafter._tables) == ["b", "c", "a\x0048", "a\x0049"]
     with pytest.raises(ConfigError, match=r"max_recycling_bytes is 10; one tenant's table takes 10240"):

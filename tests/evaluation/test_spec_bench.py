@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafting.eagle_heads import random_head
+from transformers import AutoTokenizer
 
+from ragspec.config import EagleConfig, OnlineConfig
 from ragspec.errors import ConfigError
 from ragspec.evaluation.report import Metric
 from ragspec.evaluation.suite import Settings, run_suite
 from ragspec.evaluation.suites import spec_bench
+from ragspec.evaluation.suites.drift import gsm8k_prompts, measure_drift
 from ragspec.evaluation.suites.spec_bench import FOLLOW_UP, SUITE, TASKS, SpecBench, units_of
+from ragspec.rag.prompt import PromptBuilder
 
 CATEGORIES = ("writing", "coding", *TASKS[1:])
 
@@ -89,6 +94,22 @@ def test_the_numbers_are_those_of_known_rows() -> None:
     assert spec_bench.headlines(rows, None)["identical"] is False
 
 
+def test_a_head_gains_on_what_it_learned_while_serving(settings: Settings, tmp_path: Path) -> None:
+    """The stream was answered by a head that does not learn or that had not learned yet, or the tokens changed."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.target.model)
+    vocab = len(tokenizer)
+    random_head("eagle3", tmp_path, hidden=64, vocab=vocab, draft_vocab=vocab, aux_layers=(0, 1, 2))
+    asked = [(n, n + 1, n + 2) for n in range(5, 9)]
+    eagle = EagleConfig(path=str(tmp_path), dtype="float32", online=OnlineConfig(learning_rate=1e-2))
+    ticks: list[int] = []
+    found = measure_drift(settings.target, eagle, asked * 4, asked, lambda _, done, total: ticks.append(done))
+    assert found.identical and found.gain > 1.5 and ticks == [8, 16]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": f"How many mills are {n}?"}) + "\n" for n in range(3)))
+    prompts = gsm8k_prompts(path, 2, PromptBuilder(tokenizer, 256))
+    assert len(set(prompts)) == 2 and "mills are 1?" in tokenizer.decode(prompts[1])
+
+
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_and_every_output_is_plain_decodings(
     tiny: Settings, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +136,7 @@ def test_a_stopped_run_goes_on_and_every_output_is_plain_decodings(
     assert len(measured) == 4 + num_rows - 2 and result["num_prompts"] == num_rows
     assert result["identical"] is True
     numbers = [metric.name for metric in SUITE.metrics if isinstance(metric, Metric)]
-    assert [name for name in numbers if result[name] is None] == []
+    assert [name for name in numbers if result[name] is None] == ["osd_gain"] and "head" in result["missing"]
     tables = SUITE.tables(result)
     assert tables["speed-up, T = 0"].keys() == {*TASKS, FOLLOW_UP}
     assert "spec_bench" in SUITE.draw(outcome, "title")

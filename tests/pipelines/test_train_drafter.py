@@ -16,12 +16,12 @@ from pipelines.train_drafter import parser, run_of
 from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, read_head
 from ragspec.drafting.heads.files import read_tensors
+from ragspec.drafting.learning.head import Inputs, LossWeights, Objective
 from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Inputs, LossWeights, Objective
 from ragspec.training.heads.initialisation import fresh_head, head_config, start_from
 from ragspec.training.heads.position_model import PositionConfig
 from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer

@@ -9,8 +9,8 @@ from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_output
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.layout import expected_shapes
-from ragspec.training.heads.eagle_model import EagleHead, build_head
-from ragspec.training.heads.head import Inputs, Objective
+from ragspec.drafting.learning.eagle_model import EagleHead, build_head
+from ragspec.drafting.learning.head import Inputs, Objective
 
 HEADS: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family in EagleFamily},

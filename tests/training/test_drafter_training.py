@@ -13,15 +13,14 @@ from transformers import LlamaForCausalLM
 from pipelines.train.training_run import draw_curves
 from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head
+from ragspec.drafting.learning.eagle_model import EagleHead
+from ragspec.drafting.learning.head import LossWeights, Objective
+from ragspec.drafting.learning.losses import collate
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
-from ragspec.training.heads.eagle_model import EagleHead
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import LossWeights, Objective
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
-from ragspec.training.heads.losses import batch_scores
-from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
-from ragspec.training.heads.training_texts import collate
+from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer, batch_scores
 from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
 
 TAPS = (0, 1, 2)

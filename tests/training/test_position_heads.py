@@ -18,6 +18,8 @@ from transformers import LlamaModel
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
 from ragspec.core import Completion, Request, SamplingParams
+from ragspec.drafting.learning.head import LossWeights, Objective
+from ragspec.drafting.learning.losses import collate
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.engine.loading import load_engine
@@ -26,11 +28,8 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import LossWeights, Objective
-from ragspec.training.heads.losses import batch_scores
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, PositionHead, fresh_position_head
-from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
-from ragspec.training.heads.training_texts import collate
+from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer, batch_scores
 
 NUM_HEADS, PROMPT = 3, 6
 ENGINE = EngineConfig(max_kv_tokens=2048)

@@ -96,6 +96,10 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
             memory.share(sequence.tokens, start)
             self._memories[sequence.key] = memory
         memory.append(states)
+        self._note_states(sequence, start, states)
+
+    def _note_states(self, sequence: SequenceView, start: int, states: Tensor) -> None:
+        """States of the positions from `start`. Shape: float32 [T, F]."""
 
     def finish(self, sequence: SequenceView) -> None:
         super().finish(sequence)

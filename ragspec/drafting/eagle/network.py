@@ -12,7 +12,9 @@ Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), E
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -50,16 +52,18 @@ class EagleNetwork:
         dtype = dtype or target.embedding.dtype
         self._target, self.backend, dtype = target, target.backend.for_head(dtype), float_dtype(dtype)
         self._ids_on_device = self.backend.tokens(self.draft_ids)
-        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-        weights = {name: tensor.to(self.backend.device, dtype) for name, tensor in floats.items()}
-        self._dtype = dtype
-        self._embedding = weights.get("embed_tokens.weight", target.embedding)
-        self._fc = self.backend.make_linear(weights["fc.weight"], weights.get("fc.bias"))
-        self._build_layers(weights, max_positions)
-        if config.family is EagleFamily.EAGLE3:
-            self._build_norms(weights)
+        self._dtype, self._rotations = dtype, _rotations(config, max_positions)
+        weights = self._weights_of(tensors)
+        self.embedding = weights.get("embed_tokens.weight", target.embedding)
+        self._build(weights)
         is_eagle3 = config.family is EagleFamily.EAGLE3
         self._lm_head = self.backend.make_linear(weights["lm_head.weight"]) if is_eagle3 else None
+
+    def relearned(self, tensors: Mapping[str, Tensor]) -> EagleNetwork:
+        """The same head with other weights of its layers. Embedding, output layer and rotations are shared."""
+        other = copy.copy(self)
+        other._build(self._weights_of(tensors))
+        return other
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
         return make_cache(self._layers, self.backend, pool, num_own_slots)
@@ -88,8 +92,19 @@ class EagleNetwork:
                 values = self._product(self._lm_head, hidden if self.config.norm_output else normed(self._norm, hidden))
             return self.backend.logits(values, self._ids_on_device, self.config.vocab_size)
 
-    def _build_layers(self, weights: dict[str, Tensor], max_positions: int) -> None:
-        config, rotations = self.config, _rotations(self.config, max_positions)
+    def _weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        return {name: tensor.to(self.backend.device, self._dtype) for name, tensor in floats.items()}
+
+    def _build(self, weights: dict[str, Tensor]) -> None:
+        """Everything but embedding and output layer."""
+        self._fc = self.backend.make_linear(weights["fc.weight"], weights.get("fc.bias"))
+        self._build_layers(weights)
+        if self.config.family is EagleFamily.EAGLE3:
+            self._build_norms(weights)
+
+    def _build_layers(self, weights: dict[str, Tensor]) -> None:
+        config = self.config
         shape = AttentionShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.window
         )
@@ -97,7 +112,7 @@ class EagleNetwork:
         for i in range(config.num_layers):
             prefix = layer_prefix(config.family, i)
             layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-            self._layers.append(HeadLayer(layer, shape, config.rms_norm_eps, rotations, self.backend, i))
+            self._layers.append(HeadLayer(layer, shape, config.rms_norm_eps, self._rotations, self.backend, i))
             if i and not config.positions_per_layer:
                 self._input_norms[i] = make_norm(self.backend, layer["input_layernorm.weight"], config.rms_norm_eps)
 
@@ -134,7 +149,7 @@ class EagleNetwork:
         num_rows, tokens = len(token_ids), self.backend.tokens(token_ids)
         if num_rows < self.backend.least_rows:
             tokens, states = tokens.repeat(2), states.repeat(2, 1)
-        embedded = F.embedding(tokens, self._embedding).float()
+        embedded = F.embedding(tokens, self.embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
         residual, x = build(embedded, states, depth == 0)
         hidden = self._through_layers(residual, x, cache, metadata, depth)

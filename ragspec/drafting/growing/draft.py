@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.drafting.acceptance import ChildAcceptance
+from ragspec.drafting.acceptance import ChildAcceptance, Guess
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.growing.shapes import Branch, TreeShape
 from ragspec.drafting.stochastic_drafts import ChildSampler, DrawnChildren
@@ -132,7 +132,8 @@ class GrowingDraft:
             left *= 1.0 - chance
             if path_prob < settings.least_prob and draw is None:
                 continue
-            self.proposals.append(Proposal(token, node.number, path_prob, Origin(settings.name, feedback=cell), draw))
+            origin = Origin(settings.name, feedback=Guess(settings.acceptance, cell))
+            self.proposals.append(Proposal(token, node.number, path_prob, origin, draw))
             children.append(OpenNode(len(self.proposals) - 1, token, Branch(ranks, path_prob), row, node.path))
         settings.acceptance.note_children(1.0 - left, node.branch.path_prob)
         return children

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.drafting.acceptance import Cell, ChildAcceptance
+from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.coupling import Coupling, most_probable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
@@ -87,10 +87,6 @@ class GrowingDrafter(Drafter, Generic[D]):
     def _levels(self, drafts: list[D]) -> Levels:
         """The network's forwards, one for each level."""
         raise NotImplementedError
-
-    def learn(self, feedback: object, accepted: bool) -> None:
-        if isinstance(feedback, Cell):
-            self.acceptance.learn(feedback, accepted)
 
     def finish(self, sequence: SequenceView) -> None:
         self._failed.discard(sequence.key)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, default_aux_layers, read_head
 from ragspec.drafting.eagle.layout import layer_prefix
+from ragspec.drafting.learning.eagle_model import Eagle3Head, EagleHead, build_head
 from ragspec.errors import ConfigError, ModelError
-from ragspec.training.heads.eagle_model import Eagle3Head, EagleHead, build_head
 from ragspec.training.heads.frozen_target import FrozenTarget
 
 ROPE_THETA, RMS_NORM_EPS = 10_000.0, 1e-5

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
+from ragspec.drafting.learning.head import Head, LossWeights, Objective, Projection, rows_of
 from ragspec.drafting.medusa.checkpoint import MOST, write_medusa
 from ragspec.drafting.medusa.hydra import write_hydra
 from ragspec.errors import ConfigError
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head, LossWeights, Objective, Projection, rows_of
 
 INIT_STD = 0.02
 

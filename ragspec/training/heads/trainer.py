@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ragspec.drafting.learning.head import Head, Objective
+from ragspec.drafting.learning.losses import MicroBatch, StepScores, TokenPredictions, draft_indices, step_scores
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.head import Head, Objective
-from ragspec.training.heads.losses import StepScores, batch_scores
-from ragspec.training.heads.training_texts import MicroBatch, TextSampler, draw_batches
+from ragspec.training.heads.training_texts import TextSampler, draw_batches
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
+
+NOISE_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,38 @@ class DrafterTrainer(Trainer[DrafterPlan]):
 
     def _model_config(self) -> dict[str, Any]:
         return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
+
+
+class TargetPredictions(TokenPredictions):
+    """The target's predictions at the positions of a micro-batch that carry loss.
+
+    A hit is the target's most probable token. Shapes: last [P, H], argmax int64 [P], probs [P, Vd].
+    """
+
+    def __init__(self, batch: MicroBatch, last: Tensor, target: FrozenTarget, vocabulary: Tensor | None) -> None:
+        super().__init__(batch, vocabulary, last.device)
+        self.last = last.flatten(0, 1)[batch.positions.to(last.device)]
+        with torch.no_grad():
+            logits = target.logits(self.last).float()  # [P, V]
+        self.argmax = logits.argmax(-1)
+        kept = logits if vocabulary is None else logits[:, vocabulary]
+        self.probs = torch.softmax(kept, -1)
+        self.draft_argmax = draft_indices(self.argmax, vocabulary)
+
+
+def batch_scores(
+    head: Head, target: FrozenTarget, batch: MicroBatch, objective: Objective, generator: torch.Generator | None = None
+) -> list[StepScores]:
+    """One entry per draft step. `generator` draws the noise on features; None: no noise."""
+    features, last = target.states(batch.ids, head.config.aux_layers)
+    expected = TargetPredictions(batch, last, target, head.draft_token_ids())
+    features = features.float()
+    if generator is not None and objective.noise:
+        scale = objective.noise * NOISE_TOKENS / features.shape[1]
+        features += (torch.rand(features.shape, generator=generator).to(features.device) - 0.5) * scale
+    states = head.unroll(target.embed(batch.ids), features, expected.pairs, objective)
+    weights = objective.loss_weights or head.loss_weights
+    return [step_scores(head, target.logits, expected, step, state, weights) for step, state in enumerate(states)]
 
 
 def _flat(scores: list[StepScores]) -> list[float]:

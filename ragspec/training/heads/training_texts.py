@@ -10,13 +10,14 @@ SQuAD articles and dialogues that neither training nor evaluation reads.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragspec.drafting.learning.losses import MicroBatch, collate
 from ragspec.rag.wording import question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
 from ragspec.training.reference.mixture import Mixture
@@ -79,23 +80,6 @@ def _dialogue(turns: list[tuple[str, str]]) -> Conversation:
 def dataset_sampler(source: TextSource, encoder: AnswerEncoder) -> TextSampler:
     """Texts with the answers of the data sets."""
     return lambda rng: encoder.encode(source.draw(rng))
-
-
-class MicroBatch(NamedTuple):
-    """`positions`: flat indices whose next token is learnt. Shapes: ids int64 [B, T], positions int64 [M]."""
-
-    ids: Tensor
-    positions: Tensor
-
-
-def collate(texts: Sequence[Encoded]) -> MicroBatch:
-    """Pads with id 0."""
-    length = max(len(text.ids) for text in texts)
-    ids, learnt = torch.zeros(len(texts), length, dtype=torch.long), torch.zeros(len(texts), length)
-    for row, text in enumerate(texts):
-        ids[row, : len(text.ids)] = torch.tensor(text.ids)
-        learnt[row, : len(text.ids) - 1] = torch.tensor(text.weights[1:])  # position t predicts token t + 1
-    return MicroBatch(ids, learnt.flatten().nonzero().squeeze(1))
 
 
 def draw_batches(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, write_head
-from ragspec.training.heads.head import Head, Inputs, LossWeights, Objective, Projection, rows_of
+from ragspec.drafting.learning.head import Head, Inputs, LossWeights, Objective, Projection, rows_of
 
 HIDDEN_SCORE = -30_000.0
 

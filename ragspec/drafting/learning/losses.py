@@ -1,0 +1,129 @@
+"""Losses and hits of one draft step over a micro-batch of texts.
+
+Owns which rows count. Step i of pair t predicts token x_{t+2+i}, which the target predicts at position t+1+i; only predictions of
+tokens that carry loss count.
+
+    >>> expected = TokenPredictions(batch, head.draft_token_ids())
+    >>> states = head.unroll(embedded, features, expected.pairs, Objective(num_steps=4))
+    >>> scores = step_scores(head, project, expected, 0, states[0], LossWeights(token=1.0))
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ragspec.drafting.learning.head import Head, LossWeights, Projection
+
+TOP = 4
+TOP_OF_TARGET = 10
+
+
+class LearntText(Protocol):
+    """Token ids, and the weight of predicting each: not 0 for tokens that are learnt. Same lengths."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def weights(self) -> list[float]: ...
+
+
+class MicroBatch(NamedTuple):
+    """`positions`: flat indices whose next token is learnt. Shapes: ids int64 [B, T], positions int64 [M]."""
+
+    ids: Tensor
+    positions: Tensor
+
+
+def collate(texts: Sequence[LearntText]) -> MicroBatch:
+    """Pads with id 0."""
+    length = max(len(text.ids) for text in texts)
+    ids, learnt = torch.zeros(len(texts), length, dtype=torch.long), torch.zeros(len(texts), length)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = torch.tensor(text.ids)
+        learnt[row, : len(text.ids) - 1] = torch.tensor(text.weights[1:])  # position t predicts token t + 1
+    return MicroBatch(ids, learnt.flatten().nonzero().squeeze(1))
+
+
+class StepScores(NamedTuple):
+    """Sums over the rows of one draft step: losses, rows that count, and rows whose top 1 or top 4 hold the target's argmax."""
+
+    loss: Tensor
+    num_rows: int
+    top1: int
+    top4: int
+
+
+class TokenPredictions:
+    """The tokens of a micro-batch that carry loss, and the pairs that draft them.
+
+    `index` is the prediction's number in [0, P) at each position, -1 without loss. `pairs` is padded where `is_real` is false.
+    `draft_tokens`: indices of the text's own tokens in the draft vocabulary, or -1; `draft_argmax`: of those that count as hits.
+    Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A], vocabulary int64 [Vd] or None, last [P, H] and
+    probs [P, Vd] where a target teaches.
+    """
+
+    last: Tensor
+    probs: Tensor
+
+    def __init__(self, batch: MicroBatch, vocabulary: Tensor | None, device: torch.device | str = "cpu") -> None:
+        size, length = batch.ids.shape
+        positions = batch.positions.to(device)
+        self.index = torch.full((size, length + 1), -1, device=device)  # the last column is behind the text's end
+        self.index[positions // length, positions % length] = torch.arange(len(positions), device=device)
+        self.pairs, self.is_real = _pair_rows(self.index)
+        self.draft_tokens = draft_indices(batch.ids.flatten()[batch.positions + 1].to(device), vocabulary)
+        self.draft_argmax = self.draft_tokens
+
+    def at_step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Rows that count at a draft step, and the numbers of the predictions they learn. Shapes: bool [B, A], int64 [rows]."""
+        columns = (self.pairs + 1 + step).clamp(max=self.index.shape[1] - 1)
+        numbers = self.index.gather(1, columns)
+        counts = self.is_real & (numbers >= 0)
+        return counts, numbers[counts]
+
+
+def draft_indices(token_ids: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Indices in the draft vocabulary; -1 for tokens that it lacks."""
+    if vocabulary is None:
+        return token_ids
+    return torch.where(torch.isin(token_ids, vocabulary), torch.searchsorted(vocabulary, token_ids), -1)
+
+
+def _pair_rows(index: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs whose first draft counts, padded with pair 0. Shapes: int64 [B, A], bool [B, A]."""
+    counts = index[:, 1:-1] >= 0  # pair t learns the target's prediction at t + 1
+    width = max(1, int(counts.sum(1).max()))
+    order = torch.argsort(counts.to(torch.int8), dim=1, descending=True, stable=True)[:, :width]
+    is_real = counts.gather(1, order)
+    return torch.where(is_real, order, 0), is_real
+
+
+def step_scores(
+    head: Head, project: Projection, expected: TokenPredictions, step: int, states: Tensor, weights: LossWeights
+) -> StepScores:
+    """Rows whose wanted token the head cannot draft have no loss."""
+    counts, numbers = expected.at_step(step)
+    chosen = states[counts]  # [rows, H]
+    logits = head.logits(chosen, project, step).float()  # [rows, Vd]
+    log_probs, argmax = torch.log_softmax(logits, -1), expected.draft_argmax[numbers]
+    losses = torch.zeros(len(numbers), device=logits.device)
+    if weights.teacher:
+        losses = losses - weights.teacher * (expected.probs[numbers] * log_probs).sum(-1)
+    if weights.top:
+        top = expected.probs[numbers].topk(min(TOP_OF_TARGET, logits.shape[1]), -1)
+        losses = losses - weights.top * (top.values * log_probs.gather(1, top.indices)).sum(-1)
+    if weights.state:
+        hidden = expected.last[numbers].float()
+        distance = torch.nn.functional.smooth_l1_loss(chosen.float(), hidden, reduction="none").mean(-1)
+        losses = losses + weights.state * distance
+    total = (losses * (argmax >= 0)).sum()
+    if weights.token:
+        tokens = expected.draft_tokens[numbers]
+        total = total + weights.token * torch.nn.functional.nll_loss(
+            log_probs, tokens, ignore_index=-1, reduction="sum"
+        )
+    hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == argmax[:, None]
+    return StepScores(total, len(numbers), int(hits[:, 0].sum()), int(hits.sum()))

@@ -1,0 +1,217 @@
+"""Learning while serving (online distillation): one head's layers are trained on the tokens that the target said.
+
+    text of a finished request -> both heads are scored on it, the loaded and the learned -> then the learned one is trained on it
+
+A token that the target sampled is a sample of its distribution, so in expectation the cross-entropy with it is that with the
+distribution, and the target is not run again. Weights draft only after they were better than the loaded ones on texts that they
+had not learned; once they are worse, the loaded ones draft, and where they are much worse learning starts anew.
+
+    >>> learner = HeadLearner(head, network, learning_rate=1e-4)
+    >>> learner.add(recording.text(sequence))
+    >>> learner.learn_one()                        # in any one thread; `learner.network` drafts
+
+Source: online speculative decoding (Liu et al. 2023, arXiv 2310.07177); it learns only where drafts were wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ragspec.drafting.acceptance import ChildAcceptance
+from ragspec.drafting.drafter import SequenceView
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.network import EagleNetwork
+from ragspec.drafting.learning.eagle_model import Eagle3Head, build_head
+from ragspec.drafting.learning.head import LossWeights, Objective
+from ragspec.drafting.learning.losses import MicroBatch, StepScores, TokenPredictions, collate, step_scores
+from ragspec.errors import ModelError
+
+MAX_TEXT_TOKENS = 256
+"""The last positions of a request that are kept."""
+_LEAST_LEARNT, _MAX_WAITING, _MAX_KEPT = 8, 16, 16
+"""Tokens of a text worth learning; texts that wait to be learned, and earlier texts that are learned again beside a new one."""
+_STEPS = Objective(num_steps=3)
+_TOKENS = LossWeights(token=1.0)
+_CLIP = 0.5
+_EARLIER_TEXTS = 2
+_LEAST_SCORED, _MEMORY, _PUBLISH_EVERY = 8, 0.8, 4
+_BETTER, _MUCH_WORSE = 1.02, 0.9
+_COPIES = 5
+"""Learned weights, gradient, the optimiser's two moments, and the weights that draft."""
+
+
+class RecordedText(NamedTuple):
+    """`weights`: 1 for the output's tokens. Shape: features bfloat16 [T - 1, F], of all tokens but the last."""
+
+    ids: list[int]
+    weights: list[float]
+    features: Tensor
+
+
+class Recording:
+    """The target's states at the last positions of a sequence that runs, under its request's salt."""
+
+    def __init__(self, salt: str) -> None:
+        self.salt = salt
+        self._pieces: list[Tensor] = []
+        self._start = self._end = 0  # positions [start, end)
+
+    def append(self, start: int, states: Tensor) -> None:
+        """Add states of the positions from `start`. Shape: float32 [T, F]."""
+        if start != self._end:  # computed anew, or behind a shared prefix
+            self._pieces, self._start = [], start
+        self._end = start + len(states)
+        self._pieces.append(states.to(torch.bfloat16))
+        while self._end - self._start - len(self._pieces[0]) >= MAX_TEXT_TOKENS:
+            self._start += len(self._pieces.pop(0))
+
+    def text(self, sequence: SequenceView) -> RecordedText | None:
+        """The end of a sequence's text; None if its output is too short."""
+        end = min(self._end, len(sequence.tokens) - 1)
+        start = max(self._start, end - MAX_TEXT_TOKENS)
+        first = max(2, sequence.num_prompt - start)
+        num_learnt = end + 1 - start - first
+        if num_learnt < _LEAST_LEARNT:
+            return None
+        states = torch.cat(self._pieces)[start - self._start : end - self._start].clone()
+        return RecordedText(sequence.tokens[start : end + 1], [0.0] * first + [1.0] * num_learnt, states)
+
+
+class Score:
+    """The share of tokens that a head drafts; older texts fade."""
+
+    def __init__(self) -> None:
+        self.hits = self.rows = 0.0
+
+    def add(self, steps: SequenceOf[StepScores]) -> None:
+        self.hits = _MEMORY * self.hits + sum(step.top1 for step in steps)
+        self.rows = _MEMORY * self.rows + sum(step.num_rows for step in steps)
+
+    @property
+    def rate(self) -> float:
+        return self.hits / max(1.0, self.rows)
+
+
+class HeadLearner:
+    """One tenant's head. `network`: what drafts for the tenant now; None: the head as it was loaded.
+
+    Weights are copied when the first text is learned. `acceptance`: of the tenant's drafts, which learning changes.
+    """
+
+    def __init__(self, base: Eagle3Head, loaded: EagleNetwork, learning_rate: float) -> None:
+        self._base, self._loaded, self._learning_rate = base, loaded, learning_rate
+        self._waiting, self._kept = deque[RecordedText](maxlen=_MAX_WAITING), deque[RecordedText](maxlen=_MAX_KEPT)
+        self._random = random.Random(0)
+        self.acceptance = ChildAcceptance()
+        self.network: EagleNetwork | None = None
+        self.num_learned = self.num_restarts = 0
+        self._head: Eagle3Head | None = None
+
+    @staticmethod
+    def num_bytes(base: Eagle3Head) -> int:
+        """The most that a learner takes."""
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in _trained(base))
+        num_tokens = (_MAX_WAITING + _MAX_KEPT) * MAX_TEXT_TOKENS
+        return _COPIES * weights + num_tokens * 2 * base.fc.in_features
+
+    @property
+    def waits(self) -> bool:
+        """Whether texts wait to be learned."""
+        return bool(self._waiting)
+
+    def add(self, text: RecordedText) -> None:
+        """Keep a text until it is learned; too many push out the oldest."""
+        self._waiting.append(text)
+
+    def learn_one(self) -> None:
+        """Score both heads on the oldest text that waits, choose the one that drafts, and train."""
+        text = self._waiting.popleft()
+        if self._head is None:
+            self._restart()
+        assert self._head is not None
+        with torch.no_grad():
+            self._base_score.add(self._scores(self._base, [text]))
+            self._score.add(self._scores(self._head, [text]))
+        self._choose()
+        earlier = self._random.sample(list(self._kept), min(_EARLIER_TEXTS, len(self._kept)))
+        self._train(self._head, [text, *earlier])
+        self._kept.append(text)
+
+    def _restart(self) -> None:
+        """Begin with the loaded weights."""
+        self._head = copy.deepcopy(self._base, {id(self._base.lm_head): self._base.lm_head})
+        self._optimizer = torch.optim.AdamW(_trained(self._head), lr=self._learning_rate, weight_decay=0.0)
+        self._score, self._base_score = Score(), Score()
+        self.network, self.num_learned = None, 0
+
+    def _choose(self) -> None:
+        """By texts that were new to both heads."""
+        if self.num_learned < _LEAST_SCORED:
+            return
+        own, loaded = self._score.rate, self._base_score.rate
+        if own < _MUCH_WORSE * loaded:
+            self._restart()
+            self.num_restarts += 1
+        elif own < loaded:
+            self.network = None
+        elif own > _BETTER * loaded and self.num_learned % _PUBLISH_EVERY == 0:
+            assert self._head is not None
+            weights = {name: p.detach().clone() for name, p in self._head.named_parameters() if p.requires_grad}
+            self.network = self._loaded.relearned(weights)
+
+    def _train(self, head: Eagle3Head, texts: SequenceOf[RecordedText]) -> None:
+        steps = self._scores(head, texts)
+        losses = [_STEPS.position_decay**i * step.loss for i, step in enumerate(steps)]
+        loss = torch.stack(losses).sum() / max(1, steps[0].num_rows)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(_trained(head), _CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_learned += 1
+
+    def _scores(self, head: Eagle3Head, texts: SequenceOf[RecordedText]) -> list[StepScores]:
+        """Of every draft step."""
+        batch, embedding = collate(texts), self._loaded.embedding
+        expected = TokenPredictions(batch, head.draft_token_ids(), embedding.device)
+        embedded = nn.functional.embedding(batch.ids.to(embedding.device), embedding).float()
+        states = head.unroll(embedded, _padded(batch, texts), expected.pairs, _STEPS)
+        return [step_scores(head, _no_projection, expected, i, state, _TOKENS) for i, state in enumerate(states)]
+
+
+def trainable_head(checkpoint: HeadCheckpoint, device: torch.device | str) -> Eagle3Head:
+    """A loaded head in float32. Raises: ModelError for a head that cannot learn online."""
+    config, tensors = checkpoint
+    flags = ("fc_bias", "norm_before_residual", "norm_before_fc", "norm_output", "qkv_bias", "output_bias", "qk_norm")
+    plain: dict[str, Any] = {**dict.fromkeys(flags, False), "num_layers": 1, "window": 0, "rope": {}}
+    if config.family is not EagleFamily.EAGLE3 or config != replace(config, **plain):
+        raise ModelError("drafting.eagle.online: only plain EAGLE-3 heads learn online, and this one is another")
+    head = build_head(config)
+    assert isinstance(head, Eagle3Head)
+    head.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"})
+    head.lm_head.requires_grad_(False)
+    return head.to(device)
+
+
+def _trained(head: Eagle3Head) -> list[nn.Parameter]:
+    return [parameter for parameter in head.parameters() if parameter.requires_grad]
+
+
+def _padded(batch: MicroBatch, texts: SequenceOf[RecordedText]) -> Tensor:
+    """Features of a batch, zeros behind each text's. Shape: float32 [B, T, F]."""
+    features = texts[0].features
+    padded = torch.zeros(*batch.ids.shape, features.shape[1], device=features.device)
+    for row, text in enumerate(texts):
+        padded[row, : len(text.features)] = text.features
+    return padded
+
+
+def _no_projection(states: Tensor) -> Tensor:
+    raise AssertionError("an EAGLE-3 head has an output layer of its own")
