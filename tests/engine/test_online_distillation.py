@@ -129,14 +129,18 @@ def test_worse_weights_never_draft_for_long(tiny: Tiny) -> None:
     assert good is not None
     learner = HeadLearner(good, drafter._loaded.relearned(dict(good.named_parameters())), 1e-2)
     for _ in range(30):
-        learner.add(poisoned(honest[0]))
-        learner.learn_one()
+        learn(learner, poisoned(honest[0]))
     assert learner.network is not None, "poisoned texts were fitted"
     learner._optimizer.param_groups[0]["lr"] = 0.0  # it would learn them again
     for text in honest[:10]:
-        learner.add(text)
-        learner.learn_one()
+        learn(learner, text)
     assert learner.network is None and learner.num_restarts == 1
+
+
+def learn(learner: HeadLearner, text: RecordedText) -> None:
+    learner.add(text)
+    while learner.waits:
+        learner.advance()
 
 
 def poisoned(text: RecordedText) -> RecordedText:
@@ -161,8 +165,7 @@ def test_an_error_in_learning_costs_nothing_but_learning(tiny: Tiny) -> None:
     requests, drafter = requests_of(target, LONG), drafter_for(target)
     with tiny_engine(target, [drafter]) as engine:
         first = engine.generate(requests)
-        drafter.learners[""]._kept.append(RecordedText([1, 2], [0.0, 1.0], torch.zeros(1, 1)))
-        drafter.learners[""]._train = None  # type: ignore[method-assign, assignment]
+        drafter.learners[""]._choose = None  # type: ignore[method-assign, assignment]
         again = [engine.generate(requests) for _ in range(2)]
         assert engine._planner.num_failures == 0 and drafter._has_failed
     assert [d.token_ids for d in again[0]] == [d.token_ids for d in again[1]] == [d.token_ids for d in first]
@@ -245,8 +248,8 @@ def test_only_the_outputs_end_is_learned(tiny: Tiny) -> None:
     for start in range(40, 359):
         recording.append(start, states[start : start + 1])
     text = recording.text(view)
-    assert text is not None and text.ids == view.tokens[103:] and len(text.features) == 256
-    assert text.features[:, 0].tolist() == states[103:, 0].bfloat16().tolist() and all(text.weights[2:])
+    assert text is not None and text.ids == view.tokens[231:] and len(text.features) == 128
+    assert text.features[:, 0].tolist() == states[231:, 0].bfloat16().tolist() and all(text.weights[2:])
     short = Recording("")
     short.append(8, states[8:60])
     view.tokens = view.tokens[:50]

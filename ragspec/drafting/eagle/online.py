@@ -135,7 +135,7 @@ class OnlineEagleDrafter(EagleDrafter):
         try:
             while (learner := self._next_learner()) is not None:
                 begin = time.monotonic()
-                learner.learn_one()
+                learner.advance()
                 if self._online.busy_share:
                     self._next_busy_s = begin + (time.monotonic() - begin) / self._online.busy_share
         except Exception:

@@ -8,7 +8,7 @@ had not learned; once they are worse, the loaded ones draft, and where they are 
 
     >>> learner = HeadLearner(head, network, learning_rate=1e-4)
     >>> learner.add(recording.text(sequence))
-    >>> learner.learn_one()                        # in any one thread; `learner.network` drafts
+    >>> while learner.waits: learner.advance()     # in any one thread; `learner.network` drafts
 
 Source: online speculative decoding (Liu et al. 2023, arXiv 2310.07177); it learns only where drafts were wrong.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,12 +32,12 @@ from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.learning.eagle_model import Eagle3Head, build_head
 from ragspec.drafting.learning.head import LossWeights, Objective
-from ragspec.drafting.learning.losses import MicroBatch, StepScores, TokenPredictions, collate, step_scores
+from ragspec.drafting.learning.losses import StepScores, TokenPredictions, collate, step_scores
 from ragspec.errors import ModelError
 
-MAX_TEXT_TOKENS = 256
+MAX_TEXT_TOKENS = 128
 """The last positions of a request that are kept."""
-_LEAST_LEARNT, _MAX_WAITING, _MAX_KEPT = 8, 16, 16
+_LEAST_LEARNT, _MAX_WAITING, _MAX_KEPT = 8, 32, 32
 """Tokens of a text worth learning; texts that wait to be learned, and earlier texts that are learned again beside a new one."""
 _STEPS = Objective(num_steps=3)
 _TOKENS = LossWeights(token=1.0)
@@ -44,6 +45,7 @@ _CLIP = 0.5
 _EARLIER_TEXTS = 2
 _LEAST_SCORED, _MEMORY, _PUBLISH_EVERY = 8, 0.8, 4
 _BETTER, _MUCH_WORSE = 1.02, 0.9
+_DONE = object()
 _COPIES = 5
 """Learned weights, gradient, the optimiser's two moments, and the weights that draft."""
 
@@ -114,6 +116,7 @@ class HeadLearner:
         self.network: EagleNetwork | None = None
         self.num_learned = self.num_restarts = 0
         self._head: Eagle3Head | None = None
+        self._work: Iterator[None] | None = None  # the passes over one text
 
     @staticmethod
     def num_bytes(base: Eagle3Head) -> int:
@@ -125,25 +128,44 @@ class HeadLearner:
     @property
     def waits(self) -> bool:
         """Whether texts wait to be learned."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._work)
 
     def add(self, text: RecordedText) -> None:
         """Keep a text until it is learned; too many push out the oldest."""
         self._waiting.append(text)
 
-    def learn_one(self) -> None:
+    def advance(self) -> None:
+        """One pass over one text: a request that comes meanwhile shares the processor with no more."""
+        self._work = self._work or self._passes()
+        if next(self._work, _DONE) is _DONE:
+            self._work = None
+
+    def _passes(self) -> Iterator[None]:
         """Score both heads on the oldest text that waits, choose the one that drafts, and train."""
         text = self._waiting.popleft()
         if self._head is None:
             self._restart()
-        assert self._head is not None
         with torch.no_grad():
-            self._base_score.add(self._scores(self._base, [text]))
-            self._score.add(self._scores(self._head, [text]))
+            self._base_score.add(self._scores(self._base, text))
+        yield
+        with torch.no_grad():
+            self._score.add(self._scores(self._own_head, text))
         self._choose()
-        earlier = self._random.sample(list(self._kept), min(_EARLIER_TEXTS, len(self._kept)))
-        self._train(self._head, [text, *earlier])
+        for each in [text, *self._random.sample(list(self._kept), min(_EARLIER_TEXTS, len(self._kept)))]:
+            yield
+            steps = self._scores(self._own_head, each)
+            losses = [_STEPS.position_decay**i * step.loss for i, step in enumerate(steps)]
+            torch.autograd.backward(torch.stack(losses).sum() / max(1, steps[0].num_rows))
+        nn.utils.clip_grad_norm_(_trained(self._own_head), _CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_learned += 1
         self._kept.append(text)
+
+    @property
+    def _own_head(self) -> Eagle3Head:
+        assert self._head is not None
+        return self._head
 
     def _restart(self) -> None:
         """Begin with the loaded weights."""
@@ -163,26 +185,17 @@ class HeadLearner:
         elif own < loaded:
             self.network = None
         elif own > _BETTER * loaded and self.num_learned % _PUBLISH_EVERY == 0:
-            assert self._head is not None
-            weights = {name: p.detach().clone() for name, p in self._head.named_parameters() if p.requires_grad}
+            named = self._own_head.named_parameters()
+            weights = {name: p.detach().clone() for name, p in named if p.requires_grad}
             self.network = self._loaded.relearned(weights)
 
-    def _train(self, head: Eagle3Head, texts: SequenceOf[RecordedText]) -> None:
-        steps = self._scores(head, texts)
-        losses = [_STEPS.position_decay**i * step.loss for i, step in enumerate(steps)]
-        loss = torch.stack(losses).sum() / max(1, steps[0].num_rows)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(_trained(head), _CLIP)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.num_learned += 1
-
-    def _scores(self, head: Eagle3Head, texts: SequenceOf[RecordedText]) -> list[StepScores]:
+    def _scores(self, head: Eagle3Head, text: RecordedText) -> list[StepScores]:
         """Of every draft step."""
-        batch, embedding = collate(texts), self._loaded.embedding
+        batch, embedding = collate([text]), self._loaded.embedding
         expected = TokenPredictions(batch, head.draft_token_ids(), embedding.device)
         embedded = nn.functional.embedding(batch.ids.to(embedding.device), embedding).float()
-        states = head.unroll(embedded, _padded(batch, texts), expected.pairs, _STEPS)
+        features = nn.functional.pad(text.features.float(), (0, 0, 0, 1))[None]  # [1, T, F]; the last row is not read
+        states = head.unroll(embedded, features, expected.pairs, _STEPS)
         return [step_scores(head, _no_projection, expected, i, state, _TOKENS) for i, state in enumerate(states)]
 
 
@@ -202,15 +215,6 @@ def trainable_head(checkpoint: HeadCheckpoint, device: torch.device | str) -> Ea
 
 def _trained(head: Eagle3Head) -> list[nn.Parameter]:
     return [parameter for parameter in head.parameters() if parameter.requires_grad]
-
-
-def _padded(batch: MicroBatch, texts: SequenceOf[RecordedText]) -> Tensor:
-    """Features of a batch, zeros behind each text's. Shape: float32 [B, T, F]."""
-    features = texts[0].features
-    padded = torch.zeros(*batch.ids.shape, features.shape[1], device=features.device)
-    for row, text in enumerate(texts):
-        padded[row, : len(text.features)] = text.features
-    return padded
 
 
 def _no_projection(states: Tensor) -> Tensor:
