@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +38,8 @@ _DELETE_TIMEOUT_S = 60.0
 """A caller waits so long for its deletion, which stays in the queue afterwards."""
 _RETRY_FILES_S = 30.0
 """Pause after another process was writing the index, or the encoders were away."""
+_NICENESS = 5
+"""Why not more: a query waits for the forward that the encoder has begun."""
 _STOPPING = "the service is stopping: ask again when it is back"
 
 
@@ -47,6 +51,13 @@ class _Deletion:
     @property
     def tenant(self) -> str:
         return self.members[0].tenant
+
+
+def _yield_to_answers() -> None:
+    """Leaves most of the processors to answers, also in threads that this one starts. Only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS))
 
 
 class IngestWorker:
@@ -142,6 +153,7 @@ class IngestWorker:
             upload.close()
 
     def _run(self) -> None:
+        _yield_to_answers()
         while True:
             with self._wake:
                 wait_s = max(0.0, due - time.monotonic()) if (due := self._due_s()) < math.inf else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -150,3 +152,38 @@ def test_a_folder_without_a_model_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded as an encoder") as error:
         Encoder.load(EncoderConfig(model=str(tmp_path)))
     assert "\n" not in str(error.value)
+
+
+def test_a_query_waits_for_one_forward_of_a_file_and_not_for_the_file(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant uploads rows, and every other tenant's question waits until a thousand of them are encoded."""
+    alone, forward, asking = encoder.encode(["Rain."]), encoder._forward, list[bool]()
+    (query_ids,) = encoder._tokenized(["Rain."])["input_ids"]
+    asked, begun = threading.Event(), threading.Event()
+
+    def counted(token_ids: Any, type_ids: Any = None) -> Any:
+        asking.append(token_ids == [query_ids])
+        if not asking[-1]:
+            begun.set()
+            assert asked.wait(30)
+        return forward(token_ids, type_ids)
+
+    monkeypatch.setattr(encoder, "_forward", counted)
+    monkeypatch.setattr(encoder, "max_batch_size", 1)
+    with ThreadPoolExecutor(2) as threads:
+        file = threads.submit(encoder.encode, [f"It rained {number} times." for number in range(20)])
+        assert begun.wait(30)
+        query = threads.submit(encoder.encode, ["Rain."])
+        while not encoder._computing._waiting:
+            time.sleep(0.001)
+        asked.set()
+        assert np.array_equal(query.result(), alone) and len(file.result()) == 20
+    assert asking.index(True) == 1 and len(asking) == 21
+
+
+def test_texts_are_tokenised_in_parts_as_in_one(encoder: Encoder) -> None:
+    """A file's texts are tokenised in one call, for which a question waits; a part that is left out or comes twice."""
+    texts = [f"It rained {number} times." for number in range(150)]
+    whole = encoder._tokenizer(texts, truncation=True, max_length=encoder.max_tokens)["input_ids"]
+    assert encoder._tokenized(texts)["input_ids"] == whole
