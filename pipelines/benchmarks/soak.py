@@ -3,6 +3,7 @@
     python -m pipelines.benchmarks.soak files --count 100000 --state files.json
     python -m pipelines.benchmarks.soak requests --count 1000000 --state requests.json
     python -m pipelines.benchmarks.soak aborts --count 50000 --state aborts.json
+    python -m pipelines.benchmarks.soak faults --count 1000 --state faults.json
 
 Item n of a seed is always the same. `--state` holds how many are done and what was counted; the command goes on from there until
 `--count` are done, or `--seconds` have passed. Exits 1 if anything crashed, answered 5xx, or was left behind. The service is a
@@ -31,12 +32,12 @@ from typing import Any
 import aiohttp
 
 from pipelines.benchmarks.clients import chat_body
-from ragspec.core import Document
 from ragspec.disk import write_atomically
 from ragspec.errors import RagspecError
 
-BATCHES = {"files": 500, "requests": 200, "aborts": 100}
+BATCHES = {"files": 500, "requests": 200, "aborts": 100, "faults": 10}
 BAD = ("crash", "hang", "exception", "5xx", "leaked slots", "left running", "connection lost")
+BAD += ("lost", "doubled", "changed", "not recovered")
 _AT_ONCE = 16
 _BATCH_S, _SETTLE_S = 600.0, 30.0
 _TENANT = "ann"
@@ -205,31 +206,14 @@ class SmallService:
 @contextmanager
 def small_service() -> Iterator[SmallService]:
     from pipelines.benchmarks.service import service_here
-    from ragspec.config import EngineConfig, RetrieverConfig, TargetConfig
-    from ragspec.engine.engine import Engine
-    from ragspec.evaluation.suite import engine_over
-    from ragspec.evaluation.suites.backends.models import SMALL, random_target
-    from ragspec.retrieval.encoder import Encoder
-    from ragspec.retrieval.retriever import Retriever, build_index
-    from services.backend import ServiceBackend
-    from services.settings import ServiceConfig, ServiceSettings
+    from pipelines.benchmarks.small_service import small_backend
 
-    target = random_target(SMALL._replace(hidden=64), TargetConfig(quantization="none"))
-    engine = engine_over(Engine, target, EngineConfig(max_kv_tokens=16_384, num_threads=1))
-    with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
-        encoder = Encoder.load(ServiceConfig().encoder)
-        documents = [Document(str(number), text) for number, text in enumerate(_TEXT.split(". "))]
-        build_index(documents, f"{folder}/index", encoder)
-        settings = ServiceConfig(
-            retriever=RetrieverConfig(index_dir=f"{folder}/index"),
-            service=ServiceSettings(port=0, model="small", data_dir=f"{folder}/data"),
-        )
-        retriever = Retriever.from_config(settings.retriever, encoder)
-        with (
-            ServiceBackend(engine, target.tokenizer, retriever, settings, engine.close) as backend,
-            service_here(backend, (_TENANT,)) as service,
-        ):
-            yield SmallService(service)
+    with (
+        tempfile.TemporaryDirectory(prefix="ragspec-") as folder,
+        small_backend(Path(folder)) as backend,
+        service_here(backend, (_TENANT,)) as service,
+    ):
+        yield SmallService(service)
 
 
 def soak(
@@ -260,6 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rest = (given.count, given.seed, given.state, given.seconds)
     if given.kind == "files":
         counts = soak("files", files_batch, *rest)
+    elif given.kind == "faults":
+        from pipelines.benchmarks.chaos.service_faults import faults_batch
+
+        counts = soak("faults", faults_batch, *rest)
     else:
         with small_service() as service:
             batch = service.requests_batch if given.kind == "requests" else service.aborts_batch

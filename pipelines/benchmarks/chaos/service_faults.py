@@ -1,0 +1,164 @@
+"""Faults of one service under load: of its process, its disk, its memory and its network. Run by `soak faults`.
+
+    >>> faults_batch(seed=0, first=0, last=10)["lost"]
+    0
+
+Fault n of a seed always has the same kind and the same numbers. A batch has a service of its own. After its faults and one more
+kill, the service's data are compared with everything that it acknowledged. Needs the right to mount a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+from typing import NamedTuple
+
+from pipelines.benchmarks.chaos.service_clients import ServiceClients
+from pipelines.benchmarks.chaos.service_process import Network, ServiceProcess, SmallDisk, small_disk
+from pipelines.benchmarks.service import free_port
+from services.keys import add_key
+
+KINDS = ("kill", "stop", "full", "no growth", "read-only", "slow disk", "memory", "latency", "partition", "reset")
+_PROBE_S = 20.0
+"""A service that does not recover within it is killed and started again, as by a liveness probe."""
+_RECOVERY_S = (1, 2, 5, 15, 60)
+_MOST_S, _LOOK_S = 240.0, 0.02
+_TENANT = "ann"
+
+
+class Fault(NamedTuple):
+    """`hold_s`: how long it lasts. `share`: how bad it is, from 0 to 1."""
+
+    kind: str
+    hold_s: float
+    share: float
+
+
+def fault_of(seed: int, number: int) -> Fault:
+    """Kinds in turn, each `len(KINDS)` in an order of their own."""
+    turn, place = divmod(number, len(KINDS))
+    kinds = list(KINDS)
+    random.Random(f"{seed} turn {turn}").shuffle(kinds)
+    draw = random.Random(f"{seed} fault {number}")
+    return Fault(kinds[place], draw.uniform(0.2, 2.0), draw.random())
+
+
+def faults_batch(seed: int, first: int, last: int) -> Counter[str]:
+    """Raises: EngineError without the right to mount a disk, or if the service does not even start undisturbed."""
+    with tempfile.TemporaryDirectory(prefix="ragspec-") as name, small_disk(Path(name) / "disk") as disk:
+        key, _ = add_key(Path(name) / "keys.json", _TENANT)
+        arguments = disk, Path(name) / "keys.json", free_port(), Path(name) / "slow"
+        with ServiceProcess(*arguments) as service:
+            return asyncio.run(ServiceFaults(disk, service).run(key, [fault_of(seed, n) for n in range(first, last)]))
+
+
+class ServiceFaults:
+    """One service and its faults, one after the other."""
+
+    def __init__(self, disk: SmallDisk, service: ServiceProcess) -> None:
+        self._disk, self._service = disk, service
+        self._network = Network(service.port)
+        self._counts = Counter[str]()
+
+    async def run(self, key: str, faults: list[Fault]) -> Counter[str]:
+        await self._start()
+        async with self._network:
+            clients = ServiceClients(self._network.url, key, lambda line: print(line, file=sys.stderr, flush=True))
+            await clients.learn()
+            load = asyncio.create_task(clients.run())
+            await self._recovery_s(clients, time.monotonic())
+            for fault in faults:
+                await self._strike(fault, clients)
+            load.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await load
+            self._service.kill()
+            await self._start()
+            await clients.check()
+        return self._counts + clients.counts + clients.marks
+
+    async def _start(self) -> None:
+        """As a supervisor does: again and again."""
+        while not await asyncio.to_thread(self._service.start):
+            self._counts["starts refused"] += 1
+            if self._counts["starts refused"] > 100:
+                raise SystemExit("the service does not start")
+
+    async def _strike(self, fault: Fault, clients: ServiceClients) -> None:
+        begin_s = time.monotonic()
+        async with self._fault(fault):
+            await asyncio.sleep(fault.hold_s)
+            cleared_s = begin_s if fault.kind == "kill" else time.monotonic()
+        if not self._service.is_up:
+            self._counts[f"died of {fault.kind}"] += fault.kind not in ("kill", "read-only")
+            await self._start()
+        seconds = await self._recovery_s(clients, cleared_s)
+        within = next((f"recovered within {most} s" for most in _RECOVERY_S if seconds <= most), "recovered later")
+        self._counts += Counter({fault.kind: 1, within if seconds < _MOST_S else "not recovered": 1})
+
+    async def _recovery_s(self, clients: ServiceClients, since_s: float) -> float:
+        """Seconds until every kind of operation that began afterwards has succeeded."""
+        restarts_s = since_s + _PROBE_S
+        while min(clients.succeeded_s.values()) < since_s and time.monotonic() < since_s + _MOST_S:
+            if time.monotonic() > restarts_s:
+                restarts_s = time.monotonic() + _PROBE_S
+                self._counts["restarted by the probe"] += 1
+                self._service.kill()
+                await self._start()
+            await asyncio.sleep(_LOOK_S)
+        return time.monotonic() - since_s
+
+    @contextlib.asynccontextmanager
+    async def _fault(self, fault: Fault) -> AsyncIterator[None]:
+        service, disk, network = self._service, self._disk, self._network
+        match fault.kind:
+            case "kill":
+                service.kill()
+                yield
+            case "stop":
+                service.send(SIGSTOP)
+                yield
+                service.send(SIGCONT)
+            case "full":
+                disk.fill()
+                yield
+                disk.empty()
+            case "no growth":
+                service.limit(resource.RLIMIT_FSIZE, int(fault.share * 2**16))
+                yield
+                service.limit(resource.RLIMIT_FSIZE)
+            case "read-only":
+                service.kill()
+                disk.mount("ro")
+                await asyncio.to_thread(service.start)
+                yield
+                service.kill()
+                disk.mount("rw")
+            case "slow disk":
+                service.slow.touch()
+                yield
+                service.slow.unlink()
+            case "memory":
+                service.limit(resource.RLIMIT_AS, service.memory_bytes + int(fault.share * 2**25))
+                yield
+                service.limit(resource.RLIMIT_AS)
+            case "latency":
+                network.latency_s = 0.1 + fault.share
+                yield
+                network.latency_s = 0.0
+            case "partition":
+                network.part(True)
+                yield
+                network.part(False)
+            case "reset":
+                network.cut()
+                yield
