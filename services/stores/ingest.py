@@ -206,6 +206,8 @@ class IngestWorker:
         except Exception as cause:
             try:
                 self._restore(deletion.members)
+            except SaveError:  # the disk is so full that neither is recorded: what was begun is owed
+                self._owe(deletion.members)
             finally:
                 deletion.done.set_exception(cause if isinstance(cause, RagspecError) else SaveError(str(cause)))
         else:
@@ -218,8 +220,11 @@ class IngestWorker:
             if member.status == "in_progress":
                 self.add(member)
             elif member.status == "deleting":  # by another caller, whose deletion also failed
-                self._unfinished_deletions.append(member)
-                self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
+                self._owe([member])
+
+    def _owe(self, members: Sequence[StoreMember]) -> None:
+        self._unfinished_deletions += members
+        self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
 
     def _add(self) -> None:
         """Reads and commits some files of tenants in turn: of the small ones all, of a large one a part."""
@@ -264,7 +269,7 @@ class IngestWorker:
             for upload in read:
                 upload.part_done()
                 if upload.is_whole:
-                    self._records.end(upload.member, "completed", num_bytes=upload.num_bytes)
+                    self._end(upload.member, "completed", num_bytes=upload.num_bytes)
             self._put_back([upload for upload in read if not upload.is_whole])
 
     def _read(self, upload: Upload) -> bool:
@@ -294,7 +299,16 @@ class IngestWorker:
                 log.exception("parts of a file that failed are still in the index")
         if isinstance(cause, InputError):
             code = "unsupported_file" if isinstance(cause, UnsupportedFile) else "invalid_file"
-            self._records.end(member, "failed", code, str(cause))
+            self._end(member, "failed", code, str(cause))
         else:
             log.warning("%s: %s", message, type(cause).__name__)
-            self._records.end(member, "failed", "server_error", message)
+            self._end(member, "failed", "server_error", message)
+
+    def _end(self, member: StoreMember, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
+        """Records the outcome. On a disk too full for that, the file is read again later."""
+        try:
+            self._records.end(member, status, code, message, num_bytes=num_bytes)
+        except SaveError as cause:
+            log.warning("files wait: %s", type(cause).__name__)
+            self._put_back([Upload(member)])
+            self._members_due_s = time.monotonic() + _RETRY_FILES_S

@@ -36,7 +36,7 @@ from services.stores import index_updater, ingest, parsing
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
 from services.stores.parsing import ParseLimits
-from services.stores.records import RECORD_BYTES
+from services.stores.records import RECORD_BYTES, Records
 
 ROOT = Path(__file__).parents[2]
 OLD = Document("old", "The old mill grinds corn.")
@@ -242,6 +242,52 @@ def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
             asyncio.run(library.detach("ann", store, file))
     assert library.member("ann", store, file).status == "completed" and found(index) == before
     asyncio.run(library.detach("ann", store, file))
+    assert found(index) == {OLD.text}
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_file_whose_end_cannot_be_recorded_is_read_again(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    """On a full disk neither the index nor "failed" is written: the file stood at in_progress until the next start."""
+    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.1)
+    failures = iter([SaveError("the disk is full")] * 2)
+
+    def full(*_: Any, **__: Any) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+
+    commit, end = IndexWriter.commit, Records.end
+    monkeypatch.setattr(Records, "end", lambda *arguments, **more: full() or end(*arguments, **more))
+    if not is_written:
+        monkeypatch.setattr(IndexWriter, "commit", lambda writer: full() or commit(writer))
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    assert next(failures, None) is None and found(index) == {OLD.text, "A zebra has stripes."}
+
+
+def test_a_deletion_that_can_neither_be_done_nor_taken_back_is_owed(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills while a file is deleted, and the file stood at "deleting" until the next start."""
+    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
+    library, store, file = with_a_file(opened)
+    set_status = Records.set_status
+
+    def full(*arguments: Any) -> None:
+        raise SaveError("the disk is full")
+
+    def full_at_last(records: Records, members: Any, status: str) -> None:
+        (set_status if status == "deleting" else full)(records, members, status)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(IndexWriter, "commit", full)
+        broken.setattr(Records, "set_status", full_at_last)
+        with pytest.raises(SaveError):
+            asyncio.run(library._ingest.delete([library.member("ann", store, file)]))
+        assert library._records.status(("ann", store, file)) == "deleting"
+    until(lambda: not library._records.status(("ann", store, file)))
     assert found(index) == {OLD.text}
 
 
