@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tiny_target import tiny_engine
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.drafter import SequenceView
+from ragspec.drafting.eagle import online as online_module
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint, write_head
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import OnlineEagleDrafter
@@ -91,6 +93,33 @@ def test_a_thread_learns_while_no_request_is_open(tiny: Tiny) -> None:
     assert learner.num_learned == 2 * len(requests) and not learner.waits
     assert len(seen) > 2 * len(requests) and not any(seen)
     assert not drafter._has_failed
+
+
+def test_beside_requests_training_takes_its_share_of_the_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that is never idle learned without a limit, or never."""
+    clock = [100.0]
+    monkeypatch.setattr(online_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class TwoSeconds(HeadLearner):
+        waits = True  # type: ignore[assignment]
+
+        def advance(self) -> None:
+            clock[0] += 2.0
+
+    never, quarter = (drafter_for(tiny(), FAST.model_copy(update={"busy_share": share})) for share in (0.0, 0.25))
+    for drafter in (never, quarter):
+        drafter._is_idle = False
+        drafter.learners["a"] = TwoSeconds.__new__(TwoSeconds)
+        drafter._learn()
+    assert clock == [102.0] and never._next_learner() is None
+    clock[0] = 107.9
+    quarter._learn()
+    assert clock == [107.9]
+    clock[0] = 108.0
+    quarter._learn()
+    assert clock == [110.0]
+    never._is_idle = True
+    assert never._next_learner() is not None
 
 
 def test_requests_without_drafts_count_as_open(tiny: Tiny) -> None:
