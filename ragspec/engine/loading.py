@@ -69,7 +69,7 @@ from ragspec.verification.sampling import compile_samplers
 
 log = logging.getLogger(__name__)
 
-_TYPICAL_ROWS = 8
+_TYPICAL_ROWS, _NUM_TIMED = 8, 7
 
 T = TypeVar("T")
 TimedHead = TypeVar("TimedHead", bound="Timed")
@@ -263,12 +263,17 @@ class Timed(Protocol):
 def _fastest_dtype(
     target: Target, config: TreeHeadConfig, build: Callable[[torch.dtype], TimedHead], context: int, max_rows: int
 ) -> tuple[TimedHead, CostTable]:
-    """A head with products in the configured dtype, or in the faster one, and its costs."""
+    """A head with products in the configured dtype, or in the fastest one, and its costs. Memory holds one head at a time."""
     on_cpu = target.backend.name == "cpu"
     known = ("float32", "bfloat16", *(["int8"] if on_cpu and target.config.is_int8 else []))
     dtypes = [getattr(torch, name) for name in (known if config.dtype == "auto" else (config.dtype,))]
     dtypes = [dtype for dtype in dtypes if not on_cpu or dtype == torch.int8 or packing_available(dtype)]
-    head = _fastest([build(dtype) for dtype in dtypes], lambda head: head.seconds(_TYPICAL_ROWS, context))
+
+    def median_s(dtype: torch.dtype) -> float:
+        head = build(dtype)
+        return median(head.seconds(_TYPICAL_ROWS, context) for _ in range(_NUM_TIMED))
+
+    head = build(min(dtypes, key=median_s) if len(dtypes) > 1 else dtypes[0])
     return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
@@ -350,5 +355,5 @@ def forward_s(
 
 def _fastest(options: SequenceOf[T], seconds: Callable[[T], float]) -> T:
     """The option of the least median time; the options take turns."""
-    rounds = [[seconds(option) for option in options] for _ in range(7)]
+    rounds = [[seconds(option) for option in options] for _ in range(_NUM_TIMED)]
     return options[min(range(len(options)), key=lambda i: median(times[i] for times in rounds))]

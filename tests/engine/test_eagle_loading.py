@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
-from ragspec.engine import measurements
+from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
@@ -83,6 +84,22 @@ def test_a_heads_products_may_be_in_int8(model: Path, tmp_path: Path) -> None:
         expected = F.linear(x, a_head().tensors["fc.weight"].float())
         difference = torch.linalg.norm(product(x) - expected) / torch.linalg.norm(expected)
         assert 0 < difference < 0.05
+
+
+def test_one_head_at_a_time_is_in_memory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dtype: auto` held a head of every type until the fastest was known."""
+    living, built = weakref.WeakSet[Any](), []
+
+    class Watched(loading.HeadTimer):
+        def __init__(self, network: Any, pool: Any) -> None:
+            super().__init__(network, pool)
+            living.add(network)
+            built.append(len(living))
+
+    monkeypatch.setattr(loading, "HeadTimer", Watched)
+    save_head(tmp_path, a_head(), "official")
+    with open_engine(model, tmp_path, ("eagle",), dtype="auto"):
+        assert len(built) > 2 and set(built) == {1}
 
 
 LATER: dict[str, dict[str, Any]] = {

@@ -345,6 +345,21 @@ def test_a_file_that_ends_early_fails_the_step_alone(tmp_path: Path) -> None:
     assert np.array_equal(outputs(target, text)[0], expected)
 
 
+def test_a_damaged_file_of_streamed_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target larger than memory was quantised in memory, unasked."""
+    config = target_config(str(save_model("llama", tmp_path / "model", num_hidden_layers=4)), "int8")
+    least, text = least_bytes(config), np.arange(7, dtype=np.int32)
+    expected = outputs(streamed(config, least), text)[0]
+    (file,) = (tmp_path / "cache" / "int8").iterdir()
+    os.truncate(file, 2000)
+    with monkeypatch.context() as patched:
+        patched.setattr(int8_weights, "quantise", None)
+        with pytest.raises(ModelError, match=f"{file.name} cannot be read: .*; remove it"):
+            streamed(config, least)
+    file.unlink()
+    assert np.array_equal(outputs(streamed(config, least), text)[0], expected)
+
+
 def test_weights_on_disk_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
     """All weights in memory, against the setting."""
     folder = save_model("llama", tmp_path)

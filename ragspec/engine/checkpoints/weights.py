@@ -214,7 +214,7 @@ class SavedWeights:
             self._path = cache / "int8" / f"{digest}-{FORMAT}-{ranks.rank}-of-{ranks.size}.safetensors"
 
     def load(self) -> WeightArena:
-        """The saved arena, or an empty one."""
+        """The saved arena, or an empty one. Raises: ModelError for a damaged file of weights that may not fit in memory."""
         if self._path is None or not self._path.is_file():
             return WeightArena()
         try:
@@ -222,6 +222,11 @@ class SavedWeights:
                 StreamedArena(self._path, self._max_bytes) if self._max_bytes else WeightArena(load_file(self._path))
             )
         except (OSError, SafetensorError) as cause:
+            if self._max_bytes:
+                raise ModelError(
+                    f"{self._path} cannot be read: {cause}; remove it, and the next start quantises anew, for which the whole "
+                    "target must fit in memory once, whatever target.max_weight_bytes says"
+                ) from cause
             log.warning("quantised weights cannot be read and are made anew: %s", cause)
             return WeightArena()
         with contextlib.suppress(OSError):  # a read-only cache
