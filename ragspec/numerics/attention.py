@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.numerics.cpu.kernels import Column, Kind
+from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
 from ragspec.numerics.cpu.llvm_code import LANES
 from ragspec.numerics.cpu.phases import floats_of, make_table
 from ragspec.numerics.cpu.product_code import room_for_rows
@@ -124,7 +124,7 @@ def attend(
     rotations = (cos, sin) if cos is not None else (np.empty((0, shape.head_dim), np.float32),) * 2
     run(
         _phases(shape.window), num_rows, len(metadata.tiles) * shape.num_kv_heads, *_NO_PRODUCTS, rotations,
-        floats_of(qkv=qkv[:num_rows], own_heads=out[:num_rows]), _NO_ROWS, *attention_arguments(
+        floats_of({Buffer.QKV: qkv[:num_rows], Buffer.OWN_HEADS: out[:num_rows]}), _NO_ROWS, *attention_arguments(
             metadata, (keys[None], values[None]), shape
         ),
     )  # fmt: skip

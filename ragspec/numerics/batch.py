@@ -10,6 +10,7 @@ text and no logits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -167,13 +168,13 @@ def _flat(num_known: int, paths: list[list[int]]) -> Ints:
 
 def _positions(scheduled: ScheduledSequence) -> Ints:
     start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    return np.concatenate([np.arange(start, end), [end - 1 + depth for depth in scheduled.depths[1:]]]).astype(np.int32)
+    return np.array([*range(start, end), *(end - 1 + depth for depth in scheduled.depths[1:])], np.int32)
 
 
 def _context_end(scheduled: ScheduledSequence, seen: list[int]) -> Ints:
     start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    return np.concatenate([np.arange(start + 1, end + 1), [end + count for count in seen]]).astype(np.int32)
+    return np.array([*range(start + 1, end + 1), *(end + count for count in seen)], np.int32)
 
 
 def _starts(lengths: Sequence[int]) -> Ints:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return np.array([0, *itertools.accumulate(lengths)], np.int32)

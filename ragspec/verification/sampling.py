@@ -123,12 +123,14 @@ def _sample(x: Any, top_k: int, top_p: float, min_p: float, key: Any) -> int:
     if 0 < top_k < x.shape[0]:
         floor_logit, floor_id = _lowest_of_top_k(x, top_k)
         floor_id += 1
-    total = _mass_above(x, maximum, floor_logit, floor_id) if top_p < 1.0 else 0.0
+    total = 0.0
     threshold = maximum + math.log(min_p) if min_p > 0.0 else -np.inf
     while True:
         v = _best_noisy(x, key, greatest, floor_logit, floor_id)
         if v == greatest:
             return v
+        if top_p < 1.0 and total == 0.0:  # before the floor rises; most samples are the greatest logit and need no mass
+            total = _mass_above(x, maximum, floor_logit, floor_id)
         if np.float64(x[v]) >= threshold and (top_p >= 1.0 or _mass_above(x, maximum, x[v], v) < top_p * total):
             return v
         floor_logit, floor_id = x[v], v

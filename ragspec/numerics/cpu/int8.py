@@ -72,7 +72,7 @@ class Int8Decoder(nn.Module):
     def forward(self, token_ids: Tensor, context: Any, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         num_rows, metadata, pool, shape = len(token_ids), context.metadata, context.pool, self._shape
         states, tapped = (np.empty((*lead, num_rows, self._width), np.float32) for lead in ((), (len(taps),)))
-        floats, quantised = self._room.of(num_rows, states=states, taps=tapped)
+        floats, quantised = self._room.of(num_rows, {Buffer.STATES: states, Buffer.TAPS: tapped})
         floats[Buffer.STREAM][:] = self.embedding(token_ids).float().numpy().reshape(-1)
         floats[Buffer.BLOCK][:] = 0.0
         phases = self._phases.copy() if taps else self._phases
@@ -205,9 +205,11 @@ class Int8Linear(nn.Module):
         self._room = Buffers(widths, self.in_features + self._num_more, {})
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = F.pad(x.reshape(-1, self.in_features).float(), (0, self._num_more)).contiguous()
+        rows = x.reshape(-1, self.in_features).float().contiguous()
+        if self._num_more:
+            rows = F.pad(rows, (0, self._num_more))
         out = np.empty((len(rows), self._num_outputs), np.float32)
-        floats, quantised = self._room.of(len(rows), states=rows.numpy(), logits=out)
+        floats, quantised = self._room.of(len(rows), {Buffer.STATES: rows.numpy(), Buffer.LOGITS: out})
         run(
             self._phases,
             len(rows),

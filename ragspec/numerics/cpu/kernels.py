@@ -20,6 +20,7 @@ from ragspec.numerics.norms import add_and_normalise
 
 _SPINS = 500
 """How often a waiting thread looks before it lets others run."""
+_CHUNKS_A_THREAD = 4
 
 
 class Kind(IntEnum):
@@ -197,6 +198,21 @@ def rotate_rows(
     if rotations[0].shape[0] > 0:
         rotate(own, rows.positions[first:last], num_heads + num_kv_heads, rotations[0], rotations[1])
     write(own, pool[0][layer], pool[1][layer], rows.slots[first:last], shape, vectors)
+
+
+@compiled(nogil=True)
+def number_chunks(phases: Any, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Any, int]:
+    """The table with its chunks numbered, and their number. A copy: helpers that are late still read the table of their call."""
+    phases, num_chunks = phases.copy(), 0
+    shares = 1 if num_threads == 1 else _CHUNKS_A_THREAD * num_threads
+    for phase in phases:
+        kind = phase[_KIND]
+        if kind not in (_PRODUCT, _GATED):
+            phase[_COUNT] = num_tiles if kind == _ATTEND else num_rows
+        phase[_SIZE] = 1 if kind == _ATTEND else max(1, -(-phase[_COUNT] // shares))
+        phase[_FIRST] = num_chunks
+        num_chunks += -(-phase[_COUNT] // phase[_SIZE])
+    return phases, num_chunks
 
 
 @compiled(nogil=True)

@@ -74,9 +74,12 @@ class PhaseTable:
 Floats = NDArray[np.float32]
 
 
-def floats_of(**given: Floats) -> tuple[Floats, ...]:
-    """One flat array for each `Buffer`, by its lower-case name; empty where none is given."""
-    return tuple(given[b.name.lower()].reshape(-1) if b.name.lower() in given else _EMPTY for b in Buffer)
+def floats_of(given: Mapping[Buffer, Floats], others: Sequence[Floats] = ()) -> tuple[Floats, ...]:
+    """One flat array for each `Buffer`; where none is given, that of `others`, or an empty one."""
+    floats = [*others] or [_EMPTY] * len(Buffer)
+    for buffer, array in given.items():
+        floats[buffer] = array.reshape(-1)
+    return tuple(floats)
 
 
 _EMPTY = np.empty(0, np.float32)
@@ -86,20 +89,20 @@ class Buffers:
     """Room for any number of rows. `widths`: numbers of a row, by buffer; `aliases`: buffers that share another's memory."""
 
     def __init__(self, widths: Mapping[Buffer, int], widest_input: int, aliases: Mapping[Buffer, Buffer]) -> None:
-        self._widths, self._widest, self._aliases = widths, widest_input, aliases
+        self._widths, self._widest, self._aliases = [widths.get(b, 0) for b in Buffer], widest_input, aliases
         self._num_rows = 0
         self._resize(1)
 
-    def of(self, num_rows: int, **own: Floats) -> tuple[tuple[Floats, ...], RoundedRows]:
+    def of(self, num_rows: int, own: Mapping[Buffer, Floats]) -> tuple[tuple[Floats, ...], RoundedRows]:
         """The arrays, flat, cut to so many rows; those of the caller stand in for ours. Also room for the quantised rows."""
         if num_rows > self._num_rows:
             self._resize(max(num_rows, 2 * self._num_rows))
-        kept = {buffer.name.lower(): array[: num_rows * self._widths[buffer]] for buffer, array in self._arrays.items()}
-        return floats_of(**kept | own), self._quantised
+        cut = [array[: num_rows * width] for array, width in zip(self._arrays, self._widths, strict=True)]
+        return floats_of(own, cut), self._quantised
 
     def _resize(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._quantised = room_for_rows(num_rows, self._widest)
-        self._arrays = {buffer: np.empty(num_rows * width, np.float32) for buffer, width in self._widths.items()}
+        self._arrays = [np.empty(num_rows * width, np.float32) for width in self._widths]
         for buffer, other in self._aliases.items():
             self._arrays[buffer] = self._arrays[other]

@@ -17,19 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.numerics.cpu.kernels import Column, Kind, count_failure, take_rest, work
+from ragspec.numerics.cpu.kernels import count_failure, number_chunks, take_rest, work
 from ragspec.numerics.cpu.llvm_code import DONE, FAILED
 
 log = logging.getLogger(__name__)
 
 Phases = NDArray[np.int64]
 
-_CHUNKS_A_THREAD = 4
 _COUNTERS = 2
 """The place of the counters among the arguments of `work`."""
 _FAILED_WAIT_S = 0.001
-_BY_ROWS = np.array([kind in (Kind.NORM, Kind.FINAL_NORM, Kind.QUANTISE, Kind.ROTATE) for kind in Kind])
-"""By kind: whether its chunks are rows."""
 
 
 class _ThreadPool:
@@ -66,7 +63,7 @@ def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
     Raises: what a chunk raised in this thread; MemoryError if one failed in another, since compiled code raises little else.
     """
     num_threads = torch.get_num_threads()
-    numbered, num_chunks = _numbered(phases, num_rows, num_tiles, num_threads)
+    numbered, num_chunks = number_chunks(phases, num_rows, num_tiles, num_threads)
     counters = np.zeros(16, np.int64)
     try:
         if num_threads > 1:
@@ -93,18 +90,3 @@ def _wait_for_others(counters: NDArray[np.int64], num_chunks: int) -> None:
     num_left = take_rest(counters, num_chunks)
     while counters[DONE] + counters[FAILED] + num_left < num_chunks:
         time.sleep(_FAILED_WAIT_S)
-
-
-def _numbered(phases: Phases, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Phases, int]:
-    """The table with its chunks numbered, and their number. A copy: helpers that are late still read the table of their call."""
-    phases = phases.copy()
-    kinds, counts = phases[:, Column.KIND], phases[:, Column.COUNT]
-    counts[_BY_ROWS[kinds]] = num_rows
-    counts[kinds == Kind.ATTEND] = num_tiles
-    shares = 1 if num_threads == 1 else _CHUNKS_A_THREAD * num_threads
-    sizes = np.maximum(1, -(-counts // shares))
-    sizes[kinds == Kind.ATTEND] = 1
-    ends = np.cumsum(-(-counts // sizes))
-    phases[:, Column.SIZE] = sizes
-    phases[0, Column.FIRST], phases[1:, Column.FIRST] = 0, ends[:-1]
-    return phases, int(ends[-1])
