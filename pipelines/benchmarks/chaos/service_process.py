@@ -166,7 +166,7 @@ class Network:
     def __init__(self, port: int) -> None:
         self._port, self.latency_s, self._whole = port, 0.0, asyncio.Event()
         self._whole.set()
-        self._writers = set[asyncio.StreamWriter]()
+        self._writers, self._tasks = set[asyncio.StreamWriter](), set[asyncio.Task[None]]()
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -175,9 +175,11 @@ class Network:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.part(False)
-        self.cut()
         self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def part(self, is_parted: bool) -> None:
         (self._whole.clear if is_parted else self._whole.set)()
@@ -188,6 +190,11 @@ class Network:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._forward(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._whole.wait()
             there, back = await asyncio.open_connection("127.0.0.1", self._port)
