@@ -67,7 +67,7 @@ def measure_drift(
 
     online = eagle.online.model_copy(update={"enabled": True})
     drafting = DraftingConfig(drafters=("eagle",), eagle=eagle.model_copy(update={"online": online}), max_tree_nodes=16)
-    config = EngineConfig(max_running=_AT_ONCE, max_kv_tokens=_KV_TOKENS, adaptive_threads=False)
+    config = EngineConfig(max_running=_AT_ONCE, max_kv_tokens=_KV_TOKENS)
     with load_engine(target, config, drafting, planner_class=Noting) as engine:
         before, first = _answered(engine, probes, "before")
         for start in range(0, len(stream), _AT_ONCE):
