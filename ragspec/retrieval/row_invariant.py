@@ -1,7 +1,7 @@
 """The base of encoder and reranker: the result of a text is bitwise the same in any batch.
 
-Linear layers are packed (row-invariant) and only texts of equal token length share a forward, so nothing is padded. If a
-self-test at start finds that batching changes a bit, texts go through the model one at a time.
+Linear layers are packed (row-invariant) and nothing is padded: only texts of equal token length share a forward, unless the model
+takes ragged batches. If a self-test at start finds that batching changes a bit, texts go through the model one at a time.
 
     class Encoder(RowInvariantModel): ...    # adds `_forward` and the public methods
 """
@@ -33,6 +33,7 @@ _MAX_FORWARD_TOKENS = 1024
 _TOKENISED_AT_ONCE = 64
 _MAX_CHARS_PER_TOKEN = 64
 _SELF_TEST_LENGTHS = (3, 17, 129)
+_RAGGED_LENGTHS = (3, 17, 129, 3, 200, 17, 129, 200)
 _SELF_TEST_TEXTS = 8
 
 
@@ -70,6 +71,9 @@ class RowInvariantModel(ABC):
     They compute in turn, one forward at a time, so that a query does not wait for all texts of a file.
     """
 
+    is_ragged = False
+    """Whether `_forward` takes texts of different lengths together."""
+
     def __init__(self, model: Any, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
         """Take over `model`: its linear layers are packed in place. Read its weights before."""
         self._model = model.eval()
@@ -95,10 +99,10 @@ class RowInvariantModel(ABC):
     def self_test(self) -> bool:
         """Whether every text's result is bitwise the same alone and in larger batches."""
         generator = torch.Generator().manual_seed(0)
-        for length in _SELF_TEST_LENGTHS:
-            if length > self.max_tokens:
-                break
-            token_ids = torch.randint(len(self._tokenizer), (_SELF_TEST_TEXTS, length), generator=generator).tolist()
+        equal = [(length,) * _SELF_TEST_TEXTS for length in _SELF_TEST_LENGTHS if length <= self.max_tokens]
+        ragged = [tuple(min(length, self.max_tokens) for length in _RAGGED_LENGTHS)]
+        for lengths in ragged if self.is_ragged else equal:
+            token_ids = [torch.randint(len(self._tokenizer), (n,), generator=generator).tolist() for n in lengths]
             whole = self._forward(token_ids)
             alone = np.concatenate([self._forward([ids]) for ids in token_ids[:3]])
             pair = self._forward(token_ids[1:3])
@@ -137,19 +141,25 @@ class RowInvariantModel(ABC):
                     begin = time.perf_counter()
                     threads.begin()
                     results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
-                    threads.end(len(rows) * len(token_ids[rows[0]]), time.perf_counter() - begin)
+                    threads.end(sum(len(token_ids[row]) for row in rows), time.perf_counter() - begin)
 
         run_in_thread(run, 1)
 
     def _batches(self, token_ids: TokenIds) -> Iterator[list[int]]:
-        """Row numbers that share a forward: equal token length, at most `_MAX_FORWARD_TOKENS` tokens together."""
-        by_length: dict[int, list[int]] = {}
-        for row, ids in enumerate(token_ids):
-            by_length.setdefault(len(ids), []).append(row)
-        for length, rows in sorted(by_length.items()):
-            size = max(1, min(self.max_batch_size, _MAX_FORWARD_TOKENS // length))
-            for first in range(0, len(rows), size):
-                yield rows[first : first + size]
+        """Row numbers that share a forward, the shortest texts first: at most `_MAX_FORWARD_TOKENS` tokens together, and of equal
+        length unless batches may be ragged."""
+        batch: list[int] = []
+        num_tokens = 0
+        for row in sorted(range(len(token_ids)), key=lambda row: len(token_ids[row])):
+            length = len(token_ids[row])
+            is_full = len(batch) == self.max_batch_size or num_tokens + length > _MAX_FORWARD_TOKENS
+            if batch and (is_full or not (self.is_ragged or length == len(token_ids[batch[0]]))):
+                yield batch
+                batch, num_tokens = [], 0
+            batch.append(row)
+            num_tokens += length
+        if batch:
+            yield batch
 
 
 @contextmanager

