@@ -13,6 +13,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,14 @@ def run_serve(
     Raises: RagspecError.
     """
     settings = _checked(load_settings(ServiceConfig, config, **overrides))
+    gc.disable()  # Why until all is loaded: collections during imports free nothing and take a tenth of the start
+    try:
+        _serve(settings, cluster, address, verbose=verbose)
+    finally:
+        gc.enable()
+
+
+def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *, verbose: bool) -> None:
     corpus = None
     if settings.retriever.index_dir and cluster is None:
         read_pointer(configured_index_dir(settings.retriever))  # Why first: the imports below take seconds
@@ -74,6 +83,7 @@ def run_serve(
             console.print(Text(_CLEAR_TEXT, "yellow"))
         key = keys.key if isinstance(keys, SingleKey) else ""
         _show(backend.model, address_of(listener, "https" if is_secure else "http"), key, settings.service.data_dir)
+        gc.enable()
         gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
         Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
     console.print(Text("stopped", "dim"))
@@ -97,23 +107,27 @@ def _in_process(
     console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None
 ) -> Iterator[ServiceBackend]:
     stay_offline(settings.target)
-    with stage(console, "encoder", "Loading the encoder") as done:
-        from ragspec.retrieval.encoder import Encoder
-        from ragspec.retrieval.retriever import Retriever
-        from services.backend import ServiceBackend
+    from ragspec.engine.loading import load_engine
+    from ragspec.retrieval.encoder import Encoder
+    from ragspec.retrieval.retriever import Retriever
+    from services.backend import ServiceBackend
 
-        encoder = Encoder.load(settings.encoder)
-        done.detail = settings.encoder.model
-    if corpus is not None:
-        settings = _with_demo_index(console, settings, encoder, corpus)
-    with stage(console, "index", "Opening the index") as done:
-        retriever = Retriever.from_config(settings.retriever, encoder)
-        done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
-    with stage(console, "target", "Loading the target") as done:
-        backend = ServiceBackend.embedded(settings, retriever, done.say)
-        done.detail = f"{backend.model}, numerics {backend.engine.fingerprint}"
-    with backend:
-        yield backend
+    with contextlib.ExitStack() as loaded:
+        with ThreadPoolExecutor(1, "ragspec-encoder") as thread:
+            loading = thread.submit(Encoder.load, settings.encoder)  # computes while the target's start runs Python
+            with stage(console, "target", "Loading the target") as done:
+                engine = load_engine(settings.target, settings.engine, settings.drafting, say=done.say)
+                loaded.callback(engine.close)
+                done.detail = f"{settings.model_name}, numerics {engine.fingerprint}"
+            with stage(console, "encoder", "Loading the encoder") as done:
+                encoder = loading.result()
+                done.detail = settings.encoder.model
+        if corpus is not None:
+            settings = _with_demo_index(console, settings, encoder, corpus)
+        with stage(console, "index", "Opening the index") as done:
+            retriever = Retriever.from_config(settings.retriever, encoder)
+            done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
+        yield loaded.enter_context(ServiceBackend(engine, engine.target.tokenizer, retriever, settings, engine.close))
 
 
 def _with_demo_index(

@@ -1,6 +1,6 @@
 """The attention function and hidden-state taps for models whose own transformers forward runs.
 
-Importing this module registers the attention function with transformers as "ragspec".
+`register_attention` registers the attention function with transformers as "ragspec".
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape
@@ -57,7 +56,11 @@ def paged_attention(
     return forward_context.attend(layer, qkv, shape, None)[None], None
 
 
-AttentionInterface.register("ragspec", paged_attention)
+def register_attention() -> None:
+    """Call before a model of transformers is built."""
+    from transformers import AttentionInterface  # Why here: two seconds of imports
+
+    AttentionInterface.register("ragspec", paged_attention)
 
 
 @contextmanager

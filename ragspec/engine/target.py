@@ -13,19 +13,22 @@ layer, both before any norm. Tap `FINAL` is the output of the final norm, which 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
 from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
+from ragspec.engine.checkpoints.saved_model import load_saved
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
@@ -84,7 +87,7 @@ class Target:
         self.shapes = attention_shapes(text_config, self.ranks.size)
         """The attention of this rank's part of each layer."""
         self._transform = LogitTransform.of(text_config)
-        self.num_parameters = shards.num_parameters if shards else int(sum(p.numel() for p in model.parameters()))
+        self.num_parameters = shards.num_parameters if shards else model.num_parameters()
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, self.num_positions, self.backend, self.ranks)
         self._model, self._max_kv_bytes = model, max_kv_bytes
@@ -110,15 +113,16 @@ class Target:
         is_saved = config.is_int8 and config.backend_name == "cpu"
         saved = SavedWeights(folder, config, ranks) if is_saved else None
         arena = saved.load() if saved else None
-        if ranks.size == 1 and not (arena and arena.is_saved):
-            model, shards = load_whole(folder, dtype), None
-        else:
+        model, shards = load_saved(folder, dtype, arena, saved.config) if saved and ranks.size == 1 else None, None
+        if model is None and ranks.size == 1 and not (arena and arena.is_saved):
+            model = load_whole(folder, dtype)
+        elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
         target = cls(
             model.eval(), tokenizer, config, num_kv_slots, shards if ranks.size > 1 else None, arena, max_kv_bytes
         )
         if saved and arena and isinstance(target._model.model, Int8Decoder):
-            saved.save(arena)
+            saved.save(arena, target._model.model.rotations, target._model.config)
         if config.max_weight_bytes and saved and arena and not arena.streams:
             if not isinstance(target._model.model, Int8Decoder):
                 raise ModelError(
@@ -323,4 +327,22 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
 def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder or name. Raises: ModelError."""
     with model_errors(folder):
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, config=_plain_config(Path(folder))))
+
+
+def _plain_config(folder: Path) -> PretrainedConfig | None:
+    """What the choice of a tokenizer's class needs of a model's configuration. None: transformers reads it itself.
+
+    Why: importing the class of a model's configuration takes a second of a start.
+    """
+    try:
+        own, model = (
+            json.loads((folder / name).read_text("utf-8")) for name in ("tokenizer_config.json", "config.json")
+        )
+    except (OSError, ValueError):
+        return None
+    if "tokenizer_class" not in own or "auto_map" in own or "model_type" not in model:
+        return None
+    config = PretrainedConfig()
+    vars(config).update(model, _name_or_path=str(folder))
+    return config

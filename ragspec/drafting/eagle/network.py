@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
@@ -195,6 +193,9 @@ def _rotations(config: HeadConfig, max_positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions of the target, not only the head's. Shapes: float32 [positions, head_dim]."""
     frequencies, factor = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim), 1.0
     if config.rope:
+        from transformers import LlamaConfig  # Why here: the classes of configurations take a second
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
@@ -42,6 +41,8 @@ class PrefixNetwork(PositionNetwork):
     def __init__(
         self, heads: PositionHeads, target: HeadTarget, max_positions: int, dtype: torch.dtype | None = None
     ) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # Why here: two seconds of imports
+
         super().__init__(heads, target, dtype)
         self.draft_ids: NDArray[np.int64] = np.arange(target.vocab_size)
         config, section = target.text_config, "prefix."

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,12 +23,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
 from ragspec.config import TargetConfig
 from ragspec.disk import TEMPORARY
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, files_digest
+from ragspec.engine.hf_attention import register_attention
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
 from ragspec.numerics.cpu.streamed_weights import StreamedArena
@@ -56,7 +57,7 @@ def model_errors(path: str) -> Iterator[None]:
 def load_whole(folder: str, dtype: torch.dtype) -> Any:
     """The model as transformers loads it. Raises: ModelError."""
     with model_errors(folder):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_classes().from_pretrained(
             folder, dtype=dtype, attn_implementation="ragspec", output_loading_info=True
         )
     model, report = loaded
@@ -77,13 +78,16 @@ def load_shards(
 ) -> tuple[Any, WeightShards]:
     """The model with this rank's shard of every weight, or of the embedding alone. Raises: ModelError."""
     with model_errors(folder):
+        from transformers import AutoConfig  # Why here: the classes of configurations take a second
+
         shape: Any = AutoConfig.from_pretrained(folder)
         check_head_counts(shape.get_text_config(), ranks.size)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="ragspec")
+            model: Any = model_classes().from_config(shape, dtype=dtype, attn_implementation="ragspec")
         if not is_supported(model):
             raise unsplittable(model)
-        model.generation_config = _generation_config(folder, model.generation_config)
+        if find_file(folder, "generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
         checkpoint = Checkpoint(folder, model, dtype)
         num_parameters = int(sum(p.numel() for p in model.parameters()))
         checkpoint.fill(model, ranks, only="embed_tokens" if only_embedding else "")
@@ -101,7 +105,7 @@ class Checkpoint:
 
     def __init__(self, path: str, model: Any, dtype: torch.dtype) -> None:
         self._path, self._dtype = path, dtype
-        self._files = _tensor_files(path)
+        self._files = tensor_files(path)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         self._stored = {name: self._stored_name(name, tied) for name in self._shapes}
@@ -155,14 +159,14 @@ class Checkpoint:
         return name if name in self._files else name.removeprefix("model.")
 
 
-def _tensor_files(path: str) -> dict[str, Path]:
+def tensor_files(path: str) -> dict[str, Path]:
     """Which file holds each tensor. Raises: ModelError."""
     for name in _FILES:
-        if single := _find_file(path, name):
+        if single := find_file(path, name):
             return dict.fromkeys(_names_in(single), single)
-        if index := _find_file(path, f"{name}.index.json"):
+        if index := find_file(path, f"{name}.index.json"):
             places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {file: _find_file(path, file) for file in places.values()}
+            files = {file: find_file(path, file) for file in places.values()}
             if missing := [file for file, found in files.items() if found is None]:
                 raise ModelError(f"{path} lacks {missing[0]}, which its index names")
             return {tensor: cast(Path, files[file]) for tensor, file in places.items()}
@@ -176,13 +180,17 @@ def _names_in(path: Path) -> list[str]:
     return list(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
-def _find_file(path: str, name: str) -> Path | None:
+def find_file(path: str, name: str) -> Path | None:
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
 
-def _generation_config(path: str, otherwise: Any) -> Any:
-    return GenerationConfig.from_pretrained(path) if _find_file(path, "generation_config.json") else otherwise
+def model_classes() -> Any:
+    """transformers' `AutoModelForCausalLM`, with the engine's attention registered. Why here: two seconds of imports."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    return AutoModelForCausalLM
 
 
 def _fill_rotary(model: Any) -> None:
@@ -208,6 +216,8 @@ class SavedWeights:
         cache, model = Path(config.cache_dir).expanduser(), Path(folder)
         self._path: Path | None = None
         self._max_bytes = config.max_weight_bytes
+        self.config: dict[str, Any] | None = None
+        """The whole configuration of the model, once `load` has found it; files of earlier versions lack it."""
         if model.is_dir():
             is_conversion = model.parent == cache and model.with_suffix(".lock").is_file()
             digest = model.name if is_conversion else files_digest(model, config.dtype)[:32]
@@ -221,6 +231,9 @@ class SavedWeights:
             arena = (
                 StreamedArena(self._path, self._max_bytes) if self._max_bytes else WeightArena(load_file(self._path))
             )
+            with safe_open(self._path, "pt") as tensors:
+                found = (tensors.metadata() or {}).get("config")
+            self.config = json.loads(found) if found else None
         except (OSError, SafetensorError) as cause:
             if self._max_bytes:
                 raise ModelError(
@@ -233,14 +246,19 @@ class SavedWeights:
             self._path.touch()
         return arena
 
-    def save(self, arena: WeightArena) -> None:
-        """Write a new arena, and remove files that nobody used for MAX_UNUSED_DAYS. A full disk is logged, not raised."""
-        if self._path is None or arena.is_saved:
+    def save(self, arena: WeightArena, rotations: Sequence[Tensor], config: Any) -> None:
+        """Write a new arena, with the decoder's table of rotations and the model's configuration, and remove files that nobody
+        used for MAX_UNUSED_DAYS.
+
+        A full disk is logged, not raised.
+        """
+        if self._path is None or (arena.is_saved and (arena.streams or self.config is not None)):
             return
         building = self._path.with_name(f"{TEMPORARY}{os.getpid()}-{self._path.name}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(dict(arena.tensors), building)
+            tensors = {**arena.tensors, "rotations": torch.stack(list(rotations))}
+            save_file(tensors, building, {"config": config.to_json_string(use_diff=False)})
             os.replace(building, self._path)
             for path in self._path.parent.iterdir():
                 if time.time() - path.stat().st_mtime > MAX_UNUSED_DAYS * 86_400:

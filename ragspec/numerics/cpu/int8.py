@@ -66,7 +66,9 @@ class Int8Decoder(nn.Module):
             bounds = itertools.pairwise([*self._tap_phases, len(table)])
             self._segments = [_Segment(first, last, None) for first, last in bounds]
         self._phases = table.finish()
-        self._rotations = (cos.float().numpy(), sin.float().numpy())
+        self.rotations = (cos.float(), sin.float())
+        """Cosines and sines. Shapes: [positions, head_dim]."""
+        self._rotations = tuple(table.numpy() for table in self.rotations)
         self._room = self._make_room()
 
     def forward(self, token_ids: Tensor, context: Any, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:

@@ -58,6 +58,8 @@ class WeightArena:
     def __init__(self, saved: Mapping[str, Tensor] | None = None) -> None:
         self.is_saved = saved is not None
         self._saved = saved or {}
+        self.rotations = self._saved.get("rotations")
+        """Of the model's decoder; files of earlier versions have none. Shape: float32 [2, positions, head_dim]."""
         self._weights, self._parameters, self._row_sums = list[Tensor](), list[Tensor](), list[int]()
         self._num_weights = self._num_parameters = self._num_products = 0
         self._layer_ends = list[int]()

@@ -47,7 +47,8 @@ class StreamedArena(WeightArena):
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         with safe_open(path, "pt") as tensors:
-            super().__init__({name: tensors.get_tensor(name).clone() for name in ("parameters", "row_sums")})
+            kept = {"parameters", "row_sums", "rotations"} & set(tensors.keys())
+            super().__init__({name: tensors.get_tensor(name).clone() for name in kept})
         self._path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         header_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.weights import model_classes
 from ragspec.engine.target import Target
 
 KV_SLOTS = 4096
@@ -47,9 +48,11 @@ def random_model(shape: Shape, config: TargetConfig) -> Any:
     """The same weights every time on one device, ready to become a `Target`."""
     with torch.random.fork_rng(), torch.device(config.device):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(
-            shape.config(), dtype=getattr(torch, config.dtype), attn_implementation="ragspec"
-        ).eval()
+        return (
+            model_classes()
+            .from_config(shape.config(), dtype=getattr(torch, config.dtype), attn_implementation="ragspec")
+            .eval()
+        )
 
 
 def random_target(shape: Shape, config: TargetConfig) -> Target:

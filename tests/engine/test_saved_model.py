@@ -1,0 +1,101 @@
+"""A target built from its saved int8 weights is the target that transformers builds, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_target import save_model, target_config
+
+from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.saved_model import SavedModel
+from ragspec.engine.target import FINAL, Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.kv_cache import SequenceSlots
+
+
+def settings_of(folder: Path) -> TargetConfig:
+    settings = target_config(str(folder), "int8")
+    return settings.model_copy(update={"cache_dir": str(folder / "cache")})
+
+
+def outputs(target: Target) -> list[np.ndarray[Any, Any]]:
+    text = np.random.default_rng(5).integers(0, target.vocab_size, 70).astype(np.int32)
+    batch = Batch([ScheduledSequence(SequenceSlots(target.pool), text)])
+    logits, tapped = target.forward_tapped(text, batch.metadata, np.arange(70, dtype=np.int32), (0, 1, 2, FINAL))
+    return [np.asarray(logits), *(tapped[tap].numpy() for tap in sorted(tapped))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"rms_norm_eps": 1e-3}),
+        ("mistral", {"sliding_window": None}),
+    ],
+)
+def test_a_later_start_has_the_bits_of_the_first(kind: str, own: dict[str, Any], tmp_path: Path) -> None:
+    """A bias, an epsilon, a rotation or a head size that only the first start knew: the second answered otherwise."""
+    settings = settings_of(save_model(kind, tmp_path, **own))
+    first, second = (Target.load(settings, 256) for _ in range(2))
+    assert not isinstance(first._model, SavedModel) and isinstance(second._model, SavedModel)
+    assert all(np.array_equal(*both) for both in zip(outputs(first), outputs(second), strict=True))
+    for name in ("vocab_size", "num_positions", "eos_ids", "shapes", "num_parameters", "max_context_tokens"):
+        assert getattr(first, name) == getattr(second, name)
+    assert torch.equal(first.embedding, second.embedding)
+    for name in first.text_config.to_dict().keys() - {"model_type", "use_cache", "architectures"}:
+        assert getattr(first.text_config, name) == getattr(second.text_config, name), name
+
+
+def test_windows_are_left_to_transformers(tmp_path: Path) -> None:
+    """Each family has its own rule for which layers have a window."""
+    settings = settings_of(save_model("mistral", tmp_path))
+    first, second = (Target.load(settings, 256) for _ in range(2))
+    assert not isinstance(second._model, SavedModel)
+    assert all(np.array_equal(*both) for both in zip(outputs(first), outputs(second), strict=True))
+
+
+def test_weights_saved_by_earlier_versions_get_what_they_lack(tmp_path: Path) -> None:
+    """Weights saved by an earlier version: every start took the long way, for ever."""
+    from safetensors.torch import load_file, save_file
+
+    settings = settings_of(save_model("llama", tmp_path))
+    expected = outputs(Target.load(settings, 256))
+    [saved] = (tmp_path / "cache" / "int8").glob("*.safetensors")
+    save_file({name: tensor for name, tensor in load_file(saved).items() if name != "rotations"}, saved)
+    old, new = (Target.load(settings, 256) for _ in range(2))
+    assert not isinstance(old._model, SavedModel) and isinstance(new._model, SavedModel)
+    for target in (old, new):
+        assert all(np.array_equal(*both) for both in zip(outputs(target), expected, strict=True))
+
+
+HEAVY = (
+    "transformers.modeling_utils torch.distributed.tensor sympy torch._dynamo scipy.optimize triton pandas ray "
+    "sentence_transformers"
+)
+SCRIPT = """
+import sys
+from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.engine.loading import load_engine
+from ragspec.retrieval.encoder import Encoder
+import services.app, services.backend, services.embedded
+Encoder.load(EncoderConfig())
+load_engine(TargetConfig.model_validate_json(sys.argv[1]), EngineConfig(max_kv_tokens=256), DraftingConfig()).close()
+print(*[name for name in sys.argv[2].split() if name in sys.modules])
+"""
+
+
+def test_a_later_start_imports_no_model_classes(tmp_path: Path) -> None:
+    """One careless import at the top of a module: three seconds more before `serve` is ready."""
+    settings = settings_of(save_model("llama", tmp_path))
+    Target.load(settings, 256)
+    command = [sys.executable, "-c", SCRIPT, settings.model_dump_json(), HEAVY]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
