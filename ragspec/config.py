@@ -161,7 +161,8 @@ class TargetConfig(ConfigSection):
     `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
     "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and
     values on backends torch and cuda. `kv_cache_dtype`: of keys and values on backend cpu; "auto": bfloat16 beside int8 or
-    bfloat16 weights, else float32.
+    bfloat16 weights, else float32. `kv_dir`: a folder on a disk; then keys and values on backend cpu lie in a file there, so that
+    `engine.max_kv_tokens` may exceed memory: the system keeps in memory what is used, and reads the rest back.
 
     `exactness`: "fast" serves also where the self-test of "bitwise" fails, and counts near ties; several ranks on backends torch
     and cuda then add up parts of products.
@@ -175,6 +176,7 @@ class TargetConfig(ConfigSection):
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: Literal["auto", "none", "int8"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dir: str = ""
     max_weight_bytes: int | None = Field(None, ge=1)
     max_context_tokens: int | None = Field(None, ge=16)
     exactness: Literal["bitwise", "fast"] = "bitwise"
@@ -185,6 +187,8 @@ class TargetConfig(ConfigSection):
             raise ValueError(f"the backend {self.backend} does not run on the device {self.device!r}")
         if self.backend_name != "cpu" and self.kv_cache_dtype not in ("auto", self.dtype):
             raise ValueError(f"the backend {self.backend_name} keeps keys and values in the dtype of the weights")
+        if self.backend_name != "cpu" and self.kv_dir:
+            raise ValueError(f"the backend {self.backend_name} keeps keys and values on its device, not in kv_dir")
         if self.max_weight_bytes and not (self.is_int8 and self.backend_name == "cpu"):
             raise ValueError("max_weight_bytes needs int8 weights on the backend cpu")
         return self

@@ -308,7 +308,7 @@ def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) 
     """Raises: ModelError for Triton kernels without Triton, ConfigError for a GPU that several ranks would share."""
     if config.backend_name == "cpu":
         kv_dtype = np.uint16 if config.kv_dtype == "bfloat16" else np.float32
-        return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks, kv_dtype)
+        return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks, kv_dtype, config.kv_dir)
     dtype, device = getattr(torch, config.dtype), ranks.device(config.device)
     if config.backend_name == "torch":
         return TorchBackend(device, dtype, is_int8=config.is_int8)

@@ -8,12 +8,28 @@ Sequences and the prefix cache hold slots. A slot without holders is free; a pag
 
 from __future__ import annotations
 
+import functools
+import math
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ragspec.disk import saving
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
+
+
+def _zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
+    """An array in a file without a name: nobody else can open it, and it ends with the process. Raises: SaveError.
+
+    Why all of its room is taken now: a later write on a full disk would end the process.
+    """
+    with saving(folder), tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
 
 
 class OutOfSlots(Exception):
@@ -24,7 +40,9 @@ class KvPool:
     """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim` numbers a slot, touched when used.
 
     `allocate`: zeros of a layer where a device has them, with a spare page; None: numbers of `dtype` in main memory, where uint16
-    holds bfloat16.
+    holds bfloat16. `folder`: has a file for the numbers, which the system pages.
+
+    Raises: SaveError if the disk of `folder` has no room for all slots.
     """
 
     def __init__(
@@ -33,24 +51,32 @@ class KvPool:
         num_slots: int,
         allocate: Callable[[int], Any] | None = None,
         dtype: type[np.generic] = np.float32,
+        folder: str = "",
     ) -> None:
         self.num_pages = -(-num_slots // PAGE)
         self.num_slots = self.num_pages * PAGE
         self.shapes, self._widths = layers, [s.num_kv_heads * padded(s.head_dim) for s in layers]
-        self.keys, self.values = (self._layers(self._widths, allocate, dtype) for _ in range(2))
+        zeros = functools.partial(_zeros_on_disk, Path(folder)) if folder else np.zeros
+        self.keys, self.values = (self._layers(self._widths, allocate, zeros, dtype) for _ in range(2))
         self.stamps = np.zeros(self.num_slots, np.int64)
         """A slot's stamp rises when the slot gets a new position: data stored beside the slot is then outdated."""
         self._holders = np.zeros(self.num_slots, np.int32)
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
 
-    def _layers(self, widths: list[int], allocate: Callable[[int], Any] | None, dtype: type[np.generic]) -> Any:
+    def _layers(
+        self,
+        widths: list[int],
+        allocate: Callable[[int], Any] | None,
+        zeros: Callable[..., Any],
+        dtype: type[np.generic],
+    ) -> Any:
         """One array a layer; layers alike are rows of one array. Shapes: [slots * width] each."""
         if allocate is not None:
             return [allocate((self.num_slots + PAGE) * width) for width in widths]
         if len(set(widths)) == 1:
-            return np.zeros((len(widths), self.num_slots * widths[0]), dtype)
-        return [np.zeros(self.num_slots * width, dtype) for width in widths]
+            return zeros((len(widths), self.num_slots * widths[0]), dtype)
+        return [zeros((self.num_slots * width,), dtype) for width in widths]
 
     def fits(self, layer: int, shape: AttentionShape) -> bool:
         """Whether a layer's shape is the one that the pool was made for."""

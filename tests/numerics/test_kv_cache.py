@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from oracle import next_logits
+from tiny_target import save_model, target_config
 
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target
+from ragspec.errors import SaveError
 from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, OutOfSlots, SequenceSlots
@@ -267,3 +271,36 @@ def test_stamps_rise_in_the_slots_given_up_or_given_again_alone() -> None:
     before = pool.stamps.copy()
     assert pool.take_page() == page
     assert np.flatnonzero(pool.stamps > before).tolist() == list(range(page * PAGE, (page + 1) * PAGE))
+
+
+def test_a_pool_on_a_disk_holds_the_same_bits_in_a_file_without_a_name(tmp_path: Path) -> None:
+    """Cached texts of all tenants lay in a file that other users could open, and that outlived the process."""
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    settings = target_config(str(save_model("llama", tmp_path)), "int8")
+    text, found = np.arange(3, 40, dtype=np.int32), []
+    for kv_dir in ("", str(folder)):
+        target = Target.load(settings.model_copy(update={"kv_dir": kv_dir}), 256)
+        slots = SequenceSlots(target.pool)
+        for part in (text[:20], text[20:]):
+            batch = Batch([ScheduledSequence(slots, part)])
+            found.append(target.forward(part, batch.metadata, np.arange(len(part), dtype=np.int32)))
+            batch.sequences[0].keep()
+        found.append(np.array(target.pool.keys))
+    assert all(np.array_equal(memory, disk) for memory, disk in zip(found[:3], found[3:], strict=True))
+    assert isinstance(target.pool.keys.base, np.memmap) and list(folder.iterdir()) == []
+
+
+def test_a_disk_without_room_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process died of SIGBUS hours later, in the middle of a step."""
+    asked: list[int] = []
+
+    def full(descriptor: int, begin: int, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    shape = AttentionShape(4, 2, 16, 0.25)
+    with pytest.raises(SaveError, match="No space left"):
+        KvPool([shape] * 3, 100 * PAGE, dtype=np.uint16, folder=str(tmp_path))
+    assert asked == [3 * 100 * PAGE * 2 * 16 * 2]

@@ -37,7 +37,7 @@ class CpuForward(NamedTuple):
 class CpuBackend:
     """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there.
 
-    `kv_dtype`: of the pools; uint16 holds bfloat16.
+    `kv_dtype`: of the pools; uint16 holds bfloat16. `kv_dir`: the folder of their files, "" for main memory.
     """
 
     name, device = "cpu", torch.device("cpu")
@@ -45,9 +45,13 @@ class CpuBackend:
     """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
     def __init__(
-        self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK, kv_dtype: type[np.generic] = np.float32
+        self,
+        arena: WeightArena | None = None,
+        ranks: Ranks = ONE_RANK,
+        kv_dtype: type[np.generic] = np.float32,
+        kv_dir: str = "",
     ) -> None:
-        self.arena, self._ranks, self._kv_dtype = arena, ranks, kv_dtype
+        self.arena, self._ranks, self._kv_dtype, self._kv_dir = arena, ranks, kv_dtype, kv_dir
         self.kv_itemsize = np.dtype(kv_dtype).itemsize
 
     @property
@@ -60,7 +64,7 @@ class CpuBackend:
     def place(self, model: nn.Module) -> None: ...
 
     def make_pool(self, shapes: list[AttentionShape], num_slots: int) -> KvPool:
-        return KvPool(shapes, num_slots, dtype=self._kv_dtype)
+        return KvPool(shapes, num_slots, dtype=self._kv_dtype, folder=self._kv_dir)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         if self.arena is not None:
