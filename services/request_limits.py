@@ -265,7 +265,7 @@ def check_json(body: bytes, limits: Limits) -> None:
     check_num_items(body, limits.json_items)
     max_depth = limits.json_depth
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        value = _STRICT_JSON.decode(body.decode("utf-8"))
     except UnicodeDecodeError as cause:
         raise ApiError(400, f"the body is not UTF-8: byte {cause.start}") from None
     except RecursionError:
@@ -300,3 +300,6 @@ def _check_string(text: str) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ApiError(400, f"the body is not JSON: {name} is no number")
+
+
+_STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -9,6 +9,7 @@ token: `<|end|>` in a passage is tokenised as plain characters.
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class PromptBuilder:
     """Builds prompts for one tokenizer. `max_context_tokens`: prompt and output together. Safe to call from several threads.
 
     `tokenizer` is for decoding only. Why two copies encode: whether text may contain control tokens is a state of the tokenizer
-    that a call changes. One copy never changes it; the other is protected by a lock.
+    that a call changes. One copy never changes it; the other is protected by a lock. Texts without the spelling of a control
+    token go past transformers to a compiled tokenizer, which takes a third of the time.
     """
 
     def __init__(self, tokenizer: Any, max_context_tokens: int, words: PromptConfig | None = None) -> None:
@@ -58,6 +60,8 @@ class PromptBuilder:
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._plain = copy.deepcopy(tokenizer)
         self.plain_ids(["a"])  # sets the state of this copy for good
+        self._fast = _stateless(tokenizer)
+        self._control = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or r"(?!)")
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
         # Why `sanitize_control_tokens`: only the template may write control tokens; their spelling in a text is plain text
@@ -181,14 +185,27 @@ class PromptBuilder:
 
     def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
+        layout = {"add_generation_prompt": add_generation_prompt, **self._layout}
         try:
+            if self._fast is not None and not any(self._control.search(message.content) for message in messages):
+                layout |= {"sanitize_control_tokens": False, "tokenize": False}
+                text = self._encoder.apply_chat_template(conversation, **layout)
+                return tuple(self._fast.encode(text, add_special_tokens=False).ids)
             with self._encoding:
-                token_ids = self._encoder.apply_chat_template(
-                    conversation, add_generation_prompt=add_generation_prompt, **self._layout
-                )
+                token_ids = self._encoder.apply_chat_template(conversation, **layout)
         except TemplateError as cause:
             raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause
         return tuple(token_ids)
+
+
+def _stateless(tokenizer: Any) -> Any | None:
+    """The tokenizer's compiled part, in a state that nothing changes; None if it has no such part."""
+    fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+    if fast is not None:
+        fast.no_truncation()
+        fast.no_padding()
+        fast.encode_special_tokens = False
+    return fast
 
 
 def _plain_layout(tokenizer: Any) -> dict[str, str]:

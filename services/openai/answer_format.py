@@ -47,8 +47,11 @@ class AnswerFormat(ABC):
         """The fields `choices` and `ragspec` of a whole answer."""
 
     def first_chunks(self) -> Sequence[Chunk]:
-        """Chunks sent before any token."""
+        """Chunks before any token. They wait for the first text, unless the answer `shows_sources`."""
         return []
+
+    shows_sources = False
+    """Whether a reader has something to read before the first token."""
 
     @abstractmethod
     def delta_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
@@ -71,25 +74,32 @@ class AnswerFormat(ABC):
         pad_bytes = streaming.STRICT_PAD_BYTES if is_strict else streaming.PAD_BYTES * options.include_obfuscation
         encoder = streaming.ChunkEncoder(head, pad_bytes, with_usage=options.include_usage)
 
-        async def send(chunks: Sequence[Chunk]) -> None:
-            if chunks:
-                await sender.event(b"".join(encoder.event(choices, **fields) for choices, fields in chunks))
+        held: list[bytes] = []  # Why held: each message to a socket costs as much as formatting it
+
+        async def send(*chunks: Chunk, now: bool = False) -> None:
+            held.extend(encoder.event(choices, **fields) for choices, fields in chunks)
+            if held and (now or is_strict):
+                await flush()
+
+        async def flush(frame: bytes = b"", *, is_last: bool = False) -> None:
+            frames, held[:] = b"".join([*held, frame]), []
+            await sender.event(frames, is_last=is_last)
 
         await sender.begin_events()
-        await send(self.first_chunks())
+        await send(*self.first_chunks(), now=self.shows_sources)
         async for delta in streaming.paced(self.stream) if is_strict else streaming.immediate(self.stream):
             if delta is None:
-                await sender.event(streaming.KEEP_ALIVE)
+                await flush(streaming.KEEP_ALIVE)
                 continue
             if delta.text or delta.logprobs or is_strict:
-                await send([([self.delta_choice(delta)], self._progress(delta.key))])
+                await send(([self.delta_choice(delta)], self._progress(delta.key)), now=True)
             if delta.is_last:
                 choice, fields = await self.last_choice(delta.key)
-                await send([([choice], fields | self._progress(delta.key))])
+                await send(([choice], fields | self._progress(delta.key)))
         self._count()
-        final = ({"usage": self._usage()} if options.include_usage else {}) | self._metrics()
-        await send([([], final)] if final else [])
-        await sender.event(streaming.DONE, is_last=True)
+        if final := ({"usage": self._usage()} if options.include_usage else {}) | self._metrics():
+            await send(([], final))
+        await flush(streaming.DONE, is_last=True)
 
     def _head(self, object_type: str, fingerprint: str) -> dict[str, Any]:
         return {

@@ -134,7 +134,7 @@ class ChatFormat(AnswerFormat):
     ) -> None:
         super().__init__(context, stream)
         self._body, self._ready, self._token_texts = body, ready, token_texts
-        self._is_kept = False
+        self._is_kept, self.shows_sources = False, bool(ready.prompt.passages)
 
     async def choices(self, completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         answers = await self._answers(completions)

@@ -133,18 +133,22 @@ class ResponsesFormat(ChatFormat):
         number = 0
 
         async def send(*events: _Event) -> None:
+            """In one message to the socket, which costs as much as formatting several events."""
             nonlocal number
-            for event in events:
-                await sender.event(_frame(event, number))
-                number += 1
+            frames = [_frame(event, number + place) for place, event in enumerate(events)]
+            number += len(events)
+            await sender.event(b"".join(frames))
 
         item = self._item("in_progress", [])
         spot: dict[str, Any] = {**_SPOT, "item_id": self._item_id}
         await sender.begin_events()
         begun = {"response": self._envelope("in_progress", [])}
-        await send(_Event("response.created", begun), _Event("response.in_progress", begun))
-        await send(_Event("response.output_item.added", {"output_index": 0, "item": item}))
-        await send(_Event("response.content_part.added", spot | {"part": _part("", [])}))
+        await send(
+            _Event("response.created", begun),
+            _Event("response.in_progress", begun),
+            _Event("response.output_item.added", {"output_index": 0, "item": item}),
+            _Event("response.content_part.added", spot | {"part": _part("", [])}),
+        )
         async for delta in streaming.immediate(self.stream):
             if delta is None:
                 await sender.event(streaming.KEEP_ALIVE)
@@ -155,13 +159,17 @@ class ResponsesFormat(ChatFormat):
         self._count()
         response = self._response(answer)
         part, status = response["output"][0]["content"][0], response["status"]
-        for index, annotation in enumerate(part["annotations"]):
-            fields = spot | {"annotation_index": index, "annotation": annotation}
-            await send(_Event("response.output_text.annotation.added", fields))
-        await send(_Event("response.output_text.done", spot | {"text": answer.text, "logprobs": []}))
-        await send(_Event("response.content_part.done", spot | {"part": part}))
-        await send(_Event("response.output_item.done", {"output_index": 0, "item": response["output"][0]}))
-        await send(_Event(f"response.{status}", {"response": response}))
+        annotations = (
+            spot | {"annotation_index": index, "annotation": annotation}
+            for index, annotation in enumerate(part["annotations"])
+        )
+        await send(
+            *(_Event("response.output_text.annotation.added", fields) for fields in annotations),
+            _Event("response.output_text.done", spot | {"text": answer.text, "logprobs": []}),
+            _Event("response.content_part.done", spot | {"part": part}),
+            _Event("response.output_item.done", {"output_index": 0, "item": response["output"][0]}),
+            _Event(f"response.{status}", {"response": response}),
+        )
         await sender.event(b"", is_last=True)
 
     @property

@@ -58,6 +58,23 @@ def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    "text", ["It rained.", " 雨 \n\n<|im", "a</s", "<|im_start|>system", "x<s>y", "\u2028|> <|im_end|>"]
+)
+def test_texts_without_control_tokens_are_laid_out_as_transformers_does(
+    kind: PreTrainedTokenizerFast, text: str
+) -> None:
+    """The short way past transformers took a text for a control token, or added the tokenizer's own beginning."""
+    builder, whole = PromptBuilder(kind, 512), PromptBuilder(kind, 512)
+    whole._fast = None
+    messages = [Message("system", text), Message("user", "When?"), Message("assistant", text), Message("user", text)]
+    assert builder._fast is not None
+    for end in (2, 4):
+        assert builder.tokens(messages[:end]) == whole.tokens(messages[:end])
+    assert builder.answered(messages[:3]) == whole.answered(messages[:3])
+
+
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
 def test_words_of_a_configuration_replace_those_of_the_adapter(kind: PreTrainedTokenizerFast) -> None:
     """Another model was asked in words that only the adapter was trained on, and corrected nothing."""
     passages = [Passage("d", 0, "It rained.", 0, 10)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import raw_http
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from service_parts import Service, Serving
 
@@ -311,3 +312,17 @@ def test_defaults_are_the_configurations(api: openai.OpenAI, service: Service) -
     assert got.usage is not None and got.usage.completion_tokens <= defaults.max_tokens
     assert got.choices[0].finish_reason in ("stop", "length")
     assert usage([]).keys() == got.usage.model_dump().keys()
+
+
+def test_short_chunks_share_messages(service: Service) -> None:
+    """The role, the end, the usage and the last line each took a message of their own to the socket, six for one token."""
+    body = asked("When?", stream=True, max_tokens=1)
+    content = json.dumps(body | {"retrieval": False, "stream_options": {"include_usage": True}}).encode()
+    lines = (service.bearer, "Content-Type: application/json", f"Content-Length: {len(content)}")
+    reply = raw_http.ask(service.url, raw_http.head("POST", "/v1/chat/completions", *lines) + content)
+    sizes, rest = list[int](), reply.body
+    while rest:  # HTTP's own chunks, each a message
+        size, _, rest = rest.partition(b"\r\n")
+        sizes.append(int(size, 16))
+        rest = rest[sizes[-1] + 2 :]
+    assert reply.body.count(b"data: ") >= 4 and sizes[-1] == 0 and len(sizes) <= 3
