@@ -120,7 +120,7 @@ class RetrieverConfig(ConfigSection):
     and name the missing ones.
 
     `abstain_below`: a question whose best passage has a smaller calibrated score than this is not given to the target; the answer
-    says that nothing is close, and names the nearest titles. 0: off; 0.165 loses 3 in 100 answerable questions about SQuAD's
+    says that nothing is close, and names the nearest titles. 0: off; 0.12 loses 3 in 100 answerable questions about SQuAD's
     articles and catches 60 of 100 whose article was deleted. Needs mode hybrid and is calibrated for the default encoder.
 
     `expand_passages`: how many passages before and after each found passage the prompt shows joined to it, if all found passages

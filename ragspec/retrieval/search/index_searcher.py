@@ -39,7 +39,7 @@ class TermFunction(Protocol):
 
 
 _TEXTS_KEPT = 4096
-CALIBRATED_THRESHOLD = 0.165
+CALIBRATED_THRESHOLD = 0.12
 """For `RetrieverConfig.abstain_below` with the default encoder: 3 in 100 answerable questions were below it."""
 _COSINE, _COVERED, _INTERCEPT = 10.5, 8.2, -10.3
 
