@@ -177,8 +177,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--max-tokens",
         type=training_run.positive(int, LEAST_TOKENS),
-        default=320,
-        help="texts are cut to this many tokens",
+        default=DrafterPlan.max_tokens,
+        help="texts are cut to this many tokens; one whose answers stand behind them is left out",
     )
     add("--answers", choices=("dataset", "target", "both"), default="dataset", help="source of the answers")
     add(

@@ -211,7 +211,8 @@ class RateLimiter:
             for usage in self._usage.values():
                 usage.expire(now_s)
             self._usage = {name: usage for name, usage in self._usage.items() if not usage.is_idle}
-        if (usage := self._usage.get(name)) is None:
-            usage = self._usage[name] = _KeyUsage(self._clock)
-        usage.expire(now_s)
-        return usage
+        if name not in self._usage:
+            self._usage[name] = _KeyUsage(self._clock)
+        own = self._usage[name]
+        own.expire(now_s)
+        return own

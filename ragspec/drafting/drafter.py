@@ -107,3 +107,6 @@ class Drafter:
 
     def purge(self, salt: str) -> None:
         """Forget everything kept of one tenant's earlier requests."""
+
+    def close(self) -> None:
+        """End the drafter's own threads; no other method is called after it."""

@@ -129,6 +129,11 @@ class Planner:
         for drafter in self._drafters:
             drafter.purge(salt)
 
+    def close(self) -> None:
+        """End what drafters do beside the steps."""
+        for drafter in self._drafters:
+            drafter.close()
+
     def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
         """Whether recent misses allow a drafter to be asked in this step."""
         return self._stats_in(sequence, drafter.name).backoff.due()

@@ -36,7 +36,7 @@ class SafeDrafter:
         self.prepare, self.start = self._safe(drafter.prepare), self._safe(drafter.start)
         self.observe, self.learn = self._safe(drafter.observe), self._safe(drafter.learn)
         self.finish, self.purge = self._safe(drafter.finish), self._safe(drafter.purge)
-        self.note_idle = self._safe(drafter.note_idle)
+        self.note_idle, self.close = self._safe(drafter.note_idle), self._safe(drafter.close)
         self._safe_cost_s, self._safe_propose = self._safe(self._checked_cost_s), self._safe(self._checked_propose)
 
     @property

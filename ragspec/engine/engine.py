@@ -111,6 +111,7 @@ class Engine(EngineClient):
             self._commands.run(lambda: False)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, FinishReason.ERROR if self.lost else FinishReason.CANCELLED, self.lost)
+        self._planner.close()
         self.target.close()
 
     def _step_or_fail(self) -> None:

@@ -95,6 +95,20 @@ def test_a_thread_learns_while_no_request_is_open(tiny: Tiny) -> None:
     assert not drafter._has_failed
 
 
+def test_learning_ends_with_the_engine(tiny: Tiny) -> None:
+    """A thread inside torch outlived its engine and aborted the end of the process."""
+    target = tiny()
+    drafter = drafter_for(target, kind=OnlineEagleDrafter)
+    with tiny_engine(target, [drafter]) as engine:
+        engine.generate(requests_of(target, LONG))
+        engine.between_steps(lambda: None)
+        thread = drafter._thread
+    assert thread is not None and not thread.is_alive()
+    drafter.learners.used("").add(RecordedText(list(range(300, 340)), [1.0] * 40, torch.zeros(39, 3)))
+    drafter._wake()
+    assert drafter._thread is thread
+
+
 def test_beside_requests_training_takes_its_share_of_the_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that is never idle learned without a limit, or never."""
     clock = [100.0]

@@ -183,30 +183,22 @@ def command(out: Path, target: str, *options: str) -> None:
     subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
 
 
+LONG_TEXTS = "--answers", "both", "--num-answers", "12", "--max-tokens", "1000"
+"""The little tokenizer makes 750 tokens of a question behind a passage."""
+
+
 @pytest.mark.slow
 @needs_data
 def test_the_command_writes_a_head_from_the_targets_own_answers(target: str, tmp_path: Path) -> None:
     """The job as its first docstring line runs it."""
-    command(tmp_path, target, "--family", "eagle3", "--tokens", "7000", "--answers", "both", "--num-answers", "12")
+    command(tmp_path, target, "--family", "eagle3", "--tokens", "7000", *LONG_TEXTS)
     head = read_head(tmp_path / "head")
     assert head.config.aux_layers == (2, 4, 6)
     record = json.loads((tmp_path / "history.json").read_text())
     assert record["history"][-1]["tokens"] >= 7000
     assert {"prose_top1_1", "chat_top4_5", "rag_top1_3"} <= record["probes"][-1].keys()
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    command(
-        tmp_path,
-        target,
-        "--family",
-        "eagle3",
-        "--tokens",
-        "9000",
-        "--answers",
-        "both",
-        "--num-answers",
-        "12",
-        "--resume",
-    )
+    command(tmp_path, target, "--family", "eagle3", "--tokens", "9000", *LONG_TEXTS, "--resume")
     history = json.loads((tmp_path / "history.json").read_text())["history"]
     assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
 

@@ -50,7 +50,7 @@ class OnlineEagleDrafter(EagleDrafter):
         )
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._thread: threading.Thread | None = None
-        self._is_idle, self._has_failed = True, False
+        self._is_idle, self._is_closed, self._has_failed = True, False, False
         self._next_busy_s = 0.0 if online.busy_share else math.inf
 
     def start(self, sequence: SequenceView) -> None:
@@ -121,9 +121,14 @@ class OnlineEagleDrafter(EagleDrafter):
     def _next_learner(self) -> HeadLearner | None:
         """A head with a text to learn, if there is time for it. Why no daemon: a thread inside torch would abort the exit."""
         has_time = self._is_idle or time.monotonic() >= self._next_busy_s
-        if self._has_failed or not has_time or not threading.main_thread().is_alive():
+        if self._is_closed or self._has_failed or not has_time or not threading.main_thread().is_alive():
             return None
         return next((learner for learner in list(self.learners.values()) if learner.waits), None)
+
+    def close(self) -> None:
+        """End learning after the pass that runs."""
+        self._is_closed = True
+        self.wait()
 
     def wait(self) -> None:
         """Until no text waits, or no time is left for learning."""

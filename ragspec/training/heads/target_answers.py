@@ -4,7 +4,7 @@ Owns the cache: one line with the answers' origin, then one JSON line for each a
 so a killed or longer run continues behind the last whole line. Answers with an odd number are samples at temperature 1, the
 others are greedy.
 
-    >>> prompts = PromptSource(TextSource(data_dir), encoder, max_tokens=320, seed=0)
+    >>> prompts = PromptSource(TextSource(data_dir), encoder, max_tokens=576, seed=0)
     >>> for done in write_answers(path, prompts.origin(fingerprint), 6000, prompts, engine): ...
     >>> sample_text = answer_sampler(read_answers(path, 6000))
 

@@ -26,7 +26,7 @@ class DrafterPlan(TrainingPlan):
     """Length and speed of a run, and the source of its answers. Tokens are the target's rows."""
 
     objective: Objective
-    max_tokens: int = 320
+    max_tokens: int = 576  # a question behind three passages fits
     step_tokens: int = 3_072
     micro_tokens: int = 1_536
     peak_lr: float = 1e-3
