@@ -54,9 +54,8 @@ class Engine(EngineClient):
         self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s)
         self.load = self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
-        self._sequences: dict[str, list[Sequence]] = {}
+        self._sequences, self._in_step = dict[str, list[Sequence]](), list[Sequence]()
         self._lock, self._ids = threading.Lock(), set[str]()
-        self._in_step: list[Sequence] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         atexit.register(self.close)
