@@ -114,7 +114,16 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     return summary
 
 
-_NOT_OF_TEXTS = {"adapter", "quantization", "kv_cache_dtype", "cache_dir", "device", "backend", "max_weight_bytes", "kv_dir"}
+_NOT_OF_TEXTS = {
+    "adapter",
+    "quantization",
+    "kv_cache_dtype",
+    "cache_dir",
+    "device",
+    "backend",
+    "max_weight_bytes",
+    "kv_dir",
+}
 """The digest of the files stands for the adapter; the others are told where they change numerics."""
 _FIRST_NUMERICS = {"float32", "bfloat16"}
 """Jobs from before there were others name none."""
