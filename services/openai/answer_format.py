@@ -95,7 +95,8 @@ class AnswerFormat(ABC):
                 await send(([self.delta_choice(delta)], self._progress(delta.key)), now=True)
             if delta.is_last:
                 choice, fields = await self.last_choice(delta.key)
-                await send(([choice], fields | self._progress(delta.key)))
+                # Only the last end waits: for the usage and the end of the stream, which follow at once
+                await send(([choice], fields | self._progress(delta.key)), now=self.stream.is_open)
         self._count()
         if final := ({"usage": self._usage()} if options.include_usage else {}) | self._metrics():
             await send(([], final))

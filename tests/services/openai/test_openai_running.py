@@ -192,6 +192,34 @@ def test_a_strict_stream_sends_pieces_of_one_size(service: Service) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
 
 
+def test_the_end_of_a_choice_does_not_wait_for_another_choice(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice that had ended was sent with the next text of another one, which may take as long as that one's queue."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 10 * PATIENCE_S)  # a keep-alive would send what is held
+    seen, was_seen = threading.Event(), list[bool]()
+
+    def submit(request: Request, listener: Callable[[Delta], None]) -> None:
+        def speak() -> None:
+            stats = GenerationStats(seed=3)
+            listener(Delta(request.id, 0, (5,), "yes", (), FinishReason.STOP, stats))
+            was_seen.append(seen.wait(PATIENCE_S))
+            listener(Delta(request.id, 1, (6,), "no", (), FinishReason.STOP, stats))
+
+        threading.Thread(target=speak).start()
+
+    monkeypatch.setattr(service.backend.engine, "submit", submit)
+    ended = []
+    asked = body(stream=True, n=2)
+    with service.client() as client, client.stream("POST", "/v1/chat/completions", json=asked) as reply:
+        for line in reply.iter_lines():
+            choices = json.loads(line.removeprefix("data: "))["choices"] if line.startswith("data: {") else []
+            ended += [choice["index"] for choice in choices if choice["finish_reason"]]
+            if ended:
+                seen.set()
+    assert (ended, was_seen) == ([0, 1], [True])
+
+
 # -- runs alone --------------------------------------------------------------------------------------------------------
 
 
