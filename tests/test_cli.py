@@ -32,7 +32,7 @@ from ragspec.cli.demo import QUESTIONS, demo_retriever
 from ragspec.cli.demo_view import AnswerPair, Totals
 from ragspec.cli.quotes import answer_text, excerpt, print_sources
 from ragspec.cli.terminal import cache_folder, safe, stage
-from ragspec.config import IndexConfig, load_config
+from ragspec.config import EncoderConfig, IndexConfig, load_config
 from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
@@ -107,8 +107,8 @@ def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
     monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: [])
-    monkeypatch.setattr("ragspec.cli.ask._with_standard_library", lambda console, settings, corpus: settings)
-    monkeypatch.setattr(Pipeline, "from_config", lambda settings: pipeline)
+    monkeypatch.setattr("ragspec.cli.ask._with_standard_library", lambda console, settings, *others: settings)
+    monkeypatch.setattr(Pipeline, "from_config", lambda settings, encoder: pipeline)
     monkeypatch.setattr(Pipeline, "close", lambda self: None)
     return pipeline
 
@@ -166,7 +166,7 @@ def test_a_wrong_call_exits_2(run: Callable[..., Ended], args: list[str]) -> Non
 def test_ctrl_c_exits_130(run: Callable[..., Ended], index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback because the user changed their mind."""
 
-    def interrupt(settings: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Pipeline, "from_config", interrupt)
@@ -190,7 +190,7 @@ def test_debug_shows_the_traceback(run: Callable[..., Ended], tmp_path: Path) ->
 def test_an_unforeseen_error_is_one_line_too(run: Callable[..., Ended], index: Path, monkeypatch: Any) -> None:
     """Fifty lines of another library's traceback."""
 
-    def explode(settings: object) -> None:
+    def explode(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by\nzero")
 
     monkeypatch.setattr(Pipeline, "from_config", explode)
@@ -238,15 +238,25 @@ def test_a_configuration_names_its_unknown_key(run: Callable[..., Ended], tmp_pa
 def test_without_an_index_the_standard_library_answers_and_says_so(
     run: Callable[..., Ended], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first question that ends in a message about a setting; an answer from docstrings that passes for one's own documents."""
+    """A first question that ends in a message about a setting; an answer from docstrings that passes for one's own documents.
+
+    The encoder was loaded for the index, and once more for the question.
+    """
+    loads: list[HashEncoder] = []
+
+    def load(config: EncoderConfig) -> HashEncoder:
+        loads.append(HashEncoder())
+        return loads[-1]
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Encoder, "load", lambda config: HashEncoder())
+    monkeypatch.setattr(Encoder, "load", load)
     corpus = [("math.floor", "math.floor(x, /): Return the floor of x as an Integral.")]
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: corpus)
     ended = run("ask", "floor?", "--target", model, "--max-tokens", 2, "--json")
     assert ended.code == 0, ended.err
     assert "docstrings of Python's standard library" in ended.err.splitlines()[0]
     assert [passage["document_id"] for passage in json.loads(ended.out)["passages"]] == ["math.floor"]
+    assert len(loads) == 1
 
 
 def test_indexes_that_cannot_be_used_say_why(run: Callable[..., Ended], index: Path, tmp_path: Path) -> None:

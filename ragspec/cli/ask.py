@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -54,12 +55,14 @@ def run_ask(
     arguments = {} if num_passages is None else {"num_passages": num_passages}
     policy = POLICIES[iterative](**arguments) if iterative else None
     stay_offline(settings.target)
-    errors = stderr_console()
+    errors, encoder = stderr_console(), None
     if corpus is not None:
         note(errors, STANDARD_LIBRARY)
-        settings = _with_standard_library(errors, settings, corpus)
+        encoder = Encoder.load(settings.encoder)
+        settings = _with_standard_library(errors, settings, encoder, corpus)
     with errors.status(Text("Opening the index and the target …", "dim")):
-        pipeline = IterativePipeline.from_config(settings, policy) if policy else Pipeline.from_config(settings)
+        load = partial(IterativePipeline.from_config, policy=policy) if policy else Pipeline.from_config
+        pipeline = load(settings, encoder=encoder)
     if policy:
         options["guessing"] = options["speculation"]
     with pipeline:
@@ -77,12 +80,12 @@ def run_ask(
 
 
 def _with_standard_library(
-    console: Console, settings: PipelineConfig, corpus: Sequence[tuple[str, str]]
+    console: Console, settings: PipelineConfig, encoder: Encoder, corpus: Sequence[tuple[str, str]]
 ) -> PipelineConfig:
     """The settings with the index of the docstrings, which is built once. Raises: SaveError."""
     from ragspec.cli.demo import standard_library_index  # Why here: the demo imports this module
 
-    folder = standard_library_index(console, Encoder.load(settings.encoder), corpus)
+    folder = standard_library_index(console, encoder, corpus)
     return settings.model_copy(update={"retriever": settings.retriever.model_copy(update={"index_dir": str(folder)})})
 
 

@@ -102,7 +102,7 @@ def load_engine(
         costs = kept_costs(
             target,
             tested.numerics_id,
-            num_threads,
+            most_threads,
             partial(forward_s, target),
             lambda: measure_costs(target, max_step_tokens, say),
         )

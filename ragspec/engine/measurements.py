@@ -2,7 +2,7 @@
 
 A file's name has the numerics id (a hash of the target's own logits and of all versions), the threads, and hashes of the
 processor's model and of the kernels' source: another kernel may give the same first rows and other large batches. A short
-self-test confirms a kept one, and a few forwards confirm kept costs: if either disagrees, everything is measured again.
+self-test confirms a kept one, or a whole one runs. Kept costs are never measured again: a few forwards tell the speed of today.
 
 >>> tested = kept_self_test(target, num_threads)
 >>> costs = kept_costs(target, tested.numerics_id, num_threads, forward_s, lambda: measure_costs(target, 512))
@@ -16,8 +16,8 @@ import logging
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
-_LARGEST_CHANGE = 1.5
-"""Of many rows' cost against one row's; another speed of both changes no plan."""
 _CHECKED_ROWS, _CHECKED_TIMES = (1, 16), 3
 
 
@@ -64,23 +62,33 @@ def kept_costs(
     forward_s: Callable[[int, int], float],
     measure: Callable[[], CostTable],
 ) -> CostTable:
-    """The cost table of an earlier start at today's speed, or `measure()`. `forward_s(rows, context)`: seconds of one forward."""
+    """The cost table of an earlier start at today's speed, or `measure()`. `forward_s(rows, context)`: seconds of one forward.
+
+    `num_threads`: the most that the engine may use. Why not the number in use: that follows other load.
+    """
     path = _path(target, numerics_id, num_threads)
     kept = _read(path)
     if kept.rows and kept.seconds:
-        table, context = CostTable(kept.seconds, kept.rows), min(kept.seconds)
-        changes = [
-            min(forward_s(rows, context) for _ in range(_CHECKED_TIMES)) / table.cost_s(rows, context)
-            for rows in _CHECKED_ROWS
-            if rows <= kept.rows[-1]
-        ]
-        if max(changes) < _LARGEST_CHANGE * min(changes):
-            factor = mean(changes)
-            return CostTable({c: [s * factor for s in column] for c, column in kept.seconds.items()}, kept.rows)
+        return _at_the_speed_of_today(CostTable(kept.seconds, kept.rows), forward_s)
     table = measure()
     rows, seconds = table.measured
     _write(path, _read(path).model_copy(update={"rows": rows, "seconds": seconds}))
     return table
+
+
+def _at_the_speed_of_today(kept: CostTable, forward_s: Callable[[int, int], float]) -> CostTable:
+    """`kept` times the change of a few rows; between them the change is interpolated.
+
+    Why no new measurement, however large the change: other load of a moment looks like a change of the machine.
+    """
+    rows, seconds = kept.measured
+    context, checked = min(seconds), [n for n in _CHECKED_ROWS if n <= rows[-1]]
+    rounds = [[forward_s(n, context) for n in checked] for _ in range(_CHECKED_TIMES)]
+    changes = [
+        min(times) / kept.cost_s(n, context) for n, times in zip(checked, zip(*rounds, strict=True), strict=True)
+    ]
+    factors = np.interp(rows, checked, changes).tolist()
+    return CostTable({c: [s * f for s, f in zip(column, factors, strict=True)] for c, column in seconds.items()}, rows)
 
 
 def _path(target: Target, numerics_id: str, num_threads: int) -> Path:

@@ -49,6 +49,7 @@ from ragspec.rag.steps import (
     retrieve_passages,
     said_completions,
 )
+from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -87,13 +88,16 @@ class Pipeline(Closeable):
         self._abstain_below = abstain_below
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | str | Path | None = None) -> Self:
-        """Open the index, load encoder and target, test the numerics, measure the costs. `config`: settings, or a YAML file.
+    def from_config(
+        cls, config: PipelineConfig | str | Path | None = None, *, encoder: TextEncoder | None = None
+    ) -> Self:
+        """Open the index, load encoder and target, test the numerics, measure the costs.
 
+        `config`: settings, or a YAML file. `encoder`: the settings' encoder, if it is loaded already.
         Raises: ConfigError, StoreError, ModelError.
         """
         config = settings_of(config)
-        retriever = Retriever.from_config(config.retriever, config.encoder)
+        retriever = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
         settings = config.retriever

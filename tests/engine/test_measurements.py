@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tiny_target import save_model
 
-from ragspec.config import TargetConfig
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.cost_model import CostTable
-from ragspec.engine import measurements
+from ragspec.engine import loading, measurements
 from ragspec.engine.measurements import kept_costs, kept_self_test
 from ragspec.engine.target import Target
 from ragspec.numerics.self_test import QUICK_ROWS, Failure, SelfTest
@@ -69,22 +69,39 @@ def costs(target: Target, forward_s: Callable[[int, int], float], measured: list
 
 
 def test_costs_are_taken_over_at_the_speed_of_today(target: Target) -> None:
+    """Costs of a quiet machine planned the steps of a busy one."""
     measured: list[int] = []
     assert costs(target, lambda rows, _: rows * 1.0, measured).cost_s(64, 128) == 64.0
     assert costs(target, lambda rows, _: rows * 1.25, measured).cost_s(64, 128) == 80.0
+    assert costs(target, lambda rows, _: 1.0 + rows, measured).cost_s(1, 128) == 2.0, "one row changed most"
+    assert costs(target, lambda rows, _: 1.0 + rows, measured).cost_s(64, 128) == 68.0, "as 16 rows changed"
     assert len(measured) == 1
-    assert costs(target, lambda rows, _: rows * 4.0, measured).cost_s(64, 128) == 256.0
-    assert len(measured) == 1, "the same machine beside other load"
-    assert costs(target, lambda rows, _: 1.0 + rows, measured).cost_s(64, 128) == 65.0
-    assert len(measured) == 2, "rows that cost something else beside one row"
 
 
-def test_a_moment_of_other_load_measures_nothing_anew(target: Target) -> None:
-    """Two slow forwards of three made a start measure for seconds, on a machine that was busy just then."""
+def test_no_load_makes_a_start_measure_again(target: Target) -> None:
+    """Two slow forwards, or another thread count because of them, made a start measure for seconds though nothing had changed."""
     measured: list[int] = []
     costs(target, lambda rows, _: rows * 1.0, measured)
     calls = iter(range(100))
-    costs(target, lambda rows, _: rows * (1.0 if rows == 1 or next(calls) % 3 == 2 else 5.0), measured)
+    found = costs(target, lambda rows, _: rows * (1.0 if rows == 1 or next(calls) % 3 == 2 else 5.0), measured)
+    assert found.cost_s(16, 128) == 16.0, "the fastest forward counts"
+    costs(target, lambda rows, _: rows * (1.0 if rows == 1 else 5.0), measured)
+    assert len(measured) == 1
+
+
+def test_another_start_of_an_engine_measures_no_costs(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs were kept for the number of threads in use, which follows other load: the other number was measured anew."""
+    measure, measured = loading.measure_costs, list[int]()
+
+    def counted(*given: Any) -> CostTable:
+        measured.append(1)
+        return measure(*given)
+
+    monkeypatch.setattr(loading, "measure_costs", counted)
+    for num_threads in (2, 1, 2):
+        monkeypatch.setattr(loading, "choose_num_threads", lambda target, most, chosen=num_threads: chosen)
+        with loading.load_engine(target.config, EngineConfig(max_kv_tokens=1024, num_threads=2), DraftingConfig()):
+            pass
     assert len(measured) == 1
 
 

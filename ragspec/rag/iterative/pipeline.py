@@ -30,6 +30,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, SamplingOptions, default_params, params_of_each, parse_scope
 from ragspec.rag.support import find_support
 from ragspec.retrieval.batching_retriever import SearchBatcher
+from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.expansion import WidePassage, is_part, joined
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike
@@ -73,13 +74,19 @@ class IterativePipeline(Closeable):
         self._max_in_flight = max_in_flight
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | str | Path | None = None, policy: Policy | None = None) -> Self:
+    def from_config(
+        cls,
+        config: PipelineConfig | str | Path | None = None,
+        policy: Policy | None = None,
+        *,
+        encoder: TextEncoder | None = None,
+    ) -> Self:
         """As `Pipeline.from_config`, except that the policy sets the number of passages.
 
         Raises: ConfigError, StoreError, ModelError.
         """
         config = settings_of(config)
-        index = Retriever.from_config(config.retriever, config.encoder)
+        index = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
         return cls(index, engine, prompts, policy=policy, speculation=config.speculation, generation=config.generation)
