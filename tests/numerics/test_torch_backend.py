@@ -390,8 +390,8 @@ def test_a_step_waits_twice(
             completions = engine.generate(requests)
             assert engine._planner.num_failures == 0
             num_steps = engine.load().num_steps
-        # the cells of acceptance are compared, not their table, which is another drafter's
-        drafts = [[[(p._replace(origin=None), p.origin.feedback.cell) for p in draft] for draft in drafts] for drafts in lists]
+        # cells of acceptance, not their tables, which are another drafter's
+        drafts = [[(p._replace(origin=None), p.origin.feedback.cell) for draft in step for p in draft] for step in lists]
         found.append((drafts, [c.token_ids for c in completions]))
         waits.append(crossings["waits"])
         expected.append(num_steps + sum(any(draft) for draft in lists))
