@@ -391,7 +391,9 @@ def test_a_step_waits_twice(
             assert engine._planner.num_failures == 0
             num_steps = engine.load().num_steps
         # cells of acceptance, not their tables, which are another drafter's
-        drafts = [[(p._replace(origin=None), p.origin.feedback.cell) for draft in step for p in draft] for step in lists]
+        drafts = [
+            [(p._replace(origin=None), p.origin.feedback.cell) for draft in step for p in draft] for step in lists
+        ]
         found.append((drafts, [c.token_ids for c in completions]))
         waits.append(crossings["waits"])
         expected.append(num_steps + sum(any(draft) for draft in lists))
