@@ -35,6 +35,12 @@ def prompt(target: Target) -> tuple[int, ...]:
     return tuple(target.tokenizer("Repeat the text: ").input_ids)
 
 
+@pytest.fixture(scope="module")
+def longest(target: Target, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What plain decoding writes up to the end of the context."""
+    return tuple(decode(target, prompt, SamplingParams(max_tokens=5000, ignore_eos=True)).token_ids)
+
+
 def engine_with_copies(target: Target, **config: Any) -> Engine:
     copy = CopyDrafter(target.tokenizer, target.eos_ids)
     return tiny_engine(target, [copy], 4096, max_nodes=48, **{"max_step_tokens": 512, **config})
@@ -60,55 +66,59 @@ def request(prompt: Sequence[int], text: Sequence[int], params: SamplingParams, 
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_a_source_that_is_followed_takes_few_steps(params: str, target: Target, prompt: tuple[int, ...]) -> None:
+def test_a_source_that_is_followed_takes_few_steps(
+    params: str, target: Target, prompt: tuple[int, ...], longest: tuple[int, ...]
+) -> None:
     """Chains were cut at `max_tree_nodes`, 48: a copy of 600 tokens took 13 steps at least, whatever rows cost."""
-    plain = decode(target, prompt, PARAMS[params])
+    is_greedy = PARAMS[params].greedy
+    plain = longest[:NUM_TOKENS] if is_greedy else tuple(decode(target, prompt, PARAMS[params]).token_ids)
     with engine_with_copies(target) as engine:
         (off,) = engine.generate([Request("off", prompt, PARAMS[params], speculation=False)])
-        (first,) = engine.generate([request(prompt, plain.token_ids, PARAMS[params], "first")])
-        (again,) = engine.generate([request(prompt, plain.token_ids, PARAMS[params], "again")])
-    assert off.token_ids == first.token_ids == again.token_ids == plain.token_ids
+        (first,) = engine.generate([request(prompt, plain, PARAMS[params], "first")])
+        (again,) = engine.generate([request(prompt, plain, PARAMS[params], "again")])
+    assert off.token_ids == first.token_ids == again.token_ids == plain
     assert first.stats.num_steps <= 8
     assert again.stats.num_steps <= 4, "what was learned of the first copy makes the next chain longer"
 
 
-def test_a_long_chain_beside_other_sequences(target: Target, prompt: tuple[int, ...]) -> None:
+def test_a_long_chain_beside_other_sequences(target: Target, prompt: tuple[int, ...], longest: tuple[int, ...]) -> None:
     """Rows of a long chain attended to a neighbour's nodes, or the neighbours lost theirs."""
     sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
     short = SamplingParams(max_tokens=40, temperature=0.8, seed=5)
     others = [Request(f"r{i}", tuple(target.tokenizer(t).input_ids), short, sources) for i, t in enumerate(SENTENCES)]
-    plain = decode(target, prompt, PARAMS["greedy"])
-    expected = [plain.token_ids, *(decode(target, other.prompt_ids, short).token_ids for other in others)]
+    plain = longest[:NUM_TOKENS]
+    expected = [plain, *(decode(target, other.prompt_ids, short).token_ids for other in others)]
     with engine_with_copies(target) as engine:
-        engine.generate([request(prompt, plain.token_ids, PARAMS["greedy"], "before")])
-        completions = engine.generate([request(prompt, plain.token_ids, PARAMS["greedy"]), *others])
+        engine.generate([request(prompt, plain, PARAMS["greedy"], "before")])
+        completions = engine.generate([request(prompt, plain, PARAMS["greedy"]), *others])
     assert [completion.token_ids for completion in completions] == expected
     assert completions[0].stats.num_steps <= 10
 
 
 def test_the_step_and_the_context_bound_a_chain(
-    target: Target, prompt: tuple[int, ...], rows_of_steps: list[int]
+    target: Target, prompt: tuple[int, ...], longest: tuple[int, ...], rows_of_steps: list[int]
 ) -> None:
     """A chain that overran the step's rows, the pool's pages, or the positions that the target has."""
-    plain = decode(target, prompt, SamplingParams(max_tokens=5000, ignore_eos=True))
     params = SamplingParams(max_tokens=5000, ignore_eos=True)
     with engine_with_copies(target, max_step_tokens=96) as engine:
         rows_of_steps.clear()
-        (found,) = engine.generate([request(prompt, plain.token_ids + (7,) * 200, params)])
-    assert found.token_ids == plain.token_ids
+        (found,) = engine.generate([request(prompt, longest + (7,) * 200, params)])
+    assert found.token_ids == longest
     assert len(prompt) + len(found.token_ids) == target.max_context_tokens
     assert 48 < max(rows_of_steps) <= 96
 
 
-def test_a_requests_own_limit_holds(target: Target, prompt: tuple[int, ...], rows_of_steps: list[int]) -> None:
+def test_a_requests_own_limit_holds(
+    target: Target, prompt: tuple[int, ...], longest: tuple[int, ...], rows_of_steps: list[int]
+) -> None:
     """`max_nodes` of a request limited what stands beside the chain alone."""
-    plain = decode(target, prompt, PARAMS["greedy"])
+    plain = longest[:NUM_TOKENS]
     limited = Request("a", prompt, PARAMS["greedy"], speculation={"max_nodes": 20},
-                      segment=Segment(draft_ids=plain.token_ids))  # fmt: skip
+                      segment=Segment(draft_ids=plain))  # fmt: skip
     with engine_with_copies(target) as engine:
         rows_of_steps.clear()
         (found,) = engine.generate([limited])
-    assert found.token_ids == plain.token_ids
+    assert found.token_ids == plain
     assert max(rows_of_steps[1:]) == 21
 
 

@@ -41,7 +41,7 @@ def no_tick(stage: str, done: int, total: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "installed", [False, pytest.param(True, marks=pytest.mark.skipif(not LLAMA, reason="no peer"))]
+    "installed", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.skipif(not LLAMA, reason="no peer")])]
 )
 def test_every_key_is_measured(
     installed: bool, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

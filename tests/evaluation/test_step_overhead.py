@@ -45,6 +45,7 @@ def test_no_step_of_a_batch_is_no_share() -> None:
     assert largest_overhead(rows, 8) is None and largest_overhead(rows, 1) == 0.2 and largest_overhead(rows, 2) is None
 
 
+@pytest.mark.slow
 def test_a_real_engine_is_timed_and_copies_are_accepted(tiny_dir: Path) -> None:
     """Steps that draft nothing timed as those of copy drafts; a forward that is longer than its step."""
     source = (CopySource(SourceKind.PASSAGE, QUOTE, "p#0"),)

@@ -84,7 +84,8 @@ def test_a_long_text_is_corrected_to_its_end(
 @pytest.mark.parametrize(
     ("piece", "size"),
     [
-        *((piece, 30_000) for piece in ("x y ", "x", "He go home. ", " \r\n", "\U0001f600 ", "<b ", "a@", "7 ")),
+        *((piece, 30_000) for piece in ("x", " \r\n", "\U0001f600 ", "a@", "7 ")),
+        *(pytest.param(piece, 30_000, marks=pytest.mark.slow) for piece in ("x y ", "He go home. ", "<b ")),
         *(pytest.param(piece, 1_000_000, marks=pytest.mark.slow) for piece in (" \r\n", "7 ")),
     ],
 )
