@@ -13,7 +13,7 @@ import pytest
 from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
 from test_prompt import ALL
 
-from ragspec.config import ChatConfig, IndexConfig, RetrieverConfig
+from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import (
     Completion,
     Document,
@@ -378,6 +378,25 @@ def test_what_was_deleted_is_in_no_later_turn(
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 
+def test_a_carried_passage_stands_where_its_document_has_it_now(
+    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
+) -> None:
+    """A sentence before it was edited: its text was the same, and its citation named other characters of the document."""
+    encoder, config = retriever.encoder, IndexConfig(chunking=ChunkingConfig(max_chars=64))
+    built = "The old mill was built in 1874 by the people of the valley."
+    mill = Document("mill", f"The mill opens at nine on Sundays. {built}", "The mill")
+    build_index([mill, *DOCUMENTS[1:]], tmp_path, encoder, config)
+    chat = Chat(Retriever(encoder, Store.open(tmp_path, encoder.identity)), prompts, store)
+    first = chat.prepare(turn(QUESTION))
+    assert chat.remember(first, _answer(first))
+    mill = Document("mill", f"The mill is shut on all Sundays of winter. {built}", "The mill")
+    build_index([mill, *DOCUMENTS[1:]], tmp_path, encoder, config)
+    later = chat.prepare(turn(QUESTION, QUOTE, "Where does the river rise, in which hills?"))
+    for passage in (later.prompt.passages[-1], later.prompt.history[0].passages[0]):
+        assert (passage.document_id, passage.text) == ("mill", built)
+        assert mill.text[passage.start : passage.end] == built
+
+
 def _answer(ready: PreparedTurn) -> Answer:
     return build_answer(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
 
@@ -387,7 +406,7 @@ def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
     old, new = (Passage("d", 0, text, 0, len(text)) for text in ("The old text.", "The new text."))
     said = (QaPair("One?", "1."), QaPair("Two?", "2."))
     past = ChatHistory(said, (ShownPassages((old,), "a"), ShownPassages((new,), "b")), ("1", "2", "3"))
-    assert [turn.passages for turn in past.turns_without({(old.id, old.text)})] == [(), (new,)]
+    assert [turn.passages for turn in past.turns_without({(old.id, old.text)}, {})] == [(), (new,)]
 
 
 def test_what_may_be_copied_is_bounded_by_context_and_output(chat: Chat, prompts: PromptBuilder) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ragspec.core import Message, Passage, SamplingParams, check_text
@@ -76,10 +76,26 @@ class ChatHistory:
         """Passages retrieved in another generation than this one; all of them if it is empty."""
         return [p for shown in self.shown if not generation or shown.generation != generation for p in shown.passages]
 
-    def turns_without(self, gone: Collection[tuple[str, str]]) -> tuple[PastTurn, ...]:
-        """`turns` without the passages of these ids and texts; the others are numbered anew."""
-        kept = [tuple(p for p in turn.passages if (p.id, p.text) not in gone) for turn in self.turns]
+    def turns_without(
+        self, gone: Collection[tuple[str, str]], existing: Mapping[tuple[str, str], Passage]
+    ) -> tuple[PastTurn, ...]:
+        """`turns` without the passages of these ids and texts; the others are numbered anew.
+
+        A passage stands where the `existing` passage of its id and text does: an edit before it may have moved it.
+        """
+        kept = [
+            tuple(_placed(p, existing.get((p.id, p.text), p)) for p in turn.passages if (p.id, p.text) not in gone)
+            for turn in self.turns
+        ]
         return tuple(replace(turn, passages=own) for turn, own in zip(self.turns, kept, strict=True))
+
+
+def _placed(passage: Passage, now: Passage) -> Passage:
+    """The passage at its place in the document now, under the document's names now."""
+    if passage is now:
+        return passage
+    names = now.title, now.source, passage.score, now.heading
+    return Passage(passage.document_id, passage.ordinal, passage.text, now.start, now.end, *names)
 
 
 def split_messages(messages: Sequence[Message]) -> tuple[str, list[QaPair], str]:

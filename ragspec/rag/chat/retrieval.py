@@ -70,7 +70,7 @@ class ChatRetriever:
         return ChatContext(passages, turns, result.generation, result.missing, closeness)
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
-        """The earlier turns without passages that are no longer in the index.
+        """The earlier turns without passages that are no longer in the index, the others at their places there.
 
         Passages of the current generation are in it. The others are searched for in their documents, with their own words,
         because BM25 finds no passage without a word of the query.
@@ -83,10 +83,10 @@ class ChatRetriever:
         both = same if scope.filter is None else CompoundFilter(type="and", filters=(scope.filter, same))
         query = " ".join(dict.fromkeys(passage.text[:_MAX_QUERY_CHARS] for passage in stale[-_MAX_QUERY_PASSAGES:]))
         result = self._retriever.retrieve([query], _MAX_CONFIRMED, SearchScope(scope.tenant, both))
-        existing = {(passage.id, passage.text) for passage in result.passages[0]}
+        existing = {(passage.id, passage.text): passage for passage in result.passages[0]}
         wholes = next(widths(result.passages[0]))
         gone = [passage for passage in stale if not is_part(passage, wholes)]
-        return history.turns_without({(passage.id, passage.text) for passage in gone} - existing)
+        return history.turns_without({(passage.id, passage.text) for passage in gone} - existing.keys(), existing)
 
     def _carried(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Passage]:
         """The passages that the latest answers cite, or else their best passage; the latest first, without their neighbours."""
