@@ -155,12 +155,12 @@ class Engine(EngineClient):
 
     def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
         """Logits, tapped hidden states, and tokens sampled on a device. The time teaches the thread count and the cost table."""
-        self._threads.begin()
-        begin = time.perf_counter()
+        num_rows, begin = len(batch.token_ids), time.perf_counter()
+        self._threads.begin(num_rows)
         logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
         sampled = sample_ahead(logits, self._in_step, trees)
         self.target.backend.wait()
-        seconds, num_rows = time.perf_counter() - begin, len(batch.token_ids)
+        seconds = time.perf_counter() - begin
         self._threads.end(num_rows, seconds)
         self._costs.refine(num_rows, batch.longest_context, seconds)
         return logits, features, sampled

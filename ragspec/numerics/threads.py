@@ -23,6 +23,8 @@ T = TypeVar("T")
 _FIRST_TRIAL = 1
 _LEAST_BETWEEN_TRIALS = 32
 _TRIAL_SHARE = 0.01
+_DEAR = 1.5
+"""A forward of more than so many average forwards is no trial: reading a prompt takes as long as twenty tokens."""
 _CLEARLY, _BY_FAR = 0.8, 0.25
 _WINS = 2
 """A trial wins below this share of the usual time; two wins in a row change the count, or a single win by far."""
@@ -42,9 +44,9 @@ def set_num_threads(num_threads: int) -> None:
 class AdaptiveThreads:
     """Chooses all threads or one, whichever has lately been faster for forwards of the same size. Used by one engine thread.
 
-    Now and then a forward tries the other count. The more a trial loses, the later the next trial, so that trials cost about one
-    hundredth of the time. A forward that suddenly takes twice as long triggers a trial. `most` None: all processors. Without
-    `adaptive` the first count stays.
+    Now and then a forward that takes no longer than most tries the other count. The more a trial loses, the later is the next,
+    so that trials cost about one hundredth of the time. A forward that suddenly takes twice as long triggers a trial. `most`
+    None: all processors. Without `adaptive` the first count stays.
     """
 
     def __init__(
@@ -61,43 +63,51 @@ class AdaptiveThreads:
         if not adaptive:
             self._other = self._current
         self._trying = False
-        self._steps_left = _FIRST_TRIAL
+        self._steps_left, self._seconds_left = _FIRST_TRIAL, 0.0  # until the next trial
+        self._is_alarmed = False
         self._wins = 0
         self._seconds: dict[int, float] = {}  # by size: a running mean, with the current count
+        self._average_s = 0.0  # of forwards of any size
 
-    def begin(self) -> None:
-        """Call before a forward: sets the thread count."""
-        self._trying = self._steps_left <= 0 and self._other != self._current
+    def begin(self, num_rows: int) -> None:
+        """Call before a forward of so many rows: sets the thread count."""
+        usual = self._seconds.get(_size(num_rows), math.inf)
+        is_due = self._is_alarmed or (self._steps_left <= 0 and self._seconds_left <= 0)
+        self._trying = is_due and usual <= _DEAR * self._average_s and self._other != self._current
         self._apply(self._other if self._trying else self._current)
 
     def end(self, num_rows: int, seconds: float) -> None:
-        """Call after a forward, with its seconds."""
-        size = round(4 * math.log2(num_rows))
-        usual = self._seconds.get(size)
+        """Call after the forward, with its seconds."""
         self._steps_left -= 1
+        self._seconds_left -= seconds
+        self._average_s += _STEP_WEIGHT * (seconds - self._average_s) if self._average_s else seconds
         if self._trying:
             self._apply(self._current)
-            self._judge(usual, seconds)
+            self._judge(self._seconds[_size(num_rows)], seconds)
             return
-        if usual is not None and seconds > 2 * usual:
-            self._steps_left = 0
-        self._seconds[size] = seconds if usual is None else usual + _STEP_WEIGHT * (seconds - usual)
+        usual = self._seconds.get(_size(num_rows))
+        self._is_alarmed = usual is not None and seconds > 2 * usual
+        self._seconds[_size(num_rows)] = seconds if usual is None else usual + _STEP_WEIGHT * (seconds - usual)
 
-    def _judge(self, usual: float | None, seconds: float) -> None:
-        if usual is None:  # nothing to compare with yet: alternate
-            self._steps_left = 1
-            return
+    def _judge(self, usual: float, seconds: float) -> None:
+        self._is_alarmed = False
         if seconds > _CLEARLY * usual:
             self._wins = 0
-            lost_steps = max(0.0, seconds / usual - 1)
-            self._steps_left = max(_LEAST_BETWEEN_TRIALS, round(lost_steps / _TRIAL_SHARE))
+            lost_s = max(0.0, seconds - usual)
+            self._seconds_left = lost_s / _TRIAL_SHARE
+            self._steps_left = max(_LEAST_BETWEEN_TRIALS, round(lost_s / usual / _TRIAL_SHARE))
             return
         self._wins += _WINS if seconds < _BY_FAR * usual else 1
-        self._steps_left = 1
+        self._steps_left, self._seconds_left = 1, 0.0
         if self._wins >= _WINS:
             self._current, self._other = self._other, self._current
             self._wins, self._seconds = 0, {}
             self._steps_left = _LEAST_BETWEEN_TRIALS
+
+
+def _size(num_rows: int) -> int:
+    """Equal for numbers of rows that take about as long."""
+    return round(4 * math.log2(num_rows))
 
 
 def run_in_thread(call: Callable[[], T], num_threads: int) -> T:

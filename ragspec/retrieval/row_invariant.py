@@ -138,10 +138,10 @@ class RowInvariantModel(ABC):
         def run() -> None:
             for rows in self._batches(token_ids):
                 with self._computing:
-                    begin = time.perf_counter()
-                    threads.begin()
+                    num_tokens, begin = sum(len(token_ids[row]) for row in rows), time.perf_counter()
+                    threads.begin(num_tokens)
                     results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
-                    threads.end(sum(len(token_ids[row]) for row in rows), time.perf_counter() - begin)
+                    threads.end(num_tokens, time.perf_counter() - begin)
 
         run_in_thread(run, 1)
 

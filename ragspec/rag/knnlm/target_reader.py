@@ -52,7 +52,7 @@ class TargetReader:
 
     def _forward(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray]:
         batch = Batch([ScheduledSequence(self._slots, tokens)])
-        self._threads.begin()
+        self._threads.begin(len(tokens))
         begin = time.perf_counter()
         logits, tapped = self._target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (FINAL,))
         self._threads.end(len(tokens), time.perf_counter() - begin)
