@@ -8,6 +8,7 @@ takes ragged batches. If a self-test at start finds that batching changes a bit,
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,9 @@ TokenIds = Sequence[Sequence[int]]
 _MAX_FORWARD_TOKENS = 1024
 """Tokens of one forward. Measured: larger batches leave the cache, smaller batches waste calls on short texts."""
 
+_SHARED_FORWARD_TOKENS, _SHARED_S = 64, 10.0
+"""Tokens of one forward within these seconds after a caller had to wait for its turn. A question waits for the forward that the
+rows of a file have begun, and a full one takes as long as a short answer."""
 _TOKENISED_AT_ONCE = 64
 _MAX_CHARS_PER_TOKEN = 64
 _SELF_TEST_LENGTHS = (3, 17, 129)
@@ -46,12 +50,15 @@ class TurnLock:
     def __init__(self) -> None:
         self._guard, self._is_held = threading.Lock(), False
         self._waiting: deque[threading.Lock] = deque()
+        self.waited_s = -math.inf
+        """When a caller last had to wait, of time.monotonic."""
 
     def __enter__(self) -> None:
         with self._guard:
             if not self._is_held:
                 self._is_held = True
                 return
+            self.waited_s = time.monotonic()
             turn = threading.Lock()
             turn.acquire()
             self._waiting.append(turn)
@@ -68,7 +75,8 @@ class TurnLock:
 class RowInvariantModel(ABC):
     """A model over token ids. Safe to call from several threads.
 
-    They compute in turn, one forward at a time, so that a query does not wait for all texts of a file.
+    They compute in turn, one forward at a time, and in small forwards while they meet, so that a query does not wait for all
+    texts of a file.
     """
 
     is_ragged = False
@@ -146,13 +154,13 @@ class RowInvariantModel(ABC):
         run_in_thread(run, 1)
 
     def _batches(self, token_ids: TokenIds) -> Iterator[list[int]]:
-        """Row numbers that share a forward, the shortest texts first: at most `_MAX_FORWARD_TOKENS` tokens together, and of equal
-        length unless batches may be ragged."""
+        """Row numbers that share a forward, the shortest texts first: at most `_most_tokens` tokens together, and of equal length
+        unless batches may be ragged."""
         batch: list[int] = []
         num_tokens = 0
         for row in sorted(range(len(token_ids)), key=lambda row: len(token_ids[row])):
             length = len(token_ids[row])
-            is_full = len(batch) == self.max_batch_size or num_tokens + length > _MAX_FORWARD_TOKENS
+            is_full = len(batch) == self.max_batch_size or num_tokens + length > self._most_tokens()
             if batch and (is_full or not (self.is_ragged or length == len(token_ids[batch[0]]))):
                 yield batch
                 batch, num_tokens = [], 0
@@ -160,6 +168,10 @@ class RowInvariantModel(ABC):
             num_tokens += length
         if batch:
             yield batch
+
+    def _most_tokens(self) -> int:
+        is_shared = time.monotonic() < self._computing.waited_s + _SHARED_S
+        return _SHARED_FORWARD_TOKENS if is_shared else _MAX_FORWARD_TOKENS
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
+from ragspec.retrieval import row_invariant
 from ragspec.retrieval.encoder import Encoder, fingerprint
 from ragspec.retrieval.packaged_encoder import packaged_folder
 
@@ -185,6 +187,35 @@ def test_a_query_waits_for_one_forward_of_a_file_and_not_for_the_file(
         asked.set()
         assert np.array_equal(query.result(), alone) and len(file.result()) == 20
     assert asking.index(True) == 1 and len(asking) == 21
+
+
+def test_a_file_s_forwards_are_small_while_queries_wait_for_them(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant uploads rows, and every other tenant's question waits for a forward of a thousand tokens."""
+    texts = [f"It rained {number} times." for number in range(400)]
+    alone, forward, sizes = encoder.encode(texts), encoder._forward, list[int]()
+    asked, begun = threading.Event(), threading.Event()
+
+    def counted(token_ids: Any, type_ids: Any = None) -> Any:
+        sizes.append(sum(map(len, token_ids)))
+        if not begun.is_set():
+            begun.set()
+            assert asked.wait(30)
+        return forward(token_ids, type_ids)
+
+    monkeypatch.setattr(encoder, "_forward", counted)
+    monkeypatch.setattr(row_invariant, "_SHARED_S", math.inf)
+    monkeypatch.setattr(encoder._computing, "waited_s", -math.inf)
+    with ThreadPoolExecutor(2) as threads:
+        file = threads.submit(encoder.encode, texts)
+        assert begun.wait(30)
+        query = threads.submit(encoder.encode, texts[:1])
+        while not encoder._computing._waiting:
+            time.sleep(0.001)
+        asked.set()
+        assert np.array_equal(query.result(), alone[:1]) and np.array_equal(file.result(), alone)
+    assert sizes[0] > 192 and max(sizes[1:]) <= 64 and sum(sizes) == sum(encoder.count_tokens([*texts, texts[0]]))
 
 
 def test_texts_are_tokenised_in_parts_as_in_one(encoder: Encoder) -> None:
