@@ -5,9 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from pydantic import BaseModel
+
+from services.settings import ServiceConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -35,6 +42,28 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def spans(page: Path) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+
+
+def keys_of(tree: dict[str, Any]) -> Iterator[list[str]]:
+    """The way to each leaf of a YAML document."""
+    for key, value in tree.items():
+        yield from ([key, *rest] for rest in keys_of(value)) if isinstance(value, dict) else [[key]]
+
+
+def has_setting(kind: Any, keys: Sequence[str]) -> bool:
+    """Whether a type of the configuration has these keys; a mapping has every key."""
+    if not keys:
+        return True
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(keys[0])
+        return field is not None and has_setting(field.annotation, keys[1:])
+    rest = keys[1:] if typing.get_origin(kind) is dict else keys
+    return any(has_setting(each, rest) for each in typing.get_args(kind))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files(page: Path) -> None:
     """Bug guarded: a page that moved, or a link that was right from another folder."""
@@ -58,6 +87,37 @@ def test_python_on_pages_imports_names_that_exist(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ragspec":
                 module = __import__(str(node.module), fromlist=["_"])
                 assert all(hasattr(module, alias.name) for alias in node.names), node.module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_settings_that_pages_name_exist(page: Path) -> None:
+    """Bug guarded: a remedy that was renamed, found in the middle of a fault."""
+    sections = ServiceConfig.model_fields.keys()
+    dotted = [span.split(".") for span in spans(page) if re.fullmatch(r"\w+(\.[a-z_]+)+", span) and ".py" not in span]
+    trees = [span.replace("...", "null") for span in spans(page) if re.match(r"\w+: \{", span)]
+    named = [keys for text in (*trees, *blocks(page, "yaml")) for keys in keys_of(yaml.safe_load(text))]
+    settings = [keys for keys in (*dotted, *named) if keys[0] in sections and keys[-1] != "yaml"]
+    assert page.name not in ("SECURITY.md", "RUNBOOK.md") or settings
+    assert not [".".join(keys) for keys in settings if not has_setting(ServiceConfig, keys)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_routes_and_log_lines_that_pages_name_exist(page: Path) -> None:
+    """Bug guarded: a check of health, or a search of the log, that finds nothing."""
+    routes, source = set[str](), ""
+    for module in sorted((ROOT / "services").rglob("*.py")):
+        text = module.read_text(encoding="utf-8")
+        prefix = "".join(re.findall(r'APIRouter\(prefix="([^"]+)"', text))
+        routes |= {re.sub(r"\{.*?\}", "{}", prefix + route) for route in re.findall(r'@router\.\w+\("([^"]*)"', text)}
+        source += text
+    words = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?:`|URL|[A-Z] )(/(?:health|metrics|v1|v2|grammar)\b[\w/{}]*)", words)
+    asked = [re.sub(r"\{.*?\}", "{}", route).rstrip("/") for route in named]
+    assert not [route for route in asked if not any(f"{each}/".startswith(f"{route}/") for each in routes)]
+    searched = [text for found in re.findall(r"grep\s+'([^']+)'", words) for text in re.findall(r'"([\w ]+)"', found)]
+    values = re.findall(r'\w+\{reason="(\w+)"\}', words)
+    assert page.name != "RUNBOOK.md" or (asked and searched and values)
+    assert not [text for text in (*searched, *values) if f'"{text}"' not in source]
 
 
 def test_the_readme_stays_short() -> None:
