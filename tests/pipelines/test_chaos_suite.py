@@ -22,6 +22,7 @@ from pipelines.benchmarks.chaos.batch_job import BatchJob, driver_kills, judge_o
 from pipelines.benchmarks.chaos.check import StreamLog, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.faults import (
     KINDS,
+    SIGNALS,
     Fault,
     FaultInjector,
     InjectedFault,
@@ -32,6 +33,7 @@ from pipelines.benchmarks.chaos.faults import (
 )
 from pipelines.benchmarks.chaos.load import Probe, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row, expected_results
+from pipelines.benchmarks.chaos.run import topology_for
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig
@@ -47,6 +49,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_STREAMS, NUM_ROWS = 6, 12
 
 
+def test_engines_have_ranks_only_where_they_can_share_the_target_s_heads(tmp_path: Path) -> None:
+    """The default target has nine heads, three of keys and values: no engine of the suite ever started with it."""
+    assert topology_for(TargetConfig()).tensor_parallel == 1
+    assert topology_for(TargetConfig(model=str(save_model("llama", tmp_path / "model")))).tensor_parallel == 2
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +64,8 @@ def test_every_part_is_hit_in_every_way() -> None:
     assert counts == {Fault(kind, number): 2 for kind in KINDS for number in (signal.SIGKILL, signal.SIGSTOP)}
     assert {fault.kind for fault in faults(6, seed=1)} == set(KINDS)
     assert faults(20, seed=1) == faults(20, seed=1) != faults(20, seed=2)
+    others = [kind for kind in KINDS if kind != "rank"]
+    assert Counter(faults(16, 1, others)) == {Fault(kind, number): 2 for kind in others for number in SIGNALS}
 
 
 @pytest.fixture

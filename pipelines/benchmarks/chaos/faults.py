@@ -38,9 +38,9 @@ class Fault(NamedTuple):
     signal: Signals
 
 
-def faults(count: int, seed: int) -> list[Fault]:
-    """Kinds and signals in turn, so that ten faults are all pairs and six hold every kind; in a seeded order."""
-    chosen = [Fault(KINDS[i % len(KINDS)], SIGNALS[i % len(SIGNALS)]) for i in range(count)]
+def faults(count: int, seed: int, kinds: Sequence[str] = KINDS) -> list[Fault]:
+    """Kinds and signals in turn, so that two rounds of the kinds are all pairs; in a seeded order."""
+    chosen = [Fault(kinds[i % len(kinds)], SIGNALS[sum(divmod(i, len(kinds))) % len(SIGNALS)]) for i in range(count)]
     random.Random(seed).shuffle(chosen)
     return chosen
 

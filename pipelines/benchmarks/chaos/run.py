@@ -12,18 +12,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from transformers import AutoConfig
 
 from pipelines.benchmarks.chaos.batch_job import BatchJob, BatchLoad, driver_kills, judge_output, written_rows
 from pipelines.benchmarks.chaos.check import Verdict, judge_streams
-from pipelines.benchmarks.chaos.faults import Fault, FaultInjector, faults, recovered
+from pipelines.benchmarks.chaos.faults import KINDS, Fault, FaultInjector, faults, recovered
 from pipelines.benchmarks.chaos.load import LookupLoad, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, expected_results
 from pipelines.benchmarks.cluster.shards import segmented_index
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.topology import Topology
-from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig
+from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
+from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.target import load_tokenizer
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Settings
@@ -33,7 +36,6 @@ from ragspec.retrieval.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
-TOPOLOGY = Topology(replicas=2, tensor_parallel=2, num_shards=2, shard_replicas=2, num_encoders=2, cpus_per_rank=0.5)
 ENGINE = EngineConfig(num_threads=1, max_running=8, max_kv_tokens=16_384)
 """One thread an engine, because ranks share the cores with everything else."""
 
@@ -42,6 +44,15 @@ _START_S = 300.0
 _PATIENCE_S = 180.0
 _SETTLE_S = (0.5, 2.5)
 _MOST_NAMES = 20
+
+
+def topology_for(target: TargetConfig) -> Topology:
+    """Engines of two ranks, or of one where two cannot share the target's heads. Raises: ModelError."""
+    config = AutoConfig.from_pretrained(target_folder(target)).get_text_config()
+    ranks: Literal[1, 2] = 1 if config.num_attention_heads % 2 or config.num_key_value_heads % 2 else 2
+    return Topology(
+        replicas=2, tensor_parallel=ranks, num_shards=2, shard_replicas=2, num_encoders=2, cpus_per_rank=1 / ranks
+    )
 
 
 class ChaosPlan(NamedTuple):
@@ -74,14 +85,15 @@ def measure_chaos(
     tick("index and expected answers", 1, 2)
     expected = expected_results(work, config)
     tick("index and expected answers", 2, 2)
-    with Deployment.up(TOPOLOGY, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
+    topology = topology_for(settings.target)
+    with Deployment.up(topology, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
         injector = FaultInjector(nodes, deployment.status, random.Random(seed), list(workers), node_cpus, len(workers))
         result = ChaosRun(deployment, injector, work, expected, plan, folder).measure(tick)
     return result | {
         "label": f"{listed.label}; {len(workers)} worker nodes on one machine",
         "identical": not (result["lost"] or result["duplicated"] or result["changed"]),
         "num_prompts": plan.num_streams + plan.num_rows,
-        "topology": TOPOLOGY.model_dump(),
+        "topology": topology.model_dump(),
         "concurrency": plan.concurrency,
         "notes": [
             f"{plan.num_streams} streams asked round after round, {plan.concurrency} at a time, beside a batch job of "
@@ -106,7 +118,8 @@ class ChaosRun:
         """Raises: EngineError if the deployment does not answer at all."""
         plan, config, work, expected = self.plan, self.deployment.config, self.work, self.expected
         job = self._batch_job()
-        chosen = faults(plan.num_faults, work.seed)
+        has_ranks = self.deployment.topology.tensor_parallel > 1
+        chosen = faults(plan.num_faults, work.seed, KINDS if has_ranks else [kind for kind in KINDS if kind != "rank"])
         rows: list[Result] = []
         with self.deployment.engine() as engine, closing(self.deployment.retriever()) as retriever:
             prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
