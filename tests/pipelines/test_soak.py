@@ -7,11 +7,12 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipelines.benchmarks import soak
+from pipelines.benchmarks import load, soak
 from ragspec.retrieval.reading import file_reader
 
 
@@ -50,6 +51,24 @@ def test_an_error_of_another_kind_is_counted(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(file_reader, "read_file", wrong)
     assert soak.read_damaged(0, 0, 5) == Counter({"exception": 5})
+
+
+def test_a_request_that_is_read_late_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients had gone before the service read their requests: three that were on their way out counted as left running."""
+    running = iter([3, 3, 0])
+    limiter = SimpleNamespace(running=0)
+
+    def looked(engine: Any, tenants: Any) -> int:
+        limiter.running = next(running, 0)
+        return 0
+
+    monkeypatch.setattr(load, "leaked_slots", looked)
+    backend = SimpleNamespace(model="m", rate_limiter=limiter, engine=None)
+    small = soak.SmallService(SimpleNamespace(url="", backend=backend, keys={"ann": "key"}))
+    assert small._left_behind(Counter(left=1)) == Counter(left=1)
+    running = iter([2])
+    monkeypatch.setattr(soak, "_SETTLE_S", -1.0)
+    assert small._left_behind(Counter()) == Counter({"left running": 2})
 
 
 @pytest.mark.slow
