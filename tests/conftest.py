@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_THREADS = 2
@@ -37,6 +38,9 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 if "RAY_AUTH_MODE" not in os.environ:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+# Why: by default an example that takes 200 ms fails, as beside other load any does.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
