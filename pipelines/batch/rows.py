@@ -141,7 +141,8 @@ def _openai_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
     body = given.get("body")
     if not isinstance(body, dict):
         raise InputError("the row has no body, or it is no JSON object")
-    body = {name: value for name, value in body.items() if value is not None and value is not False}
+    asked = {name: value for name, value in body.items() if value is not None}
+    body = {name: value for name, value in asked.items() if value is not False or name in SAMPLING_FIELDS}
     unknown = sorted(body.keys() - SAMPLING_FIELDS.keys() - _BODY_IGNORED)
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")

@@ -78,6 +78,7 @@ def test_a_wrong_row_is_refused_with_the_reason(record: Any, reason: str) -> Non
             {"seed": 3, "temperature": 0.5, "max_tokens": 9},
         ),
         (chat_row("a", stop=["x", "y"], user="u", stream=False), {"stop": ("x", "y")}),
+        (chat_row("a", verbatim_quotes=False, ignore_eos=False), {"verbatim_quotes": False, "ignore_eos": False}),
     ],
 )
 def test_a_row_may_bring_its_own_parameters(record: Any, overrides: dict[str, Any]) -> None:
