@@ -133,6 +133,7 @@ def test_a_part_lost_before_its_first_token_binds_to_nothing() -> None:
         replace(REQUEST, speculation=False),
         replace(REQUEST, segment=Segment((), 5)),
         replace(REQUEST, sources=(CopySource(SourceKind.INPUT, "text"),)),
+        replace(REQUEST, grammar="start: /a/"),
     ],
 )
 def test_a_different_request_is_not_the_same(other: Request) -> None:

@@ -162,10 +162,10 @@ class TrackedRequest:
 
     @classmethod
     def of(cls, request: Request, listener: Listener, now: float) -> TrackedRequest:
-        """Draws a missing seed here, so that all attempts use the same. The digest ignores the id and the drawn seed."""
+        """Draws a missing seed here, so that all attempts use the same. The digest ignores the id, the drawn seed and where the
+        request should run."""
         params = replace(request.params, logit_bias=dict(sorted(request.params.logit_bias.items())))
-        content = (request.prompt_ids, params, request.sources, request.salt, request.speculation, request.segment)
-        written = repr(content).encode("utf-8", "surrogatepass")
+        written = repr(replace(request, id="", affinity="", params=params)).encode("utf-8", "surrogatepass")
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=random_seed()))
         choices = {choice: ChoiceState(request, choice, now) for choice in request.choices}
