@@ -161,9 +161,17 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
     index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
-    is_far = retrieved.closeness is not None and retrieved.closeness < question.abstain_below
-    said = nothing_close([passage.title for passage in retrieved.passages]) if is_far else ""
+    said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
     return PreparedQuestion(question.text, prompt, request, *index, retrieved.retrieve_s, prompt_s, said=said)
+
+
+def abstention(
+    params: SamplingParams, passages: Sequence[Passage], closeness: float | None, abstain_below: float
+) -> str:
+    """What is said where no passage is close to the question; empty where the target answers, as always with a JSON schema,
+    which this sentence would not follow."""
+    is_far = closeness is not None and closeness < abstain_below and not params.json_schema
+    return nothing_close([passage.title for passage in passages]) if is_far else ""
 
 
 def copy_sources(

@@ -253,6 +253,8 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     text, last = asyncio.run(streamed(pipeline, FAR, GREEDY))
     assert text == last.text == abstained.text
     assert len(recording.requests) == 1
+    structured = pipeline.ask(FAR, max_tokens=24, json_schema='{"type": "object"}')  # which that sentence is not
+    assert len(recording.requests) == 2 and not structured.text.startswith(NOTHING_CLOSE)
 
 
 def test_questions_in_flight_abstain_too(retriever: Retriever, engine: Engine, target: Target) -> None:

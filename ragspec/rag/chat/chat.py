@@ -28,9 +28,8 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, copy_sources
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
 from ragspec.rag.verbatim_quotes import answer_grammar
-from ragspec.rag.wording import nothing_close
 from ragspec.tenants import TenantCaches
 
 log = logging.getLogger(__name__)
@@ -108,8 +107,7 @@ class Chat:
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s
-        is_far = context.closeness is not None and context.closeness < turn.abstain_below
-        said = nothing_close([passage.title for passage in context.passages]) if is_far else ""
+        said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
         return PreparedTurn(user_question, prompt, request, *found, prompt_s, turn, question, history, said=said)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
