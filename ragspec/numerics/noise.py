@@ -87,6 +87,11 @@ def random_seed() -> int:
     return secrets.randbits(64)
 
 
+def portable_seed() -> int:
+    """53 random bits: a client in JavaScript can send the seed of an answer back unrounded."""
+    return secrets.randbits(53)
+
+
 def row_seed(job_seed: int, row_id: str) -> int:
     """The seed of one row of a batch job: independent of the row's place in the input."""
     digest = hashlib.sha256(f"{job_seed}\0{row_id}".encode()).digest()

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
+from ragspec.numerics.noise import portable_seed
 from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter
@@ -51,9 +52,8 @@ class GrammarRequest(BaseModel):
         if (self.text is None) == (self.annotation is None):
             raise InputError("give either text or annotation")
         parts = None if self.annotation is None else annotated(self.annotation)
-        params = SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=self.seed
-        )
+        seed = portable_seed() if self.seed is None else self.seed
+        params = SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed)
         edit_filter = EditFilter(
             max_edit_ratio if self.max_edit_ratio is None else self.max_edit_ratio,
             frozenset(self.ignore),

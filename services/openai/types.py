@@ -6,7 +6,6 @@ Owns which fields a body may have. Unknown fields are refused, so that a misspel
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
+from ragspec.numerics.noise import portable_seed
 from ragspec.rag.openai_fields import SAMPLING_FIELDS, content_text, sampling_arguments
 from services.errors import ApiError
 from services.request_limits import at_most
@@ -36,7 +36,6 @@ _UNSUPPORTED = {
     "suffix": "text cannot be written between a prompt and a suffix",
 }
 _EMPTY: tuple[Any, ...] = (None, [], "none", "auto", False)
-_SEED_BITS = 53
 
 
 def _text(value: Any) -> str:
@@ -246,7 +245,7 @@ class SamplingBody(Body):
         return self.stream_options or StreamOptions()
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """The body's parameters over the defaults. Draws a seed if there is none, small enough for JavaScript's numbers.
+        """The body's parameters over the defaults. Draws a seed if there is none.
 
         Raises: InputError.
         """
@@ -255,7 +254,7 @@ class SamplingBody(Body):
             fields["response_format"] = form.model_dump(by_alias=True, exclude_none=True)
         given = sampling_arguments(fields)
         params = replace(defaults, **given, logprobs=self.num_alternatives)
-        return params if params.seed is not None else replace(params, seed=secrets.randbits(_SEED_BITS))
+        return params if params.seed is not None else replace(params, seed=portable_seed())
 
 
 class ChatBody(SamplingBody):

@@ -342,7 +342,8 @@ def test_words_of_a_tenant_are_left_alone(service: Service, client: httpx.Client
 
 
 def test_v1_grammar_gives_the_whole_text(service: Service) -> None:
-    """Edits that a page cannot place; a text that only the one who knows the rules can put together."""
+    """Edits that a page cannot place; a text that only the one who knows the rules can put together; a drawn seed that
+    JavaScript rounds."""
     with service.client(service.keys.ann) as ann:
         reply = ann.post("/v1/grammar", json={"text": TEXT, "seed": 7, "speculation": False}).json()
         nodes = json.loads(LATEX)["annotation"]
@@ -354,6 +355,7 @@ def test_v1_grammar_gives_the_whole_text(service: Service) -> None:
     assert reply["statistics"]["num_sentences"] == 2 and "num_steps" not in reply["statistics"]
     assert marked.json()["corrected"].startswith("\\section{He \\emph{goes} to a old")
     assert [each["withheld"] for each in marked.json()["withheld"]] == ["kind"]
+    assert 0 < marked.json()["seed"] < 2**53
     with service.client() as trusted:
         fast = trusted.post("/v1/grammar", json={"text": TEXT, "seed": 7}).json()
     assert (
