@@ -10,11 +10,11 @@ import json
 import random
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from ragspec.core import FinishReason
 from ragspec.rag.answer import Answer
@@ -53,8 +53,21 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool = True
+
+
+class NamedConversation(Body):
+    id: ShortText
+
+
+def _named(value: Any) -> Any:
+    """A conversation as its name alone."""
+    return NamedConversation.model_validate(value).id if isinstance(value, dict) else value
+
+
 class ResponseBody(Body):
-    """`POST /v1/responses`. `seed`, `speculation`, `retrieval` and `conversation` are ours."""
+    """`POST /v1/responses`. `seed`, `speculation` and `retrieval` are ours. Fields without effect are ignored."""
 
     model: str = Field(max_length=512)
     input: str | list[dict[str, Any]]
@@ -64,16 +77,25 @@ class ResponseBody(Body):
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: list[Any] = Field([], max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Any] | None = Field(None, max_length=0)
+    background: Literal[False] | None = None
     previous_response_id: None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     truncation: Literal["disabled"] | None = None
     seed: int | None = None
     speculation: bool | dict[str, Any] | None = None
     retrieval: RetrievalField | None = None
-    conversation: ShortText | None = None
+    conversation: Annotated[ShortText, BeforeValidator(_named)] | None = None
 
     def chat_body(self) -> dict[str, Any]:
         """The body of the same chat completion. Raises: ApiError for an item that is no message."""
@@ -89,6 +111,8 @@ class ResponseBody(Body):
         if self.retrieval is not None:
             given = self.retrieval
             body["retrieval"] = given if isinstance(given, bool) else given.model_dump(exclude_none=True)
+        if self.stream_options is not None:
+            body["stream_options"] = self.stream_options.model_dump()
         if self.text is not None and self.text.format is not None:
             body["response_format"] = self.text.format.response_format
         return body
@@ -154,7 +178,7 @@ class ResponsesFormat(ChatFormat):
                 await sender.event(streaming.KEEP_ALIVE)
             elif delta.text:
                 fields = spot | {"delta": delta.text, "logprobs": []}
-                await send(_Event("response.output_text.delta", fields, padded=True))
+                await send(_Event("response.output_text.delta", fields, padded=self._body.options.include_obfuscation))
         (answer,) = await self._answers([self.stream.completion(self.stream.keys[0])])
         self._count()
         response = self._response(answer)
@@ -197,6 +221,7 @@ class ResponsesFormat(ChatFormat):
             "object": "response",
             "created_at": self.context.created,
             "status": status,
+            "conversation": {"id": self._body.conversation} if self._body.conversation else None,
             "error": None,
             "incomplete_details": None,
             "instructions": None,

@@ -80,6 +80,22 @@ def test_a_stream_tells_the_same_in_openais_events(api: openai.OpenAI, temperatu
     assert events[-1].response.output_text == whole.output_text
 
 
+def test_what_asks_for_nothing_is_taken(api: openai.OpenAI) -> None:
+    """Clients that write every field with its default, or a conversation as the object it came as, were refused."""
+    defaults: dict[str, Any] = {"tool_choice": "auto", "parallel_tool_calls": True, "include": [], "background": False}
+    named = {"service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "x"}
+    assert ask(api, **defaults, **named).output_text == ask(api).output_text
+    conversation = api.conversations.create()
+    got = ask(api, conversation={"id": conversation.id})
+    assert got.conversation is not None and got.conversation.id == conversation.id
+    assert len(list(api.conversations.items.list(conversation.id))) == 2
+    with api.responses.stream(
+        model="tiny", input=QUESTION, max_output_tokens=16, stream_options={"include_obfuscation": False}
+    ) as stream:
+        deltas = [event for event in stream if event.type == "response.output_text.delta"]
+    assert deltas and not any("obfuscation" in (delta.model_extra or {}) for delta in deltas)
+
+
 def test_a_response_follows_a_schema(api: openai.OpenAI) -> None:
     """A format that is accepted and ignored."""
     schema = {"type": "array", "items": {"enum": [1874, 1921]}, "minItems": 1, "maxItems": 2}
