@@ -117,6 +117,15 @@ def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: C
     assert again.history.turns[0].passages == first.prompt.passages
 
 
+def test_an_answer_with_nul_ends_no_conversation(asking: Asking, store: ConversationStore) -> None:
+    """No question holds it, and neither may a turn before: from then on every follow-up was refused."""
+    name = store.create("acme").id
+    _, answer = asking(turn(QUESTION, conversation=name, scope=SearchScope("acme")), "In\x001874.")
+    assert answer.text == "In\x001874."
+    asking(turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
+    assert [said.answer for said in store.turns("acme", name)] == ["In\ufffd1874.", "The people."]
+
+
 @pytest.mark.parametrize("other", ["tenant", "filter", "salt", "conversation"])
 def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: ConversationStore, other: str) -> None:
     """The passages of a turn were found by the words before it, whoever had said them, and whatever they may see."""
@@ -395,6 +404,17 @@ def test_a_carried_passage_stands_where_its_document_has_it_now(
     for passage in (later.prompt.passages[-1], later.prompt.history[0].passages[0]):
         assert (passage.document_id, passage.text) == ("mill", built)
         assert mill.text[passage.start : passage.end] == built
+
+
+def test_what_is_deleted_while_its_turn_is_answered_is_not_kept(chat: Chat, store: ConversationStore) -> None:
+    """The answer ended after the deletion, and wrote the deleted passages to the disk again."""
+    ready = chat.prepare(turn(QUESTION, scope=SearchScope("acme")))
+    key = ready.history.keys[-1]
+    chat.forget("acme", ["mill"])
+    assert ready.prompt.passages and chat.remember(ready, _answer(ready))
+    assert store.load_shown("acme", [key]) == {}
+    later = chat.prepare(turn(QUESTION, scope=SearchScope("acme")))
+    assert chat.remember(later, _answer(later)) and key in store.load_shown("acme", [key])
 
 
 def _answer(ready: PreparedTurn) -> Answer:

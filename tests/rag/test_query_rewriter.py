@@ -193,11 +193,11 @@ def test_turns_that_do_not_fit_the_target_are_left_to_the_rules(target: Target, 
     assert asked.standalone("Why did he leave?", ZAPPA) == rewrite_by_rules("Why did he leave?", ZAPPA)
 
 
-@pytest.mark.parametrize("written", [" ", " One?\nTwo?", " x" * 600])
+@pytest.mark.parametrize("written", [" ", " One?\nTwo?", " One\0?", " x" * 600])
 def test_what_is_no_single_question_is_not_looked_up(
     target: Target, engine: Engine, switch: Switch, written: str
 ) -> None:
-    """A target that rambles searched for its own words."""
+    """A target that rambles searched for its own words; NUL, which no search takes, made the follow-up an error."""
     switch.answer = written
     asked = rewriter(target, engine, rewriter="model", rewriter_tokens=48)
     asked._engine = _Short(engine)  # type: ignore[assignment]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -48,12 +49,14 @@ class ChatEngine(EngineLike, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn(PreparedQuestion):
-    """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval."""
+    """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval. `num_deletions`: of
+    the tenant before it."""
 
     prompt: ChatPrompt
     turn: ChatTurn
     question: str
     history: ChatHistory = field(repr=False)
+    num_deletions: int = 0
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -78,12 +81,14 @@ class Chat:
         self._retriever = ChatRetriever(retriever, self._config)
         self._rewriter = QueryRewriter(self._config, prompts, engine)
         self._caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
+        self._num_deletions = Counter[str]()  # by tenant
 
     def prepare(self, turn: ChatTurn) -> PreparedTurn:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError if the target rewrites."""
         system, given, user_question = split_messages(turn.messages)
         check_text(user_question, "the question")
         self._caches.note(turn.scope.tenant, turn.salt)
+        num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
         begin = time.perf_counter()
         question = user_question
@@ -108,7 +113,9 @@ class Chat:
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s
         said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
-        return PreparedTurn(user_question, prompt, request, *found, prompt_s, turn, question, history, said=said)
+        return PreparedTurn(
+            user_question, prompt, request, *found, prompt_s, turn, question, history, num_deletions, said=said
+        )
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
@@ -121,13 +128,16 @@ class Chat:
         is_stored = False
         try:
             if turn.conversation:
-                pairs = [*history.unsaved, QaPair(prepared.user_question, answer.text)]
+                said = answer.text.replace("\0", "\ufffd")  # Why: no later prompt may hold NUL
+                pairs = [*history.unsaved, QaPair(prepared.user_question, said)]
                 self.conversations.append(tenant, turn.conversation, pairs)
                 is_stored = True
             if answer.passages:
                 self.conversations.save_shown(
                     tenant, keys[-1], shown, conversation=turn.conversation, earlier=keys[:-1]
                 )
+                if self._num_deletions[tenant] != prepared.num_deletions:  # Why last: a deletion counts before it looks
+                    self.conversations.drop_shown(tenant, keys[-1])
         except RagspecError as cause:
             log.warning("a turn could not be kept%s: %s", " whole" if is_stored else "", type(cause).__name__)
             return is_stored
@@ -138,6 +148,7 @@ class Chat:
 
         Raises: SaveError, StoreError; the caches are emptied in any case.
         """
+        self._num_deletions[tenant] += 1
         self._caches.purge(tenant)
         if self.conversations is not None:
             self.conversations.forget_documents(tenant, documents)

@@ -184,6 +184,12 @@ class ConversationStore:
             db.executemany("INSERT INTO shown_documents VALUES (?,?,?)", [(tenant, each, key) for each in documents])
             db.executemany("UPDATE shown SET used_s=? WHERE tenant=? AND key=?", [(now, tenant, k) for k in earlier])
 
+    def drop_shown(self, tenant: str, key: str) -> None:
+        """Delete the passages of a turn. Raises: SaveError, StoreCorrupt."""
+        with self._database.writing() as db:
+            _delete_shown(db, tenant, key)
+        self._database.truncate_log()
+
     def load_shown(self, tenant: str, keys: Sequence[str]) -> dict[str, ShownPassages]:
         """The stored passages of these turns, by key; unknown keys are left out. Raises: SaveError, StoreCorrupt."""
         oldest_s = self._clock() - self._ttl_s

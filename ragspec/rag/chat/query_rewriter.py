@@ -67,7 +67,8 @@ class QueryRewriter:
         (completion,) = self._engine.generate([request])
         text = completion.text.strip()
         ended = completion.finish_reason is FinishReason.STOP
-        return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""
+        is_line = bool(text) and not {"\n", "\0"} & set(text)
+        return text if ended and is_line and len(text) <= _MAX_CHARS + len(question) else ""
 
     def _request(self, question: str, pairs: Sequence[QaPair], salt: str) -> Request:
         turns = [
