@@ -151,9 +151,12 @@ class Planner:
         return [d for d in self._drafters if speculation and (names is None or d.name in names)]
 
     def limited(self, tree: DraftTree, sequence: SequenceView) -> DraftTree:
-        """The likeliest path and the best nodes beside it; of a request with a limit of its own at most so many nodes."""
+        """The likeliest path and the best nodes beside it; of a request with a limit of its own at most so many nodes.
+
+        Why no path of a tree drawn by chance: it would keep a node because of the tokens drawn below it.
+        """
         own = sequence.request.speculation.max_nodes
-        tree = tree.best(self._max_nodes, besides=frozenset(tree.likeliest_path()))
+        tree = tree.best(self._max_nodes, besides=() if tree.draws else frozenset(tree.likeliest_path()))
         return tree if own is None else tree.best(own)
 
     def _stats_in(self, sequence: SequenceView, name: str) -> SequenceStats:

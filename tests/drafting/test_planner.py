@@ -368,6 +368,22 @@ def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
     assert plan(mixed, plain)[0].num_drafted == 0
 
 
+def test_a_drawn_node_stays_or_goes_whatever_is_drawn_below_it() -> None:
+    """The likeliest path stood beside the limit of nodes, and with a likely token below it a node stayed that else had gone."""
+    draw = Draw((10, 11, 12), np.full(300, 1 / 300), with_replacement=False)
+
+    class ChildSampler(Chain):
+        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
+            probs = zip(draw.tokens, (0.30, 0.31, 0.32), strict=True)
+            siblings = [Proposal(token, -1, prob, Origin(self.name), draw) for token, prob in probs]
+            return [*siblings, Proposal(20, 0, self.prob, Origin(self.name), Draw((20,), draw.draft_probs))]
+
+    rule = Speculation(rule=AcceptanceRule.TRAVERSAL)
+    for below in (0.29, 0.01):
+        (tree,) = plan(Planner([ChildSampler((), below)], FREE, 1, vocab_size=300), Running(speculation=rule))
+        assert tree.token_ids == [3, 12] and tree.draws[0] == draw
+
+
 def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
     """A head that takes longer than it saves was asked at every step; or one that pays was never asked."""
 
