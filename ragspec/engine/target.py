@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from ragspec.config import TargetConfig
 from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
@@ -327,7 +327,12 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
 def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder or name. Raises: ModelError."""
     with model_errors(folder):
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, config=_plain_config(Path(folder))))
+        config = _plain_config(Path(folder))
+        if config is not None and (config.model_type, config.tokenizer_class) == ("llama", TokenizersBackend.__name__):
+            return cast(PreTrainedTokenizerBase, TokenizersBackend.from_pretrained(folder))
+        from transformers import AutoTokenizer  # Why here: it reads the tables of all models, half a second of a start
+
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, config=config))
 
 
 def _plain_config(folder: Path) -> PretrainedConfig | None:
@@ -344,5 +349,5 @@ def _plain_config(folder: Path) -> PretrainedConfig | None:
     if "tokenizer_class" not in own or "auto_map" in own or "model_type" not in model:
         return None
     config = PretrainedConfig()
-    vars(config).update(model, _name_or_path=str(folder))
+    vars(config).update(model, _name_or_path=str(folder), tokenizer_class=own["tokenizer_class"])
     return config

@@ -14,6 +14,7 @@ from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +45,14 @@ class _Cache(FunctionCache):
         return (*super()._index_key(sig, codegen), _SOURCE_HASH)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """As numba's, without the imports that only compiling needs, and makes itself: most of the time of a read."""
         try:
-            return super().load_overload(sig, target_context)
+            rtsys.initialize(target_context)  # memory and exceptions of compiled code
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
         except Exception as cause:  # a damaged file may raise anything
             log.warning("compiled code on disk cannot be read and is made anew: %s", cause)
-            return None
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

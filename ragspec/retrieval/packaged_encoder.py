@@ -48,14 +48,16 @@ def packaged_folder() -> Path:
 
 def load_packaged(folder: Path) -> SentenceModel:
     """Its weights are mapped from the file."""
-    from transformers import AutoTokenizer  # Why: a second of imports, only when an encoder is wanted
+    from transformers import (
+        TokenizersBackend,
+    )  # Why here: half a second of imports; `AutoTokenizer`, of equal ids, takes a whole one
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
         model = Bert(config)
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
-    return SentenceModel(model, AutoTokenizer.from_pretrained(folder, local_files_only=True), _PACKAGED_TOKENS)
+    return SentenceModel(model, TokenizersBackend.from_pretrained(folder, local_files_only=True), _PACKAGED_TOKENS)
 
 
 class SentenceModel(nn.Sequential):

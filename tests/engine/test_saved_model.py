@@ -12,11 +12,15 @@ import pytest
 import torch
 from tiny_target import save_model, target_config
 
-from ragspec.config import TargetConfig
+from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.core import Document
 from ragspec.engine.checkpoints.saved_model import SavedModel
-from ragspec.engine.target import FINAL, Target
+from ragspec.engine.loading import load_engine
+from ragspec.engine.target import FINAL, Target, read_tokenizer
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import build_index
 
 
 def settings_of(folder: Path) -> TargetConfig:
@@ -77,25 +81,43 @@ def test_weights_saved_by_earlier_versions_get_what_they_lack(tmp_path: Path) ->
 
 
 HEAVY = (
-    "transformers.modeling_utils torch.distributed.tensor sympy torch._dynamo scipy.optimize triton pandas ray "
-    "sentence_transformers"
+    "transformers.modeling_utils transformers.models torch.distributed.tensor sympy torch._dynamo scipy.linalg triton pandas "
+    "ray sentence_transformers numba.np.arraymath"
 )
 SCRIPT = """
 import sys
-from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.engine.loading import load_engine
-from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever
 import services.app, services.backend, services.embedded
-Encoder.load(EncoderConfig())
+retriever = Retriever.from_config(RetrieverConfig(index_dir=sys.argv[3], mode="dense"), EncoderConfig())
+retriever.retrieve(["When did it rain?"], 1)
 load_engine(TargetConfig.model_validate_json(sys.argv[1]), EngineConfig(max_kv_tokens=256), DraftingConfig()).close()
 print(*[name for name in sys.argv[2].split() if name in sys.modules])
 """
 
 
-def test_a_later_start_imports_no_model_classes(tmp_path: Path) -> None:
+def test_a_later_start_imports_neither_model_classes_nor_a_compiler(tmp_path: Path) -> None:
     """One careless import at the top of a module: three seconds more before `serve` is ready."""
-    settings = settings_of(save_model("llama", tmp_path))
-    Target.load(settings, 256)
-    command = [sys.executable, "-c", SCRIPT, settings.model_dump_json(), HEAVY]
+    settings, index = settings_of(save_model("llama", tmp_path)), tmp_path / "index"
+    load_engine(settings, EngineConfig(max_kv_tokens=256), DraftingConfig()).close()
+    build_index([Document("rain", "It rained on Monday.")], index, Encoder.load(EncoderConfig()))
+    command = [sys.executable, "-c", SCRIPT, settings.model_dump_json(), HEAVY, str(index)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_a_tokenizer_is_the_one_that_transformers_chooses(tmp_path: Path) -> None:
+    """A tokenizer that is read without transformers' tables wrote other tokens, or another chat."""
+    from transformers import AutoTokenizer
+
+    text, messages = "It rained.  <s> 1,024 naïve 雨\n", [{"role": "user", "content": "When?"}]
+    for kind in ("llama", "qwen2", "mistral"):
+        folder = str(save_model(kind, tmp_path / kind))
+        own, chosen = read_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        assert type(own) is type(chosen) and own.get_vocab() == chosen.get_vocab()
+        assert own.special_tokens_map == chosen.special_tokens_map and own.model_max_length == chosen.model_max_length
+        assert own(text)["input_ids"] == chosen(text)["input_ids"]
+        assert own.chat_template == chosen.chat_template
+        if own.chat_template:
+            assert own.apply_chat_template(messages) == chosen.apply_chat_template(messages)

@@ -8,12 +8,15 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
@@ -55,6 +58,19 @@ def test_vectors_equal_sentence_transformers(encoder: Encoder) -> None:
     np.testing.assert_allclose(vectors, stock.encode(TEXTS), atol=2e-6)
     assert np.array_equal(vectors, Encoder(stock.float(), EncoderConfig()).encode(TEXTS))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+@given(st.text(max_size=60))
+def test_token_ids_equal_those_of_the_model_s_own_class(encoder: Encoder, text: str) -> None:
+    """The tokenizer is read without BERT's class: text that it split otherwise would get another vector."""
+    assert encoder._tokenizer(text)["input_ids"] == bert_tokenizer()(text)["input_ids"]
+
+
+@cache
+def bert_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(packaged_folder(), local_files_only=True)
 
 
 def test_texts_of_all_lengths_share_a_forward(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, attention_arguments, shape_of
-from ragspec.numerics.cpu.int8_weights import WeightArena
+from ragspec.numerics.cpu.int8_weights import WeightArena, with_zeros
 from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
 from ragspec.numerics.cpu.llvm_code import LANES
 from ragspec.numerics.cpu.phases import Buffers, PhaseTable
@@ -119,7 +119,7 @@ class Int8Decoder(nn.Module):
         """The product of gathered parts back into the stream."""
         num_more = -linear.weight.shape[1] % FFN_MULTIPLE if source is Buffer.INNER else 0
         quantiser = self._table.add(Kind.QUANTISE, source=source)
-        weight = F.pad(linear.weight.detach(), (0, num_more))
+        weight = F.pad(linear.weight.detach(), (0, num_more)) if num_more else linear.weight.detach()
         product = self._table.add_product(Kind.PRODUCT, quantiser, Buffer.OWN_BLOCK, weight, linear.bias)
         self._own_block = product.num_blocks * 16
         if source is Buffer.INNER:
@@ -157,7 +157,7 @@ class Int8Decoder(nn.Module):
 
 
 def _padded_outputs(part: Tensor) -> Tensor:
-    return F.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % FFN_MULTIPLE))
+    return with_zeros(part, -len(part) % FFN_MULTIPLE)
 
 
 def _by_turns(parts: Sequence[Tensor]) -> Tensor:

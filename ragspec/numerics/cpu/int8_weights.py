@@ -46,6 +46,11 @@ class Product(NamedTuple):
     row_sum: int
 
 
+def with_zeros(part: Tensor, num_more: int) -> Tensor:
+    """`part` with zeros behind its first dimension; not copied if there are none. A start copied all weights of a usual model."""
+    return F.pad(part, (*(0, 0) * (part.dim() - 1), 0, num_more)) if num_more else part
+
+
 class WeightArena:
     """All int8 weights of a model in one array, all its other parameters in another.
 
@@ -66,7 +71,7 @@ class WeightArena:
 
     def add_product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Quantise a weight; outputs are padded with zeros to a multiple of 16. Shapes: weight [out, in], bias [out]."""
-        weight = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % LANES))
+        weight = with_zeros(weight.detach(), -weight.shape[0] % LANES)
         scales = weight[:, 0]
         if self.is_saved:
             row_sum = int(self._saved["row_sums"][self._num_products])
@@ -78,7 +83,7 @@ class WeightArena:
         at, num_outputs = self._num_weights, weight.shape[0]
         self._num_weights += weight.numel()
         self._num_products += 1
-        bias_at = -1 if bias is None else self.add_parameter(F.pad(bias.detach(), (0, num_outputs - len(bias))))
+        bias_at = -1 if bias is None else self.add_parameter(with_zeros(bias.detach(), num_outputs - len(bias)))
         return Product(at, weight.shape[1], num_outputs // LANES, self.add_parameter(scales), bias_at, row_sum)
 
     def add_norm(self, norm: Any) -> int:
