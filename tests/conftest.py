@@ -86,6 +86,12 @@ def _own_log_levels() -> Iterator[None]:
     root.handlers[:] = [h for h in root.handlers if h in before or type(h).__module__.startswith("_pytest")]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Tests that are coroutines run in asyncio."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`tiny(kind, dtype)`: a small target with a fresh pool."""

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pytest
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 240.0) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    pytest.fail(f"{what} did not happen within {timeout_s} s")
 
 
 def children(pid: int) -> list[int]:

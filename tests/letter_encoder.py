@@ -29,3 +29,15 @@ class LetterEncoder:
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         vector = np.random.default_rng(seed).standard_normal(DIMENSION).astype(np.float32)
         return vector / np.linalg.norm(vector)
+
+
+class WordEncoder(LetterEncoder):
+    """Each word is a direction, so texts that share words are near."""
+
+    identity = EncoderIdentity(id="words", fingerprint="e" * 64, dimension=64)
+
+    def _vector(self, text: str) -> FloatArray:
+        vector = np.full(64, 1e-3, np.float32)
+        for word in text.lower().split():
+            vector[hashlib.sha256(word.strip(".?").encode()).digest()[0] % 64] += 1.0
+        return vector / np.linalg.norm(vector)

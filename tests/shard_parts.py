@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import ray
 from letter_encoder import LetterEncoder
 from ray.exceptions import RayError
+from stand_ins import until
 
 from ragspec.cluster.actors import Replica
 from ragspec.core import Document
@@ -55,7 +54,7 @@ def pid_of(replica: Replica) -> int:
             found.extend(ray.get(replica.actor.status.remote(), timeout=BOUND_S).pids)
         return bool(found)
 
-    wait_for(ask)
+    until(ask)
     return found[0]
 
 
@@ -64,12 +63,5 @@ def die(replica: Replica, number: int = signal.SIGKILL) -> int:
     pid = pid_of(replica)
     os.kill(pid, number)
     status = Path(f"/proc/{pid}/stat")
-    wait_for(lambda: not status.exists() or (number == signal.SIGSTOP and status.read_text().split()[2] == "T"))
+    until(lambda: not status.exists() or (number == signal.SIGSTOP and status.read_text().split()[2] == "T"))
     return pid
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -209,13 +208,6 @@ def standing(*engines: Engine, after: int = 3, for_s: float = 60.0) -> Iterator[
         go.set()
         for engine in engines:
             del engine.target.forward_tapped
-
-
-def until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 class Heard:

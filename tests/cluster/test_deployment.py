@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import ray
 from local_replicas import Heard
 from ray.util.placement_group import placement_group_table
+from stand_ins import until
 from tiny_target import SENTENCES, save_model
 
 from pipelines.batch.ray_session import ray_session
@@ -83,13 +83,6 @@ def router(deployment: Deployment) -> Iterator[Router]:
         yield router
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND_S:g} s: {what}"
-        time.sleep(0.1)
-
-
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -99,7 +92,7 @@ def is_gone(pid: int) -> bool:
 
 def live(deployment: Deployment) -> dict[str, ReplicaStatus]:
     """Waits until all replicas are."""
-    wait_for(lambda: deployment.status().is_complete, "a complete deployment")
+    until(lambda: deployment.status().is_complete, "a complete deployment")
     return {replica.name: replica for replica in deployment.status().replicas}
 
 
@@ -118,7 +111,7 @@ def busiest(router: Router) -> str:
         found.extend(sorted(names, key=names.count)[-1:] if len(names) >= 3 else [])
         return bool(found)
 
-    wait_for(look, "running requests")
+    until(look, "running requests")
     return found[0]
 
 
@@ -144,7 +137,7 @@ def test_streams_go_on_and_the_group_is_rebuilt(
 ) -> None:
     """A stream is lost, begins again or changes; a new rank beside old ones; a stopped process that stays."""
     before = live(deployment)
-    wait_for(lambda: len(router._tracker.connections) == 2, "two connections")
+    until(lambda: len(router._tracker.connections) == 2, "two connections")
     asked = streams(f"{rank}-{number}-")
     for request, heard in asked:
         router.submit(request, heard)
@@ -153,13 +146,13 @@ def test_streams_go_on_and_the_group_is_rebuilt(
     os.kill(victim.pids[rank], number)
     assert_undisturbed(plain, asked)
     assert any(delta.stats and delta.stats.num_replays for _, heard in asked for delta in heard.deltas)
-    wait_for(lambda: all(map(is_gone, victim.pids)), "the end of all old ranks")
-    wait_for(lambda: deployment.status().is_complete, "the restart")
+    until(lambda: all(map(is_gone, victim.pids)), "the end of all old ranks")
+    until(lambda: deployment.status().is_complete, "the restart")
     after = live(deployment)
     assert after[victim.name].epoch > victim.epoch and not set(victim.pids) & set(after[victim.name].pids)
     others = [name for name in before if name != victim.name]
     assert [before[name].pids for name in others] == [after[name].pids for name in others]
-    wait_for(lambda: len(router._tracker.connections) == 2, "the router's connection to the new group")
+    until(lambda: len(router._tracker.connections) == 2, "the router's connection to the new group")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +176,7 @@ def test_lookups_go_on_and_the_actor_is_restarted(
         os.kill(victim.pids[0], number)
         for _ in range(4):
             assert retriever.retrieve(queries, 3).passages == truth
-        wait_for(lambda: is_gone(victim.pids[0]), "the end of the old process")
+        until(lambda: is_gone(victim.pids[0]), "the end of the old process")
         assert live(deployment)[victim.name].epoch > victim.epoch
 
 
@@ -215,7 +208,7 @@ def test_a_dead_record_is_restarted_with_its_specification(deployment: Deploymen
             return Deployment.find("many").topology == deployment.topology
         return False
 
-    wait_for(is_found, "the record")
+    until(is_found, "the record")
 
 
 def test_nodes_are_checked_before_anything_starts(session: None, tmp_path: Path, config: PipelineConfig) -> None:
@@ -261,7 +254,7 @@ def test_nothing_is_left_after_down_even_of_stopped_processes(session: None, con
     os.kill(pids[-1], signal.SIGSTOP)
     Deployment.remove("ended")
     assert not actors_of("ended")
-    wait_for(lambda: all(map(is_gone, pids)), "the end of all processes")
+    until(lambda: all(map(is_gone, pids)), "the end of all processes")
     groups = [group for group in placement_group_table().values() if "/ended/" in group["name"]]
     assert all(group["state"] == "REMOVED" for group in groups)
     Deployment.remove("ended")

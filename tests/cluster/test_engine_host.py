@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import standing, until
+from local_replicas import standing
+from stand_ins import until
 from tiny_target import tiny_engine
 
 from ragspec.cluster.engine_host import EngineHost, Polled

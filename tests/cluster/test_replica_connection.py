@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from local_replicas import SETTINGS, until
+from local_replicas import SETTINGS
+from stand_ins import until
 
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.routing import replica_client

@@ -20,8 +20,8 @@ from local_replicas import (
     connect,
     replicas,
     standing,
-    until,
 )
+from stand_ins import until
 
 from ragspec.cluster.routing.policy import RoutingConfig
 from ragspec.cluster.routing.router import Router

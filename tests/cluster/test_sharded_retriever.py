@@ -18,7 +18,8 @@ import ray
 import shard_parts
 from letter_encoder import LetterEncoder
 from ray import cloudpickle
-from shard_parts import QUERIES, SCOPES, delete, die, pid_of, wait_for, write_index
+from shard_parts import QUERIES, SCOPES, delete, die, pid_of, write_index
+from stand_ins import until
 from tiny_reranker import save_model
 
 from ragspec.cluster.actors import OPENING, ActorPool, Replica
@@ -131,11 +132,11 @@ def test_a_shard_that_is_killed_costs_no_query(shards: ActorPool, index_dir: Pat
     expected = local(index_dir).retrieve(QUERIES, 9)
     with spread(index_dir, shards.replicas, num_replicas) as there:
         with under_load(there) as found:
-            wait_for(lambda: len(found) > 3)
+            until(lambda: len(found) > 3)
             old = die(shards.replicas[0])
             assert pid_of(shards.replicas[0]) != old
             num_before = len(found)
-            wait_for(lambda: len(found) > num_before + 3)
+            until(lambda: len(found) > num_before + 3)
         assert all(each == expected for each in found)
 
 
@@ -151,7 +152,7 @@ def test_a_shard_that_hangs_costs_seconds_and_is_replaced(shards: ActorPool, ind
         for _ in range(4):
             assert there.retrieve(QUERIES, 9) == expected
         assert time.monotonic() - begin < shard_parts.BOUND_S
-        wait_for(lambda: not Path(f"/proc/{old}").exists())
+        until(lambda: not Path(f"/proc/{old}").exists())
         assert pid_of(victim) != old
         assert there.retrieve(QUERIES, 9) == expected
 
@@ -205,10 +206,10 @@ def test_a_shard_that_comes_back_opens_its_segments_before_it_is_asked(
     ):
         with under_load(there) as found:
             old = die(told.replicas[0])
-            wait_for(lambda: there._pool._workers["shard-0"].generation > 0)
+            until(lambda: there._pool._workers["shard-0"].generation > 0)
             assert pid_of(told.replicas[0]) != old
             num_before = len(found)
-            wait_for(lambda: len(found) > num_before + 30)
+            until(lambda: len(found) > num_before + 30)
         assert all(each == expected for each in found) and not (tmp_path / "diary").exists()
 
 
@@ -245,7 +246,7 @@ def test_a_part_that_cannot_be_searched_is_an_error_or_marked(
             found = there.retrieve(QUERIES, 9)
             assert found.missing == ("segment-000003",) and found._replace(missing=()) == expected != whole
         hidden.with_name("away").rename(hidden)
-        wait_for(lambda: not there.retrieve(QUERIES, 9).missing)
+        until(lambda: not there.retrieve(QUERIES, 9).missing)
         assert there.retrieve(QUERIES, 9) == whole
 
 
@@ -297,7 +298,7 @@ def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards:
                     break
         assert len({each.generation for each in found}) > 5
         assert all(each.passages == expected[each.generation] for each in found)
-        wait_for(lambda: there.retrieve(QUERIES, 9).generation == list(expected)[-1])
+        until(lambda: there.retrieve(QUERIES, 9).generation == list(expected)[-1])
 
 
 def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: ActorPool, index_dir: Path) -> None:
@@ -314,7 +315,7 @@ def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: ActorPo
         del pinned
         assert gc.collect() >= 0 and list(locked_generations(index_dir)) == [read_pointer(index_dir)]
     del there
-    wait_for(lambda: gc.collect() >= 0 and not list(locked_generations(index_dir)))  # a shard may be recovering
+    until(lambda: gc.collect() >= 0 and not list(locked_generations(index_dir)))  # a shard may be recovering
 
 
 def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
@@ -334,7 +335,7 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
         delete(index_dir, "d3")
         assert [there.retrieve(QUERIES, 9) for _ in range(3)] == [before] * 3
         gate.set()
-        wait_for(lambda: there.generation == read_current(index_dir)[1].generation_id)
+        until(lambda: there.generation == read_current(index_dir)[1].generation_id)
         assert there.retrieve(QUERIES, 9) == local(index_dir).retrieve(QUERIES, 9)
 
 

@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from engine.test_oracle import (
+    PARAMS,
+    PROMPTS,
+    assert_equal,
+    assert_pool_is_empty,
+    drafted_as_plainly,
+    generated,
+    names_of,
+    requests_of,
+    total,
+    truth,
+)
 from tiny_target import Free, save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
@@ -56,8 +67,10 @@ def drafter_for(
     return Watched(model, target.vocab_size, make_shape(*tree), Free(1e-9), PrefixCache(model.pool))
 
 
-class Watched(ModelDrafter):
-    """Notes, at every draft, the text and the state that it grew from, and how many tokens its forwards took."""
+class NotesReads:
+    """Mixed into a drafter with a model: notes, at every draft, the model's tokens and the state that the draft grew from, and
+    how many tokens its forwards took.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,10 +78,13 @@ class Watched(ModelDrafter):
         self.num_rows: list[int] = []
 
     def _read(self, drafts: list[Any], rows: DraftBatch, cache: KvPool) -> torch.Tensor:
-        states = super()._read(drafts, rows, cache)
+        states: torch.Tensor = super()._read(drafts, rows, cache)  # type: ignore[misc]
         self.seen += [(list(draft.sequence.tokens), state.clone()) for draft, state in zip(drafts, states, strict=True)]
         self.num_rows.append(sum(draft.num_new for draft in drafts))
         return states
+
+
+class Watched(NotesReads, ModelDrafter): ...
 
 
 def fresh_state(model: Target, tokens: list[int]) -> torch.Tensor:
@@ -262,19 +278,11 @@ def open_engine(folder: Path, path: Path | str, **options: Any) -> Engine:
 
 def test_a_configured_model_drafts_and_changes_nothing(folder: Path) -> None:
     """A path in the configuration was read and nothing drafted with it; or its pool was as large as it liked."""
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
-    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
-    with load_engine(
-        TargetConfig(model=str(folder / "large")), EngineConfig(max_kv_tokens=1024), DraftingConfig(speculation=False)
-    ) as engine:
-        expected = [done.token_ids for done in engine.generate(requests)]
     with open_engine(folder, folder / "small", max_kv_bytes=100_000) as engine:
-        completions = engine.generate(requests)
-        names = [drafter.name for drafter in engine._planner._drafters]
+        completions = drafted_as_plainly(engine)
+        assert names_of(engine) == ["copy", "draft_model"]
         pool = engine._planner._drafters[1]._drafter.cache.pool  # type: ignore[attr-defined]
-        assert engine._planner.num_failures == 0
-    assert names == ["copy", "draft_model"] and pool.num_slots == 384
-    assert [done.token_ids for done in completions] == expected
+        assert pool.num_slots == 384
     assert all("draft_model" in done.stats.positions for done in completions)
 
 
@@ -300,21 +308,12 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, mon
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_trees_of_several_models_are_merged_and_change_nothing(folder: Path, temperature: float) -> None:
     """A second model was not asked, took the first one's place, or a merged tree changed a token."""
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True)
-    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
-    with load_engine(
-        TargetConfig(model=str(folder / "large")), EngineConfig(max_kv_tokens=1024), DraftingConfig(speculation=False)
-    ) as engine:
-        expected = [done.token_ids for done in engine.generate(requests)]
     # the target itself is among them: its nodes are accepted wherever the first model's are not
     models = [DraftModelConfig(path=str(folder / name), tree="chain", max_depth=3) for name in ("small", "large")]
     drafting = DraftingConfig(draft_model=models[0], draft_models={"second": models[1]}, max_tree_nodes=6)
     config = TargetConfig(model=str(folder / "large"))
     with load_engine(config, EngineConfig(max_kv_tokens=1024), drafting, planner_class=FixedTreePlanner) as engine:
-        completions = engine.generate(requests)
-        names = [drafter.name for drafter in engine._planner._drafters]
-        assert engine._planner.num_failures == 0
-    assert names == ["copy", "draft_model", "second"]
-    assert [done.token_ids for done in completions] == expected
+        completions = drafted_as_plainly(engine, temperature)
+        assert names_of(engine) == ["copy", "draft_model", "second"]
     assert all({"draft_model", "second"} <= done.stats.positions.keys() for done in completions)
     assert total(completions, "num_accepted") > 20

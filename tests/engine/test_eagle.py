@@ -70,19 +70,24 @@ def naive_outputs(target: Target, head: HeadCheckpoint, tokens: Sequence[int], t
     return outputs(head, target.embedding, tokens, features)
 
 
-class Watched(EagleDrafter):
-    """Notes, at every draft, the text and the state that the draft grew from, and how much of the text it had not read."""
+class NotesReads:
+    """Mixed into a drafter with a head: notes, at every draft, the text and the state that the draft grew from, and how much of
+    the text it had not read.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.seen: list[tuple[list[int], torch.Tensor, int]] = []
 
     def _read(self, drafts: list[Any], rows: DraftBatch, cache: KvPool) -> torch.Tensor:
-        states = super()._read(drafts, rows, cache)
+        states: torch.Tensor = super()._read(drafts, rows, cache)  # type: ignore[misc]
         for draft, state in zip(drafts, states, strict=True):
             unread = int((~draft.memory._read[: draft.memory.end]).sum())
             self.seen.append((list(draft.sequence.tokens), state.clone(), unread))
         return states
+
+
+class Watched(NotesReads, EagleDrafter): ...
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafting.eagle_heads import change_config, random_head, save_head
+from engine.test_oracle import drafted_as_plainly
 from oracle import decode
 from tiny_target import save_model
 
@@ -56,16 +57,10 @@ def open_engine(model: Path, head: Path | str, drafters: tuple[str, ...] = ("cop
 def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path, dialect: str, tree: str) -> None:
     """A dialect's head loaded and drafted nothing, or the products of another type changed the target's."""
     save_head(tmp_path, a_head(), dialect)
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
-    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
     paper = {"score": "confidence", "num_children": 10, "width": 10, "max_depth": 8}
     options = paper if tree == "confidence" else {"tree": tree}
     with open_engine(model, tmp_path, ("eagle",), **options) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
-        for request, done in zip(requests, completions, strict=True):
-            assert done.stats.num_drafted > 0
-            assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+        drafted_as_plainly(engine)
 
 
 def test_a_heads_products_may_be_in_int8(model: Path, tmp_path: Path) -> None:
@@ -121,14 +116,8 @@ def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, na
         with pytest.raises(ModelError, match=r"layers\.1.*drafting\.eagle\.positions_per_layer"):
             open_engine(model, tmp_path)
         options = {"positions_per_layer": 2}
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True)
-    requests = [Request(f"{i}", tuple(range(20 + i, 50 + 2 * i)), params) for i in range(3)]
     with open_engine(model, tmp_path, ("eagle",), **options) as engine:
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
-        for request, done in zip(requests, completions, strict=True):
-            assert done.stats.num_drafted > 0
-            assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+        drafted_as_plainly(engine, temperature)
 
 
 def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) -> None:

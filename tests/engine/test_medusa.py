@@ -11,8 +11,27 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from drafting.medusa_heads import Tensors, hydra_tensors, medusa_tensors, position_drafter, save_hydra, save_medusa
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from drafting.medusa_heads import (
+    Tensors,
+    hydra_plus_tensors,
+    hydra_tensors,
+    medusa_tensors,
+    position_drafter,
+    save_hydra,
+    save_medusa,
+)
+from engine.test_oracle import (
+    PARAMS,
+    PROMPTS,
+    assert_equal,
+    assert_pool_is_empty,
+    drafted_as_plainly,
+    generated,
+    names_of,
+    requests_of,
+    total,
+    truth,
+)
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine
 
@@ -120,6 +139,7 @@ CASES = [
     ("medusa", "penalties", "float32"),
     ("hydra", "greedy", "float32"),
     ("ungrounded hydra", "T=1", "float32"),
+    ("hydra++", "T=1", "float32"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -129,6 +149,8 @@ CASES = [
             ("hydra", "penalties", "float32"),
             ("medusa", "T=1", "torch-float32"),
             ("hydra", "T=1", "torch-float32"),
+            ("hydra++", "greedy", "float32"),
+            ("hydra++", "T=1", "torch-float32"),
         ]
     ),
 ]
@@ -210,30 +232,27 @@ def merge(model: Path, tensors: Tensors) -> Path:
     return model
 
 
-@pytest.mark.parametrize("form", [pytest.param("pt", marks=pytest.mark.slow), "merged", "hydra"])
+@pytest.mark.parametrize("form", [pytest.param("pt", marks=pytest.mark.slow), "merged", "hydra", "hydra++"])
 def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path, form: str) -> None:
-    """`drafting.medusa.path` alone was not enough, or a target that holds its heads could not be loaded."""
+    """`drafting.medusa.path` alone was not enough, a target that holds its heads could not be loaded, or the architecture of the
+    published Hydra heads was refused.
+    """
     model = save_model("llama", tmp_path / "target")
-    name = "hydra" if form == "hydra" else "medusa"
+    config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
     if form == "merged":
         head = merge(model, medusa_tensors())
     elif form == "hydra":
         head = save_hydra(tmp_path / "head", hydra_tensors(), hidden_state_offset=1)
+    elif form == "hydra++":
+        tensors = hydra_plus_tensors(Target.load(config, 64))
+        head = save_hydra(tmp_path / "head", tensors, hydra_head_arch="prefix-mlp")
     else:
         head = save_medusa(tmp_path / "head", medusa_tensors(), form)
-    drafting = DraftingConfig(
-        **{name: (HydraConfig if name == "hydra" else TreeHeadConfig)(path=str(head))}, max_tree_nodes=6
-    )
-    config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
-    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
-    with load_engine(config, engine_config, DraftingConfig(speculation=False)) as engine:
-        expected = [done.token_ids for done in engine.generate(requests)]
+    name = form.rstrip("+") if form.startswith("hydra") else "medusa"
+    section = (HydraConfig if name == "hydra" else TreeHeadConfig)(path=str(head))
+    drafting = DraftingConfig(**{name: section}, max_tree_nodes=6)
     with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
-        assert [drafter.name for drafter in engine._planner._drafters] == ["copy", name]
-        completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
-    assert [done.token_ids for done in completions] == expected
-    assert sum(done.stats.num_drafted for done in completions) > 0
+        assert names_of(engine) == ["copy", name]
+        drafted_as_plainly(engine)
     with pytest.raises(ConfigError, match=rf"drafting\.{name}\.path"):
         load_engine(config, engine_config, DraftingConfig(drafters=(name,)))

@@ -108,6 +108,22 @@ def generated(
     return completions
 
 
+def drafted_as_plainly(engine: Engine, temperature: float = 1.0) -> list[Completion]:
+    """Three requests for whose every token drafts were tried, and which got the tokens of plain decoding."""
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 50 + 2 * i)), params) for i in range(3)]
+    completions = engine.generate(requests)
+    assert engine._planner.num_failures == 0
+    for request, done in zip(requests, completions, strict=True):
+        assert done.stats.num_drafted > 0
+        assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+    return completions
+
+
+def names_of(engine: Engine) -> list[str]:
+    return [drafter.name for drafter in engine._planner._drafters]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype: str) -> None:

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from letter_encoder import LetterEncoder
+from letter_encoder import WordEncoder
 from tiny_target import save_model
 
 from ragspec.config import TargetConfig
 from ragspec.evaluation import cases
 from ragspec.evaluation.suite import Repetitions, Settings
-from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
+from ragspec.retrieval.encoder import Encoder
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10
-DIMENSION = 64
-
-
-class WordEncoder(LetterEncoder):
-    """Each word is a direction, so texts that share words are near."""
-
-    identity = EncoderIdentity(id="words", fingerprint="e" * 64, dimension=DIMENSION)
-
-    def _vector(self, text: str) -> FloatArray:
-        vector = np.full(DIMENSION, 1e-3, np.float32)
-        for word in text.lower().split():
-            vector[hashlib.sha256(word.strip(".?").encode()).digest()[0] % DIMENSION] += 1.0
-        return vector / np.linalg.norm(vector)
 
 
 def paragraph(article: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from stand_ins import no_tick
 from tiny_target import chat_tokenizer
 
 from ragspec.config import DraftingConfig
@@ -34,10 +35,6 @@ AGAINST_LLAMA = (
     "grammar_vs_llama_best",
     "prefill_vs_llama_best",
 )
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    assert 0 <= done <= total
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from drafters import Knowing
 from oracle import choose, decode, next_logits
+from stand_ins import no_tick
 from tiny_target import Free, tiny_target
 
 from ragspec.config import EngineConfig
@@ -31,10 +32,6 @@ from ragspec.tree import Origin, Proposal
 
 PROMPT = tuple(range(20, 40))
 GIVEN = (50, 60, 70, 80)
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    assert 0 < done <= total
 
 
 class AfterPrompt(Knowing):

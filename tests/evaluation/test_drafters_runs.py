@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from stand_ins import no_tick
 
 from ragspec.core import Completion, FinishReason, GenerationStats, Request, Speculation
 from ragspec.engine.engine import Engine
@@ -55,10 +56,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     engine = MadeUp()
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: engine.now_s))
     return engine
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    assert 0 < done <= total
 
 
 def by_variant(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

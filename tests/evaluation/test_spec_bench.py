@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from drafting.eagle_heads import random_head
+from stand_ins import no_tick
 from transformers import AutoTokenizer
 
 from ragspec.config import EagleConfig, OnlineConfig
@@ -22,10 +23,6 @@ from ragspec.evaluation.suites.spec_bench import FOLLOW_UP, SUITE, TASKS, SpecBe
 from ragspec.rag.prompt import PromptBuilder
 
 CATEGORIES = ("writing", "coding", *TASKS[1:])
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    assert 0 <= done <= total
 
 
 @pytest.fixture

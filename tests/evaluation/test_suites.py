@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stand_ins import no_tick
 from tiny_target import CHATML, Free
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +28,7 @@ from ragspec.evaluation.suite import Settings, engine_config, find_suite, run_su
 from ragspec.evaluation.suites import target as target_suite
 from ragspec.evaluation.suites.generation import GREEDY, GenerationSuite
 from ragspec.evaluation.suites.target import Generate, Retrieve
-from ragspec.evaluation.timing import SPECULATIVE, Decoder, TimedGeneration, Timings
+from ragspec.evaluation.timing import SPECULATIVE
 from ragspec.rag.wording import question_messages
 from ragspec.verification.sampling import Sampler
 
@@ -35,10 +36,6 @@ GENERATION_KEYS = (
     "identical", "tokens_per_s", "speedup_vs_plain", "speedup_vs_generate", "speedup_vs_prompt_lookup",
     "plain_vs_generate", "speedup_end_to_end", "acceptance_length", "bitwise", "peak_pss_mb", "nothing_to_copy",
 )  # fmt: skip
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    assert 0 <= done <= total
 
 
 @pytest.fixture
@@ -146,24 +143,17 @@ def test_target_suite_lets_the_engine_answer(
     assert texts == target_suite.model_generate(model.eval(), tokenizer)(conversations)
 
 
-def test_timings_take_turns() -> None:
-    """Bug guarded: all runs of one decoder after all of another, so that a machine's mood decides."""
-    calls: list[str] = []
-
-    def decoder(name: str) -> Decoder:
-        def decode(case: Case) -> TimedGeneration:
-            calls.append(name + case.id)
-            return TimedGeneration((1,), 0.1, 0.1)
-
-        return decode
-
-    cases = [Case("1", "", (1,), (), 1), Case("2", "", (1,), (), 1)]
-    Timings.measure({"a": decoder("a"), "b": decoder("b")}, cases, 2, no_tick)
-    assert calls == ["a1", "b1", "a2", "b2"] * 2
-
-
-@pytest.mark.parametrize(("name", "change"), [("grammar", {"data_dir": None}), ("target", {"data_dir": None}),
-                                              ("nonsense", {}), ("retrieval", {"forced": "gold"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, {"data_dir": None}) for name in ("grammar", "target", "retrieval", "drafters")),
+        *((name, {"forced": "gold"}) for name in ("retrieval", "iterative", "heads")),
+        *((name, {"full": True}) for name in ("rag", "iterative")),
+        ("cpu", {"reranker": "some/model"}),
+        ("rag", {"heads": Path()}),
+        ("nonsense", {}),
+    ],
+)
 def test_what_a_suite_cannot_do_is_said(name: str, change: dict[str, object], settings: Settings) -> None:
     """Bug guarded: a traceback, or a suite that measures something else in silence."""
     with pytest.raises(ConfigError):

@@ -15,6 +15,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import attend
 from ragspec.numerics.cpu import backend as cpu_backend
+from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.self_test import SelfTest, _compare, self_test
 
@@ -107,20 +108,22 @@ def test_a_kernel_that_mixes_sequences_fails(tiny: Tiny, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("width", "outputs"), [(64, 64), (172, 512), (1, 1), (7, 33), (300, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_packed_rows_are_alike_in_any_number(width: int, outputs: int, dtype: torch.dtype) -> None:
     """One row alone, or a prime number of them, takes another path through the product."""
-    linear = torch.nn.Linear(width, outputs, bias=width % 2 == 0).to(dtype)
-    packed = PackedLinear(linear.weight, linear.bias)
-    x = torch.randn(513, width, dtype=dtype)
+    is_int8 = dtype == torch.int8
+    linear = torch.nn.Linear(width, outputs, bias=width % 2 == 0).to(torch.float32 if is_int8 else dtype)
+    packed = (Int8Linear if is_int8 else PackedLinear)(linear.weight, linear.bias)
+    x = torch.randn(513, width, dtype=linear.weight.dtype)
     with torch.inference_mode():
         whole = packed(x)
-        for num in (1, 2, 3, 7, 16, 64, 65, 257):
+        for num in (1, 2, 3, 5, 6, 7, 11, 16, 64, 65, 257):
             assert torch.equal(packed(x[:num]), whole[:num])
             assert torch.equal(packed(x[-num:]), whole[-num:])
         assert packed(x[:0]).shape == (0, outputs)
         assert packed(x[None, :4]).shape == (1, 4, outputs)
-        torch.testing.assert_close(whole, linear(x), rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+        rtol, atol = {torch.float32: (1e-4, 1e-2), torch.bfloat16: (1e-2, 1e-2), torch.int8: (0.02, 0.08)}[dtype]
+        torch.testing.assert_close(whole, linear(x), rtol=rtol, atol=atol)
 
 
 def test_every_linear_is_packed() -> None:

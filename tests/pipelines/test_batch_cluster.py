@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from batch_files import ASKED, SEED, read_lines, texts_of, uneven_rows, write_lines
-from job_processes import alive, children, wait_for
+from job_processes import alive, children
+from stand_ins import until
 
 from pipelines.batch.backend import BackendSpec
 from pipelines.batch.job import Job, run_job
@@ -73,14 +74,14 @@ def test_what_is_killed_changes_no_text(place: Path, straight: dict[str, str], t
         process = subprocess.Popen(arguments, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
     everyone: list[int] = []
     try:
-        wait_for(lambda: num_lines(out) >= 4 or process.poll() is not None, "the first answers")
+        until(lambda: num_lines(out) >= 4 or process.poll() is not None, "the first answers")
         everyone = children(process.pid)
         members, parts = [pid for pid in everyone if is_member(pid)], [pid for pid in everyone if is_part(pid)]
         assert process.poll() is None and len(members) >= 4, out.with_suffix(".log").read_text()
         for pid in {"driver": [process.pid], "member": members[:1], "everything": [*everyone, process.pid]}[victim]:
             os.kill(pid, signal.SIGKILL)
         code = process.wait(300)
-        wait_for(lambda: not alive(parts), "the end of all its parts", 60)
+        until(lambda: not alive(parts), "the end of all its parts", 60)
     finally:
         for pid in alive([process.pid, *everyone]):
             os.kill(pid, signal.SIGKILL)
@@ -123,7 +124,7 @@ def cluster() -> Iterator[dict[str, str]]:
     )
     address = f"http://127.0.0.1:{dashboard}"
     try:
-        wait_for(lambda: _jobs_answer(address, environment), "a head that takes jobs", 120)
+        until(lambda: _jobs_answer(address, environment), "a head that takes jobs", 120)
         yield environment | {"ADDRESS": address, "HEAD": f"127.0.0.1:{gcs}"}
     finally:
         everyone = [*children(head.pid), head.pid]
@@ -134,7 +135,7 @@ def cluster() -> Iterator[dict[str, str]]:
             except ProcessLookupError:
                 pass
         head.wait(30)
-        wait_for(lambda: not alive(everyone), "the end of the head", 30)
+        until(lambda: not alive(everyone), "the end of the head", 30)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from batch_files import ASKED, SEED, answers_of, chat_row, read_lines, texts_of, uneven_rows, write_lines
-from job_processes import alive, children, wait_for
+from job_processes import alive, children
+from stand_ins import until
 from typer.testing import CliRunner, Result
 
 from pipelines.batch import job as batch_job
@@ -228,11 +229,11 @@ def killed_at(place: Path, out: Path, num_rows: int) -> int:
         process = subprocess.Popen(arguments, cwd=out.parent, stdout=log, stderr=log, start_new_session=True)
     everyone: list[int] = []
     try:
-        wait_for(lambda: num_lines(out) >= num_rows or process.poll() is not None, f"{num_rows} rows")
+        until(lambda: num_lines(out) >= num_rows or process.poll() is not None, f"{num_rows} rows")
         everyone = children(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL, out.with_suffix(".log").read_text()
-        wait_for(lambda: not alive(everyone), "the end of its processes", 60)
+        until(lambda: not alive(everyone), "the end of its processes", 60)
     finally:
         for pid in alive([process.pid, *everyone]):
             os.kill(pid, signal.SIGKILL)

@@ -183,40 +183,36 @@ def command(out: Path, target: str, *options: str) -> None:
     subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
 
 
-LONG_TEXTS = "--answers", "both", "--num-answers", "12", "--max-tokens", "1000"
-"""The little tokenizer makes 750 tokens of a question behind a passage."""
-
-
 @pytest.mark.slow
 @needs_data
-def test_the_command_writes_a_head_from_the_targets_own_answers(target: str, tmp_path: Path) -> None:
-    """The job as its first docstring line runs it."""
-    command(tmp_path, target, "--family", "eagle3", "--tokens", "7000", *LONG_TEXTS)
-    head = read_head(tmp_path / "head")
-    assert head.config.aux_layers == (2, 4, 6)
-    record = json.loads((tmp_path / "history.json").read_text())
-    assert record["history"][-1]["tokens"] >= 7000
-    assert {"prose_top1_1", "chat_top4_5", "rag_top1_3"} <= record["probes"][-1].keys()
-    assert (tmp_path / "curves.png").stat().st_size > 1000
-    command(tmp_path, target, "--family", "eagle3", "--tokens", "9000", *LONG_TEXTS, "--resume")
-    history = json.loads((tmp_path / "history.json").read_text())["history"]
-    assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
+@pytest.mark.parametrize(
+    ("options", "probes"),
+    [
+        (("--family", "eagle3", "--max-tokens", "1000"), {"prose_top1_1", "chat_top4_5", "rag_top1_3"}),
+        (("--family", "hydra", "--layers", "2"), {"prose_top1_1", "chat_top4_4"}),
+    ],
+)
+def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
+    target: str, tmp_path: Path, options: tuple[str, ...], probes: set[str]
+) -> None:
+    """The job as its first docstring line runs it; probes of five steps over four networks; a folder that no engine loads.
 
-
-@pytest.mark.slow
-@needs_data
-def test_the_command_writes_hydra_heads_and_goes_on(target: str, tmp_path: Path) -> None:
-    """Probes of five steps over four networks, or a finished run whose folder no engine loads."""
-    options = ["--family", "hydra", "--layers", "2", "--answers", "both", "--num-answers", "12"]
+    The little tokenizer makes 750 tokens of a question behind a passage.
+    """
+    options += ("--answers", "both", "--num-answers", "12")
     command(tmp_path, target, *options, "--tokens", "7000")
     record = json.loads((tmp_path / "history.json").read_text())
-    assert {"prose_top1_1", "chat_top4_4"} <= record["probes"][-1].keys()
+    assert record["history"][-1]["tokens"] >= 7000
+    assert probes <= record["probes"][-1].keys()
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    if "hydra" in options:
+        heads = read_hydra(tmp_path / "head", Target.load(TargetConfig(model=target), 64))
+        assert (heads.num_heads, heads.num_blocks, heads.is_grounded) == (4, 2, True)
+    else:
+        assert read_head(tmp_path / "head").config.aux_layers == (2, 4, 6)
     command(tmp_path, target, *options, "--tokens", "9000", "--resume")
     history = json.loads((tmp_path / "history.json").read_text())["history"]
     assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
-    heads = read_hydra(tmp_path / "head", Target.load(TargetConfig(model=target), 64))
-    assert (heads.num_heads, heads.num_blocks, heads.is_grounded) == (4, 2, True)
-    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 @pytest.mark.slow

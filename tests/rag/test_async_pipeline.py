@@ -138,16 +138,13 @@ def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, 
     assert got["q1"].result()[0].token_ids == got["q6"].result()[0].token_ids
 
 
-def test_an_id_that_runs_already_is_refused_for_the_second(
+async def test_an_id_that_runs_already_is_refused_for_the_second(
     retriever: Retriever, engine: Engine, target: Target
 ) -> None:
     """Two questions of one id whose tokens mix."""
     twice = [replace(question, id="same") for question in questions(GREEDY, TEXTS[:2])]
 
-    async def collect() -> list[ItemResult[tuple[Answer, ...]]]:
-        return [finished async for finished in flow_of(retriever, engine, target).run(twice)]
-
-    results = [each.error for each in asyncio.run(collect())]
+    results = [each.error for each in [finished async for finished in flow_of(retriever, engine, target).run(twice)]]
     assert {type(error) for error in results} == {InputError, type(None)} and "already" in str(results)
 
 
@@ -182,18 +179,15 @@ def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, e
     assert encode.num_batches < len(TEXTS) == generate.num_batches
 
 
-def test_leaving_a_flow_early_frees_the_engine(
+async def test_leaving_a_flow_early_frees_the_engine(
     retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target
 ) -> None:
     """A job that was stopped keeps the engine busy to the end of every answer."""
 
-    async def leave() -> None:
-        short, *endless = questions(replace(GREEDY, max_tokens=600))
-        flow = flow_of(retriever, engine, target)
-        async with aclosing(flow.run([replace(short, params=GREEDY), *endless])) as results:
-            await anext(results)
-
-    asyncio.run(leave())
+    short, *endless = questions(replace(GREEDY, max_tokens=600))
+    flow = flow_of(retriever, engine, target)
+    async with aclosing(flow.run([replace(short, params=GREEDY), *endless])) as results:
+        await anext(results)
     pipeline.ask(QUESTION, replace(GREEDY, max_tokens=1))  # the engine's queue is in order: the cancels are done before
     assert not engine._scheduler.running and not engine._scheduler.waiting
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_ins import Clock
 
 from ragspec.core import Passage
 from ragspec.errors import NotFound, SaveError, StoreCorrupt
@@ -24,19 +25,9 @@ PASSAGE = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill
 SECRET = "swordfish"
 
 
-class Clock:
-    """Goes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_000_000.0)
 
 
 @pytest.fixture
@@ -93,37 +84,37 @@ def _on_disk(folder: Path) -> bool:
 
 def test_a_clock_that_jumps_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose clock was set a month ahead, or that started in 1970, lost every conversation."""
-    now_s = [1_700_000_000.0]
-    monkeypatch.setattr("ragspec.rag.chat.conversations.time.time", lambda: now_s[0])
+    now = [1_700_000_000.0]
+    monkeypatch.setattr("ragspec.rag.chat.conversations.time.time", lambda: now[0])
     path, turn = tmp_path / "c.sqlite", QaPair("Q?", "A.")
     with closing(ConversationStore(path, ttl_s=3600.0)) as store:
         before = store.create("ann", turns=[turn]).id
-        now_s[0] += 30 * 86_400.0
+        now[0] += 30 * 86_400.0
         during = store.create("ann", turns=[turn]).id
         assert [store.find("ann", each).id for each in (before, during)] == [before, during]
-    now_s[0] = 0.0
+    now[0] = 0.0
     with closing(ConversationStore(path, ttl_s=3600.0)) as store:
         early = store.create("ann", turns=[turn]).id
         assert [store.find("ann", each).id for each in (before, during, early)] == [before, during, early]
-    now_s[0] = 1_700_000_060.0
+    now[0] = 1_700_000_060.0
     with closing(ConversationStore(path, ttl_s=3600.0)) as store:
         assert [store.find("ann", each).id for each in (before, during, early)] == [before, during, early]
-    now_s[0] += 7200.0
+    now[0] += 7200.0
     with closing(ConversationStore(path, ttl_s=3600.0)) as store, pytest.raises(NotFound):
         store.find("ann", early)
 
 
 def test_an_entry_of_a_far_future_does_not_stop_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One start with a clock a century ahead, and what was said then and since grew older only while the service ran."""
-    now_s, century_s = [1_700_000_000.0], 100 * 365 * 86_400.0
-    monkeypatch.setattr("ragspec.rag.chat.conversations.time.time", lambda: now_s[0])
+    now, century_s = [1_700_000_000.0], 100 * 365 * 86_400.0
+    monkeypatch.setattr("ragspec.rag.chat.conversations.time.time", lambda: now[0])
     made = list[str]()
     for ahead_s in (century_s, 0.0):
-        now_s[0] = 1_700_000_000.0 + ahead_s
+        now[0] = 1_700_000_000.0 + ahead_s
         with closing(ConversationStore(tmp_path / "c.sqlite", ttl_s=3600.0)) as store:
             made.append(store.create("ann").id)
             assert store.find("ann", made[0])
-    now_s[0] += 2 * 3600.0 + 60.0
+    now[0] += 2 * 3600.0 + 60.0
     with closing(ConversationStore(tmp_path / "c.sqlite", ttl_s=3600.0)) as store:
         for each in made:
             with pytest.raises(NotFound):
@@ -135,10 +126,10 @@ def test_what_nobody_uses_grows_old(store: ConversationStore, clock: Clock) -> N
     old, used = store.create("ann").id, store.create("ann").id
     store.save_shown("ann", "old", ShownPassages((PASSAGE,)))
     store.save_shown("ann", "used", ShownPassages((PASSAGE,)))
-    clock.now_s += 3000.0
+    clock.now += 3000.0
     store.append("ann", used, [QaPair("a", "b")])
     store.save_shown("ann", "next", ShownPassages((PASSAGE,)), earlier=["used"])
-    clock.now_s += 3000.0
+    clock.now += 3000.0
     with pytest.raises(NotFound):
         store.find("ann", old)
     assert store.turns("ann", used) and set(store.load_shown("ann", ["old", "used", "next"])) == {"used", "next"}
@@ -151,7 +142,7 @@ def test_what_grew_old_is_not_on_the_disk_of_the_next_process(
     store.append("ann", store.create("ann").id, [QaPair(SECRET, SECRET)])
     store.close()
     assert SECRET.encode() in (tmp_path / "c.sqlite").read_bytes()
-    clock.now_s += 4000.0
+    clock.now += 4000.0
     opened = ConversationStore(tmp_path / "c.sqlite", ttl_s=3600.0, clock=clock)
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.iterdir())
     opened.close()
@@ -172,7 +163,7 @@ def test_a_tenant_takes_no_more_room_than_it_may(store: ConversationStore, clock
     store.append("bob", bobs := store.create("bob").id, [QaPair("a", "b")])
     names = []
     for _ in range(64):
-        clock.now_s += 1.0
+        clock.now += 1.0
         names.append(store.create("ann").id)
         store.append("ann", names[-1], [QaPair("x" * 4096, "y" * 4096)])
     kept = [name for name in names if _is_there(store, "ann", name)]

@@ -17,7 +17,6 @@ from ragspec.engine.target import Target
 from ragspec.errors import EngineError, InputError
 from ragspec.rag.grammar.correction import Correction, CorrectionRequest, cleaned_reply
 from ragspec.rag.grammar.grammar import Grammar
-from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 
 TEXT = "The mill grind corn.  It are old.\n\n - Was it build in 1874?\n\t42 + 17\n"
@@ -119,16 +118,13 @@ def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target
     assert counting.most == 3
 
 
-def test_a_text_that_cannot_be_corrected_is_its_own_result(corrector: Grammar) -> None:
+async def test_a_text_that_cannot_be_corrected_is_its_own_result(corrector: Grammar) -> None:
     """One bad text that ends the others, or comes back half corrected."""
 
-    async def run() -> dict[str, ItemResult[Correction]]:
-        texts = ["wide \udfff", "nul \0", "half \ud800", "Good."]
-        asked = [CorrectionRequest(str(n), text, SHORT) for n, text in enumerate(texts)]
-        async with aclosing(corrector.stages().run(asked)) as batches:
-            return {each.id: each async for batch in batches for each in batch}
-
-    finished = asyncio.run(run())
+    texts = ["wide \udfff", "nul \0", "half \ud800", "Good."]
+    asked = [CorrectionRequest(str(n), text, SHORT) for n, text in enumerate(texts)]
+    async with aclosing(corrector.stages().run(asked)) as batches:
+        finished = {each.id: each async for batch in batches for each in batch}
     assert [type(finished[str(n)].error) for n in range(4)] == [InputError] * 3 + [type(None)]
 
 

@@ -161,17 +161,14 @@ def test_tenants_share_no_cached_prefix(pipeline: Pipeline) -> None:
     assert pipeline.ask(QUESTION, GREEDY, tenant="second tenant").stats.generation.num_cached_tokens == 0
 
 
-def test_leaving_a_stream_early_frees_the_engine(pipeline: Pipeline, engine: Engine) -> None:
+async def test_leaving_a_stream_early_frees_the_engine(pipeline: Pipeline, engine: Engine) -> None:
     """A closed browser tab that keeps its request running to the end."""
     endless = replace(GREEDY, max_tokens=600)
 
-    async def leave() -> None:
-        stream = pipeline.stream(QUESTION, endless)
-        async for _ in stream:
-            break
-        await stream.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(leave())
+    stream = pipeline.stream(QUESTION, endless)
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
     pipeline.ask(QUESTION, replace(GREEDY, max_tokens=1))  # the engine's queue is in order: the cancel is done before
     assert not engine._scheduler.running and not engine._scheduler.waiting
 
@@ -257,14 +254,11 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     assert len(recording.requests) == 2 and not structured.text.startswith(NOTHING_CLOSE)
 
 
-def test_questions_in_flight_abstain_too(retriever: Retriever, engine: Engine, target: Target) -> None:
+async def test_questions_in_flight_abstain_too(retriever: Retriever, engine: Engine, target: Target) -> None:
     """A batch job that answers what a single question would not be answered."""
     careful = Retriever(retriever.encoder, retriever._current().store, RetrieverConfig(abstain_below=0.2))
     flow = AsyncPipeline(careful, engine, PromptBuilder(target.tokenizer, CONTEXT))
     questions = [Question(text, text, GREEDY, 2, abstain_below=0.2) for text in (QUESTION, FAR)]
 
-    async def answers() -> dict[str, str]:
-        return {result.id: result.result()[0].text async for result in flow.run(questions)}
-
-    told = asyncio.run(answers())
+    told = {result.id: result.result()[0].text async for result in flow.run(questions)}
     assert told[FAR].startswith(NOTHING_CLOSE) and not told[QUESTION].startswith(NOTHING_CLOSE)

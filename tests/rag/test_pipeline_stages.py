@@ -101,36 +101,33 @@ def same_group(_: Any) -> None:
     return None
 
 
-def test_queues_are_bounded_and_a_slow_stage_stops_the_source() -> None:
+async def test_queues_are_bounded_and_a_slow_stage_stops_the_source() -> None:
     """A million questions read into memory, or a thousand prompts before one engine."""
 
-    async def run() -> None:
-        gate, num_read = asyncio.Event(), 0
+    gate, num_read = asyncio.Event(), 0
 
-        async def endless() -> AsyncIterator[Number]:
-            nonlocal num_read
-            while num_read < 10_000:
-                num_read += 1
-                yield Number(f"n{num_read}", num_read)
+    async def endless() -> AsyncIterator[Number]:
+        nonlocal num_read
+        while num_read < 10_000:
+            num_read += 1
+            yield Number(f"n{num_read}", num_read)
 
-        stages = StagedPipeline(
-            (PipelineStage("a", same_soon, num_workers=2), PipelineStage("b", held(gate), num_workers=3)), max_waiting=4
-        )
-        async with aclosing(stages.run(endless())) as batches:
-            first = asyncio.ensure_future(anext(batches))
-            await settled()
-            # 3 at work in b, 4 before it, 2 done in a and not passed on, 4 before a, 1 in the source's hand
-            assert num_read == 3 + 4 + 2 + 4 + 1
-            assert [metrics.depth for metrics in stages.metrics] == [4, 4]
-            gate.set()
-            await first
-            await settled()  # nobody reads on: what is finished has bounds, too
-            bound = 4 + 3 + 4 + 2 + 4 + 1
-            assert num_read <= len(first.result()) + bound < 100
-        assert [metrics.max_depth for metrics in stages.metrics] == [4, 4]
-        assert [metrics.depth for metrics in stages.metrics] == [0, 0], "what was given up still counts as waiting"
-
-    asyncio.run(run())
+    stages = StagedPipeline(
+        (PipelineStage("a", same_soon, num_workers=2), PipelineStage("b", held(gate), num_workers=3)), max_waiting=4
+    )
+    async with aclosing(stages.run(endless())) as batches:
+        first = asyncio.ensure_future(anext(batches))
+        await settled()
+        # 3 at work in b, 4 before it, 2 done in a and not passed on, 4 before a, 1 in the source's hand
+        assert num_read == 3 + 4 + 2 + 4 + 1
+        assert [metrics.depth for metrics in stages.metrics] == [4, 4]
+        gate.set()
+        await first
+        await settled()  # nobody reads on: what is finished has bounds, too
+        bound = 4 + 3 + 4 + 2 + 4 + 1
+        assert num_read <= len(first.result()) + bound < 100
+    assert [metrics.max_depth for metrics in stages.metrics] == [4, 4]
+    assert [metrics.depth for metrics in stages.metrics] == [0, 0], "what was given up still counts as waiting"
 
 
 def test_stages_work_side_by_side() -> None:
@@ -155,13 +152,9 @@ def test_stages_work_side_by_side() -> None:
     assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 2
 
 
-def test_computing_stages_leave_the_loop_free() -> None:
+async def test_computing_stages_leave_the_loop_free() -> None:
     """Ten seconds of computing in the loop, in which no stream moves; a source that reads a slow disk does the same."""
     in_loop = threading.Event()
-
-    async def run() -> list[ItemResult[Any]]:
-        asyncio.get_running_loop().call_later(0.01, in_loop.set)
-        return await collected(StagedPipeline((PipelineStage("compute", waits),)), reads())
 
     def waits(values: list[Any]) -> list[Any]:
         assert in_loop.wait(20), "the loop stood still"
@@ -171,30 +164,31 @@ def test_computing_stages_leave_the_loop_free() -> None:
         assert in_loop.wait(20), "the loop stood still"
         yield from numbers(2)
 
-    assert [each.error for each in asyncio.run(run())] == [None, None]
+    asyncio.get_running_loop().call_later(0.01, in_loop.set)
+    assert [each.error for each in (await collected(StagedPipeline((PipelineStage("compute", waits),)), reads()))] == [
+        None,
+        None,
+    ]
 
 
-def test_what_waits_is_worked_on_together() -> None:
+async def test_what_waits_is_worked_on_together() -> None:
     """An encoder that is asked for one text at a time while a hundred wait."""
     sizes: list[int] = []
 
-    async def run() -> StagedPipeline:
-        gate = asyncio.Event()
+    gate = asyncio.Event()
 
-        async def work(values: list[Any]) -> list[Any]:
-            sizes.append(len(values))
-            await gate.wait()
-            return values
+    async def work(values: list[Any]) -> list[Any]:
+        sizes.append(len(values))
+        await gate.wait()
+        return values
 
-        stages = StagedPipeline((PipelineStage("encode", work, max_batch=5),), max_waiting=8)
-        task = asyncio.ensure_future(collected(stages, aiter_of(numbers(9))))
-        await settled()
-        assert sizes == [1], "nothing was to wait for company"
-        gate.set()
-        await task
-        return stages
-
-    (metrics,) = asyncio.run(run()).metrics
+    stages = StagedPipeline((PipelineStage("encode", work, max_batch=5),), max_waiting=8)
+    task = asyncio.ensure_future(collected(stages, aiter_of(numbers(9))))
+    await settled()
+    assert sizes == [1], "nothing was to wait for company"
+    gate.set()
+    await task
+    (metrics,) = stages.metrics
     assert sizes == [1, 5, 3]
     assert (metrics.num_items, metrics.num_batches, metrics.num_failed, metrics.max_depth) == (9, 3, 0, 8)
     assert metrics.busy_s > 0 and metrics.waiting_s > 0
@@ -223,76 +217,67 @@ def test_only_a_group_comes_together() -> None:
     assert sorted(value for batch in batches for value in batch) == list(range(30))
 
 
-def test_a_lost_index_is_told_once_a_batch() -> None:
+async def test_a_lost_index_is_told_once_a_batch() -> None:
     """Sixteen time-outs one after the other, because each question of a failed call is tried alone."""
     calls: list[int] = []
 
-    async def run() -> list[ItemResult[Any]]:
-        gate = asyncio.Event()
+    gate = asyncio.Event()
 
-        async def work(values: list[Any]) -> list[Any]:
-            await gate.wait()
-            calls.append(len(values))
-            raise EngineError("lost")
+    async def work(values: list[Any]) -> list[Any]:
+        await gate.wait()
+        calls.append(len(values))
+        raise EngineError("lost")
 
-        task = asyncio.ensure_future(
-            collected(StagedPipeline((PipelineStage("s", work, 16), PipelineStage("t", same))), aiter_of(numbers(9)))
-        )
-        await settled()
-        gate.set()
-        return await task
-
-    finished = asyncio.run(run())
+    task = asyncio.ensure_future(
+        collected(StagedPipeline((PipelineStage("s", work, 16), PipelineStage("t", same))), aiter_of(numbers(9)))
+    )
+    await settled()
+    gate.set()
+    finished = await task
     assert calls == [1, 8]
     assert [str(each.error) for each in finished] == ["lost"] * 9
     with pytest.raises(EngineError, match="lost"):
         finished[0].result()
 
 
-def test_a_defect_met_by_one_is_not_its_neighbours() -> None:
+async def test_a_defect_met_by_one_is_not_its_neighbours() -> None:
     """Fifteen rows without an answer because a bug is met by the sixteenth."""
 
-    async def run() -> list[ItemResult[Any]]:
-        gate = asyncio.Event()
+    gate = asyncio.Event()
 
-        async def work(values: list[Number]) -> list[Number]:
-            await gate.wait()
-            if any(number.value == 4 for number in values):
-                raise ZeroDivisionError
-            return values
+    async def work(values: list[Number]) -> list[Number]:
+        await gate.wait()
+        if any(number.value == 4 for number in values):
+            raise ZeroDivisionError
+        return values
 
-        task = asyncio.ensure_future(collected(StagedPipeline((PipelineStage("s", work, 16),)), aiter_of(numbers(9))))
-        await settled()
-        gate.set()
-        return await task
-
-    finished = asyncio.run(run())
+    task = asyncio.ensure_future(collected(StagedPipeline((PipelineStage("s", work, 16),)), aiter_of(numbers(9))))
+    await settled()
+    gate.set()
+    finished = await task
     assert [each.id for each in finished if each.error] == ["n4"] and len(finished) == 9
 
 
-def test_what_had_finished_is_given_before_the_error_that_ends_the_run() -> None:
+async def test_what_had_finished_is_given_before_the_error_that_ends_the_run() -> None:
     """Answers that were paid for and are not written down, because the input broke at the same moment."""
 
-    async def run() -> list[str]:
-        async def source() -> AsyncIterator[Number]:
-            for number in numbers(3):
-                yield number
-            await settled()
-            raise InputError("the file was changed")
+    async def source() -> AsyncIterator[Number]:
+        for number in numbers(3):
+            yield number
+        await settled()
+        raise InputError("the file was changed")
 
-        got: list[str] = []
-        async with aclosing(StagedPipeline((PipelineStage("s", same_soon),)).run(source())) as batches:
-            first = asyncio.ensure_future(anext(batches))
-            await asyncio.sleep(0)
-            for _ in range(3):
-                await settled()  # the error is in the queue, behind all results
-            got += [finished.id for finished in await first]
-            with pytest.raises(InputError, match="the file was changed"):
-                while True:
-                    got += [finished.id for finished in await anext(batches)]
-        return got
-
-    assert asyncio.run(run()) == ["n0", "n1", "n2"]
+    got: list[str] = []
+    async with aclosing(StagedPipeline((PipelineStage("s", same_soon),)).run(source())) as batches:
+        first = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await settled()  # the error is in the queue, behind all results
+        got += [finished.id for finished in await first]
+        with pytest.raises(InputError, match="the file was changed"):
+            while True:
+                got += [finished.id for finished in await anext(batches)]
+    assert got == ["n0", "n1", "n2"]
 
 
 def test_a_run_that_is_left_ends_though_its_work_fails_then() -> None:
@@ -317,29 +302,26 @@ def test_a_run_that_is_left_ends_though_its_work_fails_then() -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def test_leaving_early_cancels_what_runs() -> None:
+async def test_leaving_early_cancels_what_runs() -> None:
     """A closed browser tab whose thousand questions go on."""
-    cancelled: list[int] = []
+    before, cancelled = asyncio.all_tasks(), list[int]()
 
-    async def run() -> int:
-        async def work(values: list[Number]) -> list[Number]:
-            if values[0].value == 0:
-                return values
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append(values[0].value)
-                raise
+    async def work(values: list[Number]) -> list[Number]:
+        if values[0].value == 0:
             return values
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(values[0].value)
+            raise
+        return values
 
-        async with aclosing(
-            StagedPipeline((PipelineStage("write", work, num_workers=4),)).run(aiter_of(numbers(50)))
-        ) as batches:
-            await anext(batches)
-            await settled()
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(run()) == 1, "tasks are left"
+    async with aclosing(
+        StagedPipeline((PipelineStage("write", work, num_workers=4),)).run(aiter_of(numbers(50)))
+    ) as batches:
+        await anext(batches)
+        await settled()
+    assert asyncio.all_tasks() == before, "tasks are left"
     assert 1 <= len(cancelled) <= 4
 
 

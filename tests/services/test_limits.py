@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from stand_ins import Clock
 from starlette.datastructures import Headers
 
 from services import request_limits
@@ -19,16 +20,6 @@ from services.limits import RateLimiter
 from services.metrics import Metrics
 from services.request_limits import IncomingRequest
 from services.settings import KeyLimits, Limits
-
-
-class Clock:
-    """Time that passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -204,7 +195,7 @@ def test_the_table_of_keys_does_not_grow(clock: Clock, monkeypatch: pytest.Monke
     assert len(limiter._usage) <= 11
 
 
-def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight bodies of 8 MB, checked at once, left another key's chat an eighth of the processor."""
     counting, running, most = threading.Lock(), dict.fromkeys((ANN.key_id, BOB.key_id), 0), dict[str, int]()
     both = threading.Barrier(2)
@@ -231,12 +222,9 @@ def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPat
             incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits())
             await incoming.read(30.0, limiter.large_bodies(caller.key_id))
 
-    async def send_all() -> None:
-        limiter = RateLimiter(Limits(), Metrics("m"))
-        await asyncio.gather(*(send(limiter, caller, mark) for mark in "!    " for caller in (ANN, BOB)))
-
     monkeypatch.setattr(request_limits, "check_json", check)
-    asyncio.run(send_all())
+    limiter = RateLimiter(Limits(), Metrics("m"))
+    await asyncio.gather(*(send(limiter, caller, mark) for mark in "!    " for caller in (ANN, BOB)))
     assert most == {ANN.key_id: 1, BOB.key_id: 1}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from service_parts import MODEL, make_backend
+from stand_ins import no_tick
 
 from pipelines.benchmarks import attack
 from pipelines.benchmarks.chat.first_token import FirstTokens
@@ -39,10 +40,6 @@ def here(letter_index: Path, service_target: Target, tmp_path_factory: pytest.Te
     config = load_settings(ServiceConfig, **overrides, **{"retriever.index_dir": str(letter_index)})
     with make_backend(config, service_target, {}) as backend, service_here(backend, (OWNER, STRANGER)) as service:
         yield service
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    pass
 
 
 def test_texts_over_http_are_equal_with_and_without_speculation(here: Service) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from letter_encoder import LetterEncoder
+from stand_ins import until
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
@@ -90,13 +91,6 @@ def found(index: Path, query: str = "zebra stripes corn") -> set[str]:
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), RetrieverConfig(mode="sparse"))
     return {passage.text for passage in retriever.retrieve([query], 100, SearchScope("ann")).passages[0]}
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not what():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -682,7 +676,9 @@ def test_a_file_of_too_many_rows_is_refused(opened: Opened) -> None:
     assert ended(library, *attached(library, "rows.csv", rows(100))) == ("completed", "")
 
 
-def test_deletions_that_wait_hold_no_thread_and_are_bounded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """45 deletions behind a large file held all threads: the others could not even list their files."""
     monkeypatch.setattr(ingest, "_MAX_DELETIONS", 8)
     library, go_on = opened(), threading.Event()
@@ -701,20 +697,17 @@ def test_deletions_that_wait_hold_no_thread_and_are_bounded(opened: Opened, monk
 
     monkeypatch.setattr(library._ingest, "_delete", late)
 
-    async def run() -> list[BaseException | None]:
-        pool = ThreadPoolExecutor(2)
-        asyncio.get_running_loop().set_default_executor(pool)
-        deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]
-        await asyncio.wait(deletions, return_when=asyncio.FIRST_COMPLETED)
-        bob = asyncio.create_task(library.detach("bob", *others))
-        while not library._ingest._deletions.count("bob") and "bob" not in begun:
-            await asyncio.sleep(0.01)
-        assert await asyncio.to_thread(library.files, "bob"), "a thread is free"
-        go_on.set()
-        await bob
-        return await asyncio.gather(*deletions, return_exceptions=True)
-
-    ends = asyncio.run(run())
+    pool = ThreadPoolExecutor(2)
+    asyncio.get_running_loop().set_default_executor(pool)
+    deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]
+    await asyncio.wait(deletions, return_when=asyncio.FIRST_COMPLETED)
+    bob = asyncio.create_task(library.detach("bob", *others))
+    while not library._ingest._deletions.count("bob") and "bob" not in begun:
+        await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(library.files, "bob"), "a thread is free"
+    go_on.set()
+    await bob
+    ends = await asyncio.gather(*deletions, return_exceptions=True)
     refused = [end for end in ends if end is not None]
     assert 30 <= len(refused) < 40
     assert all(isinstance(end, Overloaded) and "wait already" in str(end) for end in refused)

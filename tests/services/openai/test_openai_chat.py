@@ -287,7 +287,7 @@ def test_refusals_are_openais_errors(
         assert refused.value.type == "invalid_request_error"
 
 
-def test_the_asynchronous_client_streams_many_at_once(service: Service) -> None:
+async def test_the_asynchronous_client_streams_many_at_once(service: Service) -> None:
     """Streams that run at once got each other's pieces."""
 
     async def one(api: openai.AsyncOpenAI, question: str) -> str:
@@ -296,12 +296,9 @@ def test_the_asynchronous_client_streams_many_at_once(service: Service) -> None:
             pieces += [choice.delta.content or "" for choice in chunk.choices]
         return "".join(pieces)
 
-    async def all_of_them() -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted) as api:
-            together = await asyncio.gather(*(one(api, question) for question in QUESTIONS * 3))
-            return list(together), [await one(api, question) for question in QUESTIONS]
-
-    together, alone = asyncio.run(all_of_them())
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted) as api:
+        together = await asyncio.gather(*(one(api, question) for question in QUESTIONS * 3))
+        together, alone = list(together), [await one(api, question) for question in QUESTIONS]
     assert together == alone * 3 and len(set(alone)) == 3
 
 

@@ -137,7 +137,7 @@ def test_many_embeddings_are_those_of_each_alone(api: openai.OpenAI, service: Se
     assert got.usage.prompt_tokens == sum(service.backend.encoder.count_tokens(texts))
 
 
-def test_embeddings_that_nobody_waits_for_end_with_their_slice(
+async def test_embeddings_that_nobody_waits_for_end_with_their_slice(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever sent two thousand texts and left kept the encoder busy for minutes, for everybody."""
@@ -154,13 +154,10 @@ def test_embeddings_that_nobody_waits_for_end_with_their_slice(
     embeddings = Embeddings(service.backend)
     body = EmbeddingBody.model_validate({"model": "tiny", "input": ["a mill"] * 2_000})
 
-    async def leave() -> None:
-        waiting = asyncio.create_task(embeddings.encode(body))
-        await asyncio.to_thread(first.wait)
-        waiting.cancel()
-        await asyncio.sleep(0.2)
-
-    asyncio.run(leave())
+    waiting = asyncio.create_task(embeddings.encode(body))
+    await asyncio.to_thread(first.wait)
+    waiting.cancel()
+    await asyncio.sleep(0.2)
     assert sum(encoded) < 200
 
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 from letter_encoder import LetterEncoder
 from service_parts import Service, Serving
+from stand_ins import until
 
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -41,14 +42,6 @@ def body(**options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Who built the bridge?"}]
     given = {"model": "tiny", "messages": messages, "max_tokens": LONG, "ignore_eos": True, "logit_bias": {"1": -100}}
     return given | {"temperature": 1.0, "seed": 3} | options
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for it; a test machine may be slow, so time decides nothing but that it never comes."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def engine_of(service: Service) -> Engine:
@@ -257,78 +250,63 @@ def delta(text: str, reason: FinishReason | None = None, tokens: int = 1) -> Del
     ("reason", "error"),
     [(FinishReason.LOST, ReplicaLost), (FinishReason.ERROR, EngineError), (FinishReason.CANCELLED, Cancelled)],
 )
-def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: type[Exception]) -> None:
+async def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: type[Exception]) -> None:
     """Half an answer was returned as a whole one."""
     engine: Any = Told([delta("half"), delta("", reason)])
 
-    async def run() -> None:
+    with pytest.raises(error):
         async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
             await run.completions()
-
-    with pytest.raises(error):
-        asyncio.run(run())
     engine.thread.join()
 
 
-def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
+async def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
     """What nobody reads piled up without end."""
     engine: Any = Told([delta("x", tokens=50) for _ in range(10)])
 
-    async def run() -> None:
+    with pytest.raises(ClientTooSlow):
         async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told"), max_waiting_tokens=400) as run:
             await asyncio.to_thread(engine.thread.join)
             await run.next_deltas()
-
-    with pytest.raises(ClientTooSlow):
-        asyncio.run(run())
     assert engine.cancelled == ["a"]
 
 
-def test_what_was_computed_for_nobody_is_counted() -> None:
+async def test_what_was_computed_for_nobody_is_counted() -> None:
     """Work that was given up was missing from the counters."""
     engine: Any = Told([delta("x"), delta("", FinishReason.CANCELLED)], wait_s=0.05)
     metrics = Metrics("told")
 
-    async def run() -> None:
-        async with EngineStream(engine, [request("a")], DeltaMailbox(), metrics) as run:
-            await run.next_deltas()
-        await asyncio.to_thread(engine.thread.join)
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
+    async with EngineStream(engine, [request("a")], DeltaMailbox(), metrics) as run:
+        await run.next_deltas()
+    await asyncio.to_thread(engine.thread.join)
+    await asyncio.sleep(0)
     assert engine.cancelled == ["a"]
     assert 'vllm:generation_tokens_total{model_name="told"} 3.0' in metrics.text().decode()
 
 
-def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy closed a connection on which nothing came while the request stood in the queue."""
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
     engine: Any = Told([delta("x"), delta("y", FinishReason.STOP)], wait_s=0.2)
 
-    async def run() -> list[str | None]:
-        async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
-            return [piece and piece.text async for piece in immediate(run)]
-
-    pieces = asyncio.run(run())
+    async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
+        pieces = [piece and piece.text async for piece in immediate(run)]
     assert pieces[0] is None and [piece for piece in pieces if piece] == ["x", "y"]
     assert engine.cancelled == []
 
 
-def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
+async def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
     """The pace followed the text; the end came before all of it."""
     text = "a🏭" * 200
     engine: Any = Told([delta(text), delta("", FinishReason.STOP)], wait_s=0.05)
 
-    async def run() -> list[Any]:
-        async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
-            return [piece async for piece in paced(run, tick_s=0.005)]
-
-    pieces = asyncio.run(run())
+    async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
+        pieces = [piece async for piece in paced(run, tick_s=0.005)]
     assert pieces[0].text == "" and "".join(piece.text for piece in pieces) == text
     assert [piece.is_last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
 
 
-def test_a_run_that_cannot_begin_takes_nothing() -> None:
+async def test_a_run_that_cannot_begin_takes_nothing() -> None:
     """The first of two requests ran on after the second was refused."""
 
     class Choosy(Told):
@@ -338,12 +316,9 @@ def test_a_run_that_cannot_begin_takes_nothing() -> None:
 
     engine: Any = Choosy([])
 
-    async def run() -> None:
+    with pytest.raises(EngineError, match="no"):
         async with EngineStream(engine, [request("a"), request("b")], DeltaMailbox(), Metrics("told")):
             pass
-
-    with pytest.raises(EngineError, match="no"):
-        asyncio.run(run())
     assert "a" in engine.cancelled
 
 
@@ -397,7 +372,7 @@ def test_a_whole_answer_wakes_its_request_once() -> None:
     assert woken == [10]
 
 
-def test_a_step_of_64_answers_wakes_their_loop_once() -> None:
+async def test_a_step_of_64_answers_wakes_their_loop_once() -> None:
     """Each answer's words took the interpreter's lock from the engine, 64 times a step."""
     calls, told = [0], list[int]()
 
@@ -405,21 +380,18 @@ def test_a_step_of_64_answers_wakes_their_loop_once() -> None:
         def __init__(self, number: int) -> None:
             self.receive = lambda delta: told.append(number)
 
-    async def run() -> None:
-        loop, mail = asyncio.get_running_loop(), DeltaMailbox()
-        wake = loop.call_soon_threadsafe
+    loop, mail = asyncio.get_running_loop(), DeltaMailbox()
+    wake = loop.call_soon_threadsafe
 
-        def counted(*args: Any) -> asyncio.Handle:
-            calls[0] += 1
-            return wake(*args)
+    def counted(*args: Any) -> asyncio.Handle:
+        calls[0] += 1
+        return wake(*args)
 
-        loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
-        for number in range(64):
-            mail.post(loop, Taking(number), delta("x"))  # type: ignore[arg-type]
-        while len(told) < 64:
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
+    loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
+    for number in range(64):
+        mail.post(loop, Taking(number), delta("x"))  # type: ignore[arg-type]
+    while len(told) < 64:
+        await asyncio.sleep(0)
     assert told == list(range(64)) and calls == [1]
 
 
