@@ -170,7 +170,6 @@ def test_each_tensor_of_hydra_is_named_where_it_is_missing_or_broken(tmp_path: P
 
 
 HYDRA_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another architecture": ({"hydra_head_arch": "cross-attn"}, "hydra_head_arch"),
     "not grounded by default": ({"grounded_heads": ...}, r"hydra_mlp\.0\.0"),
     "more layers": ({"hydra_num_layers": 3}, r"hydra_mlp\.0\.2\.linear\.weight"),
     "fewer layers": ({"hydra_num_layers": 1}, r"hydra_mlp\.\d\.1\.linear"),

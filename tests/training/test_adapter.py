@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_drafter_training import unbroken_and_resumed
 from tiny_target import chat_tokenizer, tiny_config
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -107,14 +108,7 @@ def test_the_loss_falls_and_only_adapters_are_trained() -> None:
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
     """Optimizer state, averages or the place in the data lost at a kill."""
-    unbroken, broken, resumed = make_trainer(), make_trainer(), make_trainer()
-    for trainer, steps in ((unbroken, 4), (broken, 2)):
-        for _ in range(steps):
-            trainer.train_step()
-    broken.save(tmp_path / "checkpoint.safetensors")
-    resumed.load(tmp_path / "checkpoint.safetensors")
-    for _ in range(2):
-        resumed.train_step()
+    unbroken, resumed = unbroken_and_resumed(make_trainer, tmp_path)
     ours, theirs = resumed.averaged_adapter(), unbroken.averaged_adapter()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
