@@ -7,16 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ragspec.cluster.routing.request_state import ChoiceState, OutputIdentity, ResponseCache, TrackedRequest
-from ragspec.core import (
-    CopySource,
-    Delta,
-    FinishReason,
-    GenerationStats,
-    Request,
-    SamplingParams,
-    Segment,
-    SourceKind,
-)
+from ragspec.core import CopySource, Delta, FinishReason, GenerationStats, Request, SamplingParams, Segment, SourceKind
 
 HERE, THERE = OutputIdentity("a", 256), OutputIdentity("b", 256)
 REQUEST = Request("r", (5, 6, 7), SamplingParams(seed=3, max_tokens=20, logit_bias={4: 1.0, 9: 2.0}))

@@ -11,16 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_replicas import (
-    SETTINGS,
-    Heard,
-    LocalReplicaClient,
-    LocalReplicas,
-    Losing,
-    connect,
-    replicas,
-    standing,
-)
+from local_replicas import SETTINGS, Heard, LocalReplicaClient, LocalReplicas, Losing, connect, replicas, standing
 from stand_ins import until
 
 from ragspec.cluster.routing.policy import RoutingConfig

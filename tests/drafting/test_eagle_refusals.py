@@ -15,11 +15,7 @@ from drafting.eagle_heads import change_config, change_tensors, random_head, sav
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ragspec.drafting.eagle.checkpoint import (
-    EagleFamily,
-    HeadCheckpoint,
-    read_head,
-)
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, read_head
 from ragspec.errors import ModelError
 
 Tensors = dict[str, Tensor]

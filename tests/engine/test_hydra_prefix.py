@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from drafting.medusa_heads import (
-    PREFIX,
-    hydra_logits,
-    hydra_plus_tensors,
-    position_drafter,
-    prefix_model,
-    save_hydra,
-)
+from drafting.medusa_heads import PREFIX, hydra_logits, hydra_plus_tensors, position_drafter, prefix_model, save_hydra
 from engine.test_eagle import NotesReads
 from engine.test_medusa import forward_of
 from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, truth

@@ -21,13 +21,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.overrides import OverruledAnswers
-from ragspec.evaluation.suites.drafters.prefixes import (
-    Prefix,
-    cut_prefixes,
-    prefix_row,
-    ratio_with_error,
-    step_lengths,
-)
+from ragspec.evaluation.suites.drafters.prefixes import Prefix, cut_prefixes, prefix_row, ratio_with_error, step_lengths
 from ragspec.tree import Origin, Proposal
 
 PROMPT = tuple(range(20, 40))

@@ -17,12 +17,7 @@ from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.evaluation.machine import held_mb
 from ragspec.evaluation.suites.retrieval import timing
-from ragspec.evaluation.suites.retrieval.collections import (
-    DIMENSION,
-    Mixture,
-    synthetic_documents,
-    write_vectors,
-)
+from ragspec.evaluation.suites.retrieval.collections import DIMENSION, Mixture, synthetic_documents, write_vectors
 from ragspec.evaluation.suites.retrieval.identity import (
     NUM_COMMITS,
     IdentityCheck,

@@ -12,7 +12,7 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
-from ragspec.errors import EngineClosed, InputError
+from ragspec.errors import EngineClosed
 from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -71,16 +71,6 @@ def test_what_threads_ask_together_is_what_each_is_told_alone(
     assert together == [index.retrieve([text], k, scope) for text, k, scope in ASKED]
     for (_, _, scope), found in zip(ASKED, together, strict=True):
         assert any(passage.document_id[0] == "a" for passage in found.passages[0]) == (scope.tenant == "ann")
-
-
-def test_one_callers_fault_is_not_the_others(index: CountingRetriever, joined: BatchingRetriever) -> None:
-    """An empty question beside others: all of them failed."""
-    with ThreadPoolExecutor(3) as threads:
-        found = [threads.submit(joined.retrieve, [text], 1) for text in ("river", "", "mill")]
-        index.may_go.set()
-        with pytest.raises(InputError):
-            found[1].result(WAIT_S)
-        assert [found[i].result(WAIT_S).passages[0][0].document_id for i in (0, 2)] == ["d0", "d1"]
 
 
 def test_closing_ends_the_wait(index: CountingRetriever, joined: BatchingRetriever) -> None:

@@ -688,10 +688,7 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     assert ended(library, *others, tenant="bob") == ("completed", "")
     take_out = library._ingest._delete
 
-    begun: list[str] = []
-
     def late(deletion: Any) -> None:
-        begun.append(deletion.tenant)
         assert go_on.wait(300.0)
         take_out(deletion)
 
@@ -702,7 +699,7 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]
     await asyncio.wait(deletions, return_when=asyncio.FIRST_COMPLETED)
     bob = asyncio.create_task(library.detach("bob", *others))
-    while not library._ingest._deletions.count("bob") and "bob" not in begun:
+    while library._records.status(("bob", *others)) != "deleting":
         await asyncio.sleep(0.01)
     assert await asyncio.to_thread(library.files, "bob"), "a thread is free"
     go_on.set()

@@ -41,7 +41,7 @@ from ragspec.evaluation.peers import (
     load_peer,
     transformers_decoders,
 )
-from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to, nested
+from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to, nested, transposed
 from ragspec.evaluation.suite import Outcome, Settings, Suite, engine_over, open_engine
 from ragspec.evaluation.suites import generation_report
 from ragspec.evaluation.suites.backends.models import SHAPES, random_target
@@ -262,12 +262,8 @@ def perplexity_ratios(config: TargetConfig, data_dir: Path, num_chars: int) -> d
 
 def cpu_tables(result: Result) -> dict[str, Table]:
     parts = {"programs, greedy": "peers", "steps": "steps", "steps of 1 B parameters": "steps_1b"}
-    rows = {title: _columns(result[key]) for title, key in parts.items() if key in result}
+    rows = {title: transposed(result[key]) for title, key in parts.items() if key in result}
     return rows | nested(result, "perplexity_ratios") | generation_report.generation_tables(result)
-
-
-def _columns(rows: Mapping[str, Result]) -> Table:
-    return {title: {name: row.get(title) for name, row in rows.items()} for row in rows.values() for title in row}
 
 
 _AGAINST = "tokens a second after the first step's, T=0, one request, over llama.cpp's"
