@@ -32,6 +32,9 @@ _MAX_WORD_CHARS = 100
 _UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
 
 _REWRITTEN = "The model rewrote {} of the sentences instead of correcting them; these were not checked"
+_UNPROVEN = (
+    "The model left most sentences of a test as wrong as they were, so a sentence without a match may be wrong too"
+)
 
 _VERSION = version("ragspec")
 _SOFTWARE = {
@@ -60,6 +63,8 @@ def check_reply(language: str, found: DetectedLanguage, corrected: Corrected | N
             warnings = {"incompleteResults": True, "incompleteResultsReason": _UNFINISHED}
         elif num_rewritten := corrected.correction.num_rewritten:
             warnings = {"incompleteResults": True, "incompleteResultsReason": _REWRITTEN.format(num_rewritten)}
+        elif corrected.is_unproven:
+            warnings = {"incompleteResults": True, "incompleteResultsReason": _UNPROVEN}
     code, confidence = language if language in LANGUAGES else found.code, found.confidence
     detected = {"name": found.name, "code": found.code, "confidence": confidence, "source": "words"}
     rates = [{"language": found.code.split("-")[0], "rate": confidence}]

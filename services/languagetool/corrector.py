@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ragspec.errors import RagspecError
 from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText
@@ -20,11 +21,12 @@ from services.keys import Caller
 
 
 class Corrected(NamedTuple):
-    """`marked`: the text with the spans of its markup."""
+    """`marked`: the text with the spans of its markup. `is_unproven`: the target leaves known mistakes as they are."""
 
     correction: Correction
     marked: MarkedText
     seconds: float
+    is_unproven: bool = False
 
 
 class Corrector:
@@ -33,6 +35,7 @@ class Corrector:
     def __init__(self, backend: ServiceBackend) -> None:
         self._backend, self._settings = backend, backend.config.service.grammar
         self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_running)
+        self._proof: asyncio.Task[bool] | None = None
 
     async def correct(self, caller: Caller, request: CorrectionRequest, dictionaries: Sequence[str] = ()) -> Corrected:
         """With the caller's `dictionaries`, by name; none named: all of them.
@@ -55,10 +58,15 @@ class Corrector:
         num_prompt = sum(len(each.prompt_ids) for each in ready.requests)
         # an output is about as long as its prompt
         reservation = self._backend.rate_limiter.reserve(caller, num_prompt, num_prompt)
-        left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin_s))
         num_written = 0
+
+        def left_s() -> float:
+            return max(0.0, self._settings.timeout_s - (time.perf_counter() - begin_s))
+
         try:
-            correction = await self._grammar.complete(ready, left_s)
+            if ready.requests and self._proof is None:
+                self._proof = asyncio.create_task(self._prove())
+            correction = await self._grammar.complete(ready, left_s())
             num_written = correction.stats.num_output_tokens
         finally:
             reservation.used(num_prompt + num_written)
@@ -70,4 +78,16 @@ class Corrector:
                 "Please make sure you have set the proper language or consider submitting a shorter text.",
                 code="timeout",
             )
-        return Corrected(correction, ready.marked, time.perf_counter() - begin_s)
+        is_unproven = False
+        if ready.requests and (proof := self._proof):
+            await asyncio.wait([proof], timeout=left_s())
+            is_unproven = proof.done() and not proof.result()
+        return Corrected(correction, ready.marked, time.perf_counter() - begin_s, is_unproven)
+
+    async def _prove(self) -> bool:
+        """True also where the engine fails; then the next text's caller makes the test again."""
+        try:
+            return await self._grammar.corrects()
+        except RagspecError:
+            self._proof = None
+            return True

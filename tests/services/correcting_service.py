@@ -46,6 +46,16 @@ def correcting(
     folder: Path, index: Path, target: Target, rewrite: Callable[[str], str], **overrides: Any
 ) -> Iterator[Service]:
     """Open under /v2, unless the settings say otherwise."""
+    target.reset_pool(KV_SLOTS)
+    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
+    engine = Engine(target, planner, Admission(target, "tiny", Writing(target, rewrite)), EngineConfig())
+    with corrected_by(engine, folder, index, **overrides) as running:
+        yield running
+
+
+@contextmanager
+def corrected_by(engine: Engine, folder: Path, index: Path, **overrides: Any) -> Iterator[Service]:
+    """As `correcting`; the engine's own target writes."""
     keys = make_keys(folder / "keys.json")
     settings: dict[str, Any] = {
         "service.model": MODEL,
@@ -58,13 +68,10 @@ def correcting(
         **overrides,
     }
     config = load_settings(ServiceConfig, **settings)
-    target.reset_pool(KV_SLOTS)
-    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
-    engine = Engine(target, planner, Admission(target, "tiny", Writing(target, rewrite)), EngineConfig())
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
     with (
-        ServiceBackend(engine, target.tokenizer, retriever, config, engine.close) as backend,
+        ServiceBackend(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
         started(config, backend, keys) as running,
     ):
         yield running

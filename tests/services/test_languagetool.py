@@ -30,6 +30,7 @@ def better(sentence: str) -> str:
         "a old": "an old",
         "rain,": "rains,",
         "come": "comes",
+        "We has": "We have",
         "Teh": "The",
         "many corn": "much corn",
     }

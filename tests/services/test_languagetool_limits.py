@@ -7,8 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from correcting_service import correcting
+from correcting_service import corrected_by, correcting
 
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 
 FIELDS = {"language": "en-US", "text": "He go home."}
@@ -64,6 +66,62 @@ def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, s
         reply = response.json()
         assert [match["replacements"][0]["value"] for match in reply["matches"]] == ["goes"]
         assert reply["warnings"]["incompleteResults"] and "time" in reply["warnings"]["incompleteResultsReason"]
+
+
+def test_silence_of_a_model_that_corrects_nothing_is_named(
+    tmp_path: Path, letter_index: Path, service_target: Target
+) -> None:
+    """A chat model that repeats the sentence: "no mistakes"."""
+    with (
+        correcting(tmp_path, letter_index, service_target, str) as service,
+        service.client("") as client,
+    ):
+        for text, is_named in (("He go home.", True), ("42 + 17", False)):
+            reply = client.post("/v2/check", data={**FIELDS, "text": text}).json()
+            assert reply["matches"] == [] and reply["warnings"]["incompleteResults"] == is_named
+            assert ("may be wrong too" in reply["warnings"].get("incompleteResultsReason", "")) == is_named
+
+
+MISTAKES = (
+    *(
+        "She have a apple in her bag.",
+        "I saw a elephant at the zoo.",
+        "He is best player in the team.",
+        "It is an useful tool.",
+    ),
+    *(
+        "He bought car last week.",
+        "An house stands on the hill.",
+        "She want to be doctor.",
+        "A old man sat by the road.",
+    ),
+    *("The dogs barks at night.", "She don't like coffee.", "My brother live in London.", "There is many people here."),
+    *(
+        "The list of items are on the desk.",
+        "He were at home yesterday.",
+        "Each of the boys have a ball.",
+        "It rain often.",
+    ),
+    *("Does he goes to work?", "The mill open at nine.", "We was glad.", "The informations is wrong."),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "auto"])
+def test_an_ordinary_chat_model_is_never_silent_about_a_mistake(
+    tmp_path: Path, letter_index: Path, adapter: str
+) -> None:
+    """SmolLM2 as published repeats every fifth of these sentences, and the client was told that there are no mistakes. With the
+    adapter, which corrects most of them, a warning about every text would be noise."""
+    engine = load_engine(TargetConfig(adapter=adapter), EngineConfig(), DraftingConfig())
+    with corrected_by(engine, tmp_path, letter_index) as service, service.client("") as client:
+        replies = [client.post("/v2/check", data={**FIELDS, "text": text}).json() for text in MISTAKES]
+    named = [reply["warnings"].get("incompleteResultsReason", "") for reply in replies]
+    assert any("may be wrong too" in each for each in named) == (adapter == "none")
+    if adapter == "none":
+        assert all(reply["matches"] or said for reply, said in zip(replies, named, strict=True))
+    else:
+        assert sum(bool(reply["matches"]) for reply in replies) > len(MISTAKES) / 2
 
 
 @pytest.mark.parametrize("num_sentences", [200, pytest.param(10_000, marks=pytest.mark.slow)])

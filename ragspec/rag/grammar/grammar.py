@@ -44,6 +44,17 @@ _Generated = tuple[PreparedCorrection, list[Completion | None]]
 _MAX_SENTENCE_SHARE = 0.75
 """Tokens of a sentence at most, as a share of the tokens its correction may have."""
 _SPARE_TOKENS = 16
+KNOWN_MISTAKES = (
+    "He go to school every day.",
+    "She have a old car.",
+    "They was late for the meeting.",
+    "This are my books.",
+    "We has finished the work.",
+    "The old man come home at nine.",
+    "The children plays in the garden.",
+    "I has two cats.",
+)
+"""Sentences that show whether a target corrects at all."""
 
 
 class Grammar(Closeable):
@@ -126,6 +137,15 @@ class Grammar(Closeable):
         """
         completions = await self._generate(prepared, timeout_s)
         return await asyncio.to_thread(build_correction, prepared, completions, self._classify)
+
+    async def corrects(self) -> bool:
+        """Whether the target, asked greedily, changes at least half of `KNOWN_MISTAKES`. A chat model may repeat what is wrong
+        without a word, so that its silence proves nothing. Raises: EngineError."""
+        params = SamplingParams(0.0, max_tokens=DEFAULT_PARAMS.max_tokens, seed=0)
+        request = CorrectionRequest(uuid.uuid4().hex, " ".join(KNOWN_MISTAKES), params)
+        found = await self.complete(await asyncio.to_thread(self.prepare, request))
+        num_edited = sum(any(a <= edit.start < b for edit in found.edits) for a, b in found.sentences)
+        return 2 * num_edited >= len(found.sentences)
 
     def stages(self, max_batch: int = 16, max_waiting: int = 32) -> StagedPipeline:
         """Stages that turn many `CorrectionRequest`s into `Correction`s or errors, in the order in which they finish."""
