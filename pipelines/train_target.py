@@ -31,7 +31,7 @@ from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.reference.lora import write_adapter
 from ragspec.training.reference.mixture import LONG, Mixture
 from ragspec.training.reference.rows import Row
-from ragspec.training.reference.sources import json_lines
+from ragspec.training.reference.sources import json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
 from ragspec.training.trainer import WorkerGroup
 
@@ -48,6 +48,8 @@ CHAT_TOPICS = (
     "photosynthesis", "cooking rice", "the moon", "learning to swim", "chess", "public transport", "bees", "saving money",
     "jazz", "gardening", "electric cars", "sleep",
 )  # fmt: skip
+CHAT_INSTRUCTIONS = {"roleplay": 120, "codegen-instruct": 120}
+NUM_CHAT_QUESTIONS = 200
 GREETINGS = ("Hello!", "Who are you?", "Thank you!", "Can you help me?", "What can you do?", "How are you?")
 
 
@@ -147,7 +149,7 @@ def obtain_chats(run: TargetRun) -> None:
     target = FrozenTarget.load(
         TargetConfig(model=run.target, adapter="none"), "cuda" if torch.cuda.is_available() else "cpu"
     )
-    asked = [*GREETINGS, *(request.format(topic) for request in CHAT_REQUESTS for topic in CHAT_TOPICS)]
+    asked = chat_requests(run.data_dir)
     prompts = [[message("user", text)] for text in asked]
     answers = model_generate(target.model, target.tokenizer)(prompts)
     with (run.out / CHATS).open("w", encoding="utf-8") as file:
@@ -155,6 +157,17 @@ def obtain_chats(run: TargetRun) -> None:
             is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
             row = {"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut}
             file.write(json.dumps(row) + "\n")
+
+
+def chat_requests(data_dir: Path) -> list[str]:
+    """Ordinary requests: greetings, tasks about topics, written instructions, and questions without their passages."""
+    asked = [*GREETINGS, *(request.format(topic) for request in CHAT_REQUESTS for topic in CHAT_TOPICS)]
+    rng = random.Random(0)
+    for name, count in CHAT_INSTRUCTIONS.items():
+        rows = json.loads((data_dir / "gpteacher" / f"{name}.json").read_text(encoding="utf-8"))
+        asked += rng.sample([row["instruction"] for row in rows if not row["input"]], count)
+    questions = [question.text for paragraph in question_paragraphs(data_dir) for question in paragraph.questions]
+    return [*asked, *rng.sample(questions, NUM_CHAT_QUESTIONS)]
 
 
 def probe(

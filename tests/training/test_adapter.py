@@ -17,7 +17,7 @@ from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quo
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
 from ragspec.training.reference.lora import ALPHA, RANK, write_adapter
 from ragspec.training.reference.packs import PackStream
-from ragspec.training.reference.rows import Row, collate
+from ragspec.training.reference.rows import FIRST_WEIGHT, Row, collate
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
 from ragspec.training.reference.trainer import BLOCK_QUERIES, AdapterPlan, AdapterTrainer, blocks_of_queries
 
@@ -60,6 +60,17 @@ def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
     wanted = [token for text in [*first, *second] for token, weight in zip(*text, strict=True) if weight]
     assert batch.targets[0][learnt].tolist() == wanted
     assert len(row.ids) < sum(len(text.ids) for text in [*first, *second])
+
+
+def test_an_answers_first_token_weighs_more() -> None:
+    """One token in forty says whether the passages answer: lost among the others, or another token weighed in its place."""
+    texts = encoded(list(SENTENCES))
+    row = Row(4_000)
+    row.add(texts)
+    batch = collate([row])
+    weights = batch.weights[0][batch.targets[0] >= 0].tolist()
+    answers = [sum(weight > 0 for weight in text.weights) for text in texts]
+    assert weights == [weight for count in answers for weight in (FIRST_WEIGHT, *(count - 1) * [1.0])]
 
 
 def test_what_does_not_fit_is_left_out_whole() -> None:

@@ -15,7 +15,7 @@ from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, toke
 from ragspec.training.reference.sources import Paragraph, json_lines
 from ragspec.training.sentences import normalise, split_sentences
 
-CLEAN_SHARE, PAIRS_SHARE, MISSPELT_SHARE = 0.27, 0.3, 0.3
+CLEAN_SHARE, PAIRS_SHARE, MISSPELT_SHARE = 0.36, 0.3, 0.3
 """Sentences to leave as they are; real pairs; sentences with a misspelling of the lists beside other errors."""
 NUM_BOOKS = 40
 REPEATS = {"eracond_pairs": 3, "harper_pairs": 1, "blimp_pairs": 1, "zorro_pairs": 1}

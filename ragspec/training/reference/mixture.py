@@ -21,7 +21,7 @@ from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.sources import MAX_QUOTE_WORDS, Paragraph, Question, question_paragraphs
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
-SHARES = {"questions": 0.5, "documentation": 0.11, "stdlib": 0.08, "grammar": 0.18, "follow_ups": 0.09, "chat": 0.04}
+SHARES = {"questions": 0.46, "documentation": 0.1, "stdlib": 0.08, "grammar": 0.17, "follow_ups": 0.09, "chat": 0.1}
 NUM_CORRECTIONS = 14
 """Corrections drawn at a time."""
 LONG = {"follow_ups": 2.5}

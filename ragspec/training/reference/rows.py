@@ -14,9 +14,13 @@ from torch import Tensor
 
 from ragspec.training.conversations import Encoded
 
+FIRST_WEIGHT = 3.0
+"""The weight of an answer's first token, which says whether the passages answer; that of all others is 1."""
+
 
 class RowBatch(NamedTuple):
-    """Shapes: ids, positions int64 [R, T]; mask bool [R, 1, T, T], who sees whom; targets int64 [R, T], the next token or -100.
+    """Shapes: ids, positions int64 [R, T]; mask bool [R, 1, T, T], who sees whom; targets int64 [R, T], the next token or -100;
+    weights float32 [R, T], of the targets' losses.
 
     Padding on the right sees itself.
     """
@@ -25,6 +29,7 @@ class RowBatch(NamedTuple):
     positions: Tensor
     mask: Tensor
     targets: Tensor
+    weights: Tensor
 
 
 class Row:
@@ -87,4 +92,5 @@ def collate(rows: Sequence[Row]) -> RowBatch:
     sees = (sees & (group[:, :, None] == group[:, None])).tril()
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = torch.where(learnt[:, 1:] > 0, ids[:, 1:], -100)
-    return RowBatch(ids, padded([row.positions for row in rows], 0), sees[:, None], targets)
+    weights = torch.ones(targets.shape).masked_fill_(learnt == 0, FIRST_WEIGHT)  # a learnt token behind one that is not
+    return RowBatch(ids, padded([row.positions for row in rows], 0), sees[:, None], targets, weights)

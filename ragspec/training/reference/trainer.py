@@ -80,7 +80,8 @@ class AdapterTrainer(Trainer[AdapterPlan]):
             ).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
-        loss = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="sum") / num_learnt
+        losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
+        loss = (losses * batch.weights[learnt]).sum() / num_learnt
         torch.autograd.backward(loss)
         return float(loss.detach())
 
