@@ -65,7 +65,8 @@ class AnswerFormat(ABC):
         completions = await self.stream.completions()
         self._count()
         choices, ragspec = await self.choices(completions)
-        head = self._head(self.object_type, completions[0].stats.system_fingerprint)
+        fingerprint = completions[0].stats.system_fingerprint or self.context.backend.engine.fingerprint
+        head = self._head(self.object_type, fingerprint)
         await sender.json(head | {"choices": choices, "usage": self._usage(), "ragspec": ragspec} | self._metrics())
 
     async def _send_stream(self, sender: ResponseSender) -> None:

@@ -106,6 +106,7 @@ def test_a_question_that_nothing_is_close_to_is_answered_without_the_engine(serv
         assert texts(stream(client)) == {0: whole.choices[0].message.content}
         free = ask(client, extra_body={"retrieval": False})
         assert free.usage.completion_tokens > 0 and not free.model_extra["ragspec"]["abstained"]
+        assert whole.system_fingerprint == free.system_fingerprint  # also where no engine said it
 
 
 def test_logprobs_are_of_the_texts_own_bytes(api: openai.OpenAI) -> None:
