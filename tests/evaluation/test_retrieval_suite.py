@@ -195,7 +195,7 @@ def test_command_runs_the_suite(
     monkeypatch.setattr(retrieval_suite.Encoder, "load", lambda config: HashEncoder())
     outcome = run_suite("retrieval", dataclasses.replace(settings, data_dir=data), no_tick)
     assert outcome.result["suite"] == "retrieval" and outcome.measured is None
-    assert outcome.result["encoder"] == "hashed" and list(settings.cache_dir.iterdir())
+    assert outcome.result["encoder"] == HashEncoder.identity.id and list(settings.cache_dir.iterdir())
     (data_without := data.parent / "without").mkdir(exist_ok=True)
     with pytest.raises(InputError):
         run_suite("retrieval", dataclasses.replace(settings, data_dir=data_without), no_tick)
