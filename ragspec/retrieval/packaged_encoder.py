@@ -48,9 +48,8 @@ def packaged_folder() -> Path:
 
 def load_packaged(folder: Path) -> SentenceModel:
     """Its weights are mapped from the file."""
-    from transformers import (
-        TokenizersBackend,
-    )  # Why here: half a second of imports; `AutoTokenizer`, of equal ids, takes a whole one
+    # Why here: half a second of imports; `AutoTokenizer`, of equal ids, takes a whole one
+    from transformers import TokenizersBackend
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with torch.device("meta"):

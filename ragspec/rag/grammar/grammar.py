@@ -139,8 +139,8 @@ class Grammar(Closeable):
         return await asyncio.to_thread(build_correction, prepared, completions, self._classify)
 
     async def corrects(self) -> bool:
-        """Whether the target, asked greedily, changes at least half of `KNOWN_MISTAKES`. A chat model may repeat what is wrong
-        without a word, so that its silence proves nothing. Raises: EngineError."""
+        """Whether the target edits at least half of `KNOWN_MISTAKES` at temperature 0. A chat model may repeat a wrong sentence
+        unchanged. Raises: EngineError."""
         params = SamplingParams(0.0, max_tokens=DEFAULT_PARAMS.max_tokens, seed=0)
         request = CorrectionRequest(uuid.uuid4().hex, " ".join(KNOWN_MISTAKES), params)
         found = await self.complete(await asyncio.to_thread(self.prepare, request))

@@ -93,9 +93,8 @@ class IndexSegment:
     @cached_property
     def order(self) -> NDArray[np.int64]:
         """A number for each row that sorts rows by document id and ordinal. Shapes: [K]."""
-        by_id = np.from_dlpack(
-            pc.sort_indices(self.documents["id"])
-        )  # by UTF-8 bytes, which is the order of the characters
+        # by UTF-8 bytes, which is the order of the characters
+        by_id = np.from_dlpack(pc.sort_indices(self.documents["id"]))
         ranks = np.empty(len(by_id), np.int64)
         ranks[by_id] = np.arange(len(by_id))
         return ranks[self.document_of] * self.record.num_passages + self.spans[:, 1]
