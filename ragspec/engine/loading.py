@@ -109,7 +109,8 @@ def load_engine(
         planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
-        Thread(target=admission.grammars.can_follow, daemon=True).start()  # a second before the first question
+        # A second before the first question. No daemon: an interpreter that ends while the library reads crashes.
+        Thread(target=admission.grammars.can_follow, name="ragspec-grammars").start()
         threads = AdaptiveThreads(most_threads, num_threads, adaptive=adaptive)
         return target, planner, admission, settled, threads
 
