@@ -92,7 +92,8 @@ FAMILIES = {
     "hydra++": FamilyDefaults(4, 1.0, num_blocks=4),
 }
 OPTIONS_OF = {
-    "eagle eagle2 eagle3 hass poss": ("inputs", "start"), "eagle3": ("aux_layers", "draft_vocab"), "medusa": ("target_output",),
+    "eagle eagle2 eagle3 hass poss": ("inputs", "start", "intermediate_size"),
+    "eagle3": ("aux_layers", "draft_vocab"), "medusa": ("target_output",),
     "hydra hydra++": ("not_grounded",), "medusa hydra hydra++": ("layers",), "poss": ("positions_per_layer",),
 }  # fmt: skip
 """Families, and the options that only they read."""
@@ -111,6 +112,7 @@ class DrafterRun(training_run.TrainingRun):
     draft_vocab: int | None
     plan: DrafterPlan
     start: Path | None = None
+    intermediate_size: int | None = None
     positions_per_layer: int = 0
     num_blocks: int = 1
     is_grounded: bool = False
@@ -164,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
     add("--draft-vocab", type=training_run.positive(int), help="eagle3: tokens the head can draft")
+    add("--intermediate-size", type=training_run.positive(int), help="EAGLE families: default: the target's")
     add("--start", type=Path, help="EAGLE families: directory of a head to begin with")
     add("--positions-per-layer", type=training_run.positive(int), help="poss: draft steps of a specialist; default 1")
     add(
@@ -229,6 +232,7 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         draft_vocab=args.draft_vocab,
         plan=plan,
         start=args.start,
+        intermediate_size=args.intermediate_size,
         positions_per_layer=(args.positions_per_layer or 1) if args.family == "poss" else 0,
         num_blocks=args.layers or default.num_blocks,
         is_grounded=args.family.startswith("hydra") and not args.not_grounded,
@@ -298,7 +302,8 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionCon
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
     count = -(-run.plan.objective.num_steps // run.positions_per_layer) if run.positions_per_layer else 1
-    return head_config(target, run.family, aux_layers, draft_vocab, count, run.positions_per_layer)
+    sizes = (count, run.positions_per_layer, run.intermediate_size)
+    return head_config(target, run.family, aux_layers, draft_vocab, *sizes)
 
 
 def make_head(config: HeadConfig | PositionConfig, target: FrozenTarget, sample_text: TextSampler, seed: int) -> Head:

@@ -85,6 +85,26 @@ def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, 
         start_from(other, tmp_path / "first")
 
 
+def test_a_narrower_head_begins_with_the_largest_neurons_of_the_target(target: str, tmp_path: Path) -> None:
+    """A narrower feed-forward network began at random, or with gates and outputs of different neurons."""
+    where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
+    loaded = FrozenTarget.load(TargetConfig(model=target))
+    config = train_drafter.config_of(
+        run_of(parser().parse_args(["--family", "eagle3", *where, "--intermediate-size", "5"])), loaded
+    )
+    assert isinstance(config, HeadConfig) and config.intermediate_size == 5
+    own, theirs = fresh_head(config, loaded, None, seed=5).layer().mlp, loaded.model.model.layers[-1].mlp
+    norms = [
+        weight.norm(dim=1) for weight in (theirs.gate_proj.weight, theirs.up_proj.weight, theirs.down_proj.weight.T)
+    ]
+    kept = sorted((norms[0] * norms[1] * norms[2]).argsort()[-5:].tolist())
+    assert torch.equal(own.gate_proj.weight, theirs.gate_proj.weight[kept])
+    assert torch.equal(own.up_proj.weight, theirs.up_proj.weight[kept])
+    assert torch.equal(own.down_proj.weight, theirs.down_proj.weight[:, kept])
+    with pytest.raises(InputError, match="intermediate-size"):
+        run_of(parser().parse_args(["--family", "medusa", *where, "--intermediate-size", "5"]))
+
+
 def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path) -> None:
     """A network more or less than was asked for, or the loss of another family."""
     where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]

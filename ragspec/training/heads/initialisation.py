@@ -1,7 +1,7 @@
 """The shape of a head for a target, and the head's initial weights.
 
-A head starts with copies of the target's final norm, of its output rows of the draft vocabulary and, where shapes fit, of its
-last layer's feed-forward network, so its first predictions are near the target's.
+A head starts with copies of the target's final norm, of its output rows of the draft vocabulary and of its last layer's
+feed-forward network (of a narrower one, the neurons with the largest weights), so its first predictions are near the target's.
 
     >>> config = head_config(target, EagleFamily.EAGLE3, spread_aux_layers(target.num_layers))
     >>> head = fresh_head(config, target, vocabulary=None, seed=0)
@@ -30,8 +30,10 @@ def head_config(
     draft_vocab: int | None = None,
     num_layers: int = 1,
     positions_per_layer: int = 0,
+    intermediate_size: int | None = None,
 ) -> HeadConfig:
-    """A head of the target's width, with about half as many attention heads. `num_layers`: of PosS.
+    """A head of the target's width, with about half as many attention heads. `num_layers`: of PosS. `intermediate_size` None:
+    the target's.
 
     Raises: ConfigError, ModelError.
     """
@@ -49,7 +51,7 @@ def head_config(
     return HeadConfig(
         family=family,
         hidden_size=target.hidden_size,
-        intermediate_size=int(target.config.intermediate_size),
+        intermediate_size=intermediate_size or int(target.config.intermediate_size),
         num_heads=num_heads,
         num_kv_heads=max(1, num_heads // 2),
         head_dim=HEAD_DIM,
@@ -98,11 +100,19 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
 
 
 def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
-    theirs = dict(target.model.model.layers[-1].named_parameters())
-    for name, own in head.layer().named_parameters():
-        source = theirs.get(name)
-        if name.startswith(("mlp.", "post_attention_layernorm.")) and source is not None and source.shape == own.shape:
-            own.copy_(source)
+    source, own = target.model.model.layers[-1], head.layer()
+    if not all(hasattr(getattr(source, "mlp", None), f"{name}_proj") for name in ("gate", "up", "down")):
+        return
+    theirs = [source.mlp.gate_proj.weight, source.mlp.up_proj.weight, source.mlp.down_proj.weight.T]
+    size = own.mlp.gate_proj.out_features
+    if size > len(theirs[0]):
+        return
+    strength = torch.stack([weight.float().norm(dim=1) for weight in theirs]).prod(0)
+    kept = strength.topk(size).indices.sort().values
+    for projection, weight in zip((own.mlp.gate_proj, own.mlp.up_proj), theirs, strict=False):
+        projection.weight.copy_(weight[kept])
+    own.mlp.down_proj.weight.copy_(theirs[2][kept].T)
+    own.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
 
 
 @torch.no_grad()
