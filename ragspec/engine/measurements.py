@@ -2,7 +2,8 @@
 
 A file's name has the numerics id (a hash of the target's own logits and of all versions), the threads, and hashes of the
 processor's model and of the kernels' source: another kernel may give the same first rows and other large batches. A short
-self-test confirms a kept one, or a whole one runs. Kept costs are never measured again: a few forwards tell the speed of today.
+self-test confirms a kept one, or a whole one runs. Kept costs are not measured again at once: a few forwards tell the speed of
+today, and every start measures one number of rows more, so that costs first measured beside other load come right.
 
 >>> tested = kept_self_test(target, num_threads)
 >>> costs = kept_costs(target, tested.numerics_id, num_threads, forward_s, lambda: measure_costs(target, 512))
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -32,14 +34,18 @@ log = logging.getLogger(__name__)
 _CPU_INFO = Path("/proc/cpuinfo")
 
 _CHECKED_ROWS, _CHECKED_TIMES = (1, 16), 3
+_MOST_CORRECTED = 64
+"""Forwards of more rows would take a tenth of a second."""
+_MOST_CHANGE = 2.0
 
 
 class _Measurements(BaseModel):
-    """`num_rows`: of the self-test that passed, 0 if none. `rows`, `seconds`: of the cost table."""
+    """`num_rows`: of the self-test that passed, 0 if none. `rows`, `seconds`: of the cost table, `num_starts`: with it."""
 
     num_rows: int = 0
     rows: list[int] = []
     seconds: dict[int, list[float]] = {}
+    num_starts: int = 0
 
 
 def kept_self_test(target: Target, num_threads: int, say: Say = log.info) -> SelfTest:
@@ -69,7 +75,15 @@ def kept_costs(
     path = _path(target, numerics_id, num_threads)
     kept = _read(path)
     if kept.rows and kept.seconds:
-        return _at_the_speed_of_today(CostTable(kept.seconds, kept.rows), forward_s)
+        today = _at_the_speed_of_today(CostTable(kept.seconds, kept.rows), forward_s)
+        corrected = [n for n in kept.rows if n <= _MOST_CORRECTED and n not in _CHECKED_ROWS]
+        if not corrected:
+            return today
+        chosen = kept.rows.index(corrected[kept.num_starts % len(corrected)])
+        change = _change(today, kept.rows[chosen], forward_s)
+        seconds = _changed(kept.seconds, chosen, change)
+        _write(path, kept.model_copy(update={"seconds": seconds, "num_starts": kept.num_starts + 1}))
+        return CostTable(_changed(today.measured[1], chosen, change), kept.rows)
     table = measure()
     rows, seconds = table.measured
     _write(path, _read(path).model_copy(update={"rows": rows, "seconds": seconds}))
@@ -89,6 +103,18 @@ def _at_the_speed_of_today(kept: CostTable, forward_s: Callable[[int, int], floa
     ]
     factors = np.interp(rows, checked, changes).tolist()
     return CostTable({c: [s * f for s, f in zip(column, factors, strict=True)] for c, column in seconds.items()}, rows)
+
+
+def _change(today: CostTable, num_rows: int, forward_s: Callable[[int, int], float]) -> float:
+    """By how much the cost of so many rows is to change: half-way to the fastest forward, as a factor."""
+    context = min(today.measured[1])
+    fastest = min(forward_s(num_rows, context) for _ in range(_CHECKED_TIMES))
+    ratio = fastest / today.cost_s(num_rows, context)
+    return math.sqrt(min(_MOST_CHANGE, max(1 / _MOST_CHANGE, ratio)))
+
+
+def _changed(seconds: dict[int, list[float]], at: int, factor: float) -> dict[int, list[float]]:
+    return {c: [s * factor if i == at else s for i, s in enumerate(column)] for c, column in seconds.items()}
 
 
 def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
