@@ -94,7 +94,8 @@ def test_one_head_at_a_time_is_in_memory(model: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(loading, "HeadTimer", Watched)
     save_head(tmp_path, a_head(), "official")
     with open_engine(model, tmp_path, ("eagle",), dtype="auto"):
-        assert len(built) > 2 and set(built) == {1}
+        assert set(built) == {1}
+        assert len(built) > 2 or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), "one type is left to try"
 
 
 LATER: dict[str, dict[str, Any]] = {
