@@ -1,9 +1,10 @@
 """An engine replica in a Ray actor: rank 0 with the engine, and the other ranks of its tensor-parallel group.
 
-Rank 0 starts its followers as child actors in its own placement group, so a restart of rank 0 rebuilds the whole group: Ray ends
-the old followers with the process that owned them. A replica that cannot go on ends its process, and Ray restarts it.
+Rank 0 starts its followers as child actors in its own bundle of a placement group, so a restart of rank 0 rebuilds the whole
+group: Ray ends the old followers with the process that owned them. A replica that cannot go on ends its process, and Ray restarts
+it.
 
-    >>> remote_class(EngineServer, CONCURRENT_CALLS).options(scheduling_strategy=...).remote(config, topology, 1)
+    >>> remote_class(EngineServer, CONCURRENT_CALLS).options(scheduling_strategy=...).remote(config, topology, 1, 0)
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _STOPPED_LOOKS = 2
 class EngineServer(EngineHost, WorkerActor):
     """An `EngineHost` in an actor. Its constructor returns when the engine is loaded."""
 
-    def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int) -> None:
-        """`num_beside`: engines on this node, itself included, which share its processors.
+    def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int, bundle: int) -> None:
+        """`num_beside`: engines on this node, itself included, which share its processors. `bundle`: of its placement group.
 
         A ragspec error in the first start is kept for `load`. In a restart any error ends the process, because Ray restarts a
         process that dies but not an actor whose constructor raises.
@@ -56,7 +57,7 @@ class EngineServer(EngineHost, WorkerActor):
         late.daemon = True
         late.start()
         try:
-            self._followers = _Followers(config, topology, num_beside)
+            self._followers = _Followers(config, topology, num_beside, bundle)
             super().__init__(self._loaded(config, num_beside))
         except Exception as error:
             if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -117,7 +118,7 @@ class RankFollower:
 class _Followers:
     """The ranks beside rank 0, as rank 0 sees them; none in a group of one."""
 
-    def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int) -> None:
+    def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int, bundle: int) -> None:
         self.group_size = size = topology.tensor_parallel
         self._timeout_s, self._target = topology.rank_timeout_s, config.target
         self._runs: list[Any] = []
@@ -125,16 +126,16 @@ class _Followers:
         self.processes: list[Process] = []
         if size == 1:
             return
-        self._rendezvous = Rendezvous(_LOOPBACK)  # STRICT_PACK: all ranks are on one node
+        self._rendezvous = Rendezvous(_LOOPBACK)  # a bundle lies on one node
         group = ray.util.get_current_placement_group()
         assert group is not None
         follower: Any = ray.remote(max_restarts=0, runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}})
         options = {"num_cpus": topology.cpus_per_rank, "num_gpus": topology.gpus_per_rank}
         self._actors = [
             follower(RankFollower)
-            .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank))
+            .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
             .remote()
-            for rank in range(1, size)
+            for _ in range(1, size)
         ]
         self.processes = [Process.of(pid) for pid in ray.get([actor.pid.remote() for actor in self._actors])]
         self._runs = [

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ragspec.cluster.actors import Replica, remote_class
 from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
+from ragspec.cluster.placement import place_replicas
 from ragspec.cluster.ray_calls import ragspec_error, wait_for_all
-from ragspec.cluster.registry import NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
+from ragspec.cluster.registry import NAMESPACE, actor_name, alive_nodes, kind_of
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.cluster.topology import DeploymentSpec
@@ -114,30 +114,28 @@ def _full_path(model: str) -> str:
 
 def start_replicas(deployment: str, spec: DeploymentSpec, lifetime: str | None) -> list[Replica]:
     """Does not wait for them. `lifetime`: "detached", or None to end with this process."""
+    places = place_replicas(deployment, spec.topology, lifetime)
+    options = {"namespace": NAMESPACE, "lifetime": lifetime}
     return [
-        Replica(name, _start(deployment, name, spec, {"namespace": NAMESPACE, "lifetime": lifetime}))
-        for name in replica_names(spec.topology)
+        Replica(
+            name, _start(name, spec, options | {"name": actor_name(deployment, name), "scheduling_strategy": place})
+        )
+        for name, place in places.items()
     ]
 
 
-def _start(deployment: str, name: str, spec: DeploymentSpec, options: dict[str, Any]) -> Any:
+def _start(name: str, spec: DeploymentSpec, options: dict[str, Any]) -> Any:
     topology, config = spec
-    options = options | {"name": actor_name(deployment, name), "scheduling_strategy": "SPREAD"}
     if kind_of(name) == "shard":
         return remote_class(ShardActor).options(num_cpus=topology.cpus_per_shard, **options).remote()
     if kind_of(name) == "encoder":
         actor = remote_class(EncoderActor).options(num_cpus=topology.cpus_per_encoder, **options)
         return actor.remote(config.encoder)
-    if topology.tensor_parallel > 1:
-        bundle = {"CPU": topology.cpus_per_rank, "GPU": topology.gpus_per_rank}
-        bundles = [{unit: amount for unit, amount in bundle.items() if amount}] * topology.tensor_parallel
-        group_name = f"{NAMESPACE}/{options['name']}"
-        group = placement_group(bundles, "STRICT_PACK", name=group_name, lifetime=options["lifetime"])
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
     num_beside = -(-topology.replicas // max(1, len(alive_nodes())))
+    bundle = options["scheduling_strategy"].placement_group_bundle_index
     engine = remote_class(EngineServer, CONCURRENT_CALLS)
     engine = engine.options(num_cpus=topology.cpus_per_rank, num_gpus=topology.gpus_per_rank, **options)
-    return engine.remote(config, topology, num_beside)
+    return engine.remote(config, topology, num_beside, bundle)
 
 
 def wait_until_loaded(replicas: Sequence[Replica], timeout_s: float) -> None:
