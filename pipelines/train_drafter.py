@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
     add("--draft-vocab", type=training_run.positive(int), help="eagle3: tokens the head can draft")
-    add("--intermediate-size", type=training_run.positive(int), help="EAGLE families: default: the target's")
+    add("--intermediate-size", type=training_run.positive(int), help="EAGLE families; default: the target's")
     add("--start", type=Path, help="EAGLE families: directory of a head to begin with")
     add("--positions-per-layer", type=training_run.positive(int), help="poss: draft steps of a specialist; default 1")
     add(
@@ -302,8 +302,8 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionCon
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
     count = -(-run.plan.objective.num_steps // run.positions_per_layer) if run.positions_per_layer else 1
-    sizes = (count, run.positions_per_layer, run.intermediate_size)
-    return head_config(target, run.family, aux_layers, draft_vocab, *sizes)
+    layers = (count, run.positions_per_layer)
+    return head_config(target, run.family, aux_layers, draft_vocab, *layers, intermediate_size=run.intermediate_size)
 
 
 def make_head(config: HeadConfig | PositionConfig, target: FrozenTarget, sample_text: TextSampler, seed: int) -> Head:

@@ -9,6 +9,7 @@ Ray moves those of a dead node to another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -31,7 +32,7 @@ def place_replicas(
     places: dict[str, PlacementGroupSchedulingStrategy] = {}
     for kind in KINDS:
         names = [name for name in replica_names(topology) if kind_of(name) == kind]
-        bundle = _bundle(kind, topology)
+        bundle = bundle_of(kind, topology)
         num_nodes = sum(node.cpus >= bundle["CPU"] and node.gpus >= bundle.get("GPU", 0.0) for node in alive_nodes())
         num_apart = max(1, num_nodes)  # Why: Ray moves all lost bundles of a group or none, so a node holds one of each
         for first in range(0, len(names), num_apart):
@@ -42,12 +43,15 @@ def place_replicas(
     return places
 
 
-def _bundle(kind: str, topology: Topology) -> dict[str, float]:
+def bundle_of(kind: str, topology: Topology) -> dict[str, float]:
     """The resources of a replica's processes, which a bundle keeps on one node."""
     if kind != "engine":
         return {"CPU": topology.cpus_per_shard if kind == "shard" else topology.cpus_per_encoder}
-    ranks = topology.tensor_parallel
-    amounts = {"CPU": ranks * topology.cpus_per_rank, "GPU": ranks * topology.gpus_per_rank}
+    ranks, share = topology.tensor_parallel, topology.gpus_per_rank
+    gpus = ranks * share
+    if share < 1.0 < gpus:  # no rank has parts of two GPUs, so whole GPUs are reserved
+        gpus = math.ceil(ranks / math.floor(1.0 / share))
+    amounts = {"CPU": ranks * topology.cpus_per_rank, "GPU": float(gpus)}
     return {unit: amount for unit, amount in amounts.items() if amount}
 
 

@@ -102,14 +102,13 @@ class Timings:
         """Seconds of decoding in one run: first to last token, plus the draft's share of the prompt's step.
 
         Why the second part: the step that ends the prompt may already accept drafted tokens, which arrive with the
-        first token. Their rows cost the excess of this step over the same program's step without a draft. The difference keeps
-        its sign: a sum of excesses alone would count noise as cost.
+        first token. Their rows cost the excess of this step over the same program's step without a draft.
         """
         decode_s = self.first_to_last_s(name, number)
         without = _WITHOUT_DRAFT.get(name, "")
         if without not in self.runs:
             return decode_s
-        return decode_s + self._first_s(name, number) - self._first_s(without, number)
+        return decode_s + max(0.0, self._first_s(name, number) - self._first_s(without, number))
 
     def first_to_last_s(self, name: str, number: int) -> float:
         """Seconds from first to last token; tokens that arrive with the first token cost nothing."""

@@ -17,11 +17,10 @@ from stand_ins import until
 from ragspec.cluster import launch
 from ragspec.cluster.actors import Replica, WorkerActor
 from ragspec.cluster.launch import start_replicas
+from ragspec.cluster.placement import bundle_of
 from ragspec.cluster.registry import teardown
 from ragspec.cluster.topology import DeploymentSpec, Topology
 from ragspec.config import EncoderConfig, PipelineConfig
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -61,6 +60,8 @@ def node_of(replica: Replica) -> str:
         return ""
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_no_node_holds_all_encoders(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """All encoders die with one node; a restarted encoder joins the other on the node with the most room."""
     monkeypatch.setattr(launch, "EncoderActor", LightActor)
@@ -81,3 +82,13 @@ def test_no_node_holds_all_encoders(cluster: Cluster, monkeypatch: pytest.Monkey
     until(
         lambda: {group["state"] for group in placement_group_table().values()} == {"REMOVED"}, "the end of all groups"
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share", "gpus"),
+    [(2, 0.5, 1.0), (2, 0.6, 2.0), (4, 0.4, 2.0), (4, 0.1, 0.4), (2, 1.0, 2.0), (2, 2.0, 4.0)],
+)
+def test_a_bundle_holds_each_rank_on_gpus_of_its_own(ranks: int, share: float, gpus: float) -> None:
+    """Of 1.2 GPUs two ranks with 0.6 each cannot start: the second would have parts of two."""
+    topology = Topology(tensor_parallel=ranks, gpus_per_rank=share)
+    assert bundle_of("engine", topology) == pytest.approx({"CPU": ranks * topology.cpus_per_rank, "GPU": gpus})

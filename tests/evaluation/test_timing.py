@@ -40,9 +40,9 @@ def test_what_the_draft_adds_to_the_prompt_step_counts() -> None:
     assert pair.ratio(PLAIN, SPECULATIVE, Timings.end_to_end_s) == pytest.approx(5.5 / 2.0)
 
 
-def test_noise_in_the_prompt_step_counts_with_its_sign() -> None:
-    """Bug guarded: slow prompt steps counted and fast ones did not, so drafts in vain looked slower than they are."""
-    pair = timings(plain=[[TimedGeneration(ABC, 1.5, 4.0)]], speculative=[[TimedGeneration(ABC, 1.0, 2.5)]])
+def test_a_faster_prompt_step_gives_no_credit() -> None:
+    """Bug guarded: noise in the prompt's step that makes decoding look faster."""
+    pair = timings(plain=[[TimedGeneration(ABC, 2.0, 4.0)]], speculative=[[TimedGeneration(ABC, 1.0, 2.0)]])
     assert pair.ratio(PLAIN, SPECULATIVE) == 2.0
 
 

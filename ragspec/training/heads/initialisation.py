@@ -100,19 +100,19 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
 
 
 def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
-    source, own = target.model.model.layers[-1], head.layer()
-    if not all(hasattr(getattr(source, "mlp", None), f"{name}_proj") for name in ("gate", "up", "down")):
+    theirs, own = (dict(layer.named_parameters()) for layer in (target.model.model.layers[-1], head.layer()))
+    names = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    if (norm := theirs.get("post_attention_layernorm.weight")) is not None:
+        own["post_attention_layernorm.weight"].copy_(norm)
+    if not theirs.keys() >= set(names):  # experts, or fused projections
         return
-    theirs = [source.mlp.gate_proj.weight, source.mlp.up_proj.weight, source.mlp.down_proj.weight.T]
-    size = own.mlp.gate_proj.out_features
-    if size > len(theirs[0]):
-        return
-    strength = torch.stack([weight.float().norm(dim=1) for weight in theirs]).prod(0)
-    kept = strength.topk(size).indices.sort().values
-    for projection, weight in zip((own.mlp.gate_proj, own.mlp.up_proj), theirs, strict=False):
-        projection.weight.copy_(weight[kept])
-    own.mlp.down_proj.weight.copy_(theirs[2][kept].T)
-    own.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+    gate, up, down = (theirs[name] for name in names)
+    size = head.config.intermediate_size
+    if size <= len(gate):
+        strength = gate.float().norm(dim=1) * up.float().norm(dim=1) * down.float().norm(dim=0)
+        kept = strength.topk(size).indices.sort().values
+        for name, weight in zip(names, (gate[kept], up[kept], down[:, kept]), strict=True):
+            own[name].copy_(weight)
 
 
 @torch.no_grad()
