@@ -25,6 +25,7 @@ _FILES = (
     "verification/sampling.py",
     "drafting/suffix_index.py",
     "retrieval/search/bm25.py",
+    "retrieval/search/dense.py",
     "drafting/coupling.py",
 )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search import dense
-from ragspec.retrieval.search.dense import ExactIndex, ScoredRows, canonical_scores
+from ragspec.retrieval.search.dense import ExactIndex, RoundedRows, ScoredRows, canonical_scores
 
 
 def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray:
@@ -50,10 +50,8 @@ def test_search_is_exact_and_the_same_alone_or_in_a_batch(rows: int) -> None:
         assert together == [ranked(index.search(query[None], k), k)[0] for query in queries]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_everything_that_ties_with_the_last_is_found(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_ties_with_the_last_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more duplicates than candidates, an arbitrary subset of them was ranked: another one on every machine."""
-    monkeypatch.setattr(dense, "packing_available", lambda: packed)
     monkeypatch.setattr(dense, "_BLOCK_ROWS", 100)
     rng = np.random.default_rng(1)
     vectors = np.concatenate([unit(rng, 50), np.repeat(unit(rng, 1), 400, axis=0), unit(rng, 50)])
@@ -116,3 +114,18 @@ def test_results_equal_faiss() -> None:
     found = ranked(ExactIndex(vectors).search(queries, 10), 10)
     assert [[row for row, _ in hits] for hits in found] == rows.tolist()
     np.testing.assert_allclose([[score for _, score in hits] for hits in found], scores, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
+def test_no_score_exceeds_its_bound(scale: float) -> None:
+    """A bound too low drops a passage from the best without a trace."""
+    rng = np.random.default_rng(7)
+    spikes = np.zeros((300, 384), np.float32)
+    spikes[:, 0] = 1.0  # one coordinate far above the others: 8 bits keep little of these
+    vectors = np.concatenate([unit(rng, 300, 384), spikes + scale * unit(rng, 300, 384)]).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    queries = np.concatenate([unit(rng, 6, 384), vectors[-3:]])
+    bounds = RoundedRows.of(vectors, 0).bounds(queries, None)
+    for query, own in zip(queries, bounds, strict=True):
+        assert (own >= canonical_scores(query, vectors)).all()
+        assert ranked(ExactIndex(vectors).search(query[None], 5), 5) == canonical(query[None], vectors, 5)

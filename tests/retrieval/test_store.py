@@ -64,7 +64,6 @@ def test_what_was_written_is_what_is_read(index_dir: Path, letters: LetterEncode
     expected = [passage for document in documents[:15] for passage in chunk(document, CHUNKING)]
     assert [first.passage(row) for row in range(len(expected))] == expected
     assert first.passage(3, score=0.5) == replace(expected[3], score=0.5)
-    assert first.passage_key(3) == (expected[3].document_id, expected[3].ordinal)
     assert [list(first.rows_of(number)) for number in (0, 2)] == [[0, 1], [4, 5]]
     assert np.array_equal(first.vectors, letters.encode([f"{p.title}\n{p.text}" for p in expected]))
 

@@ -14,11 +14,14 @@ Span = tuple[int, int]
 
 _GREEK = "Ͱ-Ͽἀ-῿"
 _BREAK = re.compile(
-    r"(?P<stop>(?<![.!?…])[.!?…]++[\"')\]}”’»“«‹›]*+(?:[ \u00a0\u202f]»)?+)(?=\s)"  # `_ends_sentence` decides by the context
-    r"|(?P<wide>[。！？｡]++[」』”’）]*+)"  # an ideographic full stop needs no space after it
-    r"|(?P<script>(?:[।॥؟።፧፨։៕။]|។(?!ល។)|۔(?=\s))[।॥؟!?…]*+[\"')\]}”’»]*+)"  # nor do those of South Asia, Ethiopia, Armenia
-    rf"|(?P<greek>(?<=[{_GREEK}])[;\u037e]++[\"')\]}}”’»]*+)(?=\s+[\"'(“‘«]*+[{_GREEK}])"
-    r"|(?P<lines>\n(?=[ \t]*\n|[ \t]*(?:[-*•] |\d{1,3}[.)] |>>> |=====|-----|\| [^\n]*\|[ \t]*(?:\n|\Z))))"
+    # Why the first character before the alternatives: the search skips to it, and no alternative is tried elsewhere
+    "[.!?…。！？｡।॥؟።፧፨։៕။។۔;\u037e\n](?:"
+    r"(?P<stop>(?<=[.!?…])(?<![.!?…]{2})[.!?…]*+[\"')\]}”’»“«‹›]*+(?:[ \u00a0\u202f]»)?+)(?=\s)"  # `_ends_sentence` decides
+    r"|(?P<wide>(?<=[。！？｡])[。！？｡]*+[」』”’）]*+)"  # an ideographic full stop needs no space after it
+    # nor do those of South Asia, Ethiopia, Armenia
+    r"|(?P<script>(?:(?<=[।॥؟።፧፨։៕။])|(?<=។)(?!ល។)|(?<=۔)(?=\s))[।॥؟!?…]*+[\"')\]}”’»]*+)"
+    rf"|(?P<greek>(?<=[{_GREEK}][;\u037e])[;\u037e]*+[\"')\]}}”’»]*+)(?=\s+[\"'(“‘«]*+[{_GREEK}])"
+    r"|(?P<lines>(?<=\n)(?=[ \t]*\n|[ \t]*(?:[-*•] |\d{1,3}[.)] |>>> |=====|-----|\| [^\n]*\|[ \t]*(?:\n|\Z)))))"
     # a blank line, or a line that is an item, a doctest, a rule or a row of a table
 )
 _OPENING = "\"'(“‘«"

@@ -153,11 +153,6 @@ class IndexSegment:
     def _slice(self, number: int, start_byte: int, end_byte: int) -> str:
         return str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8")
 
-    def passage_key(self, row: int) -> tuple[str, int]:
-        """(document id, ordinal), which orders passages of equal score."""
-        number, ordinal = self.spans[row, :2].tolist()
-        return self.ids[number], ordinal
-
     def text(self, number: int) -> str:
         """A document's text alone."""
         with unchanged(self.folder):

@@ -110,7 +110,7 @@ def check_target(built: EncoderIdentity, target: EncoderIdentity) -> None:
 
 
 class Datastore:
-    """A datastore opened for reading: mapped files, and a packed copy of the keys that searches run on."""
+    """A datastore opened for reading: mapped files, and a copy of the keys in 8 bits that searches begin with."""
 
     def __init__(self, manifest: DatastoreManifest, keys: FloatArray, values: Values) -> None:
         self.manifest = manifest

@@ -1,32 +1,35 @@
 """Exact search: the best rows by cosine, bit for bit the same alone or in a batch.
 
-A packed matrix product (float32, block by block) proposes candidates. Their score is *defined* as the sequential float64 sum of
-the products of the stored float32 values. The error of a float32 score has a known bound, so the search widens whenever a better
-row may be missing: the result is the exact top k for any last bits of the product.
+Candidates come from a copy of the vectors in 8 bits, which a query reads in a quarter of the time. A row's score is *defined* as
+the sequential float64 sum of the products of the stored float32 values. How far an 8-bit score can be from it is known for every
+row, so the search widens whenever a better row may be missing: the result is the exact top k.
 
     >>> ExactIndex(segment.vectors).search(encoder.encode(["rain"], "query"), k=3)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ragspec.errors import ConfigError, StoreCorrupt
-from ragspec.numerics.linear import PackedLinear, packing_available
-from ragspec.numerics.threads import num_processors, run_in_thread
+from ragspec.numerics.compiled import compiled
+from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.encoder import FloatArray
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _BLOCK_ROWS = 16_384
-_QUERIES_PER_PRODUCT = 64
+_QUERIES_AT_ONCE = 64
+_ROWS_FOR_THREADS = 250_000
+"""Times queries. Starting threads takes up to a few milliseconds on a busy machine, as scoring so many rows does."""
 FEW_ROWS_SHARE = 0.05
 """At most this share of allowed rows is scanned without the index."""
 
@@ -58,17 +61,87 @@ class DenseIndex(Protocol):
         ...
 
 
+class RoundedRows(NamedTuple):
+    """Rows [first, first + K) in 8 bits, and how far the score of each can be from its canonical score.
+
+    Shapes: numbers [K, E] int8; scales [K] and errors [K] float32; a vector is about its scale times its numbers.
+    """
+
+    first: int
+    numbers: NDArray[np.int8]
+    scales: FloatArray
+    errors: FloatArray
+
+    @classmethod
+    def of(cls, vectors: FloatArray, first: int) -> RoundedRows:
+        """Rounds rows from `first` on, a block at most."""
+        own = vectors[first : first + _BLOCK_ROWS]
+        numbers, scales, errors = np.empty(own.shape, np.int8), *np.empty((2, len(own)), np.float32)
+        _round_rows(np.asarray(own), numbers, scales, errors)
+        # the sum that scores a row is in float32; a hundredth for norms that are not quite 1
+        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1]))))
+
+    def bounds(self, queries: FloatArray, allowed: Mask | None) -> FloatArray:
+        """The most that each canonical score can be. Shapes: queries [B, E] -> [B, K]; -inf where a row is not allowed."""
+        num_queries = len(queries)
+        if num_queries > 1:
+            queries = np.pad(queries, ((0, -num_queries % 4), (0, 0)))
+        bounds = np.empty((len(queries), len(self.numbers)), np.float32)
+        _bound_scores(self.numbers, self.scales, self.errors, queries, bounds)
+        if allowed is not None:
+            bounds[:, ~allowed[self.first : self.first + len(self.numbers)]] = -np.inf
+        return bounds[:num_queries]
+
+
+@compiled(nogil=True, fastmath={"reassoc", "contract"})
+def _round_rows(vectors: Any, numbers: Any, scales: Any, errors: Any) -> None:
+    """The error, by Cauchy and Schwarz, is the length of what rounding takes away. Shapes: [K, E]; out: [K, E], two [K]."""
+    for row in range(vectors.shape[0]):
+        greatest = np.float32(0)
+        for i in range(vectors.shape[1]):
+            greatest = max(greatest, abs(vectors[row, i]))
+        scale = greatest / np.float32(127) if greatest != 0 else np.float32(1)
+        taken = np.float32(0)
+        for i in range(vectors.shape[1]):
+            scaled = vectors[row, i] / scale
+            rounded = np.rint(scaled)
+            numbers[row, i] = np.int8(rounded)
+            taken += (scaled - rounded) ** 2
+        scales[row], errors[row] = scale, scale * np.sqrt(taken)
+
+
+@compiled(nogil=True, fastmath={"reassoc", "contract"})
+def _bound_scores(numbers: Any, scales: Any, errors: Any, queries: Any, bounds: Any) -> None:
+    """Four queries share the reading of a row. Why fastmath: the errors cover any order of summation.
+
+    Shapes: [K, E], two [K], [B, E] with B 1 or a multiple of four; out: [B, K].
+    """
+    for row in range(numbers.shape[0]):
+        if queries.shape[0] == 1:
+            total = np.float32(0)
+            for i in range(numbers.shape[1]):
+                total += np.float32(numbers[row, i]) * queries[0, i]
+            bounds[0, row] = total * scales[row] + errors[row]
+        else:
+            for query in range(0, queries.shape[0], 4):
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(numbers.shape[1]):
+                    number = np.float32(numbers[row, i])
+                    a += number * queries[query, i]
+                    b += number * queries[query + 1, i]
+                    c += number * queries[query + 2, i]
+                    d += number * queries[query + 3, i]
+                for place, total in enumerate((a, b, c, d)):
+                    bounds[query + place, row] = total * scales[row] + errors[row]
+
+
 class ExactIndex:
-    """Scores every row. Holds a packed copy of the mapped vectors."""
+    """Scores every row. Holds a copy of the mapped vectors in 8 bits."""
 
     def __init__(self, vectors: FloatArray) -> None:
         self._vectors = vectors  # [K, E]
-        packed = packing_available()
         starts = range(0, len(vectors), _BLOCK_ROWS)
-        self._blocks = run_in_thread(
-            lambda: [_block(vectors[i : i + _BLOCK_ROWS], packed) for i in starts], num_processors()
-        )
-        self._max_error = float32_error_bound(vectors.shape[1])
+        self._blocks = _each(starts, lambda first: RoundedRows.of(vectors, first), len(vectors))
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
         num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
@@ -77,53 +150,58 @@ class ExactIndex:
         if allowed is not None and num_allowed <= FEW_ROWS_SHARE * len(allowed):
             return search_rows(self._vectors, np.flatnonzero(allowed), queries, k)
         num_candidates = min(rescoring_depth(k), num_allowed)
-        return run_in_thread(lambda: self._search(queries, k, num_candidates, allowed), num_processors())
-
-    def _search(self, queries: FloatArray, k: int, num_candidates: int, allowed: Mask | None) -> list[ScoredRows]:
-        forbidden = None if allowed is None else torch.from_numpy(~allowed)
         found: list[ScoredRows] = []
-        for first in range(0, len(queries), _QUERIES_PER_PRODUCT):
-            some = queries[first : first + _QUERIES_PER_PRODUCT]
-            scores, rows = self._candidates(torch.from_numpy(np.ascontiguousarray(some)), num_candidates, forbidden)
-            found += [self._rank(*each, k, forbidden) for each in zip(some, scores, rows, strict=True)]
+        for first in range(0, len(queries), _QUERIES_AT_ONCE):
+            some = np.ascontiguousarray(queries[first : first + _QUERIES_AT_ONCE])
+            bounds, rows = self._candidates(some, num_candidates, allowed)
+            found += [self._rank(*each, k, allowed) for each in zip(some, bounds, rows, strict=True)]
         return found
 
-    def _candidates(self, queries: Tensor, num_candidates: int, forbidden: Tensor | None) -> tuple[FloatArray, Rows]:
-        """The best rows by float32 score, unordered. Shapes: queries [B, E] -> two [B, num_candidates]."""
-        scores, rows = [], []
-        for number in range(len(self._blocks)):
-            block_scores = self._block_scores(number, queries, forbidden)
-            top = torch.topk(block_scores, min(num_candidates, block_scores.shape[1]), sorted=False)
-            scores.append(top.values)
-            rows.append(top.indices + number * _BLOCK_ROWS)
-        best = torch.topk(torch.cat(scores, dim=1), num_candidates, sorted=False)
-        return best.values.numpy(), torch.cat(rows, dim=1).gather(1, best.indices).numpy()
+    def _candidates(self, queries: FloatArray, num_candidates: int, allowed: Mask | None) -> tuple[FloatArray, Rows]:
+        """The rows whose scores may be greatest, unordered. Shapes: queries [B, E] -> two [B, num_candidates]."""
 
-    def _block_scores(self, number: int, queries: Tensor, forbidden: Tensor | None) -> Tensor:
-        """Shapes: queries [B, E] -> [B, block]; -inf where a row is forbidden."""
-        scores = self._blocks[number](queries)
-        if forbidden is not None:
-            start = number * _BLOCK_ROWS
-            scores.masked_fill_(forbidden[start : start + scores.shape[1]], -torch.inf)
-        return scores
+        def best_of(block: RoundedRows) -> tuple[FloatArray, Rows]:
+            bounds, places = _greatest(block.bounds(queries, allowed), num_candidates)
+            return bounds, places + block.first
 
-    def _rank(self, query: FloatArray, scores: FloatArray, rows: Rows, k: int, forbidden: Tensor | None) -> ScoredRows:
+        parts = _each(self._blocks, best_of, len(queries) * len(self._vectors))
+        bounds, rows = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+        bounds, places = _greatest(bounds, num_candidates)
+        return bounds, np.take_along_axis(rows, places, axis=1)
+
+    def _rank(self, query: FloatArray, bounds: FloatArray, rows: Rows, k: int, allowed: Mask | None) -> ScoredRows:
         """The canonical top k of one query, given its candidates."""
         best = top_k(ScoredRows(rows, canonical_scores(query, self._vectors[rows])), k)
         kth = float(best.scores.min())
-        if len(rows) == len(self._vectors) or float(scores.min()) + self._max_error < kth:
+        if len(rows) == len(self._vectors) or float(bounds.min()) < kth:
             return best
-        more = self._rows_above(query, kth - self._max_error, forbidden)
-        return search_rows(self._vectors, more, query[None], k)[0]
+        return search_rows(self._vectors, self._rows_above(query, kth, allowed), query[None], k)[0]
 
-    def _rows_above(self, query: FloatArray, threshold: float, forbidden: Tensor | None) -> Rows:
-        """Every row whose float32 score reaches `threshold`: the candidates, and rows that nearly tie with the last of them."""
-        one = torch.from_numpy(query)[None]
-        found = [
-            (self._block_scores(number, one, forbidden)[0] >= threshold).nonzero()[:, 0] + number * _BLOCK_ROWS
-            for number in range(len(self._blocks))
-        ]
-        return torch.cat(found).numpy()
+    def _rows_above(self, query: FloatArray, threshold: float, allowed: Mask | None) -> Rows:
+        """Every row whose canonical score reaches `threshold`, and rows that nearly do."""
+        error = float32_error_bound(len(query))
+
+        def near(block: RoundedRows) -> Rows:
+            rows = np.flatnonzero(block.bounds(query[None], allowed)[0] >= threshold) + block.first
+            return rows[self._vectors[rows] @ query >= threshold - error]
+
+        return np.concatenate(_each(self._blocks, near, len(self._vectors)))
+
+
+def _greatest(scores: FloatArray, count: int) -> tuple[FloatArray, Rows]:
+    """The greatest scores of each row and their places, unordered. Shapes: [B, K] -> two [B, count], or all."""
+    if count >= scores.shape[1]:
+        return scores, np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+    places = np.argpartition(scores, -count, axis=1)[:, -count:]
+    return np.take_along_axis(scores, places, axis=1), places
+
+
+def _each(items: Sequence[Item], call: Callable[[Item], Result], num_rows: int) -> list[Result]:
+    """The results of all items, in order; in threads if there are many rows to compute."""
+    if num_rows < _ROWS_FOR_THREADS or num_processors() == 1:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(len(items), num_processors()), "ragspec-search") as threads:
+        return list(threads.map(call, items))
 
 
 _NOTHING = ScoredRows(np.empty(0, np.int64), np.empty(0, np.float64))
@@ -134,7 +212,7 @@ def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) ->
     found = [_NOTHING for _ in queries]
     for first in range(0, len(rows) if k > 0 else 0, _BLOCK_ROWS):
         some = rows[first : first + _BLOCK_ROWS]
-        block = np.asarray(vectors[some], np.float64)
+        block = np.asarray(vectors[some])
         for number, query in enumerate(queries):
             scores = np.append(found[number].scores, canonical_scores(query, block))
             found[number] = top_k(ScoredRows(np.append(found[number].rows, some), scores), k)
@@ -154,24 +232,39 @@ def rescoring_depth(k: int) -> int:
     return max(4 * k, k + 32)
 
 
-def canonical_scores(query: FloatArray, vectors: NDArray[np.floating]) -> NDArray[np.float64]:
+def canonical_scores(query: FloatArray, vectors: FloatArray) -> NDArray[np.float64]:
     """Dot products with the same bits on every machine and in every batch.
 
-    A product of two float32 is exact in float64, and `accumulate` adds strictly from left to right.
-    Shapes: query [E], vectors [K, E] -> [K]. Raises: StoreCorrupt for a vector that is not finite.
+    A product of two float32 is exact in float64, and the sum goes strictly from left to right.
+    Shapes: query [E], vectors [K, E] float32 -> [K]. Raises: StoreCorrupt for a vector that is not finite.
     """
-    products = vectors.astype(np.float64, copy=False) * query.astype(np.float64)  # [K, E]
-    sums: NDArray[np.float64] = np.add.accumulate(products, axis=1)[:, -1]
+    sums = np.empty(len(vectors), np.float64)
+    _sum_products(np.ascontiguousarray(vectors), np.ascontiguousarray(query), sums)
     if not np.isfinite(sums).all():
         raise StoreCorrupt("a stored vector holds no numbers: its file was changed while it was in use")
     return sums
 
 
+@compiled(nogil=True)
+def _sum_products(vectors: Any, query: Any, sums: Any) -> None:
+    """Why four rows at a time: each addition waits for the one before it in its row. Shapes: [K, E], [E]; out: [K]."""
+    num_rows = vectors.shape[0]
+    for first in range(0, num_rows - 3, 4):
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0
+        for i in range(vectors.shape[1]):
+            x = np.float64(query[i])
+            a += np.float64(vectors[first, i]) * x
+            b += np.float64(vectors[first + 1, i]) * x
+            c += np.float64(vectors[first + 2, i]) * x
+            d += np.float64(vectors[first + 3, i]) * x
+        sums[first], sums[first + 1], sums[first + 2], sums[first + 3] = a, b, c, d
+    for row in range(num_rows - num_rows % 4, num_rows):
+        total = 0.0
+        for i in range(vectors.shape[1]):
+            total += np.float64(vectors[row, i]) * np.float64(query[i])
+        sums[row] = total
+
+
 def float32_error_bound(dimension: int) -> float:
     """How far a float32 dot product of unit vectors can be from the exact one, in any order of summation (Higham 2002, 3.1)."""
     return 1.01 * (dimension + 2) * 2.0**-24
-
-
-def _block(vectors: FloatArray, packed: bool) -> Callable[[Tensor], Tensor]:
-    weight = torch.from_numpy(np.array(vectors))  # Why a copy: the mapped file is read-only, which torch warns about
-    return PackedLinear(weight) if packed else lambda queries: queries @ weight.T

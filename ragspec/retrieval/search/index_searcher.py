@@ -128,7 +128,7 @@ class IndexSearcher:
         fused = self._fused(lists)
         if self._config.fusion == "learned":
             read = self._read_first(queries, lists, fused, scope)
-            fused = [self.relevance.ordered(*each) for each in zip(read, fused, strict=True)]
+            fused = [self.relevance.ordered(*each, depth) for each in zip(read, fused, strict=True)]
         return [hits[:depth] for hits in fused]
 
     def _lists(self, queries: Sequence[Query], depth: int, scope: SearchScope) -> list[list[list[SearchHit]]]:
@@ -222,7 +222,7 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[SearchHit]], depth: int) 
                 deeper[hit.passage] = max(deeper.get(hit.passage, 0.0), 1.0 / (RANK_OFFSET + rank))
                 places[hit.passage] = hit
     scores |= deeper
-    return sorted(places[passage]._replace(negative_score=-score) for passage, score in scores.items())
+    return sorted(SearchHit(-score, *places[passage][1:]) for passage, score in scores.items())
 
 
 def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncoder, terms: TermFunction) -> list[Query]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -197,9 +197,9 @@ class Relevance:
             for hit, passage in zip(hits, passages, strict=True)
         ]
 
-    def ordered(self, read: Sequence[ReadHit], fused: Sequence[SearchHit]) -> list[SearchHit]:
-        """The read passages by relevance, without those that repeat a better one; then the others in their fused order, each with
-        a score below those."""
+    def ordered(self, read: Sequence[ReadHit], fused: Sequence[SearchHit], depth: int) -> list[SearchHit]:
+        """The first `depth` of these: the read passages by relevance, without those that repeat a better one; then the others in
+        their fused order, each with a score below those."""
         scored = [(each.hit._replace(negative_score=-relevance_of(each.features)), each.passage) for each in read]
         best, kept = list[SearchHit](), list[Passage]()
         for hit, passage in sorted(scored, key=itemgetter(0)):
@@ -207,8 +207,8 @@ class Relevance:
                 best.append(hit)
                 kept.append(passage)
         passages, lowest = {hit.passage for hit in best}, min((hit.score for hit in best), default=0.0)
-        others = [hit._replace(negative_score=1.0 - lowest - hit.score) for hit in fused if hit.passage not in passages]
-        return [*best, *others]
+        others = (hit._replace(negative_score=1.0 - lowest - hit.score) for hit in fused if hit.passage not in passages)
+        return list(islice(chain(best, others), depth))
 
     def is_repeated(self, passage: Passage, earlier: Sequence[Passage]) -> bool:
         """Whether it has nearly the same words as an earlier passage under the same title and heading, and the same numbers.

@@ -8,7 +8,6 @@ ordinal), so one shard with all segments and many shards with one segment each g
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -125,9 +124,9 @@ class SegmentSearcher:
 
     def _hits(self, scored: ScoredRows, k: int) -> list[SearchHit]:
         scored = self._without_surplus_ties(scored, k)
-        name, key = self._segment.name, self._segment.passage_key
-        pairs = zip(scored.scores.tolist(), scored.rows.tolist(), strict=True)
-        return heapq.nsmallest(k, (SearchHit(-score, *key(row), name, row) for score, row in pairs))
+        name, ids, keys = self._segment.name, self._segment.ids, self._segment.spans[scored.rows, :2].tolist()
+        found = zip(scored.scores.tolist(), scored.rows.tolist(), keys, strict=True)
+        return sorted(SearchHit(-score, ids[document], at, name, row) for score, row, (document, at) in found)[:k]
 
     def _without_surplus_ties(self, scored: ScoredRows, k: int) -> ScoredRows:
         """Drops surplus rows that tie with the k-th score: the first by document id and ordinal stay."""
@@ -206,7 +205,7 @@ class Shard:
 def merge_hits(found: Iterable[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:
     """The best `k` of each query over several shards or segments."""
     parts = list(found)
-    return [heapq.nsmallest(k, (hit for part in parts for hit in part[number])) for number in range(num_queries)]
+    return [sorted(hit for part in parts for hit in part[number])[:k] for number in range(num_queries)]
 
 
 def gather_by_shard(

@@ -47,7 +47,7 @@ class SpeculationCache:
         """As the index ranks."""
         self._mode, self._relevance = mode, relevance
         self._candidates: dict[PassageKey, ScorablePassage] = {}  # the latest last
-        self._vectors: NDArray[np.float64] | None = None  # [C, E], in the same order; computed when needed
+        self._vectors: NDArray[np.float32] | None = None  # [C, E], in the same order; computed when needed
         self._statistics = TermStatistics()
         self.can_guess = False
         """Whether a search has filled the cache, or found that the index has no passage."""
@@ -96,12 +96,12 @@ class SpeculationCache:
         weights = QueryWeights.of(query.text, query.terms, self._statistics)
         passages = [candidates[hit.row].passage for hit in hits]
         read = self._relevance.read(weights, hits, passages, [ranking[:_FUSION_DEPTH] for ranking in rankings])
-        return self._relevance.ordered(read, fused)
+        return self._relevance.ordered(read, fused, len(fused))
 
     def _dense_hits(self, query: Query) -> list[SearchHit]:
         assert query.vector is not None
         if self._vectors is None:
-            self._vectors = np.array([each.vector for each in self._candidates.values()], np.float64)  # [C, E]
+            self._vectors = np.array([each.vector for each in self._candidates.values()], np.float32)  # [C, E]
         return self._hits(canonical_scores(query.vector, self._vectors).tolist())
 
     def _sparse_hits(self, query: Query) -> list[SearchHit]:
