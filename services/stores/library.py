@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.errors import InputError, NoRoom, SaveError
+from ragspec.errors import InputError, NoRoom, NotFound, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
 from services.settings import ServiceConfig, ServiceSettings
@@ -37,6 +37,7 @@ from services.stores.records import RECORD_BYTES, Attributes, FileRecord, Record
 _MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
+_BATCH = "vsfb_"
 
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
@@ -163,14 +164,33 @@ class Library(AbstractContextManager["Library"]):
 
     def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
         """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
+        self.attach_all(tenant, store_id, {file_id: attributes})
+        return self._records.member(tenant, store_id, file_id)
+
+    def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> str:
+        """Starts to index files, each with its attributes. Returns the batch's id. Raises as `attach`, before any is added.
+
+        The members of a batch are those of its time of creation: one that is attached again leaves the batch.
+        """
         self._records.store(tenant, store_id)
-        self._records.file(tenant, file_id)
+        for file_id in files:
+            self._records.file(tenant, file_id)
         self._ingest.check_room()
-        checked = checked_attributes(attributes, "attributes")
-        with self._room(tenant, _num_bytes(checked)):
-            member = self._records.add_member(tenant, store_id, file_id, checked)
-        self._ingest.add(member)
-        return member
+        checked = {file_id: checked_attributes(own, "attributes") for file_id, own in files.items()}
+        num_bytes = sum(map(_num_bytes, checked.values())) + (len(files) - 1) * RECORD_BYTES
+        with self._room(tenant, num_bytes):
+            members = self._records.add_members(tenant, store_id, checked)
+        for member in members:
+            self._ingest.add(member)
+        return f"{_BATCH}{round(members[0].created_s * 1e6):x}"
+
+    def batch(self, tenant: str, store_id: str, batch_id: str) -> list[StoreMember]:
+        """The members of a batch. Raises: NotFound."""
+        number = batch_id.removeprefix(_BATCH)
+        found = [each for each in self.members(tenant, store_id) if f"{round(each.created_s * 1e6):x}" == number]
+        if not found or number == batch_id:
+            raise NotFound(f"there is no batch {batch_id!r} in vector store {store_id!r}")
+        return found
 
     @contextmanager
     def _room(self, tenant: str, num_bytes: int) -> Iterator[None]:

@@ -141,17 +141,19 @@ class Records:
         self._write("DELETE FROM stores WHERE tenant=? AND id=?", (tenant, store_id))
         self._database.truncate_log()
 
-    def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
-        """Adds or restarts a member with these attributes. Raises: InputError while it is being deleted."""
+    def add_members(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
+        """Adds or restarts members with these attributes, all or none. Raises: InputError while one is being deleted."""
         now = time.time()
+        keys = [(tenant, store_id, file_id) for file_id in files]
         with self._database.writing() as db:
-            found = db.execute(f"SELECT status FROM members WHERE {_KEY}", (tenant, store_id, file_id)).fetchone()
-            if found and found[0] == "deleting":
-                raise InputError(f"file {file_id!r} is being deleted from {store_id!r}")
-            row = (tenant, store_id, file_id, now, "in_progress", "", "", json.dumps(dict(attributes)), 0)
-            db.execute("INSERT OR REPLACE INTO members VALUES (?,?,?,?,?,?,?,?,?)", row)
+            for key in keys:
+                found = db.execute(f"SELECT status FROM members WHERE {_KEY}", key).fetchone()
+                if found and found[0] == "deleting":
+                    raise InputError(f"file {key[2]!r} is being deleted from {store_id!r}")
+            rows = ((*key, now, "in_progress", "", "", json.dumps(dict(files[key[2]])), 0) for key in keys)
+            db.executemany("INSERT OR REPLACE INTO members VALUES (?,?,?,?,?,?,?,?,?)", rows)
             db.execute("UPDATE stores SET used_s=? WHERE tenant=? AND id=?", (now, tenant, store_id))
-        return self.member(tenant, store_id, file_id)
+        return [StoreMember(*key, now, "in_progress", "", "", files[key[2]], 0) for key in keys]
 
     def member(self, tenant: str, store_id: str, file_id: str) -> StoreMember:
         """Raises: NotFound, also while it is being deleted."""

@@ -67,6 +67,22 @@ class NewMember(StrictBody):
     chunking_strategy: Chunking | None = None
 
 
+class NewBatch(StrictBody):
+    """Either `file_ids`, which share `attributes`, or `files`, each with its own."""
+
+    file_ids: Annotated[list[Name], at_most(500)] = Field(default=[], max_length=500)
+    files: Annotated[list[NewMember], at_most(500)] = Field(default=[], max_length=500)
+    attributes: Attributes | None = None
+    chunking_strategy: Chunking | None = None
+
+    def attributes_of(self) -> dict[str, Any]:
+        """Of each file, by id. Raises: InputError without a file, or with both lists."""
+        if bool(self.file_ids) == bool(self.files):
+            raise InputError("a batch has files: either 'file_ids' or 'files' names them")
+        own = {member.file_id: member.attributes or {} for member in self.files}
+        return own or dict.fromkeys(self.file_ids, self.attributes or {})
+
+
 class MemberChange(StrictBody):
     attributes: Attributes | None
 
@@ -161,9 +177,14 @@ def file_object(file: FileRecord) -> Fields:
     }
 
 
-def store_object(store: StoreRecord, members: Sequence[StoreMember]) -> Fields:
+def _progress(members: Sequence[StoreMember]) -> Fields:
     names = ("in_progress", "completed", "failed", "cancelled")
     counts = {name: sum(member.status == name for member in members) for name in names}
+    status = "in_progress" if counts["in_progress"] else "completed"
+    return {"status": status, "file_counts": {**counts, "total": len(members)}}
+
+
+def store_object(store: StoreRecord, members: Sequence[StoreMember]) -> Fields:
     return {
         "id": store.id,
         "object": "vector_store",
@@ -171,9 +192,19 @@ def store_object(store: StoreRecord, members: Sequence[StoreMember]) -> Fields:
         "last_active_at": int(store.used_s),
         "name": store.name,
         "metadata": dict(store.metadata),
-        "status": "in_progress" if counts["in_progress"] else "completed",
         "usage_bytes": sum(member.num_bytes for member in members),
-        "file_counts": {**counts, "total": len(members)},
+        **_progress(members),
+    }
+
+
+def batch_object(batch_id: str, members: Sequence[StoreMember]) -> Fields:
+    """Of members that were attached together, at least one."""
+    return {
+        "id": batch_id,
+        "object": "vector_store.files_batch",
+        "created_at": int(members[0].created_s),
+        "vector_store_id": members[0].store,
+        **_progress(members),
     }
 
 

@@ -18,12 +18,14 @@ from services.stores.schemas import (
     MemberChange,
     MemberQuery,
     Name,
+    NewBatch,
     NewMember,
     NewStore,
     SearchBody,
     StoreChange,
     StoreQuery,
     Tenant,
+    batch_object,
     deleted,
     member_object,
     merged,
@@ -36,6 +38,7 @@ def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter(prefix="/v1/vector_stores")
     _add_stores(router, backend)
     _add_members(router, backend)
+    _add_batches(router, backend)
     _add_search(router, backend)
     return router
 
@@ -51,8 +54,8 @@ def _add_stores(router: APIRouter, backend: ServiceBackend) -> None:
         for file_id in body.file_ids:
             library.file(tenant, file_id)  # raises NotFound before anything is created
         store = library.create_store(tenant, body.name or "", body.metadata)
-        for file_id in body.file_ids:
-            library.attach(tenant, store.id, file_id, {})
+        if body.file_ids:
+            library.attach_all(tenant, store.id, {file_id: {} for file_id in body.file_ids})
         return shape(store)
 
     @router.get("")
@@ -99,6 +102,24 @@ def _add_members(router: APIRouter, backend: ServiceBackend) -> None:
     async def detach(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
         await library.detach(tenant, store_id, file_id)
         return deleted("vector_store.file.deleted", file_id)
+
+
+def _add_batches(router: APIRouter, backend: ServiceBackend) -> None:
+    library = backend.library
+
+    @router.post("/{store_id}/file_batches")
+    def attach_all(tenant: Tenant, store_id: Name, body: NewBatch) -> Fields:
+        batch_id = library.attach_all(tenant, store_id, body.attributes_of())
+        return batch_object(batch_id, library.batch(tenant, store_id, batch_id))
+
+    @router.get("/{store_id}/file_batches/{batch_id}")
+    def batch(tenant: Tenant, store_id: Name, batch_id: Name) -> Fields:
+        return batch_object(batch_id, library.batch(tenant, store_id, batch_id))
+
+    @router.get("/{store_id}/file_batches/{batch_id}/files")
+    def members(tenant: Tenant, store_id: Name, batch_id: Name, query: Annotated[MemberQuery, Query()]) -> Fields:
+        found = [each for each in library.batch(tenant, store_id, batch_id) if query.filter in ("", each.status)]
+        return query.page(found, member_object, lambda member: (member.created_s, member.file))
 
 
 def _add_search(router: APIRouter, backend: ServiceBackend) -> None:

@@ -61,7 +61,7 @@ def test_the_report_counts_what_quotas_count(tmp_path: Path, capsys: pytest.Capt
     records = Records(tmp_path / "libraries/a/library.sqlite")
     records.add_file("ann", "file-1", "a.txt", "assistants", 3_000_000)
     store = records.add_store("ann", "notes", {"a": "b"})
-    records.add_member("ann", store.id, "file-1", {})
+    records.add_members("ann", store.id, {"file-1": {}})
     records.add_file("bob", "file-2", "b.txt", "assistants", 10)
     talks = ConversationStore(tmp_path / "conversations.sqlite")
     talks.create("bob", turns=[QaPair("When?", "At noon.")])

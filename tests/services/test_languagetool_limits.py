@@ -12,6 +12,8 @@ from correcting_service import corrected_by, correcting
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
+from ragspec.errors import EngineClosed
+from ragspec.rag.grammar.grammar import Grammar
 
 FIELDS = {"language": "en-US", "text": "He go home."}
 PATIENT = {
@@ -43,6 +45,29 @@ def test_a_closed_service_takes_the_key_from_the_form(
         assert client.post("/v2/check", data={**FIELDS, "apiKey": "no"}).status_code in (401, 403)
         blank = client.post("/v2/check", data={**FIELDS, "text": " ", "apiKey": service.keys.ann})
         assert blank.status_code == 200, "nothing to do is done in time"
+
+
+@pytest.mark.parametrize(("failure", "num_tests"), [(EngineClosed("closed"), 2), (KeyError("a fault"), 1)])
+def test_a_failed_test_of_the_target_fails_no_text(
+    failure: Exception,
+    num_tests: int,
+    tmp_path: Path,
+    letter_index: Path,
+    service_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fault in the first text's test made every later text an error, for as long as the service ran."""
+    begun = []
+
+    async def fails(grammar: Grammar) -> bool:
+        begun.append(grammar)
+        raise failure
+
+    monkeypatch.setattr(Grammar, "corrects", fails)
+    with correcting(tmp_path, letter_index, service_target, _goes) as service, service.client("") as client:
+        for _ in range(2):
+            assert len(client.post("/v2/check", data=FIELDS).json()["matches"]) == 1
+    assert len(begun) == num_tests
 
 
 def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, service_target: Target) -> None:

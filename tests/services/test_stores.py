@@ -119,6 +119,35 @@ def test_attributes_change_without_another_upload(ann: openai.OpenAI) -> None:
     assert not texts(ann, store, filters={"type": "eq", "key": "state", "value": "draft"})
 
 
+def test_files_are_attached_in_batches(ann: openai.OpenAI, bob: openai.OpenAI) -> None:
+    """Two batches of a store taken for one; a batch with an unknown file that is attached in part."""
+    batches, files = ann.vector_stores.file_batches, [("a.md", FAQ), ("b.md", b"A llama hums.")]
+    store = ann.vector_stores.create().id
+    first = batches.upload_and_poll(store, files=files, poll_interval_ms=50)
+    ids = {each.id for each in batches.list_files(first.id, vector_store_id=store)}
+    assert (first.status, first.file_counts.completed, first.file_counts.total) == ("completed", 2, 2)
+    assert ids == {each.id for each in ann.vector_stores.files.list(store)} and texts(ann, store, "llama hums")
+    own = [{"file_id": name, "attributes": {"name": name}} for name in ids]
+    other = ann.vector_stores.create(file_ids=[*ids]).id
+    second = batches.create_and_poll(other, files=own, poll_interval_ms=50)
+    assert {each.attributes["name"] for each in batches.list_files(second.id, vector_store_id=other)} == ids
+    for wrong in ({"file_ids": []}, {"file_ids": [*ids], "files": own}):
+        with pytest.raises(openai.BadRequestError, match="either"):
+            batches.create(store, **wrong)
+    ann.vector_stores.files.update(ids.pop(), vector_store_id=store, attributes={})
+    assert batches.retrieve(first.id, vector_store_id=store).file_counts.total == 1, "it was attached again"
+    empty = ann.vector_stores.create().id
+    for refused in (
+        lambda: bob.vector_stores.file_batches.retrieve(first.id, vector_store_id=store),
+        lambda: batches.retrieve(first.id, vector_store_id=empty),
+        lambda: batches.retrieve(first.id.removeprefix("vsfb_"), vector_store_id=store),
+        lambda: batches.create(empty, file_ids=[*ids, "file-x"]),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            refused()
+    assert not ann.vector_stores.files.list(empty).data
+
+
 def test_two_tenants_never_see_each_other(ann: openai.OpenAI, bob: openai.OpenAI, library_service: Service) -> None:
     """A file, a store or a passage of another tenant was found by its name, or in the whole index."""
     store, member = put(ann, "secret.txt", b"The vault opens with the word xylophone.")
