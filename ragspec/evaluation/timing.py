@@ -1,7 +1,7 @@
 """Timed runs of several decoders, and the ratios between them.
 
-Decoders take turns at every prompt (A B A B), so a machine that slows down slows all of them. A ratio is formed inside one
-run from total times, and the median over runs is reported.
+Decoders take turns at every prompt (A B A B), so a machine that slows down slows all of them. A ratio is of total times;
+of several runs the median of each prompt's times counts.
 """
 
 from __future__ import annotations
@@ -122,15 +122,21 @@ class Timings:
         return sum(self._prepare_s) + self._first_s(name, number) + self.first_to_last_s(name, number)
 
     def ratio(self, slow: str, fast: str, seconds: Callable[[Timings, str, int], float] = decode_s) -> float | None:
-        """Seconds of `slow` over seconds of `fast`, for cases in which both wrote the same tokens.
+        """Seconds of `slow` over seconds of `fast`, for cases in which both wrote the same tokens; of several runs the medians of
+        each case.
 
         None without such cases.
         """
         if not {slow, fast} <= self.runs.keys():
             return None
-        same = self.of(self.same_tokens(slow, fast))
-        pairs = [(seconds(same, slow, n), seconds(same, fast, n)) for n in range(len(self.runs[slow]))]
-        return _median(a / b for a, b in pairs if a > 0 and b > 0)
+        same = self.of(self.same_tokens(slow, fast)).typical()
+        a, b = seconds(same, slow, 0), seconds(same, fast, 0)
+        return a / b if a > 0 and b > 0 else None
+
+    def typical(self) -> Timings:
+        """One run, in which every case takes the median of its times."""
+        runs = {name: [[_typical(own) for own in zip(*table, strict=True)]] for name, table in self.runs.items()}
+        return Timings(runs, self._prepare_s)
 
     def agreement(self, a: str, b: str) -> float | None:
         """Share of cases for which two decoders wrote the same tokens."""
@@ -181,6 +187,11 @@ class Timings:
         """Tokens emitted a step, the bonus token included, the prompt's step counted."""
         runs = [run for table in self.runs[name] for run in table]
         return sum(len(run.token_ids) for run in runs) / max(1, sum(run.num_steps for run in runs))
+
+
+def _typical(runs: Sequence[TimedGeneration]) -> TimedGeneration:
+    """The first, with the median times of all."""
+    return runs[0]._replace(first_s=median(run.first_s for run in runs), decode_s=median(run.decode_s for run in runs))
 
 
 def _median(values: Iterable[float]) -> float | None:

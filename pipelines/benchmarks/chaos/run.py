@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import time
@@ -17,7 +18,7 @@ from typing import Literal, NamedTuple
 from transformers import AutoConfig
 
 from pipelines.benchmarks.chaos.batch_job import BatchJob, BatchLoad, driver_kills, judge_output, written_rows
-from pipelines.benchmarks.chaos.check import Verdict, judge_streams
+from pipelines.benchmarks.chaos.check import Verdict, judge_streams, slowest_gap_s
 from pipelines.benchmarks.chaos.faults import KINDS, Fault, FaultInjector, faults, recovered
 from pipelines.benchmarks.chaos.load import LookupLoad, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, expected_results
@@ -133,7 +134,8 @@ class ChaosRun:
                     rows.append(self._one(fault, streams, lookups))
                     tick("faults", number, len(chosen))
         result = {"fault_rows": rows, "faults": len(rows)} | self._judged(streams, lookups, batch)
-        result |= recovery(rows, "recovery") | recovery(rows, "live_again")
+        for name in ("recovery", "undisturbed", "live_again"):
+            result |= recovery(rows, name)
         result |= {"recovered": sum(row["recovered"] for row in rows)}
         result |= {"failed_node_starts": self.injector.failed_starts}
         out = self.folder / "killed"
@@ -158,12 +160,21 @@ class ChaosRun:
         """Inject a fault at a random moment, wait for recovery, and replace a lost node."""
         injector = self.injector
         time.sleep(injector.rng.uniform(*_SETTLE_S))
+        undisturbed_s = self._undisturbed_s(streams)
         struck = injector.inject(fault)
         row = recovered(struck, lambda: (streams.streams, lookups.probes), injector.live_again)
-        row |= {"moment_s": struck.moment_s - injector.begin_s}
+        row |= {"moment_s": struck.moment_s - injector.begin_s, "undisturbed_s": undisturbed_s}
         log.info("%s", row)
         injector.clear(struck)
         return row
+
+    @staticmethod
+    def _undisturbed_s(streams: StreamLoad) -> float:
+        """As `streams_s` of a recovery, from a moment without a fault: the wait that the load alone causes."""
+        moment = time.monotonic()
+        while (gap_s := slowest_gap_s(streams.streams, moment)) == math.inf and time.monotonic() - moment < _PATIENCE_S:
+            time.sleep(0.1)
+        return min(gap_s or 0.0, _PATIENCE_S)
 
     def _judged(self, load: StreamLoad, lookups: LookupLoad, batch: BatchLoad) -> Result:
         """Counts of differences between all outputs and the expected outputs."""
@@ -190,7 +201,7 @@ class ChaosRun:
 
 
 def recovery(rows: Sequence[Result], name: str) -> Result:
-    """Median and slowest of one kind of recovery, in seconds; None without faults."""
+    """Median and slowest of one time of each fault, in seconds; None without faults."""
     seconds = [row[f"{name}_s"] for row in rows]
     return {f"{name}_p50_s": median(seconds) if seconds else None, f"{name}_max_s": max(seconds, default=None)}
 

@@ -188,7 +188,8 @@ class SpecBench(contextlib.ExitStack):
             self.engine(way.engine, way.from_disk),
             speculation=way.speculation,
             seed=self._settings.plan.seed,
-            salt="spec-bench",
+            # Why a tenant for each: what one way has learned from a question would tell another way the answer
+            salt=f"{name}, T = {temperature:g}",
             temperature=temperature,
         )
 
@@ -225,6 +226,7 @@ def _code_digest() -> str:
     for folder in ("drafting", "engine", "numerics", "verification"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
+    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()
 
 
