@@ -233,7 +233,9 @@ def _quantile_ms(ordered: list[float], share: float) -> float | None:
 
 async def main(orders: Mapping[str, Any]) -> Any:
     """The result of the orders, for JSON."""
-    async with aiohttp.ClientSession(orders["url"], connector=aiohttp.TCPConnector(limit=0)) as session:
+    # Why a connection for each timed answer: llama-server closes a kept one while the next request is on its way
+    connector = aiohttp.TCPConnector(limit=0, force_close="bodies" in orders)
+    async with aiohttp.ClientSession(orders["url"], connector=connector) as session:
         if "bodies" in orders:
             return await timed_answers(session, orders)
         return (await MixedClients(orders).run(session)).summary()
