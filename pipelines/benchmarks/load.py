@@ -48,6 +48,8 @@ _TENANTS = (ATTACKER, VICTIM, "cleo")
 _SETTLE_S = 10.0
 _READY_S = 300.0
 _PEER_USERS = (8, 32)
+_LEAST_RUNS = 2
+"""With speculation first, then without it first."""
 _OPEN_USERS, _OPEN_SHARE = 8, 0.7
 """Open arrivals come at this share of the answers a second of so many users without speculation."""
 _FIRST_TOKENS = {"gateway_ttft_ms": (1, 16), "retrieval_ttft_ms": (16,)}
@@ -75,6 +77,8 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
 
 def load_rows(curve: LoadCurve, users: Sequence[int], mixes: Sequence[str], num_runs: int) -> list[Result]:
     """Every mix by every number of users, and the mix of all kinds with open arrivals."""
+    curve.warm_up(max(users))
+    num_runs = max(num_runs, _LEAST_RUNS)
     rows = [curve.row(mix, number, num_runs) for mix in mixes for number in users]
     (closed,) = (row for row in rows if (row["mix"], row["users"]) == (MIXED, _OPEN_USERS))
     rate = _OPEN_SHARE * closed["off"]["answers_per_s"]

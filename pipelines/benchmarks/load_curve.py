@@ -74,6 +74,10 @@ class LoadCurve:
     def __init__(self, service: Service, mixes: Mapping[str, Sequence[Body]], tick: Tick) -> None:
         self._service, self._mixes, self._tick = service, mixes, tick
 
+    def warm_up(self, users: int) -> None:
+        """The mix of all kinds both ways, uncounted: the first of a kind compiles kernels and teaches the drafters."""
+        self.row(MIXED, users, 1)
+
     def row(self, mix: str, users: int, num_runs: int, arrivals: Arrivals | None = None, rate: float = 0.0) -> Result:
         """Medians over runs of both ways. `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th
         percentile of the time a token without speculation over with."""

@@ -1,7 +1,7 @@
 """Timed runs of several decoders, and the ratios between them.
 
-Decoders take turns at every prompt (A B A B), so a machine that slows down slows all of them. A ratio is of total times;
-of several runs the median of each prompt's times counts.
+Decoders take turns at every prompt (A B A B), so a machine that slows down slows all of them. `Timings.ratio` compares total
+times, where the median over runs counts of each prompt; rates are medians over runs.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Timings:
 
 
 def _typical(runs: Sequence[TimedGeneration]) -> TimedGeneration:
-    """The first, with the median times of all."""
+    """The first run, with the median times of all runs."""
     return runs[0]._replace(first_s=median(run.first_s for run in runs), decode_s=median(run.decode_s for run in runs))
 
 

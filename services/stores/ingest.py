@@ -99,9 +99,9 @@ class IngestWorker:
         self._index.schedule_scrub()
         self._thread.start()
 
-    def check_room(self) -> None:
-        """Raises: Overloaded if the queue is full."""
-        if len(self._uploads) >= self._max_waiting:
+    def check_room(self, num_files: int) -> None:
+        """Raises: Overloaded if the queue has no room for so many files."""
+        if len(self._uploads) + num_files > self._max_waiting:
             raise Overloaded(f"{len(self._uploads)} files wait to be read already")
 
     def add(self, member: StoreMember) -> None:

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -37,7 +37,6 @@ from services.stores.records import RECORD_BYTES, Attributes, FileRecord, Record
 _MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
-_BATCH = "vsfb_"
 
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
@@ -131,11 +130,20 @@ class Library(AbstractContextManager["Library"]):
             await delete()
         await asyncio.to_thread(self._disk_reserve.fill)
 
-    def create_store(self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None) -> StoreRecord:
-        """Raises: InputError, SaveError, NoRoom."""
+    def create_store(
+        self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None, file_ids: Collection[str] = ()
+    ) -> StoreRecord:
+        """A store with these files, or none. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
         checked = checked_metadata(metadata or {})
         with self._room(tenant, _num_bytes(checked)):
-            return self._records.add_store(tenant, name, checked)
+            store = self._records.add_store(tenant, name, checked)
+        try:
+            if file_ids:
+                self.attach_all(tenant, store.id, {file_id: {} for file_id in file_ids})
+        except BaseException:
+            self._records.drop_store(tenant, store.id)
+            raise
+        return store
 
     def stores(self, tenant: str) -> list[StoreRecord]:
         return self._records.stores(tenant)
@@ -164,31 +172,23 @@ class Library(AbstractContextManager["Library"]):
 
     def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
         """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
-        self.attach_all(tenant, store_id, {file_id: attributes})
-        return self._records.member(tenant, store_id, file_id)
+        return self.attach_all(tenant, store_id, {file_id: attributes})[0]
 
-    def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> str:
-        """Starts to index files, each with its attributes. Returns the batch's id. Raises as `attach`, before any is added.
-
-        The members of a batch are those of its time of creation: one that is attached again leaves the batch.
-        """
-        self._records.store(tenant, store_id)
-        for file_id in files:
-            self._records.file(tenant, file_id)
-        self._ingest.check_room()
+    def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
+        """Starts to index files, each with its attributes, as a batch. Raises as `attach`, before any is added."""
         checked = {file_id: checked_attributes(own, "attributes") for file_id, own in files.items()}
+        self._ingest.check_room(len(files))
         num_bytes = sum(map(_num_bytes, checked.values())) + (len(files) - 1) * RECORD_BYTES
         with self._room(tenant, num_bytes):
             members = self._records.add_members(tenant, store_id, checked)
         for member in members:
             self._ingest.add(member)
-        return f"{_BATCH}{round(members[0].created_s * 1e6):x}"
+        return members
 
     def batch(self, tenant: str, store_id: str, batch_id: str) -> list[StoreMember]:
-        """The members of a batch. Raises: NotFound."""
-        number = batch_id.removeprefix(_BATCH)
-        found = [each for each in self.members(tenant, store_id) if f"{round(each.created_s * 1e6):x}" == number]
-        if not found or number == batch_id:
+        """The members that were attached together. A member that is attached again leaves the batch. Raises: NotFound."""
+        found = [member for member in self.members(tenant, store_id) if member.batch_id == batch_id]
+        if not found:
             raise NotFound(f"there is no batch {batch_id!r} in vector store {store_id!r}")
         return found
 

@@ -82,6 +82,11 @@ class StoreMember:
     def key(self) -> tuple[str, str, str]:
         return self.tenant, self.store, self.file
 
+    @property
+    def batch_id(self) -> str:
+        """Equal for members of a store that were attached together."""
+        return f"vsfb_{round(self.created_s * 1e6):x}"
+
 
 class Records:
     """Owns the file. Safe to call from several threads."""
@@ -142,11 +147,18 @@ class Records:
         self._database.truncate_log()
 
     def add_members(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
-        """Adds or restarts members with these attributes, all or none. Raises: InputError while one is being deleted."""
+        """Adds or restarts members with these attributes, all or none.
+
+        Raises: NotFound for the store or a file, InputError while a member is being deleted.
+        """
         now = time.time()
         keys = [(tenant, store_id, file_id) for file_id in files]
         with self._database.writing() as db:
+            if not db.execute("SELECT 1 FROM stores WHERE tenant=? AND id=?", (tenant, store_id)).fetchone():
+                raise NotFound(f"there is no vector store {store_id!r}")
             for key in keys:
+                if not db.execute("SELECT 1 FROM files WHERE tenant=? AND id=?", (tenant, key[2])).fetchone():
+                    raise NotFound(f"there is no file {key[2]!r}")
                 found = db.execute(f"SELECT status FROM members WHERE {_KEY}", key).fetchone()
                 if found and found[0] == "deleting":
                     raise InputError(f"file {key[2]!r} is being deleted from {store_id!r}")

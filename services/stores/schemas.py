@@ -75,8 +75,8 @@ class NewBatch(StrictBody):
     attributes: Attributes | None = None
     chunking_strategy: Chunking | None = None
 
-    def attributes_of(self) -> dict[str, Any]:
-        """Of each file, by id. Raises: InputError without a file, or with both lists."""
+    def attributes_by_file(self) -> dict[str, Any]:
+        """Attributes by file id. Raises: InputError without a file, or with both lists."""
         if bool(self.file_ids) == bool(self.files):
             raise InputError("a batch has files: either 'file_ids' or 'files' names them")
         own = {member.file_id: member.attributes or {} for member in self.files}
@@ -197,10 +197,10 @@ def store_object(store: StoreRecord, members: Sequence[StoreMember]) -> Fields:
     }
 
 
-def batch_object(batch_id: str, members: Sequence[StoreMember]) -> Fields:
-    """Of members that were attached together, at least one."""
+def batch_object(members: Sequence[StoreMember]) -> Fields:
+    """`members`: at least one, all of the same batch."""
     return {
-        "id": batch_id,
+        "id": members[0].batch_id,
         "object": "vector_store.files_batch",
         "created_at": int(members[0].created_s),
         "vector_store_id": members[0].store,

@@ -51,11 +51,7 @@ def _add_stores(router: APIRouter, backend: ServiceBackend) -> None:
 
     @router.post("")
     def create(tenant: Tenant, body: NewStore) -> Fields:
-        for file_id in body.file_ids:
-            library.file(tenant, file_id)  # raises NotFound before anything is created
-        store = library.create_store(tenant, body.name or "", body.metadata)
-        if body.file_ids:
-            library.attach_all(tenant, store.id, {file_id: {} for file_id in body.file_ids})
+        store = library.create_store(tenant, body.name or "", body.metadata, body.file_ids)
         return shape(store)
 
     @router.get("")
@@ -109,12 +105,11 @@ def _add_batches(router: APIRouter, backend: ServiceBackend) -> None:
 
     @router.post("/{store_id}/file_batches")
     def attach_all(tenant: Tenant, store_id: Name, body: NewBatch) -> Fields:
-        batch_id = library.attach_all(tenant, store_id, body.attributes_of())
-        return batch_object(batch_id, library.batch(tenant, store_id, batch_id))
+        return batch_object(library.attach_all(tenant, store_id, body.attributes_by_file()))
 
     @router.get("/{store_id}/file_batches/{batch_id}")
     def batch(tenant: Tenant, store_id: Name, batch_id: Name) -> Fields:
-        return batch_object(batch_id, library.batch(tenant, store_id, batch_id))
+        return batch_object(library.batch(tenant, store_id, batch_id))
 
     @router.get("/{store_id}/file_batches/{batch_id}/files")
     def members(tenant: Tenant, store_id: Name, batch_id: Name, query: Annotated[MemberQuery, Query()]) -> Fields:

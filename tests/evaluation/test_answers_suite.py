@@ -76,12 +76,13 @@ def test_an_abstention_of_either_counts_as_one(tmp_path: Path, tiny_dir: Path) -
     config = RetrieverConfig(abstain_below=0.3)
     retriever = Retriever(encoder, Store.open(tmp_path, encoder.identity), config)
     prompts = PromptBuilder(AutoTokenizer.from_pretrained(tiny_dir), 2048)
-    pipeline = Pipeline(retriever, Scripted(), prompts, abstain_below=0.3)
+    pipeline = Pipeline(retriever, Scripted(), prompts)
     floor = asked("What does math.floor return?", FLOOR, "math.rst")
     mill = asked("When does the mill open on weekdays?", OPEN, "mill.md")
     lone = asked("What opens at nine on weekdays and closes at noon?", OPEN, "mill.md")  # the other file answers it too
-    measured = measure_together(pipeline, [floor, mill, lone], no_tick)
+    measured = measure_together(pipeline, retriever, [floor, mill, lone], no_tick, 0.3)
     assert measured["wrongly_answered_together"] == measured["good_answers_lost_together"] == pytest.approx(1 / 3)
+    assert measured["wrongly_answered_target"] == pytest.approx(2 / 3)
 
 
 def test_the_rank_is_the_first_passage_with_the_quote() -> None:

@@ -26,7 +26,7 @@ def timings(**runs: list[list[TimedGeneration]]) -> Timings:
 
 
 def test_ratio_is_of_the_prompts_medians_over_runs() -> None:
-    """Bug guarded: a mean of ratios, which one outlier decides; a run in which one prompt was disturbed that counts for all."""
+    """Bug guarded: a mean of ratios, which one outlier decides; one disturbed prompt that spoils a whole run."""
     plain = [
         [TimedGeneration(ABC, 1.0, s), TimedGeneration(ABC, 1.0, t)] for s, t in ((4.0, 90.0), (6.0, 2.0), (90.0, 2.0))
     ]

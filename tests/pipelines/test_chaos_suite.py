@@ -33,7 +33,7 @@ from pipelines.benchmarks.chaos.faults import (
 )
 from pipelines.benchmarks.chaos.load import Probe, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row, expected_results
-from pipelines.benchmarks.chaos.run import topology_for
+from pipelines.benchmarks.chaos.run import topology_for, undisturbed_s
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig
@@ -158,6 +158,16 @@ def test_what_never_goes_on_is_not_recovered(streams: list[StreamLog], right: bo
     row = recovered(struck_at(moment), lambda: (moved, probes), lambda _: live, most_s=0.3)
     assert row["recovered"] is False
     assert max(row["recovery_s"], row["live_again_s"]) >= 0.3
+
+
+def test_the_wait_without_a_fault_is_that_of_the_slowest_open_stream() -> None:
+    """A wait of streams that had ended; a stream that never goes on that is waited for without end."""
+    now = time.monotonic()
+    running, slow, ended = stream(now - 1, now + 0.2), stream(now - 1, now + 0.4), stream(now - 2, now - 1)
+    assert undisturbed_s(lambda: [running, slow, ended]) == pytest.approx(0.4, abs=0.1)
+    assert undisturbed_s(lambda: [ended]) is None
+    stuck = stream(now - 1, now - 0.5, ended=False)
+    assert undisturbed_s(lambda: [stuck], most_s=0.3) == 0.3
 
 
 def test_a_wrong_lookup_is_no_answer() -> None:

@@ -21,7 +21,7 @@ def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray
 def canonical(
     queries: FloatArray, vectors: FloatArray, k: int, rows: NDArray[np.int64] | None = None
 ) -> list[list[tuple[int, float]]]:
-    """The definition, without blocks, candidates or packing: (row, score), ties by row."""
+    """The definition, without blocks or candidates: (row, score), ties by row."""
     rows = np.arange(len(vectors)) if rows is None else rows
     found = []
     for query in queries:
@@ -38,6 +38,15 @@ def ranked(found: list[ScoredRows], k: int) -> list[list[tuple[int, float]]]:
     ]
 
 
+@pytest.fixture(params=[False, True], ids=["one thread", "threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small searches compute in one thread, large ones in several."""
+    if request.param:
+        monkeypatch.setattr(dense, "_ROWS_FOR_THREADS", 0)
+        monkeypatch.setattr(dense, "num_processors", lambda: 3)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 7, 300, 20_000])
 def test_search_is_exact_and_the_same_alone_or_in_a_batch(rows: int) -> None:
     """Approximate candidates or batch-dependent bits give other passages for the same question."""
@@ -50,6 +59,7 @@ def test_search_is_exact_and_the_same_alone_or_in_a_batch(rows: int) -> None:
         assert together == [ranked(index.search(query[None], k), k)[0] for query in queries]
 
 
+@pytest.mark.usefixtures("threads")
 def test_everything_that_ties_with_the_last_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more duplicates than candidates, an arbitrary subset of them was ranked: another one on every machine."""
     monkeypatch.setattr(dense, "_BLOCK_ROWS", 100)
@@ -60,7 +70,7 @@ def test_everything_that_ties_with_the_last_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_near_ties_at_the_border_of_the_candidates_are_found() -> None:
-    """Scores closer than float32 can tell apart: the best of them may not be among the float32 candidates."""
+    """Scores closer than float32 can tell apart: the best of them may not be among the candidates."""
     rng = np.random.default_rng(2)
     near = np.repeat(unit(rng, 1, 384), 2000, axis=0) + rng.standard_normal((2000, 384)).astype(np.float32) * 1e-8
     vectors = np.concatenate([near, unit(rng, 2000, 384)]).astype(np.float32)
@@ -69,7 +79,7 @@ def test_near_ties_at_the_border_of_the_candidates_are_found() -> None:
 
 
 def test_fewer_rows_than_asked_and_nothing_asked() -> None:
-    """topk of more than there is raises."""
+    """A selection of more rows than there are raises."""
     vectors = unit(np.random.default_rng(3), 2)
     index = ExactIndex(vectors)
     assert len(index.search(vectors[:1], 10)[0].rows) == 2
@@ -78,6 +88,7 @@ def test_fewer_rows_than_asked_and_nothing_asked() -> None:
     assert all(len(found.rows) == 0 for (found,) in [*nothing, ExactIndex(vectors[:0]).search(vectors[:1], 3)])
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("share", [0.001, 0.04, 0.06, 0.5, 0.999])
 def test_only_allowed_rows_are_found_and_all_of_them(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that is applied to the best hits leaves fewer than were asked for, or none."""
@@ -121,7 +132,7 @@ def test_no_score_exceeds_its_bound(scale: float) -> None:
     """A bound too low drops a passage from the best without a trace."""
     rng = np.random.default_rng(7)
     spikes = np.zeros((300, 384), np.float32)
-    spikes[:, 0] = 1.0  # one coordinate far above the others: 8 bits keep little of these
+    spikes[np.arange(300), np.arange(300) % 7] = 1.0  # one coordinate far above the others: 8 bits keep little of these
     vectors = np.concatenate([unit(rng, 300, 384), spikes + scale * unit(rng, 300, 384)]).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = np.concatenate([unit(rng, 6, 384), vectors[-3:]])
@@ -129,3 +140,15 @@ def test_no_score_exceeds_its_bound(scale: float) -> None:
     for query, own in zip(queries, bounds, strict=True):
         assert (own >= canonical_scores(query, vectors)).all()
         assert ranked(ExactIndex(vectors).search(query[None], 5), 5) == canonical(query[None], vectors, 5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_a_coordinate_that_dominates_all_rows_leaves_the_bounds_tight(share: float) -> None:
+    """States of language models have such coordinates; then nearly every row might be the best, and all were scored exactly."""
+    rng = np.random.default_rng(8)
+    vectors = unit(rng, 3000, 576) * np.float32((1 - share**2) ** 0.5)
+    vectors[:, 5] += np.float32(share)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = canonical_scores(vectors[7], vectors)
+    reach = RoundedRows.of(vectors, 0).bounds(vectors[7:8], None)[0] >= np.sort(scores)[-8]
+    assert 8 <= reach.sum() < 100

@@ -134,6 +134,9 @@ def test_files_are_attached_in_batches(ann: openai.OpenAI, bob: openai.OpenAI) -
     for wrong in ({"file_ids": []}, {"file_ids": [*ids], "files": own}):
         with pytest.raises(openai.BadRequestError, match="either"):
             batches.create(store, **wrong)
+    with pytest.raises(openai.NotFoundError):
+        ann.vector_stores.create(name="half", file_ids=[*ids, "file-x"])
+    assert "half" not in [each.name for each in ann.vector_stores.list()]
     ann.vector_stores.files.update(ids.pop(), vector_store_id=store, attributes={})
     assert batches.retrieve(first.id, vector_store_id=store).file_counts.total == 1, "it was attached again"
     empty = ann.vector_stores.create().id

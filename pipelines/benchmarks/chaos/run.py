@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from transformers import AutoConfig
 
 from pipelines.benchmarks.chaos.batch_job import BatchJob, BatchLoad, driver_kills, judge_output, written_rows
-from pipelines.benchmarks.chaos.check import Verdict, judge_streams, slowest_gap_s
+from pipelines.benchmarks.chaos.check import StreamLog, Verdict, judge_streams, slowest_gap_s
 from pipelines.benchmarks.chaos.faults import KINDS, Fault, FaultInjector, faults, recovered
 from pipelines.benchmarks.chaos.load import LookupLoad, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, expected_results
@@ -159,22 +159,14 @@ class ChaosRun:
     def _one(self, fault: Fault, streams: StreamLoad, lookups: LookupLoad) -> Result:
         """Inject a fault at a random moment, wait for recovery, and replace a lost node."""
         injector = self.injector
+        wait_s = undisturbed_s(lambda: streams.streams)
         time.sleep(injector.rng.uniform(*_SETTLE_S))
-        undisturbed_s = self._undisturbed_s(streams)
         struck = injector.inject(fault)
         row = recovered(struck, lambda: (streams.streams, lookups.probes), injector.live_again)
-        row |= {"moment_s": struck.moment_s - injector.begin_s, "undisturbed_s": undisturbed_s}
+        row |= {"moment_s": struck.moment_s - injector.begin_s, "undisturbed_s": wait_s}
         log.info("%s", row)
         injector.clear(struck)
         return row
-
-    @staticmethod
-    def _undisturbed_s(streams: StreamLoad) -> float:
-        """As `streams_s` of a recovery, from a moment without a fault: the wait that the load alone causes."""
-        moment = time.monotonic()
-        while (gap_s := slowest_gap_s(streams.streams, moment)) == math.inf and time.monotonic() - moment < _PATIENCE_S:
-            time.sleep(0.1)
-        return min(gap_s or 0.0, _PATIENCE_S)
 
     def _judged(self, load: StreamLoad, lookups: LookupLoad, batch: BatchLoad) -> Result:
         """Counts of differences between all outputs and the expected outputs."""
@@ -200,9 +192,20 @@ class ChaosRun:
         }
 
 
+def undisturbed_s(observed: Callable[[], Sequence[StreamLog]], most_s: float = _PATIENCE_S) -> float | None:
+    """Seconds until every stream that is open now had a further delta, without a fault; None without open streams.
+
+    `observed` returns all streams so far. The load alone causes this wait, so the `streams_s` of a recovery holds it too.
+    """
+    moment = time.monotonic()
+    while (gap_s := slowest_gap_s(observed(), moment)) == math.inf and time.monotonic() - moment < most_s:
+        time.sleep(0.1)
+    return gap_s and min(gap_s, most_s)
+
+
 def recovery(rows: Sequence[Result], name: str) -> Result:
-    """Median and slowest of one time of each fault, in seconds; None without faults."""
-    seconds = [row[f"{name}_s"] for row in rows]
+    """Median and slowest of one time of each fault, in seconds; None where no fault has it."""
+    seconds = [row[f"{name}_s"] for row in rows if row[f"{name}_s"] is not None]
     return {f"{name}_p50_s": median(seconds) if seconds else None, f"{name}_max_s": max(seconds, default=None)}
 
 

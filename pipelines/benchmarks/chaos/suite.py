@@ -66,7 +66,7 @@ METRICS = (
     Metric("changed", "streams and rows with another token, text, probability or citation", equal_to(0)),
     Metric("recovery_p50_s", "seconds from a fault until everything it had hit went on, median", at_most(5)),
     Metric("recovery_max_s", "the same, the slowest", at_most(15)),
-    Metric("undisturbed_p50_s", "the same streams' longest wait just before the fault, median"),
+    Metric("undisturbed_p50_s", "the longest wait of an open stream shortly before a fault, median"),
     Metric("undisturbed_max_s", "the same, the slowest"),
     Metric("live_again_p50_s", "seconds from a fault until the table showed every replica live, median"),
     Metric("live_again_max_s", "the same, the slowest"),
@@ -80,7 +80,7 @@ METRICS = (
 def chaos_tables(result: Result) -> dict[str, Table]:
     """One row a fault."""
     faults = {f"{n}. {r['signal']} {r['kind']}": r for n, r in enumerate(result["fault_rows"], 1)}
-    keys = ("victim", "moment_s", "recovery_s", "undisturbed_s", "retrieval_s", "live_again_s", "num_streams_open")
+    keys = ("victim", "moment_s", "streams_s", "undisturbed_s", "retrieval_s", "live_again_s", "num_streams_open")
     return {"faults": select(faults, keys)} if faults else {}
 
 

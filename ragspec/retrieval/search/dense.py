@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 _BLOCK_ROWS = 16_384
 _QUERIES_AT_ONCE = 64
 _ROWS_FOR_THREADS = 250_000
-"""Times queries. Starting threads takes up to a few milliseconds on a busy machine, as scoring so many rows does."""
+"""Scores of a search that are computed without threads: starting these takes up to a few milliseconds on a busy machine."""
 FEW_ROWS_SHARE = 0.05
 """At most this share of allowed rows is scanned without the index."""
 
@@ -64,28 +64,32 @@ class DenseIndex(Protocol):
 class RoundedRows(NamedTuple):
     """Rows [first, first + K) in 8 bits, and how far the score of each can be from its canonical score.
 
-    Shapes: numbers [K, E] int8; scales [K] and errors [K] float32; a vector is about its scale times its numbers.
+    A vector is about its scale times its numbers times the widths of the coordinates. Why widths: a few coordinates of a language
+    model's states are far larger than the others.
+    Shapes: numbers [K, E] int8; float32 scales [K], errors [K] and widths [E].
     """
 
     first: int
     numbers: NDArray[np.int8]
     scales: FloatArray
     errors: FloatArray
+    widths: FloatArray
 
     @classmethod
     def of(cls, vectors: FloatArray, first: int) -> RoundedRows:
         """Rounds rows from `first` on, a block at most."""
-        own = vectors[first : first + _BLOCK_ROWS]
+        own = np.asarray(vectors[first : first + _BLOCK_ROWS])
         numbers, scales, errors = np.empty(own.shape, np.int8), *np.empty((2, len(own)), np.float32)
-        _round_rows(np.asarray(own), numbers, scales, errors)
-        # the sum that scores a row is in float32; a hundredth for norms that are not quite 1
-        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1]))))
+        widths = np.sqrt(np.einsum("ke,ke->e", own, own) / len(own))
+        widths[(widths == 0) | ~np.isfinite(widths)] = 1.0
+        _round_rows(own, widths, numbers, scales, errors)
+        # the sum that scores a row is in float32, as is a query times the widths; a hundredth for norms that are not quite 1
+        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1] + 1))), widths)
 
     def bounds(self, queries: FloatArray, allowed: Mask | None) -> FloatArray:
         """The most that each canonical score can be. Shapes: queries [B, E] -> [B, K]; -inf where a row is not allowed."""
         num_queries = len(queries)
-        if num_queries > 1:
-            queries = np.pad(queries, ((0, -num_queries % 4), (0, 0)))
+        queries = np.pad(queries * self.widths, ((0, -num_queries % 4 if num_queries > 1 else 0), (0, 0)))
         bounds = np.empty((len(queries), len(self.numbers)), np.float32)
         _bound_scores(self.numbers, self.scales, self.errors, queries, bounds)
         if allowed is not None:
@@ -94,26 +98,32 @@ class RoundedRows(NamedTuple):
 
 
 @compiled(nogil=True, fastmath={"reassoc", "contract"})
-def _round_rows(vectors: Any, numbers: Any, scales: Any, errors: Any) -> None:
-    """The error, by Cauchy and Schwarz, is the length of what rounding takes away. Shapes: [K, E]; out: [K, E], two [K]."""
+def _round_rows(vectors: Any, widths: Any, numbers: Any, scales: Any, errors: Any) -> None:
+    """Round rows to 8 bits. By Cauchy and Schwarz, the error is the length of what rounding takes away.
+
+    Shapes: [K, E], [E]; out: [K, E], two [K].
+    """
     for row in range(vectors.shape[0]):
         greatest = np.float32(0)
         for i in range(vectors.shape[1]):
-            greatest = max(greatest, abs(vectors[row, i]))
-        scale = greatest / np.float32(127) if greatest != 0 else np.float32(1)
+            greatest = max(greatest, abs(vectors[row, i]) / widths[i])
+        scale = greatest / np.float32(127)
+        if scale == 0:
+            scale = np.float32(1)
         taken = np.float32(0)
         for i in range(vectors.shape[1]):
-            scaled = vectors[row, i] / scale
+            scaled = vectors[row, i] / (scale * widths[i])
             rounded = np.rint(scaled)
             numbers[row, i] = np.int8(rounded)
-            taken += (scaled - rounded) ** 2
+            taken += ((scaled - rounded) * widths[i]) ** 2
         scales[row], errors[row] = scale, scale * np.sqrt(taken)
 
 
 @compiled(nogil=True, fastmath={"reassoc", "contract"})
 def _bound_scores(numbers: Any, scales: Any, errors: Any, queries: Any, bounds: Any) -> None:
-    """Four queries share the reading of a row. Why fastmath: the errors cover any order of summation.
+    """The most that each score can be; four queries share the reading of a row.
 
+    Why fastmath: the errors cover any order of summation.
     Shapes: [K, E], two [K], [B, E] with B 1 or a multiple of four; out: [B, K].
     """
     for row in range(numbers.shape[0]):
@@ -247,7 +257,10 @@ def canonical_scores(query: FloatArray, vectors: FloatArray) -> NDArray[np.float
 
 @compiled(nogil=True)
 def _sum_products(vectors: Any, query: Any, sums: Any) -> None:
-    """Why four rows at a time: each addition waits for the one before it in its row. Shapes: [K, E], [E]; out: [K]."""
+    """Dot products of rows with a query, four rows at a time: each addition waits for the one before it in its row.
+
+    Shapes: [K, E], [E]; out: [K].
+    """
     num_rows = vectors.shape[0]
     for first in range(0, num_rows - 3, 4):
         a, b, c, d = 0.0, 0.0, 0.0, 0.0

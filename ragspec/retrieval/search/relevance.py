@@ -198,7 +198,7 @@ class Relevance:
         ]
 
     def ordered(self, read: Sequence[ReadHit], fused: Sequence[SearchHit], depth: int) -> list[SearchHit]:
-        """The first `depth` of these: the read passages by relevance, without those that repeat a better one; then the others in
+        """At most `depth` passages: first the read ones by relevance, without those that repeat a better one; then the others in
         their fused order, each with a score below those."""
         scored = [(each.hit._replace(negative_score=-relevance_of(each.features)), each.passage) for each in read]
         best, kept = list[SearchHit](), list[Passage]()

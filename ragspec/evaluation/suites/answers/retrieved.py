@@ -7,6 +7,7 @@ if it had been deleted.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -84,25 +85,38 @@ def measure_retrieval(
     }
 
 
-def measure_together(pipeline: Pipeline, questions: Sequence[DocumentationQuestion], tick: Tick) -> Result:
-    """`wrongly_answered_together`, `good_answers_lost_together`: as without "together", where the target abstains too.
+def measure_together(
+    pipeline: Pipeline,
+    retriever: Retriever,
+    questions: Sequence[DocumentationQuestion],
+    tick: Tick,
+    abstain_below: float = CALIBRATED_THRESHOLD,
+) -> Result:
+    """`wrongly_answered_together` and `good_answers_lost_together`: as without "together", where the target abstains too.
+    `wrongly_answered_target` and `good_answers_lost_target`: where the target alone abstains.
 
-    The pipeline's retriever is that of `measure_retrieval`.
+    The pipeline's target is asked every question, from the passages of `retriever`.
     """
-    lost = num_found = num_answered = 0
+    lost, answered, num_found = Counter[str](), Counter[str](), 0
     for number, asked in enumerate(questions, 1):
-        with_file = pipeline.ask(asked.question, ANSWER_PARAMS)
-        if rank_of(asked, with_file.passages) < TOP:
-            num_found += 1
-            lost += _abstains(with_file)
         others = {"type": "ne", "key": "document.id", "value": asked.path}
-        num_answered += not _abstains(pipeline.ask(asked.question, ANSWER_PARAMS, filter=others))
+        for left_out in (None, others):
+            answer = pipeline.ask(asked.question, ANSWER_PARAMS, filter=left_out)
+            scope = SearchScope("", parse_filter(left_out)) if left_out else SearchScope()
+            is_close = retriever.retrieve([asked.question], TOP, scope).closeness[0] >= abstain_below
+            replies = not _abstains(answer)
+            ways = {"target": replies, "together": replies and is_close}
+            if left_out:
+                answered.update(ways)
+            elif rank_of(asked, answer.passages) < TOP:
+                num_found += 1
+                lost.update({way: not own for way, own in ways.items()})
         tick("answers and abstentions", number, len(questions))
-    return {
-        "wrongly_answered_together": num_answered / len(questions),
-        "good_answers_lost_together": lost / max(num_found, 1),
-        "num_together": len(questions),
-    }
+    found: Result = {"num_together": len(questions)}
+    for way in ("target", "together"):
+        found |= {f"wrongly_answered_{way}": answered[way] / len(questions)}
+        found |= {f"good_answers_lost_{way}": lost[way] / max(num_found, 1)}
+    return found
 
 
 def _abstains(answer: Answer) -> bool:
