@@ -190,21 +190,23 @@ class Planner:
         """The sequences to ask a drafter for, by number, and how many levels each draft may have. `chosen`: heads."""
         if drafter.disabled:
             return {}
-        ready = [
-            i
+        ready = {
+            i: cost_s
             for i, sequence in enumerate(step.sequences)
             if drafter in self._drafters_of(sequence.request)
             and (not drafter.is_head or chosen.get(i, drafter.name) == drafter.name)
             and self.is_due(drafter, sequence)
             and not (needs_chain(sequence) and step.trees[i].num_drafted)
-            and drafter.cost_s([sequence]) < math.inf
-        ]
-        if not ready or drafter.cost_s([step.sequences[i] for i in ready]) == 0.0:
-            return dict.fromkeys(ready, _ANY_DEPTH)
-        return self._paying(drafter, ready, step)
+            and (cost_s := drafter.cost_s([sequence])) < math.inf
+        }
+        return self._paying(drafter, ready, step) if any(ready.values()) else dict.fromkeys(ready, _ANY_DEPTH)
 
-    def _paying(self, drafter: SafeDrafter, ready: list[int], step: StepPlan) -> dict[int, int]:
-        """As `_depths`, of a drafter that takes time: the sequences whose drafts pay, and now and then a trial of one level."""
+    def _paying(self, drafter: SafeDrafter, alone_s: dict[int, float], step: StepPlan) -> dict[int, int]:
+        """As `_depths`, of a drafter that takes time: the sequences whose drafts pay, and now and then a trial of one level.
+
+        `alone_s`: seconds of a draft for each sequence that may be asked for, alone.
+        """
+        ready = list(alone_s)
         overall, stats = self._stats[drafter.name], {i: self._stats_in(step.sequences[i], drafter.name) for i in ready}
         others = {i: sum(step.trees[i].path_probs[1:]) for i in ready}
         gains = [overall.gain(others[i]) * stats[i].factor for i in ready]
@@ -212,6 +214,8 @@ class Planner:
 
         def cost_s(chosen: SequenceOf[int]) -> float:
             nodes_s = step.nodes_s(round(len(chosen) * overall.num_nodes))
+            if len(chosen) == 1:
+                return alone_s[ready[chosen[0]]] + nodes_s
             return drafter.cost_s([step.sequences[ready[n]] for n in chosen]) + nodes_s
 
         full = {ready[n] for n in select_paying(gains, step.saved_s, cost_s)}
