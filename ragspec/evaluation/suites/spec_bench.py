@@ -329,7 +329,7 @@ def _on_board(ways: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, fl
 def draw(outcome: Outcome, title: str) -> Figures:
     """Bars of each way's speed-up, by task, as in the survey's figure."""
     ways = _on_board(outcome.result["tables"]["speed-up, T = 0"])
-    figure, axes = new_figure(10, 4, f"Spec-Bench, T = 0, {title}")
+    figure, axes = new_figure(10, 4, f"T = 0, {title}")
     width = 0.8 / max(1, len(ways))
     for number, (name, tasks) in enumerate(ways.items()):
         places = [TASKS.index(task) + number * width for task in tasks]
