@@ -44,7 +44,8 @@ NUM_CLIENTS = 32
 USERS, USERS_QUICK = (1, 2, 4, 8, 16, 32, 64), (1, 8, 32)
 NUM_QUESTIONS, NUM_QUESTIONS_QUICK = 32, 8
 _SECONDS, _QUICK_S = 60.0, 10.0
-_TENANTS = (ATTACKER, VICTIM, "cleo")
+_CROWD = "cleo"
+_TENANTS = (ATTACKER, VICTIM, _CROWD)
 _SETTLE_S = 10.0
 _READY_S = 300.0
 _PEER_USERS = (8, 32)
@@ -59,10 +60,10 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError, ModelError, StoreError, EngineError."""
     seconds, memory = (_QUICK_S if settings.quick else _SECONDS), PeakMemory()
     users, count = (USERS_QUICK, NUM_QUESTIONS_QUICK) if settings.quick else (USERS, NUM_QUESTIONS)
-    with backend_of(settings, tick) as (backend, listed), service_here(backend, _TENANTS) as service:
+    with backend_of(settings, tick) as (backend, listed), service_here(backend, _TENANTS, (_CROWD,)) as service:
         questions = [question.text for question in listed.questions][: settings.num_prompts or count]
         mixes = mixes_of(backend.model, questions, settings.plan.seed)
-        rows = load_rows(LoadCurve(service, mixes, tick), users, [*mixes], settings.plan.num_runs)
+        rows = load_rows(LoadCurve(service, mixes, tick, _CROWD), users, [*mixes], settings.plan.num_runs)
         against = vs_llama_server(service, mixes, rows, settings, tick)
         first = FirstTokens(service, questions, settings.plan.seed)
         ttft = {number: first.measure(number, settings.plan.num_runs, tick) for number in (1, 16)}

@@ -69,10 +69,10 @@ def bursts(count: int, rate: float, draw: random.Random) -> list[float]:
 
 
 class LoadCurve:
-    """Runs mixes against a service."""
+    """Runs mixes against a service. `tenant`: who asks; by default the service's first."""
 
-    def __init__(self, service: Service, mixes: Mapping[str, Sequence[Body]], tick: Tick) -> None:
-        self._service, self._mixes, self._tick = service, mixes, tick
+    def __init__(self, service: Service, mixes: Mapping[str, Sequence[Body]], tick: Tick, tenant: str = "") -> None:
+        self._service, self._mixes, self._tick, self._tenant = service, mixes, tick, tenant
 
     def warm_up(self, users: int) -> None:
         """The mix of all kinds both ways, uncounted: the first of a kind compiles kernels and teaches the drafters."""
@@ -88,7 +88,7 @@ class LoadCurve:
             for on in (True, False) if number % 2 == 0 else (False, True):
                 salt = f"run-{next(_SALTS)}"
                 own = [{**body, "speculation": on, "cache_salt": salt} for body in bodies]
-                runs[on].append(measured(self._service.timed(own, users, at_s=at_s)))
+                runs[on].append(measured(self._service.timed(own, users, tenant=self._tenant, at_s=at_s)))
             self._tick(f"{mix}, {users} users", number + 1, num_runs)
         ways = {name: _medians(runs[on]) for name, on in (("on", True), ("off", False))}
         return {

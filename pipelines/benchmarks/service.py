@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from services.app import build_app
 from services.backend import ServiceBackend
 from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
-from services.settings import ServiceConfig, ServiceSettings
+from services.settings import KeyLimits, ServiceConfig, ServiceSettings
 
 CHAT = "/v1/chat/completions"
 _START_S = 30.0
@@ -63,11 +63,17 @@ class Service:
 
 
 @contextmanager
-def service_here(backend: ServiceBackend, tenants: Sequence[str] = ("ann",)) -> Iterator[Service]:
-    """Serves until the block ends; the backend is not closed. Raises: ConfigError, EngineError if it does not start."""
+def service_here(
+    backend: ServiceBackend, tenants: Sequence[str] = ("ann",), unlimited: Collection[str] = ()
+) -> Iterator[Service]:
+    """Serves until the block ends; the backend is not closed. `unlimited`: tenants whose keys have no limit of requests.
+
+    Raises: ConfigError, EngineError if it does not start.
+    """
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder, listening(backend.config.service) as listener:
         file = Path(folder) / "keys.json"
-        keys = {tenant: add_key(file, tenant, trusted=True)[0] for tenant in tenants}
+        limits = dict.fromkeys(unlimited, KeyLimits(concurrency=backend.config.service.limits.max_in_flight))
+        keys = {tenant: add_key(file, tenant, trusted=True, limits=limits.get(tenant))[0] for tenant in tenants}
         server = Server(build_app(backend, KeyFile(file)), backend, listener)
         thread = threading.Thread(target=server.run, name="ragspec-service", daemon=True)
         thread.start()

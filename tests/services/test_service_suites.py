@@ -30,6 +30,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import EngineError
 from services.settings import ServiceConfig
 
+CROWD = "crowd"
 QUESTIONS = ["Who built the bridge?", "When is the mill open?"]
 
 
@@ -38,7 +39,10 @@ def here(letter_index: Path, service_target: Target, tmp_path_factory: pytest.Te
     settings = {"model": MODEL, "port": 0, "data_dir": str(tmp_path_factory.mktemp("data"))}
     overrides = {f"service.{name}": value for name, value in settings.items()}
     config = load_settings(ServiceConfig, **overrides, **{"retriever.index_dir": str(letter_index)})
-    with make_backend(config, service_target, {}) as backend, service_here(backend, (OWNER, STRANGER)) as service:
+    with (
+        make_backend(config, service_target, {}) as backend,
+        service_here(backend, (OWNER, STRANGER, CROWD), unlimited=(CROWD,)) as service,
+    ):
         yield service
 
 
@@ -75,6 +79,13 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
     assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
     for first, second in zip(sent[::2], sent[1::2], strict=True):
         assert first[1] == second[1] and sum(first[1]) > 0
+
+
+def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
+    """The load curve's last users, beyond 32, were refused, and the suite ended with an error."""
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=1, retrieval=False)] * 40
+    assert all(answer["ended"] for answer in here.timed(bodies, len(bodies), tenant=CROWD))
+    assert not all(answer["ended"] for answer in here.timed(bodies, len(bodies)))
 
 
 def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +162,9 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
     params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)
     engine.submit(Request("held", (5, 6, 7), params, salt=OWNER), lambda _: begun.set())
     assert begun.wait(30.0)
-    assert leaked_slots(engine, (OWNER, STRANGER)) > 0
+    assert leaked_slots(engine, (*here.keys,)) > 0
     engine.cancel("held")
-    assert leaked_slots(engine, (OWNER, STRANGER)) == 0
+    assert leaked_slots(engine, (*here.keys,)) == 0
 
 
 def test_clients_of_every_kind_are_answered(here: Service) -> None:
