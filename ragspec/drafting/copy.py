@@ -23,7 +23,6 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -70,6 +69,14 @@ class _CopyPoint(NamedTuple):
     length: int
 
 
+class _Limits(NamedTuple):
+    """Tokens of any branch, and of a likely one; paths less probable than `least_prob` are left out."""
+
+    any_branch: int
+    likely_branch: int
+    least_prob: float
+
+
 class CopyDrafter(Drafter):
     """See the module. `earlier_tokens`: the most tokens of earlier answers kept for one tenant; 0 keeps none.
 
@@ -110,8 +117,9 @@ class CopyDrafter(Drafter):
         self._indexes[sequence.key] = SuffixIndex(index, sequence, self._acceptance.of(sequence.request.salt))
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        limits = [(min(budget.max_nodes, depth), depth) for depth in budget.depths]
-        return [self._propose(sequence, most) for sequence, most in zip(sequences, limits, strict=True)]
+        least_prob = max(self._least_prob, budget.least_prob)
+        limits = [_Limits(min(budget.max_nodes, depth), depth, least_prob) for depth in budget.depths]
+        return [self._propose(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         index = self._indexes.get(sequence.key)
@@ -147,8 +155,7 @@ class CopyDrafter(Drafter):
         for index in self._indexes.values():
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
-    def _propose(self, sequence: SequenceView, most: tuple[int, int]) -> list[Proposal]:
-        """`most`: tokens of any branch, and of a likely one."""
+    def _propose(self, sequence: SequenceView, limits: _Limits) -> list[Proposal]:
         index = self._indexes.get(sequence.key)
         proposals: list[Proposal] = []
         if index is None:
@@ -160,14 +167,14 @@ class CopyDrafter(Drafter):
             for token in self._reader.quote_ids:
                 proposals.append(Proposal(token, parent, left, origin))
                 parent = len(proposals) - 1
-            self._copy(index, self._quotes(index), parent, left, most, proposals)
+            self._copy(index, self._quotes(index), parent, left, limits, proposals)
             parent, left = -1, 1.0 - left
         points = self._points(index, sequence)
-        recalled, length = self._recalled(sequence, most[0])
+        recalled, length = self._recalled(sequence, limits.any_branch)
         comes_first = length > max((point.length for point in points), default=0)
         if comes_first:
             left = _append(recalled, left, proposals)
-        left = self._copy(index, points, parent, left, most, proposals)
+        left = self._copy(index, points, parent, left, limits, proposals)
         if not comes_first:
             _append(recalled, left, proposals)
         return proposals
@@ -185,7 +192,7 @@ class CopyDrafter(Drafter):
         points: list[_CopyPoint],
         root: int,
         left: float,
-        most: tuple[int, int],
+        limits: _Limits,
         proposals: list[Proposal],
     ) -> float:
         """Append a branch for each point below node `root`. `left`: the probability that no earlier branch is the right one;
@@ -194,30 +201,31 @@ class CopyDrafter(Drafter):
             number = index.reference_at(point.at)
             reference = index.references[number] if number < len(index.references) else None
             begin = int(index.begin[number]) if reference else 0
-            tail = begin + reference.tail - point.at if reference else most[1]
-            prob, parent = left, root
-            first = 0.0
-            for i, (token, cell, given) in enumerate(self._branch(index, point, tail, most[1])):
-                prob *= given
-                first = first or given
-                if prob < (self._least_prob if i < most[0] else _LIKELY):
-                    break
-                source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
-                guess = Guess(index.acceptance, cell)
-                proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, guess)))
-                parent = len(proposals) - 1
+            tail = begin + reference.tail - point.at if reference else limits.likely_branch
+            first = self._given(index, point, tail, 0)[1]
+            if left * first >= limits.least_prob:
+                prob, parent = left, root
+                for i, token in enumerate(self._copyable(index, point, limits.likely_branch).tolist()):
+                    cell, given = self._given(index, point, tail, i)
+                    prob *= given
+                    if prob < (limits.least_prob if i < limits.any_branch else max(limits.least_prob, _LIKELY)):
+                        break
+                    source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
+                    guess = Guess(index.acceptance, cell)
+                    proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, guess)))
+                    parent = len(proposals) - 1
             left *= 1.0 - first
         return left
 
-    def _branch(self, index: SuffixIndex, point: _CopyPoint, tail: int, most: int) -> Iterator[tuple[int, Cell, float]]:
-        """Each token to copy, its acceptance cell and its probability given the token before.
+    @staticmethod
+    def _given(index: SuffixIndex, point: _CopyPoint, tail: int, i: int) -> tuple[Cell, float]:
+        """Of token i to copy: its acceptance cell, and its probability given the token before.
 
         `tail`: how many tokens from the point on are the reference's own text; tail tokens follow.
         """
-        for i, token in enumerate(self._copyable(index, point, most).tolist()):
-            kind, length = (point.kind, point.length + i) if i < tail else ("tail", i - tail)
-            cell = index.acceptance.cell(kind, length)
-            yield token, cell, index.acceptance.probability(cell)
+        kind, length = (point.kind, point.length + i) if i < tail else ("tail", i - tail)
+        cell = index.acceptance.cell(kind, length)
+        return cell, index.acceptance.probability(cell)
 
     def _copyable(self, index: SuffixIndex, point: _CopyPoint, most: int) -> Ints:
         """Tokens from the point up to the next separator; what is copied from the output's end repeats itself."""

@@ -4,14 +4,19 @@ A forward over n rows beside c tokens of context takes T(n, c) seconds; T is mea
 drafted node is worth p, the probability that its whole path is accepted. With B sequences and M prompt rows that are in the
 step anyway, the planner chooses the set S of nodes with the most expected tokens a second:
 
-    maximise over S   (B + sum of p over S) / (T(B + M + |S|, c) - paid),     paid = T(B + M, c) - T(B, c)
+    maximise over S   (B + sum of p over S) / (own + T(B + M + |S|, c) - T(B + M, c)),     own = share * T(B, c)
+
+`own` are the seconds that B tokens take without drafts. Beside a prompt they take T(B + M, c) - T(M, c) only, because the prompt
+would be read anyway; `share` is the mean of that over T(B, c) in recent steps, 1 where no prompts are read. So where every step
+reads a prompt, tokens are cheap, and a draft that saves steps saves nothing.
 
 Of all sets of one size the most probable nodes are best, so only the size is searched. Where no node raises the rate, nothing is
-drafted: a step without drafts is the case |S| = 0.
+drafted: a step without drafts is the case |S| = 0. A node less probable than B / own times the cheapest further row cannot raise
+the rate, whatever else is drafted (`StepPlan.least_prob`), so nobody proposes it.
 
 A drafter whose proposals take D seconds is asked for a set A of sequences where it saves more time than it takes:
 
-    saved(gains of A) - D(A) - (T(B + nodes of A, c) - T(B, c)) > 0
+    saved(gains of A) - D(A) - (T(B + M + nodes of A, c) - T(B + M, c)) > 0
 
 Owns seconds and probabilities; knows no drafter.
 """
@@ -33,6 +38,8 @@ _MOST_MEASURED = 128
 _NUM_ROUNDS, _ENOUGH_S = 4, 3.0
 _STEP_WEIGHT = 0.05
 """Weight of one step against earlier measurements."""
+_SHARE_WEIGHT = 1 / 24
+"""Weight of one step in the share of decoding."""
 _STALE_STEPS, _STALE_WEIGHT = 20, 0.02
 """A size unused for so many steps drifts with the size in use, so that one slow spell cannot rule a tree size out for good."""
 
@@ -80,6 +87,13 @@ class CostTable:
         share = (num_rows - low) / (high - low)
         return column[at - 1] + (column[at] - column[at - 1]) * share
 
+    def least_row_s(self, low: int, high: int, context: int) -> float:
+        """The least seconds that one row adds between so many rows and so many."""
+        sizes = [low, *(n for n in self._rows if low < n < high), high]
+        seconds = [self.cost_s(n, context) for n in sizes]
+        pairs = itertools.pairwise(zip(sizes, seconds, strict=True))
+        return min(((b - a) / (n - m) for (m, a), (n, b) in pairs if n > m), default=0.0)
+
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
         """Move the nearest measurements a little towards the seconds of a forward."""
         nearest = self._nearest(context)
@@ -100,23 +114,48 @@ class CostTable:
         return min(self._measured, key=lambda c: abs(c - context))
 
 
-class StepPlan:
-    """The trees of one step's B sequences, and the objective for them. `num_prompt_rows`: rows of prompts in the same step."""
+class OwnShare:
+    """The seconds that decoding adds to a step, over those of a step without prompts: the mean of recent steps, 0 to 1."""
 
-    def __init__(self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> None:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def learn(self, costs: CostTable, num_sequences: int, num_prompt_rows: int, context: int) -> None:
+        """Count a step."""
+        own = 1.0
+        if num_prompt_rows:
+            prompts_s = costs.cost_s(num_prompt_rows, context)
+            alone_s = costs.cost_s(num_sequences, context)
+            own = min(1.0, (costs.cost_s(num_sequences + num_prompt_rows, context) - prompts_s) / alone_s)
+        self.value += _SHARE_WEIGHT * (own - self.value)
+
+
+class StepPlan:
+    """The trees of one step's B sequences, and the objective for them. `num_prompt_rows`: rows of prompts in the same step;
+    `share`: as in the module."""
+
+    def __init__(
+        self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int, share: float = 1.0
+    ) -> None:
         self.sequences = sequences
         self.trees = [DraftTree(s.tokens[-1]) for s in sequences]
-        self._costs, self._num_prompt_rows = costs, num_prompt_rows
+        self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
         self._context = max(len(s.tokens) for s in sequences)
-        self._plain_s = costs.cost_s(len(sequences), self._context)  # a step without drafts and prompts
+        self._step_s = costs.cost_s(self._num_rows, self._context)
+        self._own_s = share * costs.cost_s(len(sequences), self._context)
 
     def nodes_s(self, num_nodes: int) -> float:
         """Seconds that so many nodes add to the step."""
-        return self._costs.cost_s(len(self.sequences) + num_nodes, self._context) - self._plain_s
+        return self._costs.cost_s(self._num_rows + num_nodes, self._context) - self._step_s
 
     def token_s(self) -> float:
         """Seconds a token takes with the trees so far."""
-        return self._plain_s / (len(self.trees) + sum(sum(tree.path_probs[1:]) for tree in self.trees))
+        return self._own_s / (len(self.trees) + sum(sum(tree.path_probs[1:]) for tree in self.trees))
+
+    def least_prob(self, spare_rows: int) -> float:
+        """No less probable node is worth its row, of at most so many."""
+        row_s = self._costs.least_row_s(self._num_rows, self._num_rows + spare_rows, self._context)
+        return row_s * len(self.trees) / self._own_s
 
     def saved_s(self, gains: SequenceOf[float]) -> float:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
@@ -125,10 +164,11 @@ class StepPlan:
         least gain. Otherwise a sequence saves its own row alone.
         """
         count = len(self.trees)
-        row_s = (self._plain_s - self._costs.cost_s(1, self._context)) / (count - 1) if count > 1 else 0.0
+        first_s = self._share * self._costs.cost_s(1, self._context)
+        row_s = (self._own_s - first_s) / (count - 1) if count > 1 else 0.0
         together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
         expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in self.trees) / count
-        return (sum(gains) * row_s + together * (self._plain_s - count * row_s)) / expected
+        return (sum(gains) * row_s + together * (self._own_s - count * row_s)) / expected
 
     def fit(self, spare_rows: int) -> list[DraftTree]:
         """The trees, cut to the best set of at most `spare_rows` nodes.
@@ -145,8 +185,8 @@ class StepPlan:
         num_drawn = sum(trees[i].num_drafted for i in drawn)
         others = [i for i in range(len(trees)) if i not in drawn]
         if others:
-            paid_rows = self._num_prompt_rows + num_drawn + len(drawn)
-            rest = StepPlan(self._costs, [self.sequences[i] for i in others], paid_rows)
+            paid_rows = self._num_rows - len(trees) + num_drawn + len(drawn)
+            rest = StepPlan(self._costs, [self.sequences[i] for i in others], paid_rows, self._share)
             rest.trees = [trees[i] for i in others]
             for i, tree in zip(others, rest._cut(spare_rows - num_drawn), strict=True):
                 trees[i] = tree
@@ -155,13 +195,11 @@ class StepPlan:
     def _cut(self, spare_rows: int) -> list[DraftTree]:
         """Maximises the module's objective; of equal nodes those of the first trees are kept."""
         nodes = sorted((-p, i) for i, tree in enumerate(self.trees) for p in tree.path_probs[1:])[:spare_rows]
-        num_rows = len(self.sequences) + self._num_prompt_rows
         expected = float(len(self.sequences))
-        paid_s = self._costs.cost_s(num_rows, self._context) - self._plain_s
-        best_rate, best = expected / self._plain_s, 0
+        best_rate, best = expected / self._own_s, 0
         for n, (negative_prob, _) in enumerate(nodes, 1):
             expected -= negative_prob
-            rate = expected / (self._costs.cost_s(num_rows + n, self._context) - paid_s)
+            rate = expected / (self._own_s + self.nodes_s(n))
             if rate > best_rate:
                 best_rate, best = rate, n
         sizes = Counter(i for _, i in nodes[:best])

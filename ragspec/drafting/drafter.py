@@ -53,13 +53,15 @@ class Budget(NamedTuple):
     """What a draft may cost: at most `max_nodes` nodes beside its likeliest path, and no more time than it is likely to save.
 
     `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `trees`: the proposals of earlier drafters
-    for the same sequences. `depths`: the most levels of each sequence's draft, the step's free rows at most.
+    for the same sequences. `depths`: the most levels of each sequence's draft, the step's free rows at most. `least_prob`: nodes
+    whose paths are less probable are cut, so a drafter may leave them out.
     """
 
     max_nodes: int
     token_s: float
     trees: SequenceOf[DraftTree]
     depths: SequenceOf[int]
+    least_prob: float = 0.0
 
 
 class Drafter:

@@ -20,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from ragspec.core import Request
-from ragspec.drafting.cost_model import CostTable, StepPlan
+from ragspec.drafting.cost_model import CostTable, OwnShare, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.drafter_stats import (
     TRIAL_HIT_GAIN,
@@ -33,12 +33,15 @@ from ragspec.drafting.drafter_stats import (
 from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.drafting.stochastic_drafts import needs_chain
 from ragspec.errors import InputError, RagspecError
+from ragspec.speculation import AcceptanceRule
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
 
 log = logging.getLogger(__name__)
 
 _ANY_DEPTH = 2**31
+_SUREST = 0.98
+"""Drafts are hardly surer, so nobody is asked for surer ones."""
 
 
 class Planner:
@@ -57,7 +60,7 @@ class Planner:
         self._choices: dict[tuple[str, int], HeadChoice] = {}
         self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
-        self.costs = costs
+        self.costs, self._share = costs, OwnShare()
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
     @property
@@ -84,9 +87,15 @@ class Planner:
         `num_prompt_rows`: rows of prompts in the same step.
         """
         self._pending.clear()
-        if not sequences or spare_rows <= 0:
-            return [DraftTree(s.tokens[-1]) for s in sequences]
-        step = self.step_plan(self.costs, sequences, num_prompt_rows)
+        if not sequences:
+            return []
+        self._share.learn(self.costs, len(sequences), num_prompt_rows, max(len(s.tokens) for s in sequences))
+        step = self.step_plan(self.costs, sequences, num_prompt_rows, self._share.value)
+        wanted = [s.request.speculation.rule for s in sequences if s.request.speculation]
+        is_drawn = any(rule is not AcceptanceRule.KEYED for rule in wanted)  # drawn trees are not cut for their cost
+        least_prob = 0.0 if is_drawn else step.least_prob(spare_rows)
+        if spare_rows <= 0 or not wanted or least_prob >= _SUREST:
+            return step.trees
         proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
         chosen: dict[int, str] = {}
         for drafter in sorted(self._drafters, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
@@ -95,7 +104,7 @@ class Planner:
             depths = self._depths(drafter, step, chosen)
             for i in depths:
                 proposing[i].append(drafter)
-            self._merge(drafter, depths, step, spare_rows)
+            self._merge(drafter, depths, step, spare_rows, least_prob)
         for i, drafters in proposing.items():
             tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
             step.trees[i] = self.limited(tree, sequences[i])
@@ -231,14 +240,16 @@ class Planner:
             )
         return {i: 1 if i in trials else _ANY_DEPTH for i in ready if i in full | trials}
 
-    def _merge(self, drafter: SafeDrafter, depths: dict[int, int], step: StepPlan, spare_rows: int) -> None:
+    def _merge(
+        self, drafter: SafeDrafter, depths: dict[int, int], step: StepPlan, spare_rows: int, least_prob: float
+    ) -> None:
         """Ask a drafter for these sequences, and merge its proposals into their trees."""
         if not depths:
             return
         sequences, trees = step.sequences, step.trees
         longest = {i: sequences[i].most_tokens - 1 for i in depths}  # the last token of a step is the target's own
         levels = [min(depth, longest[i], spare_rows) for i, depth in depths.items()]
-        budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], levels)
+        budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], levels, least_prob)
         lists = drafter.propose([sequences[i] for i in depths], budget)
         for i, proposals in zip(depths, lists, strict=False):
             if (pending := self._pending.get((sequences[i].key, drafter.name))) is not None:

@@ -250,7 +250,7 @@ class ReferenceIndex:
     def places(self, token: int) -> Ints:
         """Where a token stands, ascending."""
         # Why not `find`: this is in everyone's first answer, and `find` would first have to be compiled
-        first, last = np.searchsorted(self._sorted, np.array([token, token + 1], np.int32))
+        first, last = self._sorted.searchsorted(np.array([token, token + 1], np.int32))
         return self._order[first:last]
 
 
@@ -287,7 +287,7 @@ class SuffixIndex:
     def matches(self, max_length: int) -> list[tuple[int, int]]:
         """(position after the match, its length) of every earlier occurrence of the output's end; longest first, then latest."""
         begin = int(self.begin[-1])
-        suffix = self.tokens[max(begin, self.end - max_length) :]
+        suffix = self._tokens[max(begin, self.end - max_length) : self.end]
         if not len(suffix):
             return []
         places = self._base.places(int(suffix[-1]))
@@ -296,7 +296,7 @@ class SuffixIndex:
 
     def reference_at(self, at: int) -> int:
         """Number of the reference that contains position `at`; len(references) for the output."""
-        return int(np.searchsorted(self.begin, at, "right")) - 1
+        return int(self.begin.searchsorted(at, "right")) - 1
 
     def follow(self, token: int) -> None:
         """Advance the position in the input by one output token."""

@@ -139,6 +139,9 @@ class _FreeStep(StepPlan):
     def saved_s(self, gains: Sequence[float]) -> float:
         return 1e9 * len(gains)
 
+    def least_prob(self, spare_rows: int) -> float:
+        return 0.0
+
     def fit(self, spare_rows: int) -> list[DraftTree]:
         return [tree.best(min(tree.num_drafted, spare_rows // len(self.trees))) for tree in self.trees]
 

@@ -96,6 +96,17 @@ def drafts(drafter: CopyDrafter, sequence: Writing, text: str) -> bool:
     return any(branch.startswith(text) for branch in branches(drafter, sequence))
 
 
+def test_nothing_is_proposed_that_is_too_improbable_to_pay() -> None:
+    """Whole trees were built of nodes that the planner then cut, in every step of 32 sequences."""
+    drafter, sequence = drafting(source("The red fox jumps over the lazy dog. The red cat sleeps."))
+    sequence.write(drafter, "The red")
+    every = proposals(drafter, sequence)
+    (likely,) = drafter.propose([sequence], Budget(48, 0.0, [DraftTree(0)], [48], least_prob=0.2))
+    assert 0 < len(likely) < len(every)
+    assert [p.path_prob for p in likely] == [p.path_prob for p in every if p.path_prob >= 0.2]
+    assert drafter.propose([sequence], Budget(48, 0.0, [DraftTree(0)], [48], least_prob=0.99)) == [[]]
+
+
 @pytest.mark.parametrize("kind", [SourceKind.PASSAGE, SourceKind.INPUT, SourceKind.HISTORY, SourceKind.PREDICTION])
 def test_a_match_goes_on(kind: SourceKind) -> None:
     """A text that is being repeated was not recognised."""

@@ -11,7 +11,7 @@ from drafters import Quiet
 
 from ragspec.core import Request
 from ragspec.drafting.acceptance import CopyAcceptance, Experience
-from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.cost_model import CostTable, StepPlan
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.speculation import AcceptanceRule, Speculation
@@ -346,6 +346,41 @@ def test_rows_of_a_prompt_do_not_make_guesses_cheap() -> None:
     for num_other_rows in (0, 60):
         planner = Planner([Chain([5, 6], 0.3)], costs, 12)
         assert planner.plan([Running()], num_other_rows, 200)[0].num_drafted == 0
+
+
+def test_where_every_step_reads_a_prompt_a_saved_step_is_worth_nothing() -> None:
+    """Under load drafts took rows from prompts and saved steps that prompts needed all the same: 2 % slower than without."""
+    linear = CostTable({64: [8.0, 9.0, 108.0]}, rows=(1, 2, 101))  # every row costs as much as the others
+    drafter = Chain(range(10, 14), 0.9)
+    planner = Planner([drafter], linear, 12)
+    assert planner.plan([Running()], 0, 100)[0].num_drafted == 4
+    for _ in range(200):
+        planner.plan([Running()], 50, 100)
+    asked = drafter.asked
+    assert planner.plan([Running()], 50, 100)[0].num_drafted == 0
+    assert drafter.asked == asked, "a drafter was asked for nodes that cannot pay"
+    for _ in range(100):
+        planner.plan([Running()], 0, 100)
+    assert planner.plan([Running()], 0, 100)[0].num_drafted == 4
+
+
+def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None:
+    """A drafter left out nodes that the best set of nodes holds."""
+    rng = np.random.default_rng(0)
+    num_cut = 0
+    for _ in range(300):
+        costs = CostTable(
+            {64: np.cumsum(rng.exponential(1.0, 6) * (3, 1, 1, 1, 1, 1)).tolist()}, rows=(1, 2, 4, 8, 12, 16)
+        )
+        step = StepPlan(costs, [Running(str(n)) for n in range(3)], int(rng.integers(0, 4)), rng.uniform(0.2, 1.0))
+        for tree in step.trees:
+            tree.merge([Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(rng.dirichlet([0.3] * 4))])
+        least_prob = step.least_prob(12)
+        probs = [prob for tree in step.trees for prob in tree.path_probs[1:]]
+        kept = [prob for tree in step.fit(12) for prob in tree.path_probs[1:]]
+        num_cut += sum(prob < least_prob for prob in probs)
+        assert all(prob >= least_prob * (1.0 - 1e-9) for prob in kept)
+    assert num_cut > 500
 
 
 def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
