@@ -95,7 +95,7 @@ def main(
             target=config.target,
             data_dir=data_folder(data),
             cache_dir=cache_folder() / "benchmark",
-            plan=Repetitions(runs or (1 if quick else 3), 3 if quick else 12, seed),
+            plan=Repetitions(runs or 1, 3, seed, num_warm_up=1) if quick else Repetitions(runs or 3, seed=seed),
             quick=quick,
             forced=forced,
             peers=peers,

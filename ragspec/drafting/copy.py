@@ -70,10 +70,10 @@ class _CopyPoint(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """Tokens of any branch, and of a likely one; paths less probable than `least_prob` are left out."""
+    """The most tokens of any branch, and of a likely branch. A copied path less probable than `least_prob` is left out."""
 
-    any_branch: int
-    likely_branch: int
+    num_any: int
+    num_likely: int
     least_prob: float
 
 
@@ -170,7 +170,7 @@ class CopyDrafter(Drafter):
             self._copy(index, self._quotes(index), parent, left, limits, proposals)
             parent, left = -1, 1.0 - left
         points = self._points(index, sequence)
-        recalled, length = self._recalled(sequence, limits.any_branch)
+        recalled, length = self._recalled(sequence, limits.num_any)
         comes_first = length > max((point.length for point in points), default=0)
         if comes_first:
             left = _append(recalled, left, proposals)
@@ -201,25 +201,27 @@ class CopyDrafter(Drafter):
             number = index.reference_at(point.at)
             reference = index.references[number] if number < len(index.references) else None
             begin = int(index.begin[number]) if reference else 0
-            tail = begin + reference.tail - point.at if reference else limits.likely_branch
-            first = self._given(index, point, tail, 0)[1]
-            if left * first >= limits.least_prob:
-                prob, parent = left, root
-                for i, token in enumerate(self._copyable(index, point, limits.likely_branch).tolist()):
-                    cell, given = self._given(index, point, tail, i)
-                    prob *= given
-                    if prob < (limits.least_prob if i < limits.any_branch else max(limits.least_prob, _LIKELY)):
-                        break
-                    source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
-                    guess = Guess(index.acceptance, cell)
-                    proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, guess)))
-                    parent = len(proposals) - 1
-            left *= 1.0 - first
+            tail = begin + reference.tail - point.at if reference else limits.num_likely
+            if index.tokens[point.at] == SEPARATOR:
+                continue
+            prob, parent = left, root
+            left *= 1.0 - self._chance(index, point, tail, 0)[1]
+            if prob - left < limits.least_prob:
+                continue
+            for i, token in enumerate(self._copyable(index, point, limits.num_likely).tolist()):
+                cell, given = self._chance(index, point, tail, i)
+                prob *= given
+                if prob < (limits.least_prob if i < limits.num_any else max(limits.least_prob, _LIKELY)):
+                    break
+                source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
+                guess = Guess(index.acceptance, cell)
+                proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, guess)))
+                parent = len(proposals) - 1
         return left
 
     @staticmethod
-    def _given(index: SuffixIndex, point: _CopyPoint, tail: int, i: int) -> tuple[Cell, float]:
-        """Of token i to copy: its acceptance cell, and its probability given the token before.
+    def _chance(index: SuffixIndex, point: _CopyPoint, tail: int, i: int) -> tuple[Cell, float]:
+        """The acceptance cell of token i to copy, and its probability given the token before.
 
         `tail`: how many tokens from the point on are the reference's own text; tail tokens follow.
         """

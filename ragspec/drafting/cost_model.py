@@ -6,15 +6,16 @@ step anyway, the planner chooses the set S of nodes with the most expected token
 
     maximise over S   (B + sum of p over S) / (own + T(B + M + |S|, c) - T(B + M, c)),     own = share * T(B, c)
 
-`own` are the seconds that B tokens take without drafts. Beside a prompt they take T(B + M, c) - T(M, c) only, because the prompt
-would be read anyway; `share` is the mean of that over T(B, c) in recent steps, 1 where no prompts are read. So where every step
-reads a prompt, tokens are cheap, and a draft that saves steps saves nothing.
+`own` is how long B tokens take without drafts. Beside prompts they take T(B + M, c) - T(M, c) only, because the prompts would be
+read anyway. `share` is the mean of (T(B + M, c) - T(M, c)) / T(B, c) in recent steps; a step without other sequences' prompts
+counts 1. So where every step reads a prompt, tokens are cheap, and a draft that saves steps saves nothing.
 
 Of all sets of one size the most probable nodes are best, so only the size is searched. Where no node raises the rate, nothing is
-drafted: a step without drafts is the case |S| = 0. A node less probable than B / own times the cheapest further row cannot raise
-the rate, whatever else is drafted (`StepPlan.least_prob`), so nobody proposes it.
+drafted: a step without drafts is the case |S| = 0. A node raises the rate only if p is greater than the rate times its row's
+seconds, and the best rate is at least B / own. So a node less probable than B / own times the cheapest further row is in no best
+set (`StepPlan.least_prob`), and a drafter may leave it out.
 
-A drafter whose proposals take D seconds is asked for a set A of sequences where it saves more time than it takes:
+A drafter whose proposals take D seconds is asked for a set A of sequences where it saves more time than it takes (`saved_s`):
 
     saved(gains of A) - D(A) - (T(B + M + nodes of A, c) - T(B + M, c)) > 0
 
@@ -39,7 +40,9 @@ _NUM_ROUNDS, _ENOUGH_S = 4, 3.0
 _STEP_WEIGHT = 0.05
 """Weight of one step against earlier measurements."""
 _SHARE_WEIGHT = 1 / 24
-"""Weight of one step in the share of decoding."""
+"""Weight of one step in the mean of shares."""
+_LEAST_SHARE = 0.05
+"""Why not 0: a table may be flat from M to B + M rows, and the objective divides by the share."""
 _STALE_STEPS, _STALE_WEIGHT = 20, 0.02
 """A size unused for so many steps drifts with the size in use, so that one slow spell cannot rule a tree size out for good."""
 
@@ -88,11 +91,11 @@ class CostTable:
         return column[at - 1] + (column[at] - column[at - 1]) * share
 
     def least_row_s(self, low: int, high: int, context: int) -> float:
-        """The least seconds that one row adds between so many rows and so many."""
+        """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
         sizes = [low, *(n for n in self._rows if low < n < high), high]
-        seconds = [self.cost_s(n, context) for n in sizes]
-        pairs = itertools.pairwise(zip(sizes, seconds, strict=True))
-        return min(((b - a) / (n - m) for (m, a), (n, b) in pairs if n > m), default=0.0)
+        steps = [(fewer, more) for fewer, more in itertools.pairwise(sizes) if fewer < more]
+        added_s = ((self.cost_s(more, context) - self.cost_s(fewer, context)) / (more - fewer) for fewer, more in steps)
+        return min(added_s, default=0.0)
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
         """Move the nearest measurements a little towards the seconds of a forward."""
@@ -115,19 +118,22 @@ class CostTable:
 
 
 class OwnShare:
-    """The seconds that decoding adds to a step, over those of a step without prompts: the mean of recent steps, 0 to 1."""
+    """`share` of the module: the mean of recent steps, `_LEAST_SHARE` to 1."""
 
     def __init__(self) -> None:
         self.value = 1.0
 
-    def learn(self, costs: CostTable, num_sequences: int, num_prompt_rows: int, context: int) -> None:
-        """Count a step."""
-        own = 1.0
-        if num_prompt_rows:
-            prompts_s = costs.cost_s(num_prompt_rows, context)
-            alone_s = costs.cost_s(num_sequences, context)
-            own = min(1.0, (costs.cost_s(num_sequences + num_prompt_rows, context) - prompts_s) / alone_s)
-        self.value += _SHARE_WEIGHT * (own - self.value)
+    def learn(self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> None:
+        """Count a step in which a sequence decodes. A sequence without output ends its own prompt: its row is a prompt's."""
+        num_decoding = sum(sequence.num_output > 0 for sequence in sequences)
+        if not num_decoding:
+            return
+        prompt_rows, share = num_prompt_rows + len(sequences) - num_decoding, 1.0
+        if prompt_rows:
+            context = max(len(sequence.tokens) for sequence in sequences)
+            decoding_s = costs.cost_s(num_decoding + prompt_rows, context) - costs.cost_s(prompt_rows, context)
+            share = min(1.0, max(_LEAST_SHARE, decoding_s / costs.cost_s(num_decoding, context)))
+        self.value += _SHARE_WEIGHT * (share - self.value)
 
 
 class StepPlan:
@@ -142,7 +148,8 @@ class StepPlan:
         self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
         self._context = max(len(s.tokens) for s in sequences)
         self._step_s = costs.cost_s(self._num_rows, self._context)
-        self._own_s = share * costs.cost_s(len(sequences), self._context)
+        self._alone_s = costs.cost_s(len(sequences), self._context)
+        self._own_s = share * self._alone_s
 
     def nodes_s(self, num_nodes: int) -> float:
         """Seconds that so many nodes add to the step."""
@@ -153,7 +160,7 @@ class StepPlan:
         return self._own_s / (len(self.trees) + sum(sum(tree.path_probs[1:]) for tree in self.trees))
 
     def least_prob(self, spare_rows: int) -> float:
-        """No less probable node is worth its row, of at most so many."""
+        """The probability below which a node's path raises no rate, whatever else is drafted. `spare_rows`: the most nodes."""
         row_s = self._costs.least_row_s(self._num_rows, self._num_rows + spare_rows, self._context)
         return row_s * len(self.trees) / self._own_s
 
@@ -161,11 +168,11 @@ class StepPlan:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
 
         All sequences wait for the slowest: whole steps are saved only where every unfinished sequence gains, and then by the
-        least gain. Otherwise a sequence saves its own row alone.
+        least gain. Otherwise a sequence saves its own row alone. Steps that read prompts anyway are not saved, only rows.
         """
         count = len(self.trees)
-        first_s = self._share * self._costs.cost_s(1, self._context)
-        row_s = (self._own_s - first_s) / (count - 1) if count > 1 else 0.0
+        one_s = self._costs.cost_s(1, self._context)
+        row_s = min(self._own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
         together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
         expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in self.trees) / count
         return (sum(gains) * row_s + together * (self._own_s - count * row_s)) / expected

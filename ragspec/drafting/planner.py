@@ -31,9 +31,8 @@ from ragspec.drafting.drafter_stats import (
     select_paying,
 )
 from ragspec.drafting.safe_drafter import SafeDrafter
-from ragspec.drafting.stochastic_drafts import needs_chain
+from ragspec.drafting.stochastic_drafts import draws_children, needs_chain
 from ragspec.errors import InputError, RagspecError
-from ragspec.speculation import AcceptanceRule
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
 
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _ANY_DEPTH = 2**31
 _SUREST = 0.98
-"""Drafts are hardly surer, so nobody is asked for surer ones."""
+"""Hardly any draft is surer: where only a surer draft pays, drafters are not asked."""
 
 
 class Planner:
@@ -89,11 +88,11 @@ class Planner:
         self._pending.clear()
         if not sequences:
             return []
-        self._share.learn(self.costs, len(sequences), num_prompt_rows, max(len(s.tokens) for s in sequences))
+        self._share.learn(self.costs, sequences, num_prompt_rows)
         step = self.step_plan(self.costs, sequences, num_prompt_rows, self._share.value)
-        wanted = [s.request.speculation.rule for s in sequences if s.request.speculation]
-        is_drawn = any(rule is not AcceptanceRule.KEYED for rule in wanted)  # drawn trees are not cut for their cost
-        least_prob = 0.0 if is_drawn else step.least_prob(spare_rows)
+        wanted = [sequence for sequence in sequences if sequence.request.speculation]
+        # Why 0: a drawn tree is never left out for what it costs
+        least_prob = 0.0 if any(map(draws_children, wanted)) else step.least_prob(spare_rows)
         if spare_rows <= 0 or not wanted or least_prob >= _SUREST:
             return step.trees
         proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
@@ -148,7 +147,9 @@ class Planner:
         return self._stats_in(sequence, drafter.name).backoff.due()
 
     def _note_open(self, keys: set[tuple[str, int]]) -> None:
-        """Drafters may learn while nothing waits or runs."""
+        """Drafters may learn while nothing waits or runs. What comes after says nothing about the prompts before."""
+        if not keys:
+            self._share = OwnShare()
         if bool(keys) != bool(self._open):
             for drafter in self._drafters:
                 drafter.note_idle(not keys)
@@ -249,6 +250,8 @@ class Planner:
         sequences, trees = step.sequences, step.trees
         longest = {i: sequences[i].most_tokens - 1 for i in depths}  # the last token of a step is the target's own
         levels = [min(depth, longest[i], spare_rows) for i, depth in depths.items()]
+        if any(tree.num_drafted for tree in trees):
+            least_prob = 0.0
         budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], levels, least_prob)
         lists = drafter.propose([sequences[i] for i in depths], budget)
         for i, proposals in zip(depths, lists, strict=False):

@@ -68,8 +68,8 @@ def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") ->
     return CopySource(kind, text, name)
 
 
-def drafting(*sources: CopySource, **options: Any) -> tuple[CopyDrafter, Writing]:
-    drafter, sequence = CopyDrafter(tokenizer(), (EOS,), **{"least_prob": 1e-3, **options}), Writing(tuple(sources))
+def drafting(*sources: CopySource, eos_ids: tuple[int, ...] = (EOS,), **options: Any) -> tuple[CopyDrafter, Writing]:
+    drafter, sequence = CopyDrafter(tokenizer(), eos_ids, **{"least_prob": 1e-3, **options}), Writing(tuple(sources))
     sequence.begin(drafter)
     return drafter, sequence
 
@@ -105,6 +105,13 @@ def test_nothing_is_proposed_that_is_too_improbable_to_pay() -> None:
     assert 0 < len(likely) < len(every)
     assert [p.path_prob for p in likely] == [p.path_prob for p in every if p.path_prob >= 0.2]
     assert drafter.propose([sequence], Budget(48, 0.0, [DraftTree(0)], [48], least_prob=0.99)) == [[]]
+
+
+def test_an_empty_source_takes_no_probability_from_others() -> None:
+    """Bug guarded: an empty text without an end token came first, and took almost all probability from the other text."""
+    text, empty = source("the red fox jumps", SourceKind.INPUT), source("", SourceKind.PREDICTION)
+    alone, beside = (proposals(*drafting(*each, eos_ids=(), least_prob=0.02)) for each in ((text,), (empty, text)))
+    assert alone[0].token_id in [p.token_id for p in beside]
 
 
 @pytest.mark.parametrize("kind", [SourceKind.PASSAGE, SourceKind.INPUT, SourceKind.HISTORY, SourceKind.PREDICTION])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from test_planner import FREE, Running
 
-from ragspec.drafting.cost_model import StepPlan
+from ragspec.drafting.cost_model import CostTable, StepPlan
 
 
-def saved(gains: list[float], *most_tokens: int) -> float:
+def saved(gains: list[float], *most_tokens: int, costs: CostTable = FREE, share: float = 1.0) -> float:
     sequences = [Running(str(i), most_tokens=most) for i, most in enumerate(most_tokens)]
-    return StepPlan(FREE, sequences, 0).saved_s(gains)
+    return StepPlan(costs, sequences, 0, share).saved_s(gains)
 
 
 def test_the_slowest_decides_what_is_saved() -> None:
@@ -23,3 +23,12 @@ def test_one_that_ends_now_holds_nobody_back() -> None:
     """A sequence at its last token, which cannot be drafted for, ended drafting for all beside it."""
     assert saved([2.0], 100, 1) == pytest.approx(2.0)
     assert saved([], 1, 1) == 0.0
+
+
+def test_where_steps_read_prompts_anyway_rows_are_saved_alone() -> None:
+    """A draft for all was worth whole steps that the prompts beside them needed, and a draft for one less than its row."""
+    linear = CostTable({64: [9.0, 10.0, 40.0]}, rows=(1, 2, 32))  # 8 and 1 a row
+    several = [100] * 4
+    assert saved([3.0], *several, costs=linear, share=4 / 12) == pytest.approx(3.0)
+    assert saved([3.0] * 4, *several, costs=linear, share=4 / 12) == pytest.approx(12.0)
+    assert saved([3.0] * 4, *several, costs=linear) == pytest.approx(36.0)

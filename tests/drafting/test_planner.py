@@ -364,6 +364,28 @@ def test_where_every_step_reads_a_prompt_a_saved_step_is_worth_nothing() -> None
     assert planner.plan([Running()], 0, 100)[0].num_drafted == 4
 
 
+def test_a_table_without_slope_leaves_tokens_some_worth() -> None:
+    """Three minutes of steps with prompts where further rows seemed free: a division by zero ended every answer."""
+    planner = Planner([Chain([10], 0.9)], CostTable({64: [0.004, 0.008, 0.02, 0.02]}, rows=(1, 128, 256, 512)), 12)
+    for _ in range(20_000):
+        planner.plan([Running()], 300, 100)
+    assert planner.plan([Running()], 300, 100)[0].num_drafted == 1
+
+
+def test_a_sequence_alone_is_worth_its_whole_step_whatever_prompt_it_had() -> None:
+    """Its own prompt made the draft of a lone answer, or of the first one after a busy hour, worth less."""
+    linear = CostTable({64: [8.0, 9.0, 108.0]}, rows=(1, 2, 101))
+    planner = Planner([Chain(range(10, 14), 0.9)], linear, 12)
+    for number in range(50):
+        prompt, decoding = Running(str(number), [1, 2]), Running(str(number))
+        planner.start(prompt)
+        planner.plan([prompt], 50, 100)
+        assert planner.plan([decoding], 0, 100)[0].num_drafted == 4
+        for _ in range(number):  # beside others' prompts
+            planner.plan([decoding], 50, 100)
+        planner.finish(decoding)
+
+
 def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None:
     """A drafter left out nodes that the best set of nodes holds."""
     rng = np.random.default_rng(0)
@@ -399,6 +421,7 @@ def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
     assert tree.token_ids == [3, 10, 11, 12, 13] and len(tree.draws) == 4
     (short,) = plan(planner, Running("c", speculation=by_rule), spare=2)
     assert short.token_ids == [3, 10, 11] and set(short.draws) == {0, 1, 2}
+    assert [tree.num_drafted for tree in plan(planner, drawn, plain)] == [4, 0]
     mixed = Planner([Chain(range(10, 14), 0.3)], DEAR, 12)
     assert plan(mixed, plain)[0].num_drafted == 0
 

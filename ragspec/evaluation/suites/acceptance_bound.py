@@ -13,16 +13,14 @@ from ragspec.engine.sequence import SampledTrees
 from ragspec.engine.target import Floats, Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suite import engine_config, engine_over
+from ragspec.evaluation.suite import Repetitions, engine_config, engine_over
 from ragspec.evaluation.timing import EngineDecoder
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
 from ragspec.tree import DraftTree
 
-_NUM_WARM_UP = 20
 
-
-def t1_bound(target: Target, cases: Sequence[Case], acceptance_length: float, seed: int) -> Result:
+def t1_bound(target: Target, cases: Sequence[Case], acceptance_length: float, plan: Repetitions) -> Result:
     """Expected tokens a step at T=1 over the measured `acceptance_length` at T=0, for two sets of trees.
 
     `own_trees` were drafted along texts sampled at T=1: no drafter with these trees, and no verification that
@@ -33,8 +31,8 @@ def t1_bound(target: Target, cases: Sequence[Case], acceptance_length: float, se
     bounds = {}
     with engine_over(ProbedEngine, target, engine_config()) as engine:
         for name, temperature in (("greedy_trees", 0.0), ("own_trees", 1.0)):
-            decode = EngineDecoder(engine, speculation=True, seed=seed, temperature=temperature)
-            for case in cases[:_NUM_WARM_UP]:
+            decode = EngineDecoder(engine, speculation=True, seed=plan.seed, temperature=temperature)
+            for case in cases[: plan.num_warm_up]:
                 decode(case)
             engine.expected.clear()
             for case in cases:

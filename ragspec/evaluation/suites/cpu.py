@@ -80,7 +80,7 @@ def run_cpu(settings: Settings, tick: Tick) -> Outcome:
     data_dir = settings.require_data("squad, squad_open, jfleg and pie_errorify")
     plan = _Plan(2, 7, 6_000) if settings.quick else _Plan(10, 40, 100_000)
     plan = plan._replace(num_prompts=settings.num_prompts or plan.num_prompts)
-    repetitions = replace(settings.plan, num_nothing=0, num_warm_up=1) if settings.quick else settings.plan
+    repetitions = replace(settings.plan, num_nothing=0) if settings.quick else settings.plan
     engine, bitwise = open_engine(settings.target)
     with engine:
         cases = cpu_cases(settings, engine, plan.num_prompts, tick)

@@ -161,7 +161,7 @@ def measure_engine(
     if measured.sampled is not None:
         tick("bound at T=1", 0, 1)
         length = measured.greedy.acceptance_length(SPECULATIVE)
-        bound = t1_bound(engine.target, cases, length, settings.plan.seed)
+        bound = t1_bound(engine.target, cases, length, settings.plan)
         measured.result.update(bound)
         tick("bound at T=1", 1, 1)
     return measured
