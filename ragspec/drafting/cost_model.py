@@ -25,7 +25,7 @@ Owns seconds and probabilities; knows no drafter.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -92,10 +92,12 @@ class CostTable:
 
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
-        sizes = [low, *(n for n in self._rows if low < n < high), high]
-        steps = [(fewer, more) for fewer, more in itertools.pairwise(sizes) if fewer < more]
-        added_s = ((self.cost_s(more, context) - self.cost_s(fewer, context)) / (more - fewer) for fewer, more in steps)
-        return min(added_s, default=0.0)
+        rows, column = self._rows, self._seconds[self._nearest(context)]
+        if low >= high or len(rows) == 1:
+            return 0.0
+        first = min(max(0, bisect_right(rows, low) - 1), len(rows) - 2)  # beyond the last bucket the last slope goes on
+        end = max(first + 1, min(bisect_left(rows, high), len(rows) - 1))
+        return min((column[i + 1] - column[i]) / (rows[i + 1] - rows[i]) for i in range(first, end))
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
         """Move the nearest measurements a little towards the seconds of a forward."""

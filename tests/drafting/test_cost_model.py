@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from test_planner import FREE, Running
 
@@ -32,3 +33,14 @@ def test_where_steps_read_prompts_anyway_rows_are_saved_alone() -> None:
     assert saved([3.0], *several, costs=linear, share=4 / 12) == pytest.approx(3.0)
     assert saved([3.0] * 4, *several, costs=linear, share=4 / 12) == pytest.approx(12.0)
     assert saved([3.0] * 4, *several, costs=linear) == pytest.approx(36.0)
+
+
+def test_the_cheapest_further_row_is_that_of_the_table() -> None:
+    """A cheaper row was overlooked, and nodes that pay were left out."""
+    rng, rows = np.random.default_rng(0), (1, 2, 4, 8, 16, 24)
+    for _ in range(200):
+        costs = CostTable({64: np.cumsum([5, *rng.integers(0, 3, 5)]).tolist()}, rows)
+        low = int(rng.integers(1, 30))
+        high = low + int(rng.integers(0, 20))
+        every = [costs.cost_s(n + 1, 64) - costs.cost_s(n, 64) for n in range(low, high)]
+        assert costs.least_row_s(low, high, 64) == pytest.approx(min(every, default=0.0))
