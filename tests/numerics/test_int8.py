@@ -331,6 +331,13 @@ def test_a_file_that_ends_early_fails_the_step_alone(tmp_path: Path) -> None:
     with file.open("r+b") as same:
         same.write(content)
     assert np.array_equal(outputs(target, text)[0], expected)
+    with target.backend.arena.layer(2):
+        os.truncate(file, 2000)
+    with pytest.raises(ModelError, match="ends early"), target.backend.arena.layer(3):  # and layer 0, read ahead, fails
+        pass
+    with file.open("r+b") as same:
+        same.write(content)
+    assert np.array_equal(outputs(target, text)[0], expected)
 
 
 def test_a_damaged_file_of_streamed_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,8 @@ class StreamedArena(WeightArena):
             return
         buffer = (number - self._num_kept) % 2
         load = self._loads[buffer]
-        if load is None or load.layer != number:  # the first pass, or a pass behind one that failed
+        # The first pass, a pass behind one that failed, or a layer read ahead while the file could not be read
+        if load is None or load.layer != number or load.done.exception() is not None:
             load = self._start(number)
         try:
             load.done.result()
