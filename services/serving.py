@@ -10,6 +10,7 @@ more and has `service.drain_s` seconds for running requests.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import secrets
 from collections.abc import Iterator
@@ -115,6 +116,7 @@ class Replica:
             self._app = build(self._backend, ring)
             self._canary = Canary(self._backend)
             self._stack = stack.pop_all()
+        gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import socket
@@ -82,9 +83,12 @@ def service_here(
             if not thread.is_alive() or time.monotonic() > deadline:
                 raise EngineError("the service did not start")
             time.sleep(0.01)
+        gc.collect()
+        gc.freeze()  # as `ragspec serve` does
         try:
             yield Service(address_of(listener), keys, backend)
         finally:
+            gc.unfreeze()
             server.stop()
             thread.join()
 

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ragspec.errors import ModelError, RagspecError
 from ragspec.numerics.linear import packing_available, replace_linears
-from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thread
+from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -34,6 +35,8 @@ _MAX_FORWARD_TOKENS = 1024
 _SHARED_FORWARD_TOKENS, _SHARED_S = 64, 10.0
 """Tokens of one forward within these seconds after a caller had to wait for its turn. A question waits for the forward that the
 rows of a file have begun, and a full one takes as long as a short answer."""
+_PART_TOKENS = 64
+"""Tokens that are worth a processor of their own."""
 _TOKENISED_AT_ONCE = 64
 _MAX_CHARS_PER_TOKEN = 64
 _SELF_TEST_LENGTHS = (3, 17, 129)
@@ -75,8 +78,8 @@ class TurnLock:
 class RowInvariantModel(ABC):
     """A model over token ids. Safe to call from several threads.
 
-    They compute in turn, one forward at a time, and in small forwards while they meet, so that a query does not wait for all
-    texts of a file.
+    They compute in turn, one batch at a time, and in small batches while they meet, so that a query does not wait for all texts
+    of a file. Parts of a batch run side by side, each on one processor.
     """
 
     is_ragged = False
@@ -91,14 +94,10 @@ class RowInvariantModel(ABC):
         self._computing = TurnLock()
         self._tokenizing = TurnLock()  # Why: truncation is a state of the tokenizer
         self.max_batch_size = batch_size
-        most_threads = num_processors()
         if packing_available():
-            run_in_thread(lambda: replace_linears(model), most_threads)
-        if not all(run_in_thread(self.self_test, n) for n in {1, most_threads}):
+            run_in_thread(lambda: replace_linears(model), num_processors())
+        if not run_in_thread(self.self_test, 1):
             self.max_batch_size = 1
-        probe = [[number % len(tokenizer) for number in range(2, 34)]]
-        alone, beside = (run_in_thread(lambda: self._forward(probe), n) for n in (1, most_threads))
-        self._threads = AdaptiveThreads(most_threads if np.array_equal(alone, beside) else 1)
 
     @abstractmethod
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
@@ -139,19 +138,20 @@ class RowInvariantModel(ABC):
         return features
 
     def _compute(self, results: NDArray[Any], token_ids: TokenIds, *more_inputs: TokenIds) -> None:
-        """Fill `results`, one row per text, by forwards of many texts. Shapes: each input [B, T]."""
-        # Why: starting threads for one text costs more
-        threads = self._threads if len(token_ids) > 1 else AdaptiveThreads(1)
+        """Fill `results`, one row per text, by forwards of many texts. Shapes: each input [B, T].
 
-        def run() -> None:
+        Why a forward on each processor, and no threads inside it: those would wait for each other at every product.
+        """
+
+        def compute(rows: list[int]) -> None:
+            results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
+
+        with ThreadPoolExecutor(num_processors(), "ragspec-compute", set_num_threads, (1,)) as threads:
             for rows in self._batches(token_ids):
+                num_tokens = sum(len(token_ids[row]) for row in rows)
+                num_parts = min(num_processors(), len(rows), max(1, num_tokens // _PART_TOKENS))
                 with self._computing:
-                    num_tokens, begin = sum(len(token_ids[row]) for row in rows), time.perf_counter()
-                    threads.begin(num_tokens)
-                    results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
-                    threads.end(num_tokens, time.perf_counter() - begin)
-
-        run_in_thread(run, 1)
+                    list(threads.map(compute, [rows[first::num_parts] for first in range(num_parts)]))
 
     def _batches(self, token_ids: TokenIds) -> Iterator[list[int]]:
         """Row numbers that share a forward, the shortest texts first: at most `_most_tokens` tokens together, and of equal length

@@ -63,10 +63,12 @@ class Model:
         rankings = {"dense": self.dense, "sparse": self.sparse}
         if mode != "hybrid":
             return [(p.id, score) for p, score in rankings[mode](query, tenant, low)[:k]]
-        fused: Counter[tuple[str, int]] = Counter()
+        ranks: dict[tuple[str, int], list[int]] = {}
         for ranking in (self.dense, self.sparse):
-            for rank, (p, _) in enumerate(ranking(query, tenant, low)[: max(k, DEPTH)], 1):
-                fused[p.document_id, p.ordinal] += 1 / (60 + rank)  # type: ignore[assignment]
+            for rank, (p, _) in enumerate(ranking(query, tenant, low), 1):
+                ranks.setdefault((p.document_id, p.ordinal), []).append(rank)
+        first = {key: [rank for rank in own if rank <= DEPTH] or [min(own)] for key, own in ranks.items()}
+        fused = {key: sum(1 / (60 + rank) for rank in own) for key, own in first.items()}
         ordered = sorted(fused.items(), key=lambda item: (-item[1], item[0]))
         return [(f"{name}#{ordinal}", score) for (name, ordinal), score in ordered[:k]]
 

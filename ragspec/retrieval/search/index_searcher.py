@@ -213,8 +213,9 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[SearchHit]], depth: int) 
     places: dict[tuple[str, int], SearchHit] = {}
     for ranking in rankings:
         for rank, hit in enumerate(ranking[:depth], 1):
-            scores[hit.passage] = scores.get(hit.passage, 0.0) + 1.0 / (RANK_OFFSET + rank)
-            places[hit.passage] = hit
+            passage = hit.passage
+            scores[passage] = scores.get(passage, 0.0) + 1.0 / (RANK_OFFSET + rank)
+            places[passage] = hit
     deeper: dict[tuple[str, int], float] = {}
     for ranking in rankings:
         for rank, hit in enumerate(ranking[depth:], depth + 1):

@@ -124,14 +124,14 @@ class ListPlace(NamedTuple):
 
 class _Places:
     def __init__(self, ranking: Sequence[SearchHit]) -> None:
-        self._found = {
-            hit.passage: ListPlace(hit.score, RANK_OFFSET / (RANK_OFFSET + place))
-            for place, hit in enumerate(ranking, 1)
-        }
-        self._missing = ListPlace(ranking[-1].score if ranking else 0.0, 0.0)
+        self._ranking = ranking
+        self._places = {hit.passage: place for place, hit in enumerate(ranking)}
 
     def of(self, hit: SearchHit) -> ListPlace:
-        return self._found.get(hit.passage, self._missing)
+        place = self._places.get(hit.passage)
+        if place is None:
+            return ListPlace(self._ranking[-1].score if self._ranking else 0.0, 0.0)
+        return ListPlace(self._ranking[place].score, RANK_OFFSET / (RANK_OFFSET + 1 + place))
 
 
 class ReadHit(NamedTuple):
@@ -165,9 +165,10 @@ class Relevance:
         """`places`: in the list by meaning and in the list by words."""
         read, title = self._read(passage.text), self._terms(passage.title)
         heading, last = self._terms(passage.heading), self._terms(passage.heading.rpartition(SEPARATOR)[2])
-        above = query.in_text((*title, *heading))
-        found = [query.in_text(own) for own in read.sentences]
-        (meaning, words), (few, more) = places, _FIRST_TERMS
+        above = frozenset(query.in_text((*title, *heading)))
+        found = {frozenset(query.in_text(own)) for own in read.sentences}
+        first, begun = ({above.union(query.in_text(own[:n])) for own in read.sentences} for n in _FIRST_TERMS)
+        meaning, words = places
         return Features(
             meaning.score,
             words.score / query.highest_bm25,
@@ -177,9 +178,9 @@ class Relevance:
             query.covered(query.in_text(heading)),
             sum(term in query.weight_of for term in last) / len(last) if last else 0.0,
             query.paired(read.pairs),
-            max(query.covered(above | query.in_text(own[:few])) for own in read.sentences or ((),)),
-            max(query.covered(above | query.in_text(own[:more])) for own in read.sentences or ((),)),
-            max(query.covered(above | own) for own in found or (frozenset[str](),)),
+            max(map(query.covered, first or (above,))),
+            max(map(query.covered, begun or (above,))),
+            max(map(query.covered, {above | own for own in found} or (above,))),
             max((_named(query.identifiers, own) for own in read.beginnings), default=0.0),
         )
 
@@ -203,6 +204,8 @@ class Relevance:
         scored = [(each.hit._replace(negative_score=-relevance_of(each.features)), each.passage) for each in read]
         best, kept = list[SearchHit](), list[Passage]()
         for hit, passage in sorted(scored, key=itemgetter(0)):
+            if len(best) == depth:
+                return best
             if not self.is_repeated(passage, kept):
                 best.append(hit)
                 kept.append(passage)

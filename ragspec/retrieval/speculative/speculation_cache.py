@@ -82,21 +82,21 @@ class SpeculationCache:
         candidates = list(self._candidates.values())
         if self._mode == "hybrid":
             rankings = [sorted(self._dense_hits(query)), sorted(self._sparse_hits(query))]
-            best = self._by_relevance(query, rankings, reciprocal_rank_fusion(rankings, _FUSION_DEPTH))[:k]
+            best = self._by_relevance(query, rankings, reciprocal_rank_fusion(rankings, _FUSION_DEPTH), k)
         else:
             best = heapq.nsmallest(k, (self._dense_hits if self._mode == "dense" else self._sparse_hits)(query))
         return [replace(candidates[hit.row].passage, score=hit.score) for hit in best]
 
     def _by_relevance(
-        self, query: Query, rankings: Sequence[list[SearchHit]], fused: list[SearchHit]
+        self, query: Query, rankings: Sequence[list[SearchHit]], fused: list[SearchHit], k: int
     ) -> list[SearchHit]:
         if self._relevance is None:
-            return fused
+            return fused[:k]
         hits, candidates = hits_to_read(fused, _FUSION_DEPTH), list(self._candidates.values())
         weights = QueryWeights.of(query.text, query.terms, self._statistics)
         passages = [candidates[hit.row].passage for hit in hits]
         read = self._relevance.read(weights, hits, passages, [ranking[:_FUSION_DEPTH] for ranking in rankings])
-        return self._relevance.ordered(read, fused, len(fused))
+        return self._relevance.ordered(read, fused, k)
 
     def _dense_hits(self, query: Query) -> list[SearchHit]:
         assert query.vector is not None
