@@ -145,6 +145,54 @@ def test_a_second_head_on_a_connection_has_to_come_in_time_as_well(hasty: Servic
         assert exchange(connection, ()).status == 0
 
 
+def test_blank_lines_do_not_keep_a_connection(hasty: Service) -> None:
+    """They end the wait for the next request, and nothing else begins to wait."""
+    with opened(hasty.url) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200" in connection.recv(65536)
+        connection.sendall(b"\r\n")
+        assert exchange(connection, ()).status == 0
+
+
+@pytest.mark.parametrize("piece", [b"X-Long: " + b"a" * 60_000, b"X: 1\r\n" * 10_000])
+def test_trailers_are_limited_as_heads_are(hasty: Service, piece: bytes) -> None:
+    """What follows the last chunk is kept by the parser, and no limit of a body counts it."""
+    lines = (hasty.bearer, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"0\r\n", *[piece] * 20)
+    assert reply.status in (0, 400)
+    small = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"2\r\n{}\r\n0\r\nHost: evil\r\n\r\n")
+    assert small.status == 422 or (small.status == 400 and "model" in small.json()["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("Content-Length: 2", "Transfer-Encoding: chunked"),
+        ("Transfer-Encoding: chunked, identity",),
+        ("Transfer-Encoding: xchunked",),
+        ("Host: other",),
+        ("X: a\r\n b",),
+    ],
+)
+def test_a_head_with_two_meanings_is_refused(hasty: Service, lines: tuple[str, ...]) -> None:
+    """A proxy in front reads it in the other one, and sees a request where this service sees a body."""
+    given = head("POST", "/v1/chat/completions", hasty.bearer, "Content-Type: application/json", *lines)
+    second = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert ask(hasty.url, given, b"0\r\n\r\n" + second).status in (0, 400)
+
+
+def test_a_request_names_its_host_once(hasty: Service) -> None:
+    assert ask(hasty.url, b"GET /health/live HTTP/1.1\r\nConnection: close\r\n\r\n").status == 400
+
+
+def test_a_client_may_ask_for_another_protocol(hasty: Service) -> None:
+    """Browsers and curl offer HTTP/2 or websockets; the answer comes in HTTP/1.1."""
+    for wanted in ("h2c", "websocket"):
+        lines = ("Connection: close, Upgrade", f"Upgrade: {wanted}", "HTTP2-Settings: AAMAAABkAAQAAP__")
+        given = "\r\n".join(["GET /health/live HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
+        assert ask(hasty.url, given).status == 200
+
+
 def test_a_body_that_does_not_come_is_given_up(hasty: Service) -> None:
     """A client that announces a body and sends none keeps its place at the gate for ever."""
     lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
@@ -155,7 +203,8 @@ def test_a_body_that_does_not_come_is_given_up(hasty: Service) -> None:
 
 def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Service) -> None:
     """Half a body is handed to a route, or the place at the gate is never given back."""
+    num_gone = hasty.aborts("client_gone")
     with opened(hasty.url) as connection:
         lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
         connection.sendall(head("POST", "/v1/chat/completions", *lines) + b"{")
-    assert soon(lambda: not hasty.backend.rate_limiter.running and hasty.aborts("client_gone") == 1)
+    assert soon(lambda: not hasty.backend.rate_limiter.running and hasty.aborts("client_gone") == num_gone + 1)
