@@ -12,12 +12,11 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipelines.benchmarks.load_curve import Body, measured
+from pipelines.benchmarks.load_curve import Body, measured, sent_by
 from pipelines.benchmarks.service import Service, free_port, started, timed_answers
 from ragspec.core import Message, SamplingParams
 from ragspec.evaluation.peers import llama_files, load_peer
@@ -40,10 +39,18 @@ def llama_server() -> str | None:
 
 
 class LlamaServers:
-    """One server a type of weights and number of users, started for its runs alone."""
+    """One server a type of weights and number of users, started for its runs alone. `num_questions` as of `LoadCurve`."""
 
-    def __init__(self, service: Service, mixes: Mapping[str, Sequence[Body]], folder: Path, tick: Tick) -> None:
+    def __init__(
+        self,
+        service: Service,
+        mixes: Mapping[str, Sequence[Body]],
+        folder: Path,
+        tick: Tick,
+        num_questions: int | None = None,
+    ) -> None:
         """Raises: ModelError for a target that is no plain Llama."""
+        self._num_questions = num_questions
         self._bodies = {mix: prompts_of(service, bodies) for mix, bodies in mixes.items()}
         backend = service.backend
         self._files = llama_files(load_peer(backend.config.target), folder, backend.prompts.tokenizer)
@@ -51,7 +58,7 @@ class LlamaServers:
 
     def tokens_per_s(self, mix: str, users: int, num_runs: int) -> float:
         """Of the faster type of weights, the median over runs. Raises: EngineError."""
-        bodies = list(islice(cycle(self._bodies[mix]), max(users, len(self._bodies[mix]))))
+        bodies = sent_by(users, mix, self._bodies[mix], self._num_questions)
         room = max(len(body["prompt"]) + body["max_tokens"] for body in bodies)
         speeds = list[float]()
         for number, path in enumerate(self._files.values()):

@@ -43,6 +43,7 @@ from ragspec.numerics.kv_cache import PAGE
 NUM_CLIENTS = 32
 USERS, USERS_QUICK = (1, 2, 4, 8, 16, 32, 64), (1, 8, 32)
 NUM_QUESTIONS, NUM_QUESTIONS_QUICK = 32, 8
+"""Of the first tokens and the fairness, and bodies of a run by few users. Each of many users asks a question of its own."""
 _SECONDS, _QUICK_S = 60.0, 10.0
 _CROWD = "cleo"
 _TENANTS = (ATTACKER, VICTIM, _CROWD)
@@ -61,10 +62,12 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
     seconds, memory = (_QUICK_S if settings.quick else _SECONDS), PeakMemory()
     users, count = (USERS_QUICK, NUM_QUESTIONS_QUICK) if settings.quick else (USERS, NUM_QUESTIONS)
     with backend_of(settings, tick) as (backend, listed), service_here(backend, _TENANTS, (_CROWD,)) as service:
-        questions = [question.text for question in listed.questions][: settings.num_prompts or count]
-        mixes = mixes_of(backend.model, questions, settings.plan.seed)
-        rows = load_rows(LoadCurve(service, mixes, tick, _CROWD), users, [*mixes], settings.plan.num_runs)
-        against = vs_llama_server(service, mixes, rows, settings, tick)
+        asked = [question.text for question in listed.questions]
+        questions = asked[: settings.num_prompts or count]
+        mixes = mixes_of(backend.model, asked[: max(*users, len(questions))], settings.plan.seed)
+        curve = LoadCurve(service, mixes, tick, _CROWD, len(questions))
+        rows = load_rows(curve, users, [*mixes], settings.plan.num_runs)
+        against = vs_llama_server(service, mixes, rows, settings, tick, len(questions))
         first = FirstTokens(service, questions, settings.plan.seed)
         ttft = {number: first.measure(number, settings.plan.num_runs, tick) for number in (1, 16)}
         fairness = fairness_ratio(service, questions)
@@ -97,7 +100,12 @@ def headline(rows: Sequence[Result]) -> Result:
 
 
 def vs_llama_server(
-    service: Service, mixes: Mapping[str, Sequence[Body]], rows: Sequence[Result], settings: Settings, tick: Tick
+    service: Service,
+    mixes: Mapping[str, Sequence[Body]],
+    rows: Sequence[Result],
+    settings: Settings,
+    tick: Tick,
+    num_questions: int,
 ) -> Result:
     """Tokens a second of the mix of all kinds over llama-server's; None where it was not built or peers are not wanted.
 
@@ -105,7 +113,7 @@ def vs_llama_server(
     """
     if not settings.peers or llama_server() is None:
         return dict.fromkeys(f"vs_llama_server_{users}" for users in _PEER_USERS)
-    peer = LlamaServers(service, {MIXED: mixes[MIXED]}, settings.cache_dir / "llama_cpp", tick)
+    peer = LlamaServers(service, {MIXED: mixes[MIXED]}, settings.cache_dir / "llama_cpp", tick, num_questions)
     ours = {row["users"]: row["on"]["tokens_per_s"] for row in rows if row["mix"] == MIXED}
     return {
         f"vs_llama_server_{users}": ours[users] / peer.tokens_per_s(MIXED, users, settings.plan.num_runs)

@@ -1,7 +1,7 @@
 """The load curve: the same chats by 1 to 64 users at once, with speculation and without, in turns.
 
-A mix is a list of chat bodies. A run sends each body once: closed, every user sending the next body when an answer has ended, or
-open, bodies arriving by a Poisson process or in bursts. No run shares a cached prefix with another.
+A mix is a list of chat bodies. A run sends each body once, one for each user at least: closed, every user sending the next body
+when an answer has ended, or open, bodies arriving by a Poisson process or in bursts. No run shares a cached prefix with another.
 
     >>> LoadCurve(service, mixes_of(model, questions, 0), tick).row("rag", users=8, num_runs=2)["on_off"]
 """
@@ -30,6 +30,7 @@ SLO_FIRST_S, SLO_TOKEN_S = 2.0, 0.1
 """An answer is good if its first token came, and its others followed, at least so fast."""
 _MAX_TOKENS = 64
 _BURST = 8
+_NUM_KINDS = 4
 _SALTS = itertools.count()
 
 
@@ -68,11 +69,27 @@ def bursts(count: int, rate: float, draw: random.Random) -> list[float]:
     return [groups[number // _BURST] for number in range(count)]
 
 
-class LoadCurve:
-    """Runs mixes against a service. `tenant`: who asks; by default the service's first."""
+def sent_by(users: int, mix: str, bodies: Sequence[Body], num_questions: int | None = None) -> list[Body]:
+    """The bodies of a run: those of so many questions, by default all, and one for each user at least. A body comes again only
+    where users are more than bodies."""
+    num_least = len(bodies) if num_questions is None else num_questions * (_NUM_KINDS if mix == MIXED else 1)
+    return list(itertools.islice(itertools.cycle(bodies), max(users, num_least)))
 
-    def __init__(self, service: Service, mixes: Mapping[str, Sequence[Body]], tick: Tick, tenant: str = "") -> None:
+
+class LoadCurve:
+    """Runs mixes against a service. `tenant`: who asks; by default the service's first. `num_questions`: of a run by few
+    users, by default all."""
+
+    def __init__(
+        self,
+        service: Service,
+        mixes: Mapping[str, Sequence[Body]],
+        tick: Tick,
+        tenant: str = "",
+        num_questions: int | None = None,
+    ) -> None:
         self._service, self._mixes, self._tick, self._tenant = service, mixes, tick, tenant
+        self._num_questions = num_questions
 
     def warm_up(self, users: int) -> None:
         """The mix of all kinds both ways, uncounted: the first of a kind compiles kernels and teaches the drafters."""
@@ -81,7 +98,7 @@ class LoadCurve:
     def row(self, mix: str, users: int, num_runs: int, arrivals: Arrivals | None = None, rate: float = 0.0) -> Result:
         """Medians over runs of both ways. `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th
         percentile of the time a token without speculation over with."""
-        bodies = list(itertools.islice(itertools.cycle(self._mixes[mix]), max(users, len(self._mixes[mix]))))
+        bodies = sent_by(users, mix, self._mixes[mix], self._num_questions)
         runs: dict[bool, list[Result]] = {True: [], False: []}
         at_s = arrivals(len(bodies), rate, random.Random(f"{mix} {users}")) if arrivals else None
         for number in range(num_runs):

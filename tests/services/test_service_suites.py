@@ -21,7 +21,7 @@ from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, for
 from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients, chat_body
 from pipelines.benchmarks.llama_server import prompts_of
 from pipelines.benchmarks.load import leaked_slots
-from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, bursts, measured, mixes_of, poisson
+from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, bursts, measured, mixes_of, poisson, sent_by
 from pipelines.benchmarks.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -79,6 +79,15 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
     assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
     for first, second in zip(sent[::2], sent[1::2], strict=True):
         assert first[1] == second[1] and sum(first[1]) > 0
+
+
+def test_each_of_many_users_sends_a_body_of_its_own() -> None:
+    """64 users asked 16 questions, and how many found a cached prompt depended on when others ended."""
+    mixes = mixes_of(MODEL, [f"Why {number}?" for number in range(16)], 0)
+    for users, mix, count in ((1, RAG, 2), (1, MIXED, 8), (12, RAG, 12), (16, MIXED, 16)):
+        sent = sent_by(users, mix, mixes[mix], num_questions=2)
+        assert len({str(body) for body in sent}) == len(sent) == count
+    assert len(sent_by(20, RAG, mixes[RAG])) == 20 and sent_by(1, RAG, mixes[RAG]) == mixes[RAG]
 
 
 def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
