@@ -87,22 +87,22 @@ class PromptBuilder:
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         self._check(messages)
         room = self.max_context_tokens - max_tokens
-        prompt_ids = self._encode(self._merge_context(messages, question_first))
-        if len(prompt_ids) > room:
-            raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
         *wider, passages = widths(passages)
-        for shown in wider:
+        for shown in filter(None, (*wider, passages)):  # all of them fit, most of the time
             longer_ids = self._encode(self._merge_context([*messages, self.context(shown)], question_first))
             if len(longer_ids) <= room:
                 return Prompt(longer_ids, tuple(shown))
-        fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
+        prompt_ids = self._encode(self._merge_context(messages, question_first))
+        if len(prompt_ids) > room:
+            raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
+        fitting, high = 0, len(passages) - 1
         while fitting < high:
+            tried = (fitting + high + 1) // 2
             longer_ids = self._encode(self._merge_context([*messages, self.context(passages[:tried])], question_first))
             if len(longer_ids) <= room:
                 fitting, prompt_ids = tried, longer_ids
             else:
                 high = tried - 1
-            tried = (fitting + high + 1) // 2
         return Prompt(prompt_ids, tuple(passages[:fitting]), tuple(passages[fitting:]))
 
     def context(self, passages: Sequence[Passage]) -> Message:

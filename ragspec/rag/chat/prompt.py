@@ -80,10 +80,12 @@ def build_chat_prompt(
         turns = _remaining_turns(history, cut)
         return prompts.tokens(_messages(prompts, system, turns, question, passages[: len(passages) - cut.num_passages]))
 
-    least = tokens(_Truncation(len(history), len(history), len(passages)))
-    if len(least) > room:
-        raise PromptTooLong(len(least), max(room, 0), max_tokens)
-    cut = _smallest_fitting(lambda cut: len(tokens(cut)) <= room, len(history), len(passages))
+    cut = _Truncation(0, 0, 0)
+    if len(tokens(cut)) > room:
+        least = tokens(_Truncation(len(history), len(history), len(passages)))
+        if len(least) > room:
+            raise PromptTooLong(len(least), max(room, 0), max_tokens)
+        cut = _smallest_fitting(lambda cut: len(tokens(cut)) <= room, len(history), len(passages))
     num_kept = len(passages) - cut.num_passages
     dropped = [*oversized, *history[: max(cut.num_turns, cut.num_without_passages)]]
     return ChatPrompt(
