@@ -33,7 +33,8 @@ from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import forward_s, measure_costs
+from ragspec.engine.loading import measure_costs
+from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.datasets import stdlib_list
 from ragspec.evaluation.overrides import FixedTreePlanner

@@ -27,6 +27,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
 from services.backend import ServiceBackend
 from services.errors import ApiError
@@ -178,6 +179,16 @@ class Server(uvicorn.Server):
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns after a signal or `stop`, when all requests have ended."""
         super().run(sockets or [self._listener])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Also ends the service with its engine, so that a supervisor starts both again."""
+        return await super().on_tick(counter) or bool(self.lost)
+
+    @property
+    def lost(self) -> str:
+        """Why the engine is dead; empty while it is not."""
+        engine = self._backend.engine
+        return engine.lost if isinstance(engine, Engine) else ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

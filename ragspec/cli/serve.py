@@ -23,7 +23,7 @@ from rich.text import Text
 from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.disk import atomic_writer, saving
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, EngineError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from services.settings import ServiceConfig
 
@@ -85,7 +85,10 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
         _show(backend.model, address_of(listener, "https" if is_secure else "http"), key, settings.service.data_dir)
         gc.enable()
         gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
-        Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
+        server = Server(app, backend, listener, lambda line: console.print(Text(line, "yellow")))
+        server.run()
+        if server.lost:
+            raise EngineError(f"the engine is dead: {server.lost}")
     console.print(Text("stopped", "dim"))
 
 

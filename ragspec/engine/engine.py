@@ -25,6 +25,7 @@ from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, SampledTrees, Sequence, sample_ahead
 from ragspec.engine.target import Target
+from ragspec.engine.target_health import TargetHealth
 from ragspec.errors import EngineClosed, InputError, RankLost
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
@@ -49,10 +50,9 @@ class Engine(EngineClient):
         self._threads = threads or AdaptiveThreads(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self.lost = self._closed = ""  # why it is dead, set before any sequence ends with it; why requests are refused
-        self.target, self._planner, self._admission = target, planner, admission
-        self._taps, self._costs = planner.taps, planner.costs
+        self.target, self._planner, self._admission, self._health = target, planner, admission, TargetHealth(target)
         self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s)
-        self.load = self._scheduler.load
+        self._taps, self._costs, self.load = planner.taps, planner.costs, self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
         self._sequences, self._in_step = dict[str, list[Sequence]](), list[Sequence]()
         self._lock, self._ids = threading.Lock(), set[str]()
@@ -103,9 +103,8 @@ class Engine(EngineClient):
                 self._step_or_fail()
         except RankLost as cause:
             log.error("the engine is dead: %s", cause)
-            self.lost = str(cause)
             with self._lock:
-                self._closed = f"the engine is closed: {cause}"
+                self.lost, self._closed = str(cause), f"the engine is closed: {cause}"
                 self._commands.end()
             self._commands.run(lambda: False)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
@@ -116,10 +115,12 @@ class Engine(EngineClient):
     def _step_or_fail(self) -> None:
         try:
             self.step()
+            self._health.step_succeeded()
         except RankLost:
             raise
         except Exception as cause:
             log.exception("a step failed; its sequences end with an error")
+            self._health.step_failed()
             failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
             for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not ended yet
                 self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
@@ -127,10 +128,9 @@ class Engine(EngineClient):
     def step(self) -> None:
         """One decode step for every scheduled sequence."""
         self._in_step = []
-        scheduled = self._scheduler.schedule()
-        self._in_step = [sequence for sequence, _ in scheduled]
-        if not scheduled:
+        if not (scheduled := self._scheduler.schedule()):
             return
+        self._in_step = [sequence for sequence, _ in scheduled]
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
         logits, features, sampled = self._forward(batch, trees)

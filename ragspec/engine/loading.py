@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -15,7 +14,6 @@ from statistics import median
 from threading import Thread
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from ragspec.config import (
@@ -53,14 +51,12 @@ from ragspec.drafting.planner import Planner
 from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
-from ragspec.engine.measurements import kept_costs, kept_self_test
+from ragspec.engine.measurements import forward_s, kept_costs, kept_self_test
 from ragspec.engine.parallel import load_rank, threads_a_rank
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target, load_tokenizer
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
-from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.self_test import Say, SelfTest, self_test
@@ -331,27 +327,6 @@ def measure_costs(target: Target, max_rows: int, say: Say = log.info) -> CostTab
     max_rows = min(max_rows, room // 2)
     contexts = [c for c in (128, 1024) if c + min(max_rows, 128) <= room] or [room // 2]
     return CostTable.measure(partial(forward_s, target), contexts, max_rows)
-
-
-def forward_s(
-    target: Target, num_rows: int, context: int, parents: SequenceOf[int] = (-1,), layers: SequenceOf[int] = ()
-) -> float:
-    """Seconds of one forward of arbitrary tokens, the last as nodes of a tree, over a context of arbitrary content.
-
-    `layers`: through these layers and the output layer alone; empty: all.
-    """
-    slots = SequenceSlots(target.pool)
-    slots.keep(*slots.reserve(context), list(range(context)))
-    batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size, parents)])
-    begin = time.perf_counter()
-    if layers:
-        target.logits_of(target.states_through(layers, batch.token_ids, batch.metadata))
-    else:
-        target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), ())
-    target.backend.wait()
-    elapsed = time.perf_counter() - begin
-    slots.release()
-    return elapsed
 
 
 def _fastest(options: SequenceOf[T], seconds: Callable[[T], float]) -> T:

@@ -16,7 +16,8 @@ import hashlib
 import logging
 import math
 import platform
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from ragspec import numerics
 from ragspec.disk import make_folder, write_atomically
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.self_test import CHUNKS, QUICK_CHUNKS, QUICK_ROWS, Say, SelfTest, self_test
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,28 @@ def kept_costs(
     rows, seconds = table.measured
     _write(path, _read(path).model_copy(update={"rows": rows, "seconds": seconds}))
     return table
+
+
+def forward_s(
+    target: Target, num_rows: int, context: int, parents: Sequence[int] = (-1,), layers: Sequence[int] = ()
+) -> float:
+    """Seconds of one forward of arbitrary tokens, the last as nodes of a tree, over a context of arbitrary content.
+
+    `layers`: through these layers and the output layer alone; empty: all.
+    """
+    slots = SequenceSlots(target.pool)
+    try:
+        slots.keep(*slots.reserve(context), list(range(context)))
+        batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size, parents)])
+        begin = time.perf_counter()
+        if layers:
+            target.logits_of(target.states_through(layers, batch.token_ids, batch.metadata))
+        else:
+            target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), ())
+        target.backend.wait()
+        return time.perf_counter() - begin
+    finally:
+        slots.release()
 
 
 def _at_the_speed_of_today(kept: CostTable, forward_s: Callable[[int, int], float]) -> CostTable:

@@ -15,6 +15,7 @@ import pytest
 from service_parts import MODEL, Service, Serving, serve_process, soon
 
 from ragspec.cli.serve import run_serve
+from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
 from services.embedded import listening
 from services.settings import ServiceSettings
@@ -66,6 +67,16 @@ def test_what_takes_longer_than_the_drain_is_told_so(serving: Serving) -> None:
         last = events("".join(pieces))[-1]
         assert last["error"]["code"] == "unavailable"
         assert soon(lambda: service.server.should_exit)
+
+
+def test_the_service_ends_with_its_engine(serving: Serving) -> None:
+    """It answered its health checks with an engine that could never write again, and nobody started it anew."""
+    with serving() as service:
+        engine = service.backend.engine
+        assert isinstance(engine, Engine) and not service.server.lost
+        engine.lost = "the target computes nothing any more"
+        assert soon(lambda: not any(each.is_serving() for each in service.server.servers))
+        assert service.server.lost == engine.lost
 
 
 def test_a_service_for_others_needs_keys() -> None:

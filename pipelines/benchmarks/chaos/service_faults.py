@@ -109,6 +109,9 @@ class ServiceFaults:
         """Seconds until every kind of operation that began afterwards has succeeded."""
         restarts_s = since_s + _PROBE_S
         while min(clients.succeeded_s.values()) < since_s and time.monotonic() < since_s + _MOST_S:
+            if not self._service.is_up:
+                self._counts["ended with its engine"] += 1
+                await self._start()
             if time.monotonic() > restarts_s:
                 self._counts["restarted by the probe"] += 1
                 self._service.kill()

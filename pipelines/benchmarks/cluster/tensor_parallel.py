@@ -18,7 +18,8 @@ from pipelines.benchmarks.cluster.shards import identical_share
 from ragspec.cluster.actors import ActorPool, WorkerActor
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import forward_s, load_engine
+from ragspec.engine.loading import load_engine
+from ragspec.engine.measurements import forward_s
 from ragspec.engine.parallel import load_follower
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import forward_s
+from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case, conversation_cases, grammar_cases, rag_cases
 from ragspec.evaluation.datasets import LONG, grammar_list

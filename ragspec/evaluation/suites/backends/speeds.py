@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import CopySource, SourceKind
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import forward_s
+from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
