@@ -135,8 +135,6 @@ class AuthMiddleware:
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "the address holds a NUL character")
         hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1 and scope["http_version"] == "1.1":
-            raise ApiError(400, "the request must have one Host field")
         if self._hosts and (len(hosts) != 1 or re.sub(r":\d{1,5}$", "", hosts[0]) not in self._hosts):
             # Why: DNS rebinding gives another site's name this machine's address, and its pages could ask here
             raise ApiError(403, "this service is not known by that Host name", code="host_not_allowed")

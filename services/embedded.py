@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
@@ -47,10 +48,14 @@ _EXIT_S = 60.0
 """After this a thread that hangs no longer keeps the process alive."""
 
 
-class TimedProtocol(HttpToolsProtocol):
-    """Also limits the number of connections, the size and the time of a request's head, and a client that reads nothing."""
+class TimedProtocol(H11Protocol):
+    """Also limits the number of connections, the time for a request's head, and for a client that reads nothing.
 
-    header_s, header_bytes = 10.0, 2**14
+    Why h11 and not the faster httptools: it limits a head's size, reads the requests of a connection one after the other, and
+    reads the body of a request that asks for another protocol.
+    """
+
+    header_s = 10.0
     stalled_s = 60.0
     most = most_of_address = 2**31
     open_connections: Counter[str]
@@ -59,8 +64,6 @@ class TimedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._is_in_head, self._is_in_body = False, False
-        self._num_pending = 0  # bytes since the parser last completed a head or a piece of a body
         self._network = network_of(transport.get_extra_info("peername"))
         self.open_connections[self._network] += 1
         super().connection_made(transport)
@@ -71,35 +74,11 @@ class TimedProtocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self.header_s, self._close_late)
 
     def data_received(self, data: bytes) -> None:
-        self._num_pending += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
-            return
-        if self._num_pending > self.header_bytes:  # Why of a body too: the parser keeps an unfinished trailer
-            self.send_400_response("")
-        elif self._head_timer is None and not self._is_in_body and not self._is_answering():
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.header_s, self._close_late)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._is_in_head = True
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # Why: trailers come here too
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._stop_timer()
-        self._is_in_head, self._is_in_body, self._num_pending = False, True, 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._num_pending = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._is_in_body, self._num_pending = False, 0
-        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -120,14 +99,17 @@ class TimedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers invalid HTTP and heads that are too large."""
-        if not (self._is_answering() and self.cycle.response_started):
-            response = ApiError(400, "this is no valid HTTP request, or its head is too large").response("")
-            fields = [b"%s: %s" % field for field in (*response.raw_headers, (b"connection", b"close"))]
-            self.transport.write(b"\r\n".join([b"HTTP/1.1 400 Bad Request", *fields, b"", bytes(response.body)]))
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._has_begun():
+            error = ApiError(400, "this is no valid HTTP request, or its head is too large")
+            response = error.response("")
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            head = h11.Response(status_code=error.status, headers=headers)
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    def _has_begun(self) -> bool:
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
     def _close_late(self) -> None:
         self._head_timer = None
@@ -151,10 +133,9 @@ class Server(uvicorn.Server):
     ) -> None:
         settings = backend.config.service
         timeouts = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}
-        sizes = {"header_bytes": settings.limits.header_bytes}
         most = min(settings.limits.connections, max(1, raised_descriptor_limit() - _OTHER_DESCRIPTORS))
         counts = {"most": most, "most_of_address": settings.limits.address_connections, "open_connections": Counter()}
-        protocol = type("ConfiguredProtocol", (TimedProtocol,), timeouts | sizes | counts)
+        protocol = type("ConfiguredProtocol", (TimedProtocol,), timeouts | counts)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -165,6 +146,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                h11_max_incomplete_event_size=settings.limits.header_bytes,
                 ssl_certfile=settings.ssl_certfile or None,
                 ssl_keyfile=settings.ssl_keyfile or None,
                 timeout_keep_alive=_KEEP_ALIVE_S,

@@ -116,6 +116,7 @@ class Replica:
             self._app = build(self._backend, ring)
             self._canary = Canary(self._backend)
             self._stack = stack.pop_all()
+        gc.collect()
         gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
 
     def __serve_build_asgi_app__(self) -> FastAPI:

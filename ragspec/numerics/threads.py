@@ -2,7 +2,7 @@
 
 Under OpenMP every computing thread has workers of its own. Once a process has more workers than processors, all workers sleep
 between two products instead of spinning, which doubles the time of a small model's step. So only the engine's thread keeps
-workers; all other computations run in a thread that ends together with its workers (`run_in_thread`).
+workers; all other computations run in threads that end together with their workers (`run_in_thread`), or have none.
 
 Beside another busy program, workers that wait for each other can lose a hundredfold (measured: a step of 250 ms instead of 2.5
 beside a training run on two cores). No signal announces such load, so `AdaptiveThreads` keeps measuring.

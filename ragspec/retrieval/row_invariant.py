@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +29,13 @@ from ragspec.numerics.threads import num_processors, run_in_thread, set_num_thre
 
 TokenIds = Sequence[Sequence[int]]
 
-_MAX_FORWARD_TOKENS = 1024
-"""Tokens of one forward. Measured: larger batches leave the cache, smaller batches waste calls on short texts."""
+_MAX_BATCH_TOKENS, _MAX_PART_TOKENS = 1024, 256
+"""Tokens of a batch: so many, or for each processor so many if that is more. Measured: larger batches leave the cache, smaller
+ones waste calls on short texts."""
 
-_SHARED_FORWARD_TOKENS, _SHARED_S = 64, 10.0
-"""Tokens of one forward within these seconds after a caller had to wait for its turn. A question waits for the forward that the
-rows of a file have begun, and a full one takes as long as a short answer."""
+_SHARED_BATCH_TOKENS, _SHARED_S = 64, 10.0
+"""Tokens of a batch within these seconds after a caller had to wait for its turn. A question waits for the batch that the rows of
+a file have begun, and a full one takes as long as a short answer."""
 _PART_TOKENS = 64
 """Tokens that are worth a processor of their own."""
 _TOKENISED_AT_ONCE = 64
@@ -147,14 +148,32 @@ class RowInvariantModel(ABC):
             results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
 
         with ThreadPoolExecutor(num_processors(), "ragspec-compute", set_num_threads, (1,)) as threads:
-            for rows in self._batches(token_ids):
-                num_tokens = sum(len(token_ids[row]) for row in rows)
-                num_parts = min(num_processors(), len(rows), max(1, num_tokens // _PART_TOKENS))
+            for parts in self._parts(token_ids):
                 with self._computing:
-                    list(threads.map(compute, [rows[first::num_parts] for first in range(num_parts)]))
+                    running = [threads.submit(compute, rows) for rows in parts]
+                    wait(running)
+                for part in running:
+                    part.result()
+
+    def _parts(self, token_ids: TokenIds) -> Iterator[list[list[int]]]:
+        """Row numbers of forwards that run side by side: parts of a batch, or batches that are too small for parts."""
+        parts, num_tokens = list[list[int]](), 0
+        for rows in self._batches(token_ids):
+            num_own = sum(len(token_ids[row]) for row in rows)
+            num_parts = min(num_processors(), len(rows), max(1, num_own // _PART_TOKENS))
+            if len(parts) + num_parts > num_processors() or (parts and num_tokens + num_own > self._most_tokens()):
+                yield parts
+                parts, num_tokens = [], 0
+            parts += [rows[first::num_parts] for first in range(num_parts)]
+            num_tokens += num_own
+            if self.is_ragged or len(parts) == num_processors():
+                yield parts
+                parts, num_tokens = [], 0
+        if parts:
+            yield parts
 
     def _batches(self, token_ids: TokenIds) -> Iterator[list[int]]:
-        """Row numbers that share a forward, the shortest texts first: at most `_most_tokens` tokens together, and of equal length
+        """Row numbers that share a batch, the shortest texts first: at most `_most_tokens` tokens together, and of equal length
         unless batches may be ragged."""
         batch: list[int] = []
         num_tokens = 0
@@ -171,7 +190,7 @@ class RowInvariantModel(ABC):
 
     def _most_tokens(self) -> int:
         is_shared = time.monotonic() < self._computing.waited_s + _SHARED_S
-        return _SHARED_FORWARD_TOKENS if is_shared else _MAX_FORWARD_TOKENS
+        return _SHARED_BATCH_TOKENS if is_shared else max(_MAX_BATCH_TOKENS, _MAX_PART_TOKENS * num_processors())
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from tiny_reranker import save_model
 
 from ragspec.errors import ConfigError, ModelError
+from ragspec.retrieval import row_invariant
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
 
 QUERY = "when did it rain ?"
@@ -53,6 +56,21 @@ def test_a_score_is_bitwise_the_same_alone_and_in_any_company(reranker: Reranker
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(reranker.scores, QUERY, TEXTS[n % 3 :]) for n in range(12)]
         assert all(np.array_equal(future.result(), alone[n % 3 :]) for n, future in enumerate(futures))
+
+
+def test_pairs_of_different_lengths_run_side_by_side(reranker: Reranker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs that share no forward took the time of one processor after another."""
+    texts, forward, both = ["rain . " * count for count in range(1, 5)], reranker._forward, Barrier(2)
+    alone = np.concatenate([reranker.scores(QUERY, [text]) for text in texts])
+
+    def together(token_ids: Any, type_ids: Any = None) -> Any:
+        both.wait(30)
+        return forward(token_ids, type_ids)
+
+    monkeypatch.setattr(reranker, "_forward", together)
+    monkeypatch.setattr(row_invariant, "num_processors", lambda: 2)
+    monkeypatch.setattr(reranker._computing, "waited_s", -math.inf)
+    assert np.array_equal(reranker.scores(QUERY, texts), alone)
 
 
 def test_scores_are_the_logits_of_sentence_transformers(folder: str, reranker: Reranker) -> None:
