@@ -30,6 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
+from ragspec.retrieval.encoder import Encoder
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.limits import network_of
@@ -163,14 +164,14 @@ class Server(uvicorn.Server):
         super().run(sockets or [self._listener])
 
     async def on_tick(self, counter: int) -> bool:
-        """Also ends the service with its engine, so that a supervisor starts both again."""
+        """Also ends a service that can compute nothing any more, so that a supervisor starts it again."""
         return await super().on_tick(counter) or bool(self.lost)
 
     @property
     def lost(self) -> str:
-        """Why the engine is dead; empty while it is not."""
-        engine = self._backend.engine
-        return engine.lost if isinstance(engine, Engine) else ""
+        """Why the engine or the encoder of this process is lost; empty as long as they compute."""
+        parts = self._backend.engine, self._backend.encoder
+        return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

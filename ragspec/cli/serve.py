@@ -88,7 +88,7 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
         server = Server(app, backend, listener, lambda line: console.print(Text(line, "yellow")))
         server.run()
         if server.lost:
-            raise EngineError(f"the engine is dead: {server.lost}")
+            raise EngineError(server.lost)
     console.print(Text("stopped", "dim"))
 
 

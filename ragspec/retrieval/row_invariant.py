@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.errors import ModelError, RagspecError
+from ragspec.numerics.health import ModelHealth
 from ragspec.numerics.linear import packing_available, replace_linears
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
 
@@ -99,6 +100,10 @@ class RowInvariantModel(ABC):
             run_in_thread(lambda: replace_linears(model), num_processors())
         if not run_in_thread(self.self_test, 1):
             self.max_batch_size = 1
+        name = type(self).__name__.lower()
+        self._health = ModelHealth(f"the {name}", lambda: run_in_thread(lambda: self._forward([[0, 0]]), 1))
+        self.lost = ""
+        """Why nothing can be computed any more; empty as long as it can."""
 
     @abstractmethod
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
@@ -152,8 +157,13 @@ class RowInvariantModel(ABC):
                 with self._computing:
                     running = [threads.submit(compute, rows) for rows in parts]
                     wait(running)
-                for part in running:
-                    part.result()
+                try:
+                    for part in running:
+                        part.result()
+                except Exception:
+                    self.lost = self.lost or self._health.failed()
+                    raise
+                self._health.succeeded()
 
     def _parts(self, token_ids: TokenIds) -> Iterator[list[list[int]]]:
         """Row numbers of forwards that run side by side: parts of a batch, or batches that are too small for parts."""

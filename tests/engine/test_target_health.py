@@ -9,10 +9,10 @@ import pytest
 from tiny_target import tiny_engine
 
 from ragspec.core import Request, SamplingParams
-from ragspec.engine import target_health
 from ragspec.engine.target import Target
 from ragspec.engine.target_health import TargetHealth
 from ragspec.errors import EngineClosed, EngineError, RankLost
+from ragspec.numerics import health
 
 Tiny = Callable[..., Target]
 
@@ -33,7 +33,7 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(tiny: Tiny, mon
         with pytest.raises(EngineError, match="RuntimeError: could not create"):
             engine.generate([ask("a")])
         assert not engine.lost  # memory may come back
-        monkeypatch.setattr(target_health, "_LOST_S", 0.0)
+        monkeypatch.setattr(health, "_LOST_S", 0.0)
         with pytest.raises(EngineError, match="computes nothing any more"):
             engine.generate([ask("b")])
         assert "could not create a primitive" in engine.lost
@@ -44,7 +44,7 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(tiny: Tiny, mon
 def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tenant's requests that find a fault, sent again and again, end the engine for all."""
     target = tiny()
-    monkeypatch.setattr(target_health, "_LOST_S", -1.0)
+    monkeypatch.setattr(health, "_LOST_S", -1.0)
     with tiny_engine(target) as engine:
         before, free = engine.generate([ask("a")])[0].token_ids, target.pool.num_free_pages
         for number in range(4):
@@ -60,13 +60,13 @@ def test_the_time_counts_from_the_last_step_that_computed(tiny: Tiny, monkeypatc
     """Two short failures an hour apart were a dead engine."""
     target, now = tiny(), [0.0]
     monkeypatch.setattr(target, "forward_tapped", broken)
-    monkeypatch.setattr(target_health.time, "monotonic", lambda: now[0])
-    health, free = TargetHealth(target), target.pool.num_free_pages
-    health.step_failed()
-    health.step_succeeded()
+    monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
+    of_target, free = TargetHealth(target), target.pool.num_free_pages
+    of_target.step_failed()
+    of_target.step_succeeded()
     for now[0] in (3600.0, 3609.0):
-        health.step_failed()
+        of_target.step_failed()
     now[0] = 3611.0
     with pytest.raises(RankLost, match="RuntimeError: could not create a primitive"):
-        health.step_failed()
+        of_target.step_failed()
     assert target.pool.num_free_pages == free

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
+from ragspec.numerics import health
 from ragspec.retrieval import row_invariant
 from ragspec.retrieval.encoder import Encoder, fingerprint
 from ragspec.retrieval.packaged_encoder import packaged_folder
@@ -252,6 +253,25 @@ def test_parts_of_a_batch_run_side_by_side(encoder: Encoder, monkeypatch: pytest
     monkeypatch.setattr(row_invariant, "num_processors", lambda: 2)
     monkeypatch.setattr(encoder._computing, "waited_s", -math.inf)
     assert np.array_equal(encoder.encode(texts), alone)
+
+
+def test_an_encoder_that_computes_nothing_any_more_says_so(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory for a moment, oneDNN never computed again, and no question found a passage until somebody looked."""
+    forward = encoder._forward
+
+    def broken(token_ids: Any, type_ids: Any = None) -> Any:
+        if len(token_ids) > 1 or is_broken:
+            raise RuntimeError("could not create a primitive")
+        return forward(token_ids, type_ids)
+
+    monkeypatch.setattr(health, "_LOST_S", -1.0)
+    monkeypatch.setattr(encoder, "_forward", broken)
+    for is_broken in (False, True):  # first a fault of these texts alone
+        with pytest.raises(RuntimeError):
+            encoder.encode(["Rain.", "Snow."])
+        assert bool(encoder.lost) == is_broken
+    assert encoder.lost == "the encoder computes nothing any more: RuntimeError: could not create a primitive"
+    monkeypatch.setattr(encoder, "lost", "")
 
 
 def test_texts_are_tokenised_in_parts_as_in_one(encoder: Encoder) -> None:

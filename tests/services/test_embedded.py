@@ -70,7 +70,7 @@ def test_what_takes_longer_than_the_drain_is_told_so(serving: Serving) -> None:
 
 
 def test_the_service_ends_with_its_engine(serving: Serving) -> None:
-    """It answered its health checks with an engine that could never write again, and nobody started it anew."""
+    """It answered its health checks though it could never write again, and nobody started it anew."""
     with serving() as service:
         engine = service.backend.engine
         assert isinstance(engine, Engine) and not service.server.lost
