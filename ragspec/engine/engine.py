@@ -55,6 +55,7 @@ class Engine(EngineClient):
         self._taps, self._costs, self.load = planner.taps, planner.costs, self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
         self._sequences, self._in_step = dict[str, list[Sequence]](), list[Sequence]()
+        self._num_rows = 1  # of the last forward
         self._lock, self._ids = threading.Lock(), set[str]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -115,12 +116,11 @@ class Engine(EngineClient):
     def _step_or_fail(self) -> None:
         try:
             self.step()
-            self._health.step_succeeded()
         except RankLost:
             raise
         except Exception as cause:
             log.exception("a step failed; its sequences end with an error")
-            self._health.step_failed()
+            self._health.step_failed(self._num_rows)
             failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
             for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not ended yet
                 self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
@@ -155,14 +155,14 @@ class Engine(EngineClient):
 
     def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
         """Logits, tapped hidden states, and tokens sampled on a device. The time teaches the thread count and the cost table."""
-        num_rows, begin = len(batch.token_ids), time.perf_counter()
-        self._threads.begin(num_rows)
+        self._num_rows, begin = len(batch.token_ids), time.perf_counter()
+        self._threads.begin(self._num_rows)
         logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
         sampled = sample_ahead(logits, self._in_step, trees)
         self.target.backend.wait()
         seconds = time.perf_counter() - begin
-        self._threads.end(num_rows, seconds)
-        self._costs.refine(num_rows, batch.longest_context, seconds)
+        self._threads.end(self._num_rows, seconds)
+        self._costs.refine(self._num_rows, batch.longest_context, seconds)
         return logits, features, sampled
 
     def _report(self, sequence: Sequence, is_prefilled: bool) -> None:

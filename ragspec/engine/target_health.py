@@ -1,4 +1,4 @@
-"""The health of an engine's target, asked after a step that failed: a target that computes nothing any more ends the engine."""
+"""The health of an engine's target, asked after a step that failed: a lost target ends the engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ class TargetHealth:
     """Used by the engine's thread alone."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        self._health = ModelHealth("the target", self._compute_row)
-        self.step_succeeded = self._health.succeeded
+        self._target, self._health = target, ModelHealth("the target")
 
-    def step_failed(self) -> None:
-        """Computes one row of arbitrary content. Raises: RankLost if nothing has been computed for 10 seconds."""
-        if reason := self._health.failed():
+    def step_failed(self, num_rows: int) -> None:
+        """`num_rows`: of the step. Raises: RankLost if no such forward of arbitrary content has computed for 10 seconds."""
+
+        def compute() -> None:
+            with contextlib.suppress(OutOfSlots):  # running sequences hold them, and tell more with their next step
+                forward_s(self._target, num_rows, 1)
+
+        if reason := self._health.failed(compute):
             raise RankLost(reason)
-
-    def _compute_row(self) -> None:
-        with contextlib.suppress(OutOfSlots):  # running sequences hold all, and tell more with their next step
-            forward_s(self._target, 1, 1)

@@ -1,42 +1,43 @@
 """Whether a model can still compute, asked after a forward that failed.
 
-A forward may fail because of its own rows, and the next one computes. But some libraries compute nothing any more after they ran
-out of memory, though the memory is back (oneDNN: "could not create a primitive"). Then only a new process helps: a supervisor
-starts the service again, or another replica goes on.
+A forward may fail because of its own rows, and the next one computes. But after memory ran out, oneDNN never again computes a
+shape that it has not computed before, though the memory is back ("could not create a primitive"). Then only a new process helps:
+a supervisor starts the service again, or another replica goes on.
 
-    >>> health = ModelHealth("the encoder", lambda: model(PROBE))
-    >>> health.failed()         # "" as long as the model computes, or has lately
+    >>> ModelHealth("the encoder").failed(lambda: model([[0] * 17]))        # "" as long as the model computes, or has lately
     ''
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
-_LOST_S = 10.0
-"""Why not at once: memory that is short for a moment is no reason to end."""
+_LOST_S, _FORGOTTEN_S = 10.0, 60.0
+"""Why not at once: memory that is short for a moment is no reason to end. Failures an hour apart are two moments."""
 
 
 class ModelHealth:
-    """`probe` computes something small; what its error says of a model that cannot compute begins with `name`."""
+    """`name` begins the reason why a model is lost."""
 
-    def __init__(self, name: str, probe: Callable[[], object]) -> None:
-        self._name, self._probe = name, probe
-        self._failing_since_s: float | None = None
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first_s = self._last_s = -math.inf
 
-    def succeeded(self) -> None:
-        """A forward has computed something."""
-        self._failing_since_s = None
+    def failed(self, probe: Callable[[], object]) -> str:
+        """A forward has failed: runs `probe`, a forward of the same shape and arbitrary content.
 
-    def failed(self) -> str:
-        """A forward has failed: runs the probe. Returns why the model is lost; empty unless nothing computed for 10 seconds."""
+        Returns why the model is lost, if all probes of 10 seconds have failed; else an empty text.
+        """
         try:
-            self._probe()
+            probe()
         except Exception as cause:
             now = time.monotonic()
-            self._failing_since_s = now if self._failing_since_s is None else self._failing_since_s
-            is_lost = now - self._failing_since_s > _LOST_S
-            return f"{self._name} computes nothing any more: {type(cause).__name__}: {cause}" if is_lost else ""
-        self._failing_since_s = None
+            if now - self._last_s > _FORGOTTEN_S:
+                self._first_s = now
+            self._last_s = now
+            is_lost = now - self._first_s > _LOST_S
+            return f"{self._name} computes nothing new any more: {type(cause).__name__}: {cause}" if is_lost else ""
+        self._last_s = -math.inf
         return ""

@@ -100,10 +100,8 @@ class RowInvariantModel(ABC):
             run_in_thread(lambda: replace_linears(model), num_processors())
         if not run_in_thread(self.self_test, 1):
             self.max_batch_size = 1
-        name = type(self).__name__.lower()
-        self._health = ModelHealth(f"the {name}", lambda: run_in_thread(lambda: self._forward([[0, 0]]), 1))
-        self.lost = ""
-        """Why nothing can be computed any more; empty as long as it can."""
+        self._health, self.lost = ModelHealth(f"the {type(self).__name__.lower()}"), ""
+        """`lost`: why nothing can be computed any more; empty as long as it can."""
 
     @abstractmethod
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
@@ -149,6 +147,10 @@ class RowInvariantModel(ABC):
         Why a forward on each processor, and no threads inside it: those would wait for each other at every product.
         """
 
+        def probe() -> None:
+            for rows in parts:
+                self._forward([[0] * len(token_ids[row]) for row in rows])
+
         def compute(rows: list[int]) -> None:
             results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
 
@@ -161,9 +163,8 @@ class RowInvariantModel(ABC):
                     for part in running:
                         part.result()
                 except Exception:
-                    self.lost = self.lost or self._health.failed()
+                    self.lost = self.lost or threads.submit(self._health.failed, probe).result()
                     raise
-                self._health.succeeded()
 
     def _parts(self, token_ids: TokenIds) -> Iterator[list[list[int]]]:
         """Row numbers of forwards that run side by side: parts of a batch, or batches that are too small for parts."""

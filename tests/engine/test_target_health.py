@@ -1,4 +1,4 @@
-"""A step that fails ends its own requests; a target that computes nothing any more ends the engine."""
+"""A step that fails ends its own requests; a target that computes nothing new any more ends the engine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(tiny: Tiny, mon
         with pytest.raises(EngineError, match="RuntimeError: could not create"):
             engine.generate([ask("a")])
         assert not engine.lost  # memory may come back
-        monkeypatch.setattr(health, "_LOST_S", 0.0)
-        with pytest.raises(EngineError, match="computes nothing any more"):
+        monkeypatch.setattr(health, "_LOST_S", -1.0)
+        with pytest.raises(EngineError, match="computes nothing new any more"):
             engine.generate([ask("b")])
         assert "could not create a primitive" in engine.lost
-        with pytest.raises(EngineClosed, match="computes nothing any more"):
+        with pytest.raises(EngineClosed, match="computes nothing new any more"):
             engine.generate([ask("c")])
 
 
@@ -56,17 +56,26 @@ def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch:
         assert target.pool.num_free_pages == free
 
 
-def test_the_time_counts_from_the_last_step_that_computed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two short failures an hour apart were a dead engine."""
-    target, now = tiny(), [0.0]
-    monkeypatch.setattr(target, "forward_tapped", broken)
+def test_failures_that_lie_apart_are_no_lost_target(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two short failures an hour apart were a dead engine; or a known shape, which computes, hid that no other does."""
+    target, now, largest = tiny(), [0.0], [1]
+    forward = target.forward_tapped
+
+    def failing(token_ids: Any, *rest: Any) -> Any:
+        return broken() if len(token_ids) > largest[0] else forward(token_ids, *rest)
+
+    monkeypatch.setattr(target, "forward_tapped", failing)
     monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
     of_target, free = TargetHealth(target), target.pool.num_free_pages
-    of_target.step_failed()
-    of_target.step_succeeded()
+    of_target.step_failed(5)
     for now[0] in (3600.0, 3609.0):
-        of_target.step_failed()
-    now[0] = 3611.0
+        of_target.step_failed(5)
+    largest[0], now[0] = 5, 3611.0
+    of_target.step_failed(5)  # it computes again
+    largest[0] = 1
+    for now[0] in (3612.0, 3621.0):
+        of_target.step_failed(5)
+    now[0] = 3623.0
     with pytest.raises(RankLost, match="RuntimeError: could not create a primitive"):
-        of_target.step_failed()
+        of_target.step_failed(5)
     assert target.pool.num_free_pages == free

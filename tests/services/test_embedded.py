@@ -74,7 +74,7 @@ def test_the_service_ends_with_its_engine(serving: Serving) -> None:
     with serving() as service:
         engine = service.backend.engine
         assert isinstance(engine, Engine) and not service.server.lost
-        engine.lost = "the target computes nothing any more"
+        engine.lost = "the target computes nothing new any more"
         assert soon(lambda: not any(each.is_serving() for each in service.server.servers))
         assert service.server.lost == engine.lost
 
