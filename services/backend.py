@@ -28,7 +28,7 @@ from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.batching_retriever import BatchingRetriever
-from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics
@@ -102,6 +102,12 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         retriever = retriever or Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
         return cls(engine, engine.target.tokenizer, retriever, config, engine.close)
+
+    @property
+    def lost(self) -> str:
+        """Why the engine or the encoder of this process is lost; empty as long as they compute."""
+        parts = self.engine, self.encoder
+        return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
 
     def close(self) -> None:
         for close in self._closing:

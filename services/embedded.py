@@ -28,9 +28,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
-from ragspec.retrieval.encoder import Encoder
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.limits import network_of
@@ -165,13 +163,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Also ends a service that can compute nothing any more, so that a supervisor starts it again."""
-        return await super().on_tick(counter) or bool(self.lost)
-
-    @property
-    def lost(self) -> str:
-        """Why the engine or the encoder of this process is lost; empty as long as they compute."""
-        parts = self._backend.engine, self._backend.encoder
-        return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
+        if self._backend.lost:
+            self._begin_draining()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -201,7 +195,7 @@ class Server(uvicorn.Server):
             # Closing the engine ends streams with an error. Why in a new thread: an engine that hangs blocks its caller
             threading.Thread(target=self._backend.engine.close, daemon=True).start()
             await limiter.drained(_CUT_OFF_S)
-        if self._is_signalled:
+        if self._is_signalled or self._backend.lost:
             last = threading.Timer(_EXIT_S, os._exit, (1,))
             last.daemon = True
             last.start()

@@ -124,6 +124,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Serve ends a replica that fails this a few times in a row, and starts another."""
+        if reason := self._backend.lost:
+            raise EngineError(reason)
         if not await self._canary.check():
             raise EngineError("the engine writes no token")
 

@@ -85,10 +85,9 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
         _show(backend.model, address_of(listener, "https" if is_secure else "http"), key, settings.service.data_dir)
         gc.enable()
         gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
-        server = Server(app, backend, listener, lambda line: console.print(Text(line, "yellow")))
-        server.run()
-        if server.lost:
-            raise EngineError(server.lost)
+        Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
+        if backend.lost:
+            raise EngineError(backend.lost)
     console.print(Text("stopped", "dim"))
 
 

@@ -25,7 +25,7 @@ from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, SampledTrees, Sequence, sample_ahead
 from ragspec.engine.target import Target
-from ragspec.engine.target_health import TargetHealth
+from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, InputError, RankLost
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
@@ -50,12 +50,11 @@ class Engine(EngineClient):
         self._threads = threads or AdaptiveThreads(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self.lost = self._closed = ""  # why it is dead, set before any sequence ends with it; why requests are refused
-        self.target, self._planner, self._admission, self._health = target, planner, admission, TargetHealth(target)
+        self.target, self._planner, self._admission = target, planner, admission
         self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s)
         self._taps, self._costs, self.load = planner.taps, planner.costs, self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
-        self._sequences, self._in_step = dict[str, list[Sequence]](), list[Sequence]()
-        self._num_rows = 1  # of the last forward
+        self._sequences, self._in_step, self._size = dict[str, list[Sequence]](), list[Sequence](), (1, 1)
         self._lock, self._ids = threading.Lock(), set[str]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -120,7 +119,7 @@ class Engine(EngineClient):
             raise
         except Exception as cause:
             log.exception("a step failed; its sequences end with an error")
-            self._health.step_failed(self._num_rows)
+            check_target(self.target, *self._size)
             failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
             for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not ended yet
                 self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
@@ -155,14 +154,15 @@ class Engine(EngineClient):
 
     def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
         """Logits, tapped hidden states, and tokens sampled on a device. The time teaches the thread count and the cost table."""
-        self._num_rows, begin = len(batch.token_ids), time.perf_counter()
-        self._threads.begin(self._num_rows)
+        self._size, begin = (len(batch.token_ids), len(batch.logit_rows)), time.perf_counter()
+        num_rows = self._size[0]
+        self._threads.begin(num_rows)
         logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
         sampled = sample_ahead(logits, self._in_step, trees)
         self.target.backend.wait()
         seconds = time.perf_counter() - begin
-        self._threads.end(self._num_rows, seconds)
-        self._costs.refine(self._num_rows, batch.longest_context, seconds)
+        self._threads.end(num_rows, seconds)
+        self._costs.refine(num_rows, batch.longest_context, seconds)
         return logits, features, sampled
 
     def _report(self, sequence: Sequence, is_prefilled: bool) -> None:

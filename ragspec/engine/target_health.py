@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+import numpy as np
 
-from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.errors import RankLost
-from ragspec.numerics.health import ModelHealth
-from ragspec.numerics.kv_cache import OutOfSlots
+from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.health import why_lost
+from ragspec.numerics.kv_cache import OutOfSlots, SequenceSlots
 
 
-class TargetHealth:
-    """Used by the engine's thread alone."""
+def check_target(target: Target, num_rows: int, num_logits: int) -> None:
+    """After a step of so many rows, some of them with logits. Called by the engine's thread.
 
-    def __init__(self, target: Target) -> None:
-        self._target, self._health = target, ModelHealth("the target")
+    Raises: RankLost if the target is lost. A group of several ranks is not asked: it ends with any forward that fails.
+    """
 
-    def step_failed(self, num_rows: int) -> None:
-        """`num_rows`: of the step. Raises: RankLost if no such forward of arbitrary content has computed for 10 seconds."""
+    def compute() -> None:
+        slots = SequenceSlots(target.pool)
+        try:
+            batch = Batch([ScheduledSequence(slots, np.zeros(num_rows, np.int32))])
+            target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_logits, dtype=np.int32), ())
+            target.backend.wait()
+        except OutOfSlots:
+            pass  # nothing is known: running sequences hold the pages, and tell more with their next step
+        finally:
+            slots.release()
 
-        def compute() -> None:
-            with contextlib.suppress(OutOfSlots):  # running sequences hold them, and tell more with their next step
-                forward_s(self._target, num_rows, 1)
-
-        if reason := self._health.failed(compute):
-            raise RankLost(reason)
+    if target.ranks.size == 1 and (reason := why_lost("the target", compute)):
+        raise RankLost(reason)

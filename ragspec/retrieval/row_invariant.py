@@ -8,6 +8,7 @@ takes ragged batches. If a self-test at start finds that batching changes a bit,
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -24,9 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.errors import ModelError, RagspecError
-from ragspec.numerics.health import ModelHealth
+from ragspec.numerics.health import why_lost
 from ragspec.numerics.linear import packing_available, replace_linears
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
+
+log = logging.getLogger(__name__)
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -100,8 +103,8 @@ class RowInvariantModel(ABC):
             run_in_thread(lambda: replace_linears(model), num_processors())
         if not run_in_thread(self.self_test, 1):
             self.max_batch_size = 1
-        self._health, self.lost = ModelHealth(f"the {type(self).__name__.lower()}"), ""
-        """`lost`: why nothing can be computed any more; empty as long as it can."""
+        self.lost = ""
+        """Why nothing can be computed any more; empty as long as it can."""
 
     @abstractmethod
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
@@ -147,10 +150,6 @@ class RowInvariantModel(ABC):
         Why a forward on each processor, and no threads inside it: those would wait for each other at every product.
         """
 
-        def probe() -> None:
-            for rows in parts:
-                self._forward([[0] * len(token_ids[row]) for row in rows])
-
         def compute(rows: list[int]) -> None:
             results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
 
@@ -159,12 +158,22 @@ class RowInvariantModel(ABC):
                 with self._computing:
                     running = [threads.submit(compute, rows) for rows in parts]
                     wait(running)
-                try:
-                    for part in running:
-                        part.result()
-                except Exception:
-                    self.lost = self.lost or threads.submit(self._health.failed, probe).result()
-                    raise
+                    if any(part.exception() for part in running):
+                        lengths = [[len(token_ids[row]) for row in rows] for rows in parts]
+                        threads.submit(self._check, lengths).result()
+                for part in running:
+                    part.result()
+
+    def _check(self, lengths: list[list[int]]) -> None:
+        """After a failed forward of one of these parts: sets `lost` if forwards of other texts of these lengths fail too."""
+
+        def compute() -> None:
+            for own in lengths:
+                self._forward([[0] * length for length in own])
+
+        if reason := why_lost(f"the {type(self).__name__.lower()}", compute):
+            log.error(reason)
+            self.lost = reason
 
     def _parts(self, token_ids: TokenIds) -> Iterator[list[list[int]]]:
         """Row numbers of forwards that run side by side: parts of a batch, or batches that are too small for parts."""

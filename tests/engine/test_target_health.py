@@ -1,4 +1,4 @@
-"""A step that fails ends its own requests; a target that computes nothing new any more ends the engine."""
+"""A step that fails ends its own requests; a target that computes nothing any more ends the engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tiny_target import tiny_engine
 
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Target
-from ragspec.engine.target_health import TargetHealth
+from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
+from ragspec.numerics.kv_cache import SequenceSlots
 
 Tiny = Callable[..., Target]
 
@@ -25,26 +26,32 @@ def broken(*_: Any) -> Any:
     raise RuntimeError("could not create a primitive")
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass only while `why_lost` waits."""
+    passed = [0.0]
+    monkeypatch.setattr(health.time, "monotonic", lambda: passed[0])
+    monkeypatch.setattr(health.time, "sleep", lambda seconds: passed.__setitem__(0, passed[0] + seconds))
+    return passed
+
+
 def test_a_target_that_computes_nothing_any_more_ends_the_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory for a moment, oneDNN never computed again, and every request ended with an error until somebody looked."""
     target = tiny()
+    monkeypatch.setattr(health, "_LOST_S", 0.0)
     with tiny_engine(target) as engine:
         monkeypatch.setattr(target, "forward_tapped", broken)
-        with pytest.raises(EngineError, match="RuntimeError: could not create"):
+        with pytest.raises(EngineError, match="the target is lost"):
             engine.generate([ask("a")])
-        assert not engine.lost  # memory may come back
-        monkeypatch.setattr(health, "_LOST_S", -1.0)
-        with pytest.raises(EngineError, match="computes nothing new any more"):
-            engine.generate([ask("b")])
         assert "could not create a primitive" in engine.lost
-        with pytest.raises(EngineClosed, match="computes nothing new any more"):
-            engine.generate([ask("c")])
+        with pytest.raises(EngineClosed, match="the target is lost"):
+            engine.generate([ask("b")])
 
 
 def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tenant's requests that find a fault, sent again and again, end the engine for all."""
     target = tiny()
-    monkeypatch.setattr(health, "_LOST_S", -1.0)
+    monkeypatch.setattr(health, "_LOST_S", 0.0)
     with tiny_engine(target) as engine:
         before, free = engine.generate([ask("a")])[0].token_ids, target.pool.num_free_pages
         for number in range(4):
@@ -56,26 +63,33 @@ def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch:
         assert target.pool.num_free_pages == free
 
 
-def test_failures_that_lie_apart_are_no_lost_target(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two short failures an hour apart were a dead engine; or a known shape, which computes, hid that no other does."""
-    target, now, largest = tiny(), [0.0], [1]
-    forward = target.forward_tapped
+@pytest.mark.parametrize("size", [(1, 1), (5, 1), (7, 7), (9, 0), (64, 64)])
+def test_what_failed_is_tried_until_it_computes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, now: list[float], size: tuple[int, int]
+) -> None:
+    """Memory that was short for some seconds was the end; or a forward of another size hid that this one never computes again."""
+    target = tiny()
+    forward, tried, back_s = target.forward_tapped, list[tuple[int, int]](), [9.0]
 
-    def failing(token_ids: Any, *rest: Any) -> Any:
-        return broken() if len(token_ids) > largest[0] else forward(token_ids, *rest)
+    def failing(token_ids: Any, metadata: Any, logit_rows: Any, taps: Any) -> Any:
+        tried.append((len(token_ids), len(logit_rows)))
+        return broken() if now[0] < back_s[0] else forward(token_ids, metadata, logit_rows, taps)
 
     monkeypatch.setattr(target, "forward_tapped", failing)
-    monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
-    of_target, free = TargetHealth(target), target.pool.num_free_pages
-    of_target.step_failed(5)
-    for now[0] in (3600.0, 3609.0):
-        of_target.step_failed(5)
-    largest[0], now[0] = 5, 3611.0
-    of_target.step_failed(5)  # it computes again
-    largest[0] = 1
-    for now[0] in (3612.0, 3621.0):
-        of_target.step_failed(5)
-    now[0] = 3623.0
+    free = target.pool.num_free_pages
+    check_target(target, *size)
+    assert now[0] == 9.0 and set(tried) == {size}
+    back_s[0] = 99.0
     with pytest.raises(RankLost, match="RuntimeError: could not create a primitive"):
-        of_target.step_failed(5)
-    assert target.pool.num_free_pages == free
+        check_target(target, *size)
+    assert now[0] == 19.0 and target.pool.num_free_pages == free
+
+
+def test_without_room_nothing_is_known(tiny: Tiny, now: list[float]) -> None:
+    """A full pool was a lost target."""
+    target = tiny()
+    held = SequenceSlots(target.pool)
+    held.reserve(target.pool.num_slots)
+    check_target(target, 5, 1)
+    assert now[0] == 0.0
+    held.release()

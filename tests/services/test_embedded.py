@@ -17,6 +17,7 @@ from service_parts import MODEL, Service, Serving, serve_process, soon
 from ragspec.cli.serve import run_serve
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
+from services.backend import ServiceBackend
 from services.embedded import listening
 from services.settings import ServiceSettings
 
@@ -71,12 +72,23 @@ def test_what_takes_longer_than_the_drain_is_told_so(serving: Serving) -> None:
 
 def test_the_service_ends_with_its_engine(serving: Serving) -> None:
     """It answered its health checks though it could never write again, and nobody started it anew."""
-    with serving() as service:
+    with serving() as service, service.client() as client:
         engine = service.backend.engine
-        assert isinstance(engine, Engine) and not service.server.lost
-        engine.lost = "the target computes nothing new any more"
+        assert isinstance(engine, Engine) and not service.backend.lost
+        assert client.get("/health/ready").status_code == 200
+        engine.lost = "the target is lost"
         assert soon(lambda: not any(each.is_serving() for each in service.server.servers))
-        assert service.server.lost == engine.lost
+        assert service.backend.lost == engine.lost
+
+
+def test_a_lost_engine_lets_answers_end_that_can(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that need no new question encoded were cut off in silence."""
+    with serving() as service, begun(service, asked(300)) as (_, pieces):
+        monkeypatch.setattr(ServiceBackend, "lost", "the encoder is lost")
+        assert soon(lambda: service.backend.rate_limiter.draining)
+        assert events("data: {}\n\n" + "".join(pieces))[-1] is None
+        assert soon(lambda: not any(each.is_serving() for each in service.server.servers))
+        monkeypatch.undo()
 
 
 def test_a_service_for_others_needs_keys() -> None:
