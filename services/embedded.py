@@ -195,11 +195,16 @@ class Server(uvicorn.Server):
             # Closing the engine ends streams with an error. Why in a new thread: an engine that hangs blocks its caller
             threading.Thread(target=self._backend.engine.close, daemon=True).start()
             await limiter.drained(_CUT_OFF_S)
-        if self._is_signalled or self._backend.lost:
-            last = threading.Timer(_EXIT_S, os._exit, (1,))
-            last.daemon = True
-            last.start()
+        if self._is_signalled:
+            exit_in_time()
         self.should_exit = True
+
+
+def exit_in_time() -> None:
+    """Ends the process, which is about to end, with status 1 if a thread keeps it alive for long."""
+    last = threading.Timer(_EXIT_S, os._exit, (1,))
+    last.daemon = True
+    last.start()
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
 
         corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from services.backend import keep_private
-    from services.embedded import Server, address_of, check_certificate, listening
+    from services.embedded import Server, address_of, check_certificate, exit_in_time, listening
     from services.keys import KeyFile, SingleKey
     from services.logs import start_logging
 
@@ -87,6 +87,7 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
         gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
         Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
         if backend.lost:
+            exit_in_time()
             raise EngineError(backend.lost)
     console.print(Text("stopped", "dim"))
 
