@@ -95,7 +95,6 @@ def test_a_rank_is_hit_and_no_other_process(sleepers: list[subprocess.Popen[byte
     deadline = time.monotonic() + 5.0
     while Process.of(sleepers[1].pid).state() != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [Process.of(process.pid).state() in "TS" for process in sleepers] == [True] * 3
     assert [Process.of(process.pid).state() == "T" for process in sleepers] == [False, True, False]
     scene(sleepers).inject(Fault("engine", signal.SIGKILL))
     assert sleepers[0].wait(5.0) == -signal.SIGKILL
