@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import faulthandler
 import logging
 import os
 import resource
 import socket
 import ssl
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -29,6 +31,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragspec.errors import ConfigError
+from ragspec.numerics.threads import num_processors, started_threads
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.limits import network_of
@@ -45,6 +48,9 @@ _OTHER_DESCRIPTORS = 256
 """Files, sockets and pipes of the process beside its clients' connections."""
 _EXIT_S = 60.0
 """After this a thread that hangs no longer keeps the process alive."""
+_SILENT_S = 30
+"""After this an event loop that runs nothing ends the process."""
+_MOST_THREADS = 32
 
 
 class TimedProtocol(H11Protocol):
@@ -155,7 +161,7 @@ class Server(uvicorn.Server):
         self._backend, self._listener, self._say = backend, listener, say
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._is_stopping = self._is_signalled = False
+        self._is_stopping = self._is_signalled = self._has_ticked = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns after a signal or `stop`, when all requests have ended."""
@@ -163,12 +169,16 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Also ends a service that can compute nothing any more, so that a supervisor starts it again."""
+        self._has_ticked = True
         if self._backend.lost:
             self._begin_draining()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        # Why now: the loop would begin its threads under load, and a thread that lacks memory stops the loop (`started_threads`)
+        self._loop.set_default_executor(started_threads(min(_MOST_THREADS, num_processors() + 4), "ragspec-requests"))
+        threading.Thread(target=self._watch, name="ragspec-watchdog", daemon=True).start()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -182,6 +192,21 @@ class Server(uvicorn.Server):
         self._is_stopping = True
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._begin_draining)
+
+    def _watch(self) -> None:
+        """Ends the process with status 1 if the event loop runs nothing for long: it hangs, and so do all requests.
+
+        Why looks are counted and not seconds: a process that was stopped, or waited for its processor, has not looked either.
+        """
+        num_silent = 0
+        while not self.should_exit:
+            time.sleep(1.0)
+            num_silent = 0 if self._has_ticked else num_silent + 1
+            self._has_ticked = False
+            if num_silent == _SILENT_S:
+                os.write(2, f"error: the event loop has run nothing for {_SILENT_S} s; all threads:\n".encode())
+                faulthandler.dump_traceback(2)
+                os._exit(1)
 
     def _begin_draining(self) -> None:
         self._draining = self._draining or asyncio.create_task(self._drain())

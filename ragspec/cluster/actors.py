@@ -6,14 +6,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 
 from ragspec.cluster.ray_calls import wait_for_all
+
+_log = logging.getLogger(__name__)
 
 HEALTH, OPENING = "health", "opening"
 """Concurrency groups: their methods answer while another method of the actor computes."""
@@ -59,6 +63,22 @@ class WorkerActor:
 
     def load(self) -> None:
         """Load models before the first call. Raises: ModelError."""
+
+
+def end_process(why: str) -> NoReturn:
+    """End this process at once; Ray restarts the actor."""
+    _log.error("%s", why)
+    os._exit(1)
+
+
+@contextmanager
+def ended_if_lost(model: object) -> Iterator[None]:
+    """Behind the block: the process ends if the encoder or reranker computes no more; other actors are called until it is back."""
+    try:
+        yield
+    finally:
+        if why := getattr(model, "lost", ""):
+            end_process(why)
 
 
 def remote_class(actor_class: type, max_concurrency: int = 1) -> Any:

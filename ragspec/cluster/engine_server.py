@@ -9,16 +9,15 @@ it.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ragspec.cluster.actors import HEALTH, WorkerActor
+from ragspec.cluster.actors import HEALTH, WorkerActor, end_process
 from ragspec.cluster.engine_host import EngineHost, EngineStatus
 from ragspec.cluster.processes import STOPPED, Process
 from ragspec.cluster.ray_calls import ragspec_error
@@ -30,8 +29,6 @@ from ragspec.engine.parallel import load_follower
 from ragspec.errors import RagspecError, RankLost
 from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Rendezvous
 from ragspec.numerics.threads import num_processors
-
-log = logging.getLogger(__name__)
 
 CONCURRENT_CALLS = 64
 """Each client holds one poll, and makes other calls beside it."""
@@ -53,7 +50,7 @@ class EngineServer(EngineHost, WorkerActor):
         process that dies but not an actor whose constructor raises.
         """
         self._load_error: RagspecError | None = None
-        late = threading.Timer(topology.start_timeout_s, _exit, ("the engine did not load in time",))
+        late = threading.Timer(topology.start_timeout_s, end_process, ("the engine did not load in time",))
         late.daemon = True
         late.start()
         try:
@@ -62,7 +59,7 @@ class EngineServer(EngineHost, WorkerActor):
         except Exception as error:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 time.sleep(_RETRY_LOADING_S)
-                _exit(f"the engine cannot be loaded: {error}")
+                end_process(f"the engine cannot be loaded: {error}")
             if not isinstance(error, RagspecError):
                 raise
             self._load_error = error
@@ -92,12 +89,12 @@ class EngineServer(EngineHost, WorkerActor):
     def _watch_followers(self, heartbeat_s: float) -> None:
         while self._load_error is None:
             if why := self._followers.lost():
-                _exit(why)
+                end_process(why)
             time.sleep(heartbeat_s)
 
     def _end(self, why: str) -> None:
         """The engine is dead inside a living process."""
-        _exit(why)
+        end_process(why)
 
 
 class RankFollower:
@@ -173,9 +170,3 @@ def _with_threads(config: EngineConfig, num_processes: int) -> EngineConfig:
     if config.num_threads is not None or num_processes == 1:
         return config
     return config.model_copy(update={"num_threads": max(1, num_processors() // num_processes)})
-
-
-def _exit(why: str) -> NoReturn:
-    """End this process at once; Ray restarts the actor."""
-    log.error("%s", why)
-    os._exit(1)

@@ -2,7 +2,8 @@
 
 Under OpenMP every computing thread has workers of its own. Once a process has more workers than processors, all workers sleep
 between two products instead of spinning, which doubles the time of a small model's step. So only the engine's thread keeps
-workers; all other computations run in threads that end together with their workers (`run_in_thread`), or have none.
+workers; all other computations run in threads that end together with their workers (`run_in_thread`), or have none
+(`compute_threads`).
 
 Beside another busy program, workers that wait for each other can lose a hundredfold (measured: a step of 250 ms instead of 2.5
 beside a training run on two cores). No signal announces such load, so `AdaptiveThreads` keeps measuring.
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -119,3 +122,28 @@ def run_in_thread(call: Callable[[], T], num_threads: int) -> T:
 
     with ThreadPoolExecutor(1, "ragspec-compute") as thread:
         return thread.submit(run).result()
+
+
+@lru_cache
+def compute_threads(num_threads: int) -> ThreadPoolExecutor:
+    """This process's threads that compute side by side, each with one thread inside its products. Always the same ones.
+
+    A call in one of them must not wait for another of them.
+    """
+    return started_threads(num_threads, "ragspec-compute", set_num_threads, (1,))
+
+
+os.register_at_fork(after_in_child=compute_threads.cache_clear)  # a fork has none of its parent's threads
+
+
+def started_threads(num_threads: int, name: str, *initializer: Any) -> ThreadPoolExecutor:
+    """A pool whose threads all run when this returns.
+
+    Why: if memory runs out, a new thread can die before it runs, and `Thread.start` then waits for it for ever.
+    """
+    threads = ThreadPoolExecutor(num_threads, name, *initializer)
+    everyone_runs = threading.Barrier(num_threads + 1)
+    for _ in range(num_threads):
+        threads.submit(everyone_runs.wait)
+    everyone_runs.wait()
+    return threads

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from ragspec.errors import ModelError, RagspecError
 from ragspec.numerics.health import why_lost
 from ragspec.numerics.linear import packing_available, replace_linears
-from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
+from ragspec.numerics.threads import compute_threads, num_processors, run_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -153,16 +153,16 @@ class RowInvariantModel(ABC):
         def compute(rows: list[int]) -> None:
             results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
 
-        with ThreadPoolExecutor(num_processors(), "ragspec-compute", set_num_threads, (1,)) as threads:
-            for parts in self._parts(token_ids):
-                with self._computing:
-                    running = [threads.submit(compute, rows) for rows in parts]
-                    wait(running)
-                    if any(part.exception() for part in running):
-                        lengths = [[len(token_ids[row]) for row in rows] for rows in parts]
-                        threads.submit(self._check, lengths).result()
-                for part in running:
-                    part.result()
+        threads = compute_threads(num_processors())
+        for parts in self._parts(token_ids):
+            with self._computing:
+                running = [threads.submit(compute, rows) for rows in parts]
+                wait(running)
+                if any(part.exception() for part in running):
+                    lengths = [[len(token_ids[row]) for row in rows] for rows in parts]
+                    threads.submit(self._check, lengths).result()
+            for part in running:
+                part.result()
 
     def _check(self, lengths: list[list[int]]) -> None:
         """After a failed forward of one of these parts: sets `lost` if forwards of other texts of these lengths fail too."""

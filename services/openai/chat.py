@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ragspec.core import Completion, TokenLogprob
+from ragspec.numerics.threads import started_threads
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import PreparedTurn
 from ragspec.rag.chat.history import ChatTurn
@@ -51,7 +52,7 @@ class ChatParts(NamedTuple):
 
     @classmethod
     def of(cls, backend: ServiceBackend) -> ChatParts:
-        return cls(TokenTexts(backend.prompts.tokenizer), ThreadPoolExecutor(_MAX_PREPARING, "ragspec-prepare"))
+        return cls(TokenTexts(backend.prompts.tokenizer), started_threads(_MAX_PREPARING, "ragspec-prepare"))
 
 
 def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> APIRouter:

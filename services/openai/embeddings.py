@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
 
 from ragspec.core import check_text
+from ragspec.numerics.threads import started_threads
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai.request_context import check_model
@@ -55,7 +55,7 @@ class Embeddings:
 
     def __init__(self, backend: ServiceBackend) -> None:
         self._backend, self._encoder = backend, backend.encoder
-        self._thread = ThreadPoolExecutor(1, "ragspec-embeddings")
+        self._thread = started_threads(1, "ragspec-embeddings")
 
     async def count_tokens(self, body: EmbeddingBody) -> list[int]:
         """The number of tokens of each text. Raises: ApiError, InputError."""

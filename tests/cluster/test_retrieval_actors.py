@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy
 from ragspec.cluster.remote_retrieval.segment_cache import SegmentCache, SegmentSet
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch, ModelError, RetrievalError, StoreCorrupt
-from ragspec.retrieval.encoder import Encoder, EncoderIdentity
+from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.index.store import Store
 
 pytestmark = pytest.mark.ray
@@ -112,6 +113,35 @@ def test_encoders_elsewhere_outlive_each_other(session: None, monkeypatch: pytes
         assert pid_of(own.replicas[1]) != old
 
 
+class Failing(LetterEncoder):
+    """Computes nothing more after a text that says so."""
+
+    lost = ""
+
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
+        if any("fail" in text for text in texts):
+            self.lost = "the encoder is lost"
+        if self.lost:
+            raise MemoryError
+        return super().encode(texts, kind)
+
+
+def test_a_lost_encoder_s_process_ends(session: None) -> None:
+    """It failed every call for ever, and answered its health checks."""
+    with (
+        ActorPool(EncoderActor, (EncoderConfig(), lambda _: Failing()), prefix="encoder") as own,
+        contextlib.closing(RemoteEncoder(own.replicas, POLICY)) as there,
+    ):
+        assert np.array_equal(there.encode(TEXTS), LetterEncoder().encode(TEXTS))
+        old = pid_of(own.replicas[0])
+        there._policy = POLICY._replace(timeout_s=2.0)
+        with pytest.raises(RetrievalError):
+            there.encode(["fail"])
+        there._policy = POLICY
+        assert np.array_equal(there.encode(TEXTS), LetterEncoder().encode(TEXTS))
+        assert pid_of(own.replicas[0]) != old
+
+
 @pytest.mark.slow
 def test_without_a_fitting_encoder_there_is_one_clear_error(session: None) -> None:
     """Queries encoded by another model than the index, or a wait for an encoder that nobody starts."""
@@ -119,11 +149,11 @@ def test_without_a_fitting_encoder_there_is_one_clear_error(session: None) -> No
         ActorPool(EncoderActor, (EncoderConfig(), letters), prefix="encoder") as own,
         contextlib.closing(RemoteEncoder(own.replicas, POLICY)) as there,
     ):
-        meant = there._description
-        there._description = meant._replace(identity=EncoderIdentity("another", "e" * 64, 16))
+        meant = there.identity
+        there.identity = EncoderIdentity("another", "e" * 64, 16)
         with pytest.raises(EncoderMismatch, match=r"not EncoderIdentity.*another"):
             there.encode(TEXTS)
-        there._description = meant
+        there.identity = meant
         there._policy = POLICY._replace(timeout_s=3.0)
         ray.kill(own.replicas[0].actor)
         with pytest.raises(RetrievalError, match="an encoder is lost"):

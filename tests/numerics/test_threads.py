@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections.abc import Callable
 
-from ragspec.numerics.threads import AdaptiveThreads
+import torch
+
+from ragspec.numerics.threads import AdaptiveThreads, compute_threads, set_num_threads, started_threads
 
 
 class Machine:
@@ -103,3 +107,36 @@ def test_a_fixed_count_stays() -> None:
 def test_the_count_found_at_load_is_where_it_starts() -> None:
     assert Machine(lambda n: 1.0, first=1).run(1) == [1]
     assert Machine(lambda n: 1.0, first=4).run(1) == [4]
+
+
+def test_a_pool_begins_no_thread_later() -> None:
+    """A thread that begins when memory has run out can stop the thread that begins it."""
+    before = threading.active_count()
+    with started_threads(3, "pool") as threads:
+        assert threading.active_count() == before + 3
+        assert list(threads.map(abs, range(-20, 0))) == list(range(20, 0, -1))
+        assert threading.active_count() == before + 3
+
+
+def test_threads_that_compute_stay_and_have_no_workers() -> None:
+    """Each call began threads, whose kernels and workers began anew with them."""
+    set_num_threads(2)
+    names = set[str]()
+    for _ in range(3):
+        for name, count in compute_threads(2).map(lambda _: (threading.current_thread().name, torch.get_num_threads()), "ab"):
+            names.add(name)
+            assert count == 1
+    assert len(names) <= 2 and compute_threads(2) is compute_threads(2)
+
+
+def _computed() -> None:
+    assert compute_threads(2).submit(abs, -1).result(20.0) == 1
+
+
+def test_a_fork_computes_in_threads_of_its_own() -> None:
+    """It waited for ever for the threads of the process that it was forked from."""
+    _computed()
+    fork = multiprocessing.get_context("fork").Process(target=_computed)
+    fork.start()
+    fork.join(40.0)
+    assert fork.exitcode == 0

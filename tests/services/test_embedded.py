@@ -6,6 +6,8 @@ import contextlib
 import json
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from service_parts import MODEL, Service, Serving, serve_process, soon
 from ragspec.cli.serve import run_serve
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
+from services import embedded
 from services.backend import ServiceBackend
-from services.embedded import listening
+from services.embedded import Server, listening
 from services.settings import ServiceSettings
 
 LONG = {
@@ -89,6 +92,38 @@ def test_a_lost_engine_lets_answers_end_that_can(serving: Serving, monkeypatch: 
         assert events("data: {}\n\n" + "".join(pieces))[-1] is None
         assert soon(lambda: not any(each.is_serving() for each in service.server.servers))
         monkeypatch.undo()
+
+
+def test_a_service_whose_event_loop_hangs_ends(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No request was ever answered again, and a supervisor that waits for the end of the process never knew."""
+    ended, goes_on = threading.Event(), threading.Event()
+    with serving() as service:
+        monkeypatch.setattr("os._exit", lambda status: ended.set() if status == 1 else None)
+        monkeypatch.setattr(embedded, "_SILENT_S", 1)
+        service.server._loop.call_soon_threadsafe(goes_on.wait)
+        assert ended.wait(20.0)
+        goes_on.set()
+    told = capfd.readouterr().err
+    assert "the event loop has run nothing for 1 s" in told and "uvicorn/server.py" in told
+
+
+def test_only_a_loop_that_never_ran_between_many_looks_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent moments were added up; a process that was stopped for a minute was ended when it went on."""
+    server: Any = Server.__new__(Server)
+    server.should_exit, most = False, embedded._SILENT_S
+    looks = [True, *[False] * (most - 1), True, *[False] * most]
+
+    def sleep(_: float) -> None:
+        server._has_ticked = looks.pop(0)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr("faulthandler.dump_traceback", lambda _: None)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit):
+        server._watch()
+    assert not looks
 
 
 def test_a_service_for_others_needs_keys() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.cluster.actors import ActorPool, Replica, WorkerActor
+from ragspec.cluster.actors import ActorPool, Replica, WorkerActor, ended_if_lost
 from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, call_free_workers
 from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, Worker, WorkerPool
@@ -49,7 +49,9 @@ class EncoderActor(WorkerActor):
 
     def encode(self, identity: EncoderIdentity, texts: Sequence[str], kind: TextKind) -> FloatArray:
         """Raises: EncoderMismatch if this is not the encoder of that identity."""
-        return self._checked(identity).encode(texts, kind)
+        encoder = self._checked(identity)
+        with ended_if_lost(encoder):
+            return encoder.encode(texts, kind)
 
     def _checked(self, identity: EncoderIdentity) -> TextEncoder:
         encoder = self._loaded()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from ragspec.cluster.actors import OPENING, WorkerActor
+from ragspec.cluster.actors import OPENING, WorkerActor, ended_if_lost
 from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, hedged_call
 from ragspec.cluster.remote_retrieval.segment_cache import SegmentCache, SegmentSet
 from ragspec.cluster.remote_retrieval.worker_pool import Worker, WorkerPool
@@ -24,7 +24,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.errors import RagspecError, RetrievalError
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker, RerankerConfig, score_in_turn
+from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker, RerankerConfig
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, gather_by_shard, merge_hits, sum_statistics
@@ -211,7 +211,11 @@ class ShardActor(WorkerActor):
     def _scoring(self, reranker: str) -> PairScoring:
         with self._loading:
             if reranker not in self._scorings:
-                scoring = score_in_turn(Reranker.load(RerankerConfig(model=reranker)))
-                assert scoring is not None
+                loaded = Reranker.load(RerankerConfig(model=reranker))
+
+                def scoring(asked: Sequence[PairsToScore]) -> list[Any]:
+                    with ended_if_lost(loaded):
+                        return [loaded.scores(*each) for each in asked]
+
                 self._scorings = {reranker: scoring}
             return self._scorings[reranker]

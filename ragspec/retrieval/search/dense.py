@@ -10,7 +10,6 @@ row, so the search widens whenever a better row may be missing: the result is th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from ragspec.errors import ConfigError, StoreCorrupt
 from ragspec.numerics.compiled import compiled
-from ragspec.numerics.threads import num_processors
+from ragspec.numerics.threads import compute_threads, num_processors
 from ragspec.retrieval.encoder import FloatArray
 
 Rows = NDArray[np.int64]
@@ -210,8 +209,7 @@ def _each(items: Sequence[Item], call: Callable[[Item], Result], num_rows: int) 
     """The results of all items, in order; in threads if there are many rows to compute."""
     if num_rows < _ROWS_FOR_THREADS or num_processors() == 1:
         return [call(item) for item in items]
-    with ThreadPoolExecutor(min(len(items), num_processors()), "ragspec-search") as threads:
-        return list(threads.map(call, items))
+    return list(compute_threads(num_processors()).map(call, items))
 
 
 _NOTHING = ScoredRows(np.empty(0, np.int64), np.empty(0, np.float64))
