@@ -73,7 +73,7 @@ def end_process(why: str) -> NoReturn:
 
 @contextmanager
 def ended_if_lost(model: object) -> Iterator[None]:
-    """Behind the block: the process ends if the encoder or reranker computes no more; other actors are called until it is back."""
+    """Behind the block the process ends if the encoder or reranker computes no more; Ray starts it again."""
     try:
         yield
     finally:

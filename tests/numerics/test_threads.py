@@ -123,7 +123,9 @@ def test_threads_that_compute_stay_and_have_no_workers() -> None:
     set_num_threads(2)
     names = set[str]()
     for _ in range(3):
-        for name, count in compute_threads(2).map(lambda _: (threading.current_thread().name, torch.get_num_threads()), "ab"):
+        for name, count in compute_threads(2).map(
+            lambda _: (threading.current_thread().name, torch.get_num_threads()), "ab"
+        ):
             names.add(name)
             assert count == 1
     assert len(names) <= 2 and compute_threads(2) is compute_threads(2)
