@@ -64,6 +64,8 @@ def test_an_empty_environment_indexes_answers_and_serves_with_it(installed: Path
     index = tmp_path / "index"
     ran(installed / "bin/ragspec", "index", "add", tmp_path / "mill.md", "--index", index, **options)
     asked = json.loads(ran(installed / "bin/ragspec", "ask", QUESTION, "--index", index, "--json", **options))
+    shown = json.loads(ran(installed / "bin/ragspec", "demo", "--questions", "1", "--json", **options))
+    assert shown["num_identical"] == shown["num_questions"] == 1, shown
     with served(installed, tmp_path, index, env) as (client, process):
         assert client.get("/health/ready").status_code == 200
         page = client.get("/")
