@@ -41,13 +41,17 @@ def strict(schema: Any) -> Any:
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    changed = {name: strict(value) for name, value in schema.items() if not name.startswith("x-kubernetes-")}
+    others = {
+        name: value for name, value in schema.items() if name != "properties" and not name.startswith("x-kubernetes-")
+    }
+    changed = {name: strict(value) for name, value in others.items()}
     if schema.get("x-kubernetes-int-or-string"):
         changed.pop("type", None)
         changed["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        changed["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
-        changed.setdefault("additionalProperties", False)
+    if isinstance(properties := schema.get("properties"), dict):
+        changed["properties"] = {name: strict(value) for name, value in properties.items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            changed.setdefault("additionalProperties", False)
     if schema.get("nullable") and isinstance(schema.get("type"), str):
         changed["type"] = [schema["type"], "null"]
     return changed

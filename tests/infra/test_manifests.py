@@ -29,7 +29,11 @@ from services.settings import DEFAULT_PORT, ServiceSettings
 
 INFRA = ROOT / "infra"
 KUBERAY = INFRA / "kuberay"
-MANIFESTS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(KUBERAY.glob("*.yaml"))}
+MANIFESTS = {
+    path.stem if number == 0 else f"{path.stem}-{number}": document
+    for path in sorted(KUBERAY.glob("*.yaml"))
+    for number, document in enumerate(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+}
 COMPOSE = yaml.safe_load((INFRA / "compose.yaml").read_text(encoding="utf-8"))
 PAGES = [INFRA / "README.md", INFRA / "RUNBOOK.md", KUBERAY / "README.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -121,22 +125,48 @@ def test_pods_are_confined_and_have_resources_probes_and_the_token(name: str) ->
             assert variables["RAY_AUTH_MODE"]["value"] == "token" and "valueFrom" in variables["RAY_AUTH_TOKEN"]
             if name != "rayjob":
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
-    if name != "rayjob":
-        spec = MANIFESTS[name]["spec"]
-        spec = spec.get("rayClusterConfig", spec)
-        assert spec["enableInTreeAutoscaling"]
-        assert all(0 < group["minReplicas"] < group["maxReplicas"] for group in spec["workerGroupSpecs"])
+
+
+def test_the_operator_and_the_autoscaler_have_the_token() -> None:
+    """Bug guarded: Ray answers the operator with 401, so no service is ever ready; the autoscaler waits for the head for ever."""
+    service, cluster = MANIFESTS["rayservice"]["spec"]["rayClusterConfig"], MANIFESTS["raycluster"]["spec"]
+    for spec in (service, cluster):
+        references = [each["secretKeyRef"] for each in walk(spec) if "secretKeyRef" in each]
+        assert {each["name"] for each in references} == {spec["authOptions"]["secretName"]}
+        assert spec["authOptions"]["mode"] == "token" and {each["key"] for each in references} == {"auth_token"}
+    assert cluster["enableInTreeAutoscaling"]
+    assert cluster["autoscalerOptions"]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert all(0 < group["minReplicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
+
+
+def test_one_process_writes_the_service_s_files() -> None:
+    """Bug guarded: a second cluster, started beside the first for a new image, writes to the same SQLite files."""
+    spec = MANIFESTS["rayservice"]["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert spec["upgradeStrategy"] == {"type": "None"}
+    assert application["args"]["deployment_config"]["num_replicas"] == group["replicas"] == group["maxReplicas"] == 1
+    (claim,) = {each["claimName"] for each in walk(spec) if "claimName" in each}
+    claims = {each["metadata"]["name"]: each for each in MANIFESTS.values() if each["kind"] == "PersistentVolumeClaim"}
+    assert claims[claim]["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
+def test_a_job_on_a_shared_cluster_is_not_repeated_by_the_operator() -> None:
+    """Bug guarded: KubeRay refuses a job with both, or deletes the shared cluster to try again."""
+    job = MANIFESTS["rayjob"]
+    assert "clusterSelector" in job["spec"] and "backoffLimit" not in job["spec"]
+    assert "generateName" in job["metadata"]
 
 
 def test_secrets_and_volumes_that_are_named_are_made_somewhere() -> None:
     """Bug guarded: a pod that waits for ever for a secret that no page says how to make."""
     made = set(re.findall(r"create secret generic (\S+)", (KUBERAY / "README.md").read_text()))
-    made |= {manifest["metadata"]["name"] for manifest in MANIFESTS.values()}
+    made |= {manifest["metadata"].get("name") for manifest in MANIFESTS.values()}
     mappings = [mapping for manifest in MANIFESTS.values() for mapping in walk(manifest)]
     named = {mapping["secretKeyRef"]["name"] for mapping in mappings if "secretKeyRef" in mapping}
     named |= {mapping[key] for mapping in mappings for key in ("secretName", "claimName") if key in mapping}
     named |= {mapping["ray.io/cluster"] for mapping in mappings if "ray.io/cluster" in mapping}
-    assert {"ragspec-ray", "ragspec-keys", "ragspec-data", "ragspec"} == named <= made
+    assert {"ragspec-ray", "ragspec-keys", "ragspec-data", "ragspec-service", "ragspec"} == named <= made
 
 
 def test_versions_are_the_project_s_and_the_lock_file_s() -> None:
@@ -222,7 +252,6 @@ spec:
               required: [entrypoint]
               properties:
                 entrypoint: {type: string}
-                backoffLimit: {x-kubernetes-int-or-string: true}
                 clusterSelector: {type: object, additionalProperties: {type: string}}
                 activeDeadlineSeconds: {type: integer}
                 submitterPodTemplate: {type: object, x-kubernetes-preserve-unknown-fields: true}
@@ -239,7 +268,7 @@ def test_the_validator_accepts_what_fits_and_refuses_what_does_not(tmp_path: Pat
     (tmp_path / "crd.yaml").write_text(DEFINITION)
     done = validated(tmp_path, KUBERAY / "rayjob.yaml")
     assert done.returncode == 0 and "1 files, 0 faults" in done.stdout, done.stdout
-    for change in (("backoffLimit", "backofLimit"), ("86400", "soon"), ("entrypoint: >-", "clusterName: >-")):
+    for change in (("clusterSelector", "clusterSelectors"), ("86400", "soon"), ("entrypoint: >-", "clusterName: >-")):
         (tmp_path / "job").write_text((KUBERAY / "rayjob.yaml").read_text().replace(*change))
         assert validated(tmp_path, tmp_path / "job").returncode == 1, change
     assert "no definition of v1 PersistentVolumeClaim" in validated(tmp_path).stdout
