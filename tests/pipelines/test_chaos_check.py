@@ -71,7 +71,7 @@ def test_a_lost_stream_or_token_is_found(deltas: list[Delta]) -> None:
 )
 def test_what_is_told_twice_is_found(deltas: list[Delta]) -> None:
     """A replay that tells what was told before, or goes on behind the end."""
-    assert "a" in verdict(deltas).duplicated
+    assert "a" in verdict(deltas).doubled
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_streams_that_are_missing_or_uncalled_for_are_found() -> None:
     """Only those looked at that are in both."""
     whole = StreamLog(PROMPT, told())
     assert judge_streams({"a": expected(), "b": expected()}, {"a": whole}).lost == ("b",)
-    assert judge_streams({"a": expected()}, {"a": whole, "c": whole}).duplicated == ("c",)
+    assert judge_streams({"a": expected()}, {"a": whole, "c": whole}).doubled == ("c",)
     assert judge_streams({"a": expected()}, {"a": StreamLog(error="no index")}).lost == ("a",)
 
 
@@ -115,7 +115,7 @@ def test_rows_are_counted_and_compared() -> None:
     assert judge_rows(wanted, [("c", "z"), ("a", "x"), ("b", "y")]) == Verdict()
     assert judge_rows(wanted, [("a", "x"), ("b", "y"), ("b", "y")]) == Verdict(("c",), ("b",), ())
     assert judge_rows(wanted, [("a", "?"), ("b", "y"), ("c", "?"), ("c", "z")]) == Verdict((), ("c",), ("a", "c"))
-    assert judge_rows(wanted, [*wanted.items(), ("d", "w")]).duplicated == ("d",)
+    assert judge_rows(wanted, [*wanted.items(), ("d", "w")]).doubled == ("d",)
 
 
 def test_the_gap_is_that_of_the_slowest_stream_that_was_open() -> None:

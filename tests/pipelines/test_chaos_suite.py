@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tiny_target import SENTENCES, save_model
 
+from pipelines.benchmarks import soak
 from pipelines.benchmarks.chaos.batch_job import BatchJob, driver_kills, judge_output, written_rows
 from pipelines.benchmarks.chaos.check import StreamLog, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.faults import (
@@ -34,6 +35,7 @@ from pipelines.benchmarks.chaos.faults import (
 from pipelines.benchmarks.chaos.load import Probe, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row, expected_results
 from pipelines.benchmarks.chaos.run import topology_for, undisturbed_s
+from pipelines.benchmarks.chaos.suite import SUITE
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig
@@ -53,6 +55,14 @@ def test_engines_have_ranks_only_where_they_can_share_the_target_s_heads(tmp_pat
     """The default target has nine heads, three of keys and values: no engine of the suite ever started with it."""
     assert topology_for(TargetConfig()).tensor_parallel == 1
     assert topology_for(TargetConfig(model=str(save_model("llama", tmp_path / "model")))).tensor_parallel == 2
+
+
+def test_a_fault_s_marks_have_one_name_each_in_the_results() -> None:
+    """A mark that one suite calls duplicated and another doubled: a reader who looks for one of them finds nothing wrong."""
+    marks = set(Verdict._fields)
+    assert marks == {"lost", "doubled", "changed"} <= set(soak.BAD)
+    names = {metric.name for metric in SUITE.metrics}
+    assert marks | {f"driver_{mark}" for mark in marks} <= names
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -259,11 +269,11 @@ def job(work: ChaosWorkload, config: PipelineConfig, tmp_path: Path) -> BatchJob
 def test_a_killed_driver_leaves_every_row_once(job: BatchJob, expected: ExpectedResults, tmp_path: Path) -> None:
     """An oracle of rows that the real job never meets; kills that come too late to be any."""
     result = driver_kills(job, tmp_path / "out", expected.rows, 2, random.Random(0), lambda *_: None)
-    assert (result["driver_lost"], result["driver_duplicated"], result["driver_changed"]) == (0, 0, 0)
+    assert (result["driver_lost"], result["driver_doubled"], result["driver_changed"]) == (0, 0, 0)
     assert result["driver_kills"] >= 1 and result["driver_exit_codes"][-1] == 0
     assert judge_output(expected.rows, tmp_path / "out") == Verdict()
     found = [(name, comparable_row(record)) for name, record in written_rows(tmp_path / "out")]
-    assert judge_rows(expected.rows, found[1:]).lost and judge_rows(expected.rows, [*found, found[0]]).duplicated
+    assert judge_rows(expected.rows, found[1:]).lost and judge_rows(expected.rows, [*found, found[0]]).doubled
 
 
 @pytest.mark.slow
@@ -278,5 +288,5 @@ def test_the_whole_suite_runs(config: PipelineConfig, tmp_path: Path, shared_dat
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads(out.read_text())
     assert (result["faults"], result["recovered"]) == (6, 6), result["fault_rows"]
-    assert (result["lost"], result["duplicated"], result["changed"]) == (0, 0, 0), result
-    assert (result["driver_lost"], result["driver_duplicated"], result["driver_changed"]) == (0, 0, 0)
+    assert (result["lost"], result["doubled"], result["changed"]) == (0, 0, 0), result
+    assert (result["driver_lost"], result["driver_doubled"], result["driver_changed"]) == (0, 0, 0)

@@ -1,6 +1,6 @@
 """Compares a run with faults with an undisturbed run: every stream and every row with its expected counterpart.
 
-Pure functions: stream logs go in, names of lost, duplicated or changed streams and rows come out. Any other
+Pure functions: stream logs go in, names of lost, doubled or changed streams and rows come out. Any other
 difference has at least one of the three marks.
 
     >>> judge_streams({"a": completion}, {"a": StreamLog(deltas=[...])}).lost
@@ -57,26 +57,26 @@ class Verdict(NamedTuple):
     """Sorted names; a name may have several marks."""
 
     lost: tuple[str, ...] = ()
-    duplicated: tuple[str, ...] = ()
+    doubled: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
 
 
 def judge_streams(expected: Mapping[str, Expected], heard: Mapping[str, StreamLog]) -> Verdict:
-    """Judge all streams; streams without a request count as duplicates."""
+    """Judge all streams; streams without a request count as doubled."""
     marks = {name: _marks(own, heard.get(name, StreamLog())) for name, own in expected.items()}
-    marks |= {name: {"duplicated"} for name in heard.keys() - expected.keys()}
+    marks |= {name: {"doubled"} for name in heard.keys() - expected.keys()}
     return Verdict(*(tuple(sorted(n for n, own in marks.items() if mark in own)) for mark in Verdict._fields))
 
 
 def judge_rows(expected: Mapping[str, Hashable], found: Iterable[tuple[str, Hashable]]) -> Verdict:
-    """Judge the rows of a file by id. Repeated rows are duplicates even if both are right; so are rows without a
+    """Judge the rows of a file by id. Repeated rows are doubled even if both are right; so are rows without a
     request."""
     rows = list(found)
     counts = Counter(name for name, _ in rows)
     lost = expected.keys() - counts.keys()
-    duplicated = {name for name, count in counts.items() if count > 1 or name not in expected}
+    doubled = {name for name, count in counts.items() if count > 1 or name not in expected}
     changed = {name for name, value in rows if name in expected and value != expected[name]}
-    return Verdict(tuple(sorted(lost)), tuple(sorted(duplicated)), tuple(sorted(changed)))
+    return Verdict(tuple(sorted(lost)), tuple(sorted(doubled)), tuple(sorted(changed)))
 
 
 def slowest_gap_s(streams: Iterable[StreamLog], moment_s: float) -> float | None:
@@ -95,7 +95,7 @@ def _marks(expected: Expected, heard: StreamLog) -> set[str]:
     if heard.error or not ends or heard.deltas[ends[0]].finish_reason not in _WHOLE:
         marks.add("lost")
     if len(ends) > 1 or (ends and ends[0] < len(heard.deltas) - 1):
-        marks.add("duplicated")
+        marks.add("doubled")
     if heard.prompt_ids and heard.prompt_ids != expected.prompt_ids:
         marks.add("changed")
     return marks | _token_marks(expected.completion, heard.deltas, whole=not marks)
@@ -107,7 +107,7 @@ def _token_marks(expected: Completion, deltas: Sequence[Delta], whole: bool) -> 
     text = "".join(delta.text for delta in deltas)
     if tokens != expected.token_ids:
         if _is_within(expected.token_ids, tokens):
-            return {"duplicated"}
+            return {"doubled"}
         return {"lost"} if _is_within(tokens, expected.token_ids) else {"changed"}
     logprobs = tuple(logprob for delta in deltas for logprob in delta.logprobs)
     same = text == expected.text and logprobs == expected.logprobs

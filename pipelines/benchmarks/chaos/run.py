@@ -92,7 +92,7 @@ def measure_chaos(
         result = ChaosRun(deployment, injector, work, expected, plan, folder).measure(tick)
     return result | {
         "label": f"{listed.label}; {len(workers)} worker nodes on one machine",
-        "identical": not (result["lost"] or result["duplicated"] or result["changed"]),
+        "identical": not (result["lost"] or result["doubled"] or result["changed"]),
         "num_prompts": plan.num_streams + plan.num_rows,
         "topology": topology.model_dump(),
         "concurrency": plan.concurrency,

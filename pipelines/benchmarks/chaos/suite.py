@@ -62,7 +62,7 @@ def connected(nodes: LocalCluster) -> Iterator[None]:
 METRICS = (
     Metric("faults", "signals that hit while streams and a batch job ran"),
     Metric("lost", "streams and rows without an end, or with tokens missing", equal_to(0)),
-    Metric("duplicated", "streams and rows delivered twice, in whole or in part", equal_to(0)),
+    Metric("doubled", "streams and rows delivered twice, in whole or in part", equal_to(0)),
     Metric("changed", "streams and rows with another token, text, probability or citation", equal_to(0)),
     Metric("recovery_p50_s", "seconds from a fault until everything it had hit went on, median", at_most(5)),
     Metric("recovery_max_s", "the same, the slowest", at_most(15)),
@@ -71,7 +71,7 @@ METRICS = (
     Metric("live_again_p50_s", "seconds from a fault until the table showed every replica live, median"),
     Metric("live_again_max_s", "the same, the slowest"),
     Metric("driver_kills", "kill -9 of a batch job's driver, which was then started again"),
-    Metric("driver_duplicated", "rows that its output holds twice", equal_to(0)),
+    Metric("driver_doubled", "rows that its output holds twice", equal_to(0)),
     Metric("driver_lost", "rows that its output lacks", equal_to(0)),
     Metric("driver_changed", "rows with another answer", equal_to(0)),
 )
