@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import pytest
 from aiohttp import web
 
 from pipelines.benchmarks import soak
+from pipelines.benchmarks.chaos import faulty_service
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
 from pipelines.benchmarks.chaos.service_faults import KINDS, fault_of
 from pipelines.benchmarks.chaos.service_process import Network, small_disk
+from ragspec.disk import write_atomically
 from ragspec.errors import EngineError
+from ragspec.rag.database import Database
 
 TURNS = [("Question 1?", "one"), ("Question 2?", "two")]
 FILES = {"file-1": ("vs-1", "1.txt", "A lighthouse."), "file-2": ("vs-2", "2.txt", "Another lighthouse.")}
@@ -226,6 +231,38 @@ def test_a_slow_network_is_waited_for_and_a_cut_one_is_an_error() -> None:
             await call
 
     over_a_network(slow_and_cut)
+
+
+def test_a_slow_disk_is_slow_for_files_and_for_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only Python's writes waited, and no database ever met the slow disk: SQLite writes without Python."""
+    for module, name in ((os, "fsync"), (os, "replace"), (sqlite3, "connect"), (faulty_service.time, "sleep")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+    waits = list[float]()
+    monkeypatch.setattr(faulty_service.time, "sleep", waits.append)
+    faulty_service.slow_down(slow := tmp_path / "slow")
+    database = Database(tmp_path / "a.sqlite", "CREATE TABLE a (b TEXT);", schema=1)
+
+    def num_waits() -> list[int]:
+        waits.clear()
+        counts = list[int]()
+        with database.writing() as db:
+            db.execute("INSERT INTO a VALUES ('c')")
+        counts.append(len(waits))
+        database.truncate_log()
+        counts.append(len(waits))
+        with database.reading() as db:
+            assert db.execute("SELECT b FROM a").fetchone() == ("c",)
+        counts.append(len(waits))
+        write_atomically(tmp_path / "file", "text")
+        return [*counts, len(waits)]
+
+    assert num_waits() == [0, 0, 0, 0]
+    slow.touch()
+    *of_database, of_all = num_waits()
+    assert of_database == [1, 2, 2] and of_all > 2
+    slow.unlink()
+    assert num_waits() == [0, 0, 0, 0]
+    database.close()
 
 
 def test_a_full_disk_takes_nothing(tmp_path: Path) -> None:

@@ -15,49 +15,20 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from ragspec.drafting.cost_model import CostTable
-from ragspec.errors import EngineError, RagspecError
+from pipelines.benchmarks.chaos.faulty_service import serve
+from ragspec.errors import EngineError
 
 DISK_MB = 64
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__, "pipelines.benchmarks.small_service", "services.app"])
-_COSTS = CostTable.measure(lambda rows, context: 0.001 + 1e-5 * rows, [0, 1024], 512)
-"""Why not measured: it would take half of a start, and no promise depends on it."""
+_CONTEXT.set_forkserver_preload([serve.__module__, "pipelines.benchmarks.small_service", "services.app"])
 _START_S, _LOOK_S = 240.0, 0.05
-_SLOW_S = 0.2
 _PAGE_BYTES = resource.getpagesize()
-
-
-def serve(disk: Path, keys: Path, port: int, slow: Path) -> None:
-    """The process. While the file `slow` exists, writing durably takes longer. Exits with 1 after an error that says why."""
-    from pipelines.benchmarks.small_service import small_backend
-    from services.app import build_app
-    from services.embedded import Server, listening
-    from services.keys import KeyFile
-
-    os.fsync, os.replace = _slowed(os.fsync, slow), _slowed(os.replace, slow)
-    try:
-        with small_backend(disk, _COSTS, port=port) as backend, listening(backend.config.service) as listener:
-            Server(build_app(backend, KeyFile(keys)), backend, listener).run()
-    except RagspecError as error:
-        print(f"the service did not start: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-
-
-def _slowed(call: Callable[..., Any], slow: Path) -> Callable[..., Any]:
-    def delayed(*arguments: Any) -> Any:
-        if slow.exists():
-            time.sleep(_SLOW_S)
-        return call(*arguments)
-
-    return delayed
 
 
 class SmallDisk:
