@@ -4,10 +4,11 @@
     python -m pipelines.benchmarks.soak requests --count 1000000 --state requests.json
     python -m pipelines.benchmarks.soak aborts --count 50000 --state aborts.json
     python -m pipelines.benchmarks.soak faults --count 1000 --state faults.json
+    python -m pipelines.benchmarks.soak faults --count 100 --state other.json --kinds clock clock-start upgrade
 
-Item n of a seed is always the same. `--state` holds how many are done and what was counted; the command goes on from there until
-`--count` are done, or `--seconds` have passed. Exits 1 if anything crashed, answered 5xx, or was left behind. The service is a
-small one in this process: a target of random weights, three documents, the real encoder, HTTP over a socket.
+Item n of a seed, and of its kinds of faults, is always the same. `--state` holds how many are done and what was counted; the
+command goes on from there until `--count` are done, or `--seconds` have passed. Exits 1 if anything crashed, answered 5xx, or was
+left behind. The service is a small one: a target of random weights, three documents, the real encoder, HTTP over a socket.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from ragspec.errors import RagspecError
 
 BATCHES = {"files": 2000, "requests": 200, "aborts": 100, "faults": 10}
 BAD = ("crash", "hang", "exception", "5xx", "leaked slots", "left running", "connection lost")
-BAD += ("lost", "doubled", "changed", "not recovered")
+BAD += ("lost", "doubled", "changed", "not recovered", "cut off", "upgrade failed")
 _AT_ONCE = 16
 _BATCH_S = 600.0
 _SETTLE_S = 600.0
@@ -222,16 +224,19 @@ def small_service() -> Iterator[SmallService]:
 
 
 def soak(
-    kind: str, batch: Callable[[int, int, int], Counter[str]], count: int, seed: int, state: Path, seconds: float
+    of: Mapping[str, Any], batch: Callable[[int, int, int], Counter[str]], count: int, state: Path, seconds: float
 ) -> Counter[str]:
-    """Runs batches until `count` items are done or time is up; returns the counts over all parts."""
-    kept = json.loads(state.read_text()) if state.is_file() else {"kind": kind, "seed": seed, "done": 0, "counts": {}}
-    if (kept["kind"], kept["seed"]) != (kind, seed):
-        raise SystemExit(f"{state} belongs to {kept['kind']} of seed {kept['seed']}")
+    """Runs batches until `count` items are done or time is up; returns the counts over all parts.
+
+    `of`: all that the items follow from, `kind` and `seed` at least.
+    """
+    kept = json.loads(state.read_text()) if state.is_file() else {**of, "done": 0, "counts": {}}
+    if (known := {key: value for key, value in kept.items() if key not in ("done", "counts")}) != of:
+        raise SystemExit(f"{state} belongs to {known}")
     begin = time.monotonic()
     while kept["done"] < count and time.monotonic() - begin < seconds:
-        last = min(count, kept["done"] + BATCHES[kind])
-        kept["counts"] = dict(Counter(kept["counts"]) + batch(seed, kept["done"], last))
+        last = min(count, kept["done"] + BATCHES[of["kind"]])
+        kept["counts"] = dict(Counter(kept["counts"]) + batch(of["seed"], kept["done"], last))
         kept["done"] = last
         write_atomically(state, json.dumps(kept))
     print(json.dumps(kept), flush=True)
@@ -245,18 +250,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--kinds", nargs="+", default=[], help="kinds of faults; default: the ten of earlier runs")
     given = parser.parse_args(arguments)
-    rest = (given.count, given.seed, given.state, given.seconds)
-    if given.kind == "files":
-        counts = soak("files", files_batch, *rest)
-    elif given.kind == "faults":
-        from pipelines.benchmarks.chaos.service_faults import faults_batch
+    of = {"kind": given.kind, "seed": given.seed} | ({"kinds": given.kinds} if given.kinds else {})
+    rest = (given.count, given.state, given.seconds)
+    if given.kind == "faults":
+        from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, faults_batch
 
-        counts = soak("faults", faults_batch, *rest)
+        if unknown := set(given.kinds) - {*KINDS, *OTHER_KINDS}:
+            parser.error(f"no kinds of faults: {sorted(unknown)}; there are {[*KINDS, *OTHER_KINDS]}")
+        counts = soak(of, partial(faults_batch, kinds=given.kinds or KINDS), *rest)
+    elif given.kinds:
+        parser.error(f"--kinds are kinds of faults, not of {given.kind}")
+    elif given.kind == "files":
+        counts = soak(of, files_batch, *rest)
     else:
         with small_service() as service:
             batch = service.requests_batch if given.kind == "requests" else service.aborts_batch
-            counts = soak(given.kind, batch, *rest)
+            counts = soak(of, batch, *rest)
     return int(any(counts[name] for name in BAD))
 
 

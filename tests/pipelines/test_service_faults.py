@@ -6,9 +6,15 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,12 +23,16 @@ from aiohttp import web
 
 from pipelines.benchmarks import soak
 from pipelines.benchmarks.chaos import faulty_service
+from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
-from pipelines.benchmarks.chaos.service_faults import KINDS, fault_of
+from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, ServiceFaults, fault_of
 from pipelines.benchmarks.chaos.service_process import Network, small_disk
 from ragspec.disk import write_atomically
 from ragspec.errors import EngineError
 from ragspec.rag.database import Database
+from services.settings import ConversationSettings
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TURNS = [("Question 1?", "one"), ("Question 2?", "two")]
 FILES = {"file-1": ("vs-1", "1.txt", "A lighthouse."), "file-2": ("vs-2", "2.txt", "Another lighthouse.")}
@@ -34,6 +44,73 @@ def test_a_fault_follows_from_its_seed_and_number() -> None:
     assert first == [fault_of(7, number) for number in range(3 * len(KINDS))] != [fault_of(8, n) for n in range(30)]
     for turn in range(3):
         assert {fault.kind for fault in first[10 * turn : 10 * turn + 10]} == set(KINDS)
+
+
+def test_faults_of_recorded_runs_stay_as_they_were() -> None:
+    """A new kind that made fault n of a seed another: recorded results could not be had again."""
+    kinds = "full/read-only/stop/memory/kill/reset/latency/slow disk/no growth/partition/reset/stop/kill/full/latency/partition"
+    assert [fault_of(0, number).kind for number in range(16)] == kinds.split("/")
+    assert fault_of(0, 999) == ("memory", pytest.approx(0.8900235773737373), pytest.approx(0.371823959992136))
+
+
+def test_chosen_kinds_come_in_turn_and_clocks_go_wrong_in_all_ways() -> None:
+    """A clock that only runs ahead, or by minutes; a start so far ahead that conversations rightly expire."""
+    faults = [fault_of(3, number, OTHER_KINDS) for number in range(60 * len(OTHER_KINDS))]
+    assert Counter(fault.kind for fault in faults) == dict.fromkeys(OTHER_KINDS, 60)
+    for kind, most_days in (("clock", 30), ("clock-start", 6)):
+        days = [fault.ahead_s / 86_400 for fault in faults if fault.kind == kind]
+        assert min(map(abs, days)) >= 1 / 24 and max(map(abs, days)) <= most_days
+        assert max(days) > 1.0 and min(days) < -1.0 and min(map(abs, days)) < 0.5
+    assert most_days * 86_400 < ConversationSettings().ttl_s
+
+
+CLOCK = """
+import json, logging, sys, time
+from pathlib import Path
+from pipelines.benchmarks.chaos.faulty_service import shift_clock
+from ragspec.rag.chat import conversations
+from services import keys
+from services.stores.records import Records
+
+folder = Path(sys.argv[1])
+shift_clock(folder / "clock")
+records = Records(folder / "records.sqlite")
+
+def days():
+    key = keys.add_key(folder / "keys.json", "ann")[1].created
+    logged = logging.makeLogRecord({}).created, logging.LogRecord("", 0, "", 0, "", (), None).created
+    started = conversations._steady_clock(0.0, 0.0)()
+    file = records.add_file("ann", str(time.monotonic_ns()), "a", "b", 1).created_s
+    of_key = keys.datetime.fromisoformat(key).timestamp()
+    return [time.time() / 86400, time.time_ns() / 86400e9, *(each / 86400 for each in (*logged, started, file, of_key))]
+
+told = [days()]
+for ahead_days in (3, -20):
+    (folder / "clock").write_text(str(ahead_days * 86400))
+    told.append(days())
+(folder / "clock").unlink()
+print(json.dumps([*told, days()]))
+"""
+
+
+def test_a_clock_that_jumps_does_so_for_all_that_a_service_tells(tmp_path: Path) -> None:
+    """A jump that only some readers of the clock meet."""
+    command = [sys.executable, "-c", CLOCK, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    right, ahead, behind, again = json.loads(done.stdout)
+    now = time.time() / 86_400
+    for days, told in ((0, right), (3, ahead), (-20, behind), (0, again)):
+        assert told == pytest.approx([now + days] * len(told), abs=0.5)
+
+
+def test_nothing_reads_the_wall_clock_past_the_jump() -> None:
+    """A new reader of the clock that a jump does not reach, so that no fault would ever hit it."""
+    other = r"CURRENT_TIMESTAMP|utcnow|clock_gettime|gmtime\(\)|localtime\(\)|\.today\(\)|unixepoch|'now'"
+    other += r"|from time import .*\btime|import datetime$"
+    sources = [path for folder in ("ragspec", "services") for path in (ROOT / folder).rglob("*.py")]
+    found = [path.name for path in sources if re.search(other, path.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert len(sources) > 100 and not found
 
 
 class Shelf:
@@ -155,7 +232,7 @@ def test_a_deleted_file_that_is_there_is_noticed() -> None:
     [(["on", "e"], False), (["on"], False), (["on", "x"], True), (["x"], True)],
 )
 def test_a_stream_may_be_cut_and_not_changed(pieces: list[str], is_marked: bool) -> None:
-    """A stream that a fault cut off is compared as far as it came."""
+    """A stream that a fault cut off is compared as far as it came, and counted as cut."""
 
     async def stream(request: web.Request) -> web.StreamResponse:
         reply = web.StreamResponse()
@@ -176,9 +253,9 @@ def test_a_stream_may_be_cut_and_not_changed(pieces: list[str], is_marked: bool)
             async with clients._session() as session:
                 with contextlib.suppress(aiohttp.ClientError, Exception):
                     await clients._checked_stream(session, 0)
-            return dict(clients.marks)
+            return {**clients.marks, "cut": clients.num_cut}
 
-    assert asyncio.run(run()) == ({"changed": 1} if is_marked else {})
+    assert asyncio.run(run()) == {"cut": 1} | ({"changed": 1} if is_marked else {})
 
 
 def over_a_network(test: Callable[[Network, aiohttp.ClientSession], Awaitable[None]]) -> None:
@@ -281,13 +358,46 @@ def test_a_full_disk_takes_nothing(tmp_path: Path) -> None:
         pytest.skip(str(error))
 
 
+def test_the_probe_does_not_kill_a_service_that_has_just_started() -> None:
+    """A start that took longer than the probe waits was followed by a kill at once, which cut off streams."""
+    killed = list[bool]()
+    service: Any = SimpleNamespace(
+        is_up=True, options=ServiceOptions(Path(), Path(), 0), kill=lambda: killed.append(True)
+    )
+    clients: Any = SimpleNamespace(succeeded_s={"streams": 0.0})
+    nothing: Any = None
+
+    async def run() -> None:
+        faults = ServiceFaults(nothing, service)
+        faults._start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+        asyncio.get_running_loop().call_later(0.1, lambda: clients.succeeded_s.update(streams=time.monotonic()))
+        await faults._recovery_s(clients, time.monotonic() - 100.0)
+
+    asyncio.run(run())
+    assert not killed
+
+
+def survived(state: Path, *options: str) -> dict[str, int]:
+    """What a run counted in which clients could do all they do, and lost nothing."""
+    try:
+        assert soak.main(["faults", "--state", str(state), *options]) == 0
+    except EngineError as error:
+        pytest.skip(str(error))
+    counts: dict[str, int] = json.loads(state.read_text())["counts"]
+    assert counts["streams"] and counts["turns"] and counts["documents"]
+    return counts
+
+
 @pytest.mark.slow
 def test_a_service_loses_nothing_to_ten_faults(tmp_path: Path) -> None:
     """One fault of every kind; the full numbers are run by hand, in parts."""
-    state: Any = tmp_path / "state.json"
-    try:
-        assert soak.main(["faults", "--count", "10", "--state", str(state)]) == 0
-    except EngineError as error:
-        pytest.skip(str(error))
-    counts = json.loads(state.read_text())["counts"]
-    assert all(counts[kind] == 1 for kind in KINDS) and counts["streams"] and counts["turns"] and counts["documents"]
+    counts = survived(tmp_path / "state.json", "--count", "10")
+    assert all(counts[kind] == 1 for kind in KINDS)
+
+
+@pytest.mark.slow
+def test_a_service_survives_wrong_clocks_and_upgrades(tmp_path: Path) -> None:
+    """As above, for kinds that are asked for."""
+    kinds = ("clock", "clock-start", "upgrade")
+    counts = survived(tmp_path / "state.json", "--count", "3", "--kinds", *kinds)
+    assert all(counts[kind] == 1 for kind in kinds)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from pipelines.benchmarks import load, soak
+from pipelines.benchmarks.chaos import service_faults
 from ragspec.retrieval.reading import file_reader
 
 
@@ -24,17 +26,41 @@ def die(seed: int, first: int, last: int) -> Counter[str]:
 def test_parts_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was stopped began anew, or counted a part twice."""
     monkeypatch.setitem(soak.BATCHES, "files", 40)
-    rest: tuple[Any, ...] = (7, tmp_path / "whole.json", 1e9)
-    whole = soak.soak("files", soak.read_damaged, 120, *rest)
+    of = {"kind": "files", "seed": 7}
+    whole = soak.soak(of, soak.read_damaged, 120, tmp_path / "whole.json", 1e9)
     parts = tmp_path / "parts.json"
-    assert sum(soak.soak("files", soak.read_damaged, 120, 7, parts, 0.0).values()) == 0
+    assert sum(soak.soak(of, soak.read_damaged, 120, parts, 0.0).values()) == 0
     for count in (30, 100, 120):
-        found = soak.soak("files", soak.read_damaged, count, 7, parts, 1e9)
+        found = soak.soak(of, soak.read_damaged, count, parts, 1e9)
         assert sum(found.values()) == count == json.loads(parts.read_text())["done"]
     assert found == whole and whole["read"] and whole["refused"]
     assert not [name for name in soak.BAD if whole[name]]
-    with pytest.raises(SystemExit, match="belongs to files of seed 7"):
-        soak.soak("files", soak.read_damaged, 120, 8, parts, 1e9)
+    for other in ({"seed": 8}, {"kinds": ["clock"]}):
+        with pytest.raises(SystemExit, match=r"belongs to .*files.*7"):
+            soak.soak(of | other, soak.read_damaged, 120, parts, 1e9)
+
+
+def test_a_run_remembers_its_kinds_of_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of some kinds counted as those of others; a run from before kinds could be chosen that cannot go on."""
+    asked = list[tuple[str, ...]]()
+
+    def struck(seed: int, first: int, last: int, kinds: Sequence[str]) -> Counter[str]:
+        asked.append(tuple(kinds))
+        return Counter(dict.fromkeys(kinds, 1))
+
+    monkeypatch.setattr(service_faults, "faults_batch", struck)
+    earlier, chosen = tmp_path / "earlier.json", tmp_path / "chosen.json"
+    earlier.write_text(json.dumps({"kind": "faults", "seed": 0, "done": 10, "counts": {"kill": 1}}))
+    few = ["faults", "--count", "20", "--state", str(chosen)]
+    assert soak.main(["faults", "--count", "20", "--state", str(earlier)]) == 0
+    assert soak.main([*few, "--kinds", "clock", "upgrade"]) == 0
+    assert asked == [service_faults.KINDS, *2 * [("clock", "upgrade")]]
+    assert json.loads(earlier.read_text())["counts"]["kill"] == 2
+    assert json.loads(chosen.read_text())["kinds"] == ["clock", "upgrade"]
+    for given in (few, [*few, "--kinds", "clock"], [*few, "--kinds", "flood"], ["files", *few[1:], "--kinds", "clock"]):
+        with pytest.raises(SystemExit) as ended:
+            soak.main(given)
+        assert ended.value.code != 0
 
 
 def test_a_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The service's process as faults need it: its disk is slow when a file says so.
+"""The service's process as faults need it: its disk is slow and its clock is wrong while a file says so.
 
 Changes functions of this process for good, so it runs in a process of its own. Never decides when: `service_faults` does.
 """
@@ -11,33 +11,85 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from ragspec.drafting.cost_model import CostTable
 from ragspec.errors import RagspecError
 
-_COSTS = CostTable.measure(lambda rows, context: 0.001 + 1e-5 * rows, [0, 1024], 512)
-"""Why not measured: it would take half of a start, and no promise depends on it."""
 _SLOW_S = 0.2
 _DURABLE = ("COMMIT", "PRAGMA wal_checkpoint")
 """Statements with which SQLite writes to the disk."""
 
 
-def serve(disk: Path, keys: Path, port: int, slow: Path) -> None:
-    """The process. While the file `slow` exists, writing durably takes longer. Exits with 1 after an error that says why."""
+class ServiceOptions(NamedTuple):
+    """`disk`: holds the service's data. `folder`: holds its keys and the files that ask for faults."""
+
+    disk: Path
+    folder: Path
+    port: int
+    host: str = "127.0.0.1"
+
+    @property
+    def keys(self) -> Path:
+        return self.folder / "keys.json"
+
+    @property
+    def slow(self) -> Path:
+        """While this file exists, writing durably takes longer."""
+        return self.folder / "slow"
+
+    @property
+    def clock(self) -> Path:
+        """While this file exists, the wall clock is ahead by the seconds in it."""
+        return self.folder / "clock"
+
+
+def serve(options: ServiceOptions) -> None:
+    """The process. Exits with 1 after an error that says why."""
     from pipelines.benchmarks.small_service import small_backend
+    from ragspec.drafting.cost_model import CostTable
     from services.app import build_app
     from services.embedded import Server, listening
     from services.keys import KeyFile
 
-    slow_down(slow)
+    # Why not measured: it would take half of a start, and no promise depends on it
+    costs = CostTable.measure(lambda rows, context: 0.001 + 1e-5 * rows, [0, 1024], 512)
+    slow_down(options.slow)
+    shift_clock(options.clock)
     try:
-        with small_backend(disk, _COSTS, port=port) as backend, listening(backend.config.service) as listener:
-            Server(build_app(backend, KeyFile(keys)), backend, listener).run()
+        with (
+            small_backend(options.disk, costs, host=options.host, port=options.port) as backend,
+            listening(backend.config.service) as listener,
+        ):
+            Server(build_app(backend, KeyFile(options.keys)), backend, listener).run()
     except RagspecError as error:
         print(f"the service did not start: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def shift_clock(clock: Path) -> None:
+    """From now on the wall clock of this process is ahead by the seconds in the file, while it exists.
+
+    Reaches `time.time`, `time.time_ns` and every `datetime` in ragspec. Monotonic clocks stay right, and so do times of files.
+    """
+    right_ns = time.time_ns
+
+    def shifted_ns() -> int:
+        try:
+            return right_ns() + int(clock.read_text()) * 10**9
+        except OSError:
+            return right_ns()
+
+    class ShiftedDatetime(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls.fromtimestamp(time.time(), tz)
+
+    time.time_ns, time.time = shifted_ns, lambda: shifted_ns() / 1e9
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("ragspec.", "services.")) and vars(module).get("datetime") is datetime:
+            vars(module)["datetime"] = ShiftedDatetime
 
 
 def slow_down(slow: Path) -> None:

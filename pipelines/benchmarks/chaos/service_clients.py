@@ -32,7 +32,10 @@ class Refused(Exception):
 
 
 class ServiceClients:
-    """`succeeded_s`: for each kind, when the last operation that succeeded had begun. `marks`: lost, doubled, changed."""
+    """`succeeded_s`: for each kind, when the last operation that succeeded had begun. `marks`: lost, doubled, changed.
+
+    `num_cut`: streams that began and were ended by the other side before their end.
+    """
 
     def __init__(self, url: str, key: str, say: Callable[[str], None]) -> None:
         self._url, self._headers, self._say = url, {"Authorization": f"Bearer {key}"}, say
@@ -42,7 +45,7 @@ class ServiceClients:
         self._documents: dict[str, tuple[str, str, str]] = {}  # by file id: store, name, text
         self._deleted = set[str]()
         self.succeeded_s = dict.fromkeys(KINDS, 0.0)
-        self.counts, self.marks, self._number = Counter[str](), Counter[str](), 0
+        self.counts, self.marks, self._number, self.num_cut = Counter[str](), Counter[str](), 0, 0
 
     async def learn(self) -> None:
         """The undisturbed text of every stream."""
@@ -96,17 +99,23 @@ class ServiceClients:
         """Raises: Refused for one that does not come to its end; that may be cut at any place, but not changed."""
         options: Mapping[str, Any] = {"retrieval": False, "ignore_eos": True, "temperature": float(number % 2)}
         body = chat_body(MODEL, f"Number {number}.", max_tokens=_MAX_TOKENS, seed=number, **options)
-        parts, expected = list[str](), self._expected.get(number)
+        parts, expected, is_cut = list[str](), self._expected.get(number), False
         try:
             async with session.post("/v1/chat/completions", json=body) as reply:
                 if reply.status != 200:
                     raise Refused(str(reply.status))
+                is_cut = True
                 async for line in reply.content:
                     if line.startswith(b"data: [DONE]"):
+                        is_cut = False
                         return "".join(parts)
                     event = json.loads(line[6:]) if line.startswith(b"data: {") and line.endswith(b"}\n") else {}
                     parts += [choice["delta"].get("content") or "" for choice in event.get("choices", ())]
+        except (TimeoutError, asyncio.CancelledError):
+            is_cut = False
+            raise
         finally:
+            self.num_cut += is_cut
             if expected is not None and not expected.startswith("".join(parts)):
                 self._mark("changed", f"stream {number} began otherwise: {''.join(parts)!r}")
         raise Refused("the stream ended early")

@@ -3,8 +3,8 @@
     >>> faults_batch(seed=0, first=0, last=10)["lost"]
     0
 
-Fault n of a seed always has the same kind and the same numbers. A batch has a service of its own. After its faults and one more
-kill, the service's data are compared with everything that it acknowledged. Needs the right to mount a disk.
+Fault n of a seed and its kinds always has the same kind and the same numbers. A batch has a service of its own. After its faults
+and one more kill, the service's data are compared with everything that it acknowledged. Needs the right to mount a disk.
 """
 
 from __future__ import annotations
@@ -13,21 +13,35 @@ import asyncio
 import contextlib
 import random
 import resource
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT, SIGSTOP, SIGTERM
 from typing import NamedTuple
 
+from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
 from pipelines.benchmarks.chaos.service_process import Network, ServiceProcess, SmallDisk, small_disk
 from pipelines.benchmarks.service import free_port
+from ragspec.disk import write_atomically
 from services.keys import add_key
+from services.settings import ServiceSettings
+from services.stores.backup import back_up
 
 KINDS = ("kill", "stop", "full", "no growth", "read-only", "slow disk", "memory", "latency", "partition", "reset")
+OTHER_KINDS = ("clock", "clock-start", "upgrade")
+"""Kinds that a run has to ask for. Why not in `KINDS`: fault n of a seed would be another than in earlier runs."""
+_HOUR_S, _DAY_S = 3600.0, 86_400.0
+_MOST_AHEAD_S = {"clock": 30 * _DAY_S, "clock-start": 6 * _DAY_S}
+"""Why less at a start: a service cannot tell a wrong clock from a week in which it was down, and forgets conversations then."""
+_GENTLE = ("clock", "upgrade")
+"""Kinds that may not cut off any stream."""
+_ENDED_S = 240.0
+"""A service that was told to end has ended by then: running answers have `service.drain_s`, and threads that hang a minute."""
 _PROBE_S = 60.0
 """A service that does not recover within it is killed and started again, as by a liveness probe."""
 _RECOVERY_S = (1, 2, 5, 15, 60)
@@ -42,23 +56,30 @@ class Fault(NamedTuple):
     hold_s: float
     share: float
 
+    @property
+    def ahead_s(self) -> int:
+        """By how much the clock is wrong: hours or days, forwards or backwards."""
+        size_s = _HOUR_S * (_MOST_AHEAD_S[self.kind] / _HOUR_S) ** (2 * self.share % 1)
+        return round(size_s if self.share < 0.5 else -size_s)
 
-def fault_of(seed: int, number: int) -> Fault:
-    """Kinds in turn, each `len(KINDS)` in an order of their own."""
-    turn, place = divmod(number, len(KINDS))
-    kinds = list(KINDS)
-    random.Random(f"{seed} turn {turn}").shuffle(kinds)
+
+def fault_of(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Fault:
+    """Kinds in turn, each `len(kinds)` in an order of their own."""
+    turn, place = divmod(number, len(kinds))
+    shuffled = list(kinds)
+    random.Random(f"{seed} turn {turn}").shuffle(shuffled)
     draw = random.Random(f"{seed} fault {number}")
-    return Fault(kinds[place], draw.uniform(0.2, 2.0), draw.random())
+    return Fault(shuffled[place], draw.uniform(0.2, 2.0), draw.random())
 
 
-def faults_batch(seed: int, first: int, last: int) -> Counter[str]:
+def faults_batch(seed: int, first: int, last: int, kinds: Sequence[str] = KINDS) -> Counter[str]:
     """Raises: EngineError without the right to mount a disk, or if the service does not even start undisturbed."""
+    faults = [fault_of(seed, number, kinds) for number in range(first, last)]
     with tempfile.TemporaryDirectory(prefix="ragspec-") as name, small_disk(Path(name) / "disk") as disk:
-        key, _ = add_key(Path(name) / "keys.json", _TENANT)
-        arguments = disk, Path(name) / "keys.json", free_port(), Path(name) / "slow"
-        with ServiceProcess(*arguments) as service:
-            return asyncio.run(ServiceFaults(disk, service).run(key, [fault_of(seed, n) for n in range(first, last)]))
+        options = ServiceOptions(disk.folder, Path(name), free_port())
+        key, _ = add_key(options.keys, _TENANT)
+        with ServiceProcess(options) as service:
+            return asyncio.run(ServiceFaults(disk, service).run(key, faults))
 
 
 class ServiceFaults:
@@ -66,7 +87,7 @@ class ServiceFaults:
 
     def __init__(self, disk: SmallDisk, service: ServiceProcess) -> None:
         self._disk, self._service = disk, service
-        self._network = Network(service.port)
+        self._network = Network(service.options.port)
         self._counts = Counter[str]()
 
     async def run(self, key: str, faults: list[Fault]) -> Counter[str]:
@@ -94,20 +115,22 @@ class ServiceFaults:
                 raise SystemExit("the service does not start")
 
     async def _strike(self, fault: Fault, clients: ServiceClients) -> None:
-        begin_s = time.monotonic()
+        begin_s, num_cut = time.monotonic(), clients.num_cut
         async with self._fault(fault):
             await asyncio.sleep(fault.hold_s)
             cleared_s = begin_s if fault.kind == "kill" else time.monotonic()
         if not self._service.is_up:
-            self._counts[f"died of {fault.kind}"] += fault.kind not in ("kill", "read-only")
+            self._counts[f"died of {fault.kind}"] += fault.kind not in ("kill", "read-only", "upgrade")
             await self._start()
         seconds = await self._recovery_s(clients, cleared_s)
         within = next((f"recovered within {most} s" for most in _RECOVERY_S if seconds <= most), "recovered later")
         self._counts += Counter({fault.kind: 1, within if seconds < _MOST_S else "not recovered": 1})
+        if fault.kind in _GENTLE:
+            self._counts["cut off"] += clients.num_cut - num_cut
 
     async def _recovery_s(self, clients: ServiceClients, since_s: float) -> float:
         """Seconds until every kind of operation that began afterwards has succeeded."""
-        restarts_s = since_s + _PROBE_S
+        restarts_s = time.monotonic() + _PROBE_S  # Why not from `since_s` on: a start may take longer
         while min(clients.succeeded_s.values()) < since_s and time.monotonic() < since_s + _MOST_S:
             if not self._service.is_up:
                 self._counts["ended with its engine"] += 1
@@ -116,7 +139,7 @@ class ServiceFaults:
                 self._counts["restarted by the probe"] += 1
                 self._service.kill()
                 await self._start()
-                restarts_s = time.monotonic() + _PROBE_S  # Why only now: a start may take longer than the probe waits
+                restarts_s = time.monotonic() + _PROBE_S
             await asyncio.sleep(_LOOK_S)
         return time.monotonic() - since_s
 
@@ -147,9 +170,9 @@ class ServiceFaults:
                 service.kill()
                 disk.mount("rw")
             case "slow disk":
-                service.slow.touch()
+                service.options.slow.touch()
                 yield
-                service.slow.unlink()
+                service.options.slow.unlink()
             case "memory":
                 service.limit(resource.RLIMIT_AS, service.memory_bytes + int(fault.share * 2**25))
                 yield
@@ -165,3 +188,24 @@ class ServiceFaults:
             case "reset":
                 network.cut()
                 yield
+            case "clock" | "clock-start":
+                if fault.kind == "clock-start":
+                    service.kill()
+                write_atomically(service.options.clock, str(fault.ahead_s))
+                if fault.kind == "clock-start":
+                    await self._start()
+                yield
+                service.options.clock.unlink()
+            case "upgrade":
+                await asyncio.to_thread(self._back_up)
+                service.send(SIGTERM)
+                yield
+                has_ended = await asyncio.to_thread(service.has_ended, _ENDED_S)
+                self._counts += Counter({"hang": not has_ended, "upgrade failed": has_ended and service.exit_code != 0})
+                service.kill()
+
+    def _back_up(self) -> None:
+        """As before every upgrade. Raises: RagspecError."""
+        disk, target = self._disk.folder, self._service.options.folder / "backup"
+        back_up(disk / "index", ServiceSettings(data_dir=str(disk / "data")), target)
+        shutil.rmtree(target)

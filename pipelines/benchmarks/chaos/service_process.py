@@ -1,6 +1,6 @@
 """A service in a process of its own, on a small disk of its own, behind a network of its own; each of them can fail.
 
-    with small_disk(folder) as disk, ServiceProcess(disk, folder) as service:
+    with small_disk(folder) as disk, ServiceProcess(ServiceOptions(disk.folder, folder, port)) as service:
         service.start()
 
 Processes are forked from one that has imported everything, so that a start takes seconds and not tens of them.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from pipelines.benchmarks.chaos.faulty_service import serve
+from pipelines.benchmarks.chaos.faulty_service import ServiceOptions, serve
 from ragspec.errors import EngineError
 
 DISK_MB = 64
@@ -69,8 +69,8 @@ def small_disk(folder: Path) -> Iterator[SmallDisk]:
 class ServiceProcess:
     """States: down -> up, by `start`; down again if it is killed or ends by itself."""
 
-    def __init__(self, disk: SmallDisk, keys: Path, port: int, slow: Path) -> None:
-        self._arguments, self.port, self.slow = (disk.folder, keys, port, slow), port, slow
+    def __init__(self, options: ServiceOptions) -> None:
+        self.options = options
         self._process: Any = None
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class ServiceProcess:
 
     def begin(self) -> None:
         """Starts the process, and waits for nothing."""
-        self._process = _CONTEXT.Process(target=serve, args=self._arguments)
+        self._process = _CONTEXT.Process(target=serve, args=(self.options,))
         self._process.start()
 
     def start(self) -> bool:
@@ -102,6 +102,11 @@ class ServiceProcess:
                 return True
             time.sleep(_LOOK_S)
         return False
+
+    def has_ended(self, within_s: float) -> bool:
+        """Waits for it."""
+        self._process.join(within_s)
+        return not self.is_up
 
     def kill(self) -> None:
         if self.is_up:
@@ -128,14 +133,14 @@ class ServiceProcess:
 
     @property
     def _health(self) -> str:
-        return f"http://127.0.0.1:{self.port}/health/live"
+        return f"http://{self.options.host}:{self.options.port}/health/live"
 
 
 class Network:
     """Between clients and the service. `latency_s`: added to every piece; `is_parted`: nothing arrives, and nobody is told."""
 
-    def __init__(self, port: int) -> None:
-        self._port, self.latency_s, self._whole = port, 0.0, asyncio.Event()
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._host, self._port, self.latency_s, self._whole = host, port, 0.0, asyncio.Event()
         self._whole.set()
         self._writers, self._tasks = set[asyncio.StreamWriter](), set[asyncio.Task[None]]()
         self.url = ""
@@ -168,7 +173,7 @@ class Network:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._whole.wait()
-            there, back = await asyncio.open_connection("127.0.0.1", self._port)
+            there, back = await asyncio.open_connection(self._host, self._port)
         except OSError:
             writer.close()
             return
