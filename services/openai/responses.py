@@ -26,7 +26,8 @@ from services.openai.citation_formats import citation_fields
 from services.openai.engine_stream import DeltaMailbox
 from services.openai.request_context import RequestContext
 from services.openai.streaming import GenerationResponse, ResponseSender
-from services.openai.types import Body, ChatBody, RetrievalField, ShortText
+from services.openai.types import MAX_MESSAGES, Body, ChatBody, RetrievalField, ShortText
+from services.request_limits import at_most
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SPOT = {"output_index": 0, "content_index": 0}
@@ -70,7 +71,7 @@ class ResponseBody(Body):
     """`POST /v1/responses`. `seed`, `speculation` and `retrieval` are ours. Fields without effect are ignored."""
 
     model: str = Field(max_length=512)
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], at_most(MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -85,7 +86,7 @@ class ResponseBody(Body):
     background: Literal[False] | None = None
     previous_response_id: None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], at_most(64)] | None = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

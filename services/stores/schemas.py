@@ -71,7 +71,7 @@ class NewBatch(StrictBody):
     """Either `file_ids`, which share `attributes`, or `files`, each with its own."""
 
     file_ids: Annotated[list[Name], at_most(500)] = Field(default=[], max_length=500)
-    files: Annotated[list[NewMember], at_most(500)] = Field(default=[], max_length=500)
+    files: Annotated[list[NewMember], Field(fail_fast=True), at_most(500)] = Field(default=[], max_length=500)
     attributes: Attributes | None = None
     chunking_strategy: Chunking | None = None
 
@@ -115,7 +115,7 @@ class ContentPart(StrictBody):
 class ConversationItem(StrictBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[ContentPart], at_most(100)]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True), at_most(100)]
 
     @property
     def text(self) -> str:
