@@ -55,6 +55,12 @@ def make_folder(path: Path) -> None:
         fsync(each.parent)
 
 
+def make_private(folder: Path) -> None:
+    """Nobody but its owner enters the folder from now on. A folder of another account stays as it is."""
+    with contextlib.suppress(PermissionError):
+        folder.chmod(0o700)
+
+
 def fsync(path: Path) -> None:
     """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

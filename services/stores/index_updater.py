@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from ragspec.core import Document
+from ragspec.disk import make_private
 from ragspec.errors import IndexBusy, StoreMissing
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.document_map import DocumentMap
@@ -120,4 +121,5 @@ class IndexUpdater:
                     if attempt == TRIES - 1 or self._is_stopping:
                         raise
                     time.sleep(_RETRY_S)
+            make_private(self._index_dir)  # Why: until the first upload it was the index of whoever built it
             yield writer

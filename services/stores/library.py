@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from ragspec.disk import make_private
 from ragspec.errors import InputError, NoRoom, NotFound, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
@@ -74,6 +75,7 @@ class Library(AbstractContextManager["Library"]):
     ) -> None:
         """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
         self._records = Records(data_dir / "library.sqlite")
+        make_private(data_dir)
         self._blobs = Blobs(data_dir / "files")
         self._disk_reserve = DiskReserve(data_dir / "reserve")
         self._blobs.remove_unrecorded(self._records.all_files())

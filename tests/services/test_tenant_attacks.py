@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import ssl
 import subprocess
@@ -287,16 +288,28 @@ def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_what_tenants_store_is_read_by_nobody_else_on_the_machine(serving: Serving) -> None:
-    """Conversations, uploads and the index of everybody are 0644: any account of the machine reads them."""
+def test_what_tenants_store_is_read_by_nobody_else_on_the_machine(
+    serving: Serving, letter_index: Path, tmp_path: Path
+) -> None:
+    """Conversations and uploads are 0644, as is the index that uploads go into: any account of the machine reads them."""
     before = os.umask(0o022)
+    index, library = Path(shutil.copytree(letter_index, tmp_path / "index")), tmp_path / "library"
+    library.mkdir()
+    for folder in (index, library):
+        folder.chmod(0o755)
+    earlier = {path.name for path in index.iterdir()}
+    settings = {"service.data_dir": str(tmp_path / "data"), "service.library_dir": str(library)}
     try:
-        with serving() as service, service.client(service.keys.ann) as client:
-            client.post("/v1/files", files={"file": ("a.txt", b"A zebra.")}, data={"purpose": "assistants"})
+        with serving(index, **settings) as service, service.client(service.keys.ann) as client:
             client.post("/v1/conversations", json={})
-            folder = Path(service.backend.config.service.data_dir)
-            paths = [folder, *folder.rglob("*")]
-            assert len(paths) > 4
+            assert index.stat().st_mode & 0o777 == 0o755, "nobody's upload is in it yet"
+            file = client.post("/v1/files", files={"file": ("a.txt", b"A zebra.")}, data={"purpose": "assistants"})
+            store = client.post("/v1/vector_stores", json={"file_ids": [file.json()["id"]]}).json()["id"]
+            assert soon(lambda: client.get(f"/v1/vector_stores/{store}").json()["file_counts"]["completed"] == 1)
+            new = [path for path in index.iterdir() if path.name not in earlier]
+            roots = [tmp_path / "data", library, index, *new]
+            paths = [*roots, *(path for root in roots if root != index for path in root.rglob("*"))]
+            assert len(new) > 1 and len(paths) > 8
             for path in paths:
                 assert path.stat().st_mode & 0o077 == 0, path
     finally:
