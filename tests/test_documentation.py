@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+import ragspec
 from services.settings import ServiceConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,3 +136,11 @@ def test_the_configuration_page_is_the_models() -> None:
         sys.path.remove(str(ROOT / "infra"))
     message = "run .venv/bin/python infra/config_reference.py"
     assert config_reference.PAGE.read_text(encoding="utf-8") == config_reference.page(), message
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """A release whose wheel, module and changelog name three versions."""
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    released = [heading.split()[0] for heading in headings if heading != "Unreleased"]
+    assert ragspec.__version__ == built == released[0]

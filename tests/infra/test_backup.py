@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,13 @@ def found(client: httpx.Client, store: str, query: str) -> str:
     return json.dumps(reply["data"])
 
 
+def items(client: httpx.Client, conversation: str) -> list[Any]:
+    """What was said, the first first."""
+    query = {"order": "asc", "limit": 100}
+    reply = client.get(f"/v1/conversations/{conversation}/items", params=query).raise_for_status().json()
+    return [(item["role"], item["content"]) for item in reply["data"]]
+
+
 @pytest.mark.slow
 def test_a_backup_made_while_serving_is_restored_with_documents_and_conversations(parts: Path, tmp_path: Path) -> None:
     """Bug guarded: a backup that needs the service stopped, or that comes back without a file, a turn, or with a deleted one."""
@@ -49,20 +58,32 @@ def test_a_backup_made_while_serving_is_restored_with_documents_and_conversation
         body: dict[str, Any] = {"model": MODEL, "conversation": conversation, "max_tokens": 8, "seed": 1}
         body["messages"] = [{"role": "user", "content": "Where does the river rise?"}]
         client.post("/v1/chat/completions", json=body).raise_for_status()
-        turns = client.get(f"/v1/conversations/{conversation}/items").raise_for_status().json()
-        ended = threading.Event()
+        turns = items(client, conversation)
+        busy, written, ended = (
+            str(client.post("/v1/conversations", json={}).json()["id"]),
+            Counter[str](),
+            threading.Event(),
+        )
+
+        def upload() -> None:
+            while not ended.is_set():
+                uploaded(client, "other.txt", "A lion.")
+                written["uploads"] += 1
 
         def chat() -> None:
             while not ended.is_set():
-                uploaded(client, "other.txt", "A lion.")
+                client.post("/v1/chat/completions", json=body | {"conversation": busy}).raise_for_status()
+                written["turns"] += 1
 
         with started.client() as client:
-            thread = threading.Thread(target=chat)
-            thread.start()
-            command = ["index", "backup", str(tmp_path / "copy"), "--index", str(parts / "index")]
-            made = CliRunner().invoke(app, [*command, "--data", str(parts / "data")])
-            ended.set()
-            thread.join()
+            with ThreadPoolExecutor(2) as threads:
+                writing = [threads.submit(write) for write in (upload, chat)]
+                assert soon(lambda: min(written["uploads"], written["turns"]) > 0, 120.0)
+                command = ["index", "backup", str(tmp_path / "copy"), "--index", str(parts / "index")]
+                made = CliRunner().invoke(app, [*command, "--data", str(parts / "data")])
+                ended.set()
+            assert not [each for each in map(Future.exception, writing) if each]
+            all_turns = items(client, busy)
     assert made.exit_code == 0, made.output
     other = tmp_path / "other"
     other.mkdir()
@@ -73,7 +94,9 @@ def test_a_backup_made_while_serving_is_restored_with_documents_and_conversation
     assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "data").rglob("*"))
     with serve_process(other) as started, started.client() as client:
         assert "sleeps at noon" in found(client, kept, "the zebra of Kirby")
-        assert client.get(f"/v1/conversations/{conversation}/items").json() == turns
+        assert items(client, conversation) == turns
+        copied = items(client, busy)
+        assert copied and len(copied) % 2 == 0 and copied == all_turns[: len(copied)]
         again = uploaded(client, "owl.txt", "The owl of Kirby wakes at dusk.")
         assert soon(lambda: is_searchable(client, again), 120.0)
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from service_parts import MODEL, Service, Serving, serve_process, soon
 
+from ragspec.cli import serve
 from ragspec.cli.serve import run_serve
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
 from services import embedded
 from services.backend import ServiceBackend
 from services.embedded import Server, listening
+from services.keys import add_key
 from services.settings import ServiceSettings
 
 LONG = {
@@ -199,3 +204,58 @@ def test_a_process_logs_json_and_nothing_of_what_users_wrote(parts: Path) -> Non
     assert answer.status_code == 200 and "mine-1" in {line.get("request_id") for line in lines}
     assert not any(word in log for word in ("xylophone", "zylonite", "quagmire", key))
     assert all({"time", "level", "message"} <= line.keys() for line in lines)
+
+
+@pytest.fixture
+def printed(
+    monkeypatch: pytest.MonkeyPatch, letter_index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[str, str]]]:
+    """What `ragspec serve` prints to stdout and stderr until it serves, which it does not do here."""
+    loaded = SimpleNamespace(model=MODEL, lost="")
+    monkeypatch.setattr(serve, "_in_process", lambda *_: contextlib.nullcontext(loaded))
+    monkeypatch.setattr("services.app.build_app", lambda *_: None)
+    monkeypatch.setattr(embedded, "Server", lambda *_: SimpleNamespace(run=lambda: None))
+    monkeypatch.setattr(embedded, "check_certificate", lambda _: None)
+    monkeypatch.setattr("services.logs.start_logging", lambda _: None)
+
+    def start(**settings: Any) -> tuple[str, str]:
+        given = {"port": 0, "data_dir": str(tmp_path / "data"), **settings}
+        overrides = {f"service.{name}": value for name, value in given.items()}
+        run_serve(None, {"retriever.index_dir": str(letter_index), **overrides}, None, None, verbose=False)
+        return tuple(capsys.readouterr())
+
+    umask = os.umask(0o022)
+    yield start
+    os.umask(umask)
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem"}, False),
+        ({"host": "127.0.0.1"}, False),
+    ],
+)
+def test_who_serves_a_network_in_clear_text_is_warned(
+    printed: Callable[..., tuple[str, str]], tmp_path: Path, settings: dict[str, Any], is_warned: bool
+) -> None:
+    """The one line that keeps keys off the network was in no test."""
+    key, _ = add_key(tmp_path / "keys.json", "ann")
+    out, err = printed(keys_file=str(tmp_path / "keys.json"), **settings)
+    assert ("clear text" in " ".join(err.split())) == is_warned
+    assert ("https://" in out) == ("ssl_certfile" in settings) and key not in out + err
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_key_is_printed_to_a_terminal_only(
+    printed: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    """What a container prints is kept in logs that others read."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    out, err = printed()
+    file = tmp_path / "data" / "local.key"
+    key = file.read_text().strip()
+    assert len(key) > 40 and (key in out) == is_terminal and key not in err
+    assert (f"$(cat {file})" in out) != is_terminal and file.stat().st_mode & 0o777 == 0o600

@@ -104,6 +104,20 @@ def test_accepted_tokens_are_counted_by_position_over_all_drafters() -> None:
     assert {line % (0, 4), line % (1, 1)} <= set(metrics.text().decode().splitlines())
 
 
+def test_accepted_tokens_by_position_add_up_to_all_of_them(service: Service) -> None:
+    """Panels by position and panels of totals disagree: positions were tested with made-up statistics alone."""
+    before = values(service)
+    with service.client() as client:
+        for words in ("one two", "a rose is"):
+            body = {"model": MODEL, "prompt": " ".join([words] * 20), "max_tokens": 128, "ignore_eos": True}
+            client.post("/v1/completions", json=body).raise_for_status()
+    by_position, in_total = (
+        values(service)[name] - before.get(name, 0.0)
+        for name in ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "vllm:spec_decode_num_accepted_tokens_total")
+    )
+    assert by_position == in_total > 8
+
+
 def test_reasons_begin_at_zero() -> None:
     """The first refusal creates its counter, and Prometheus sees no increase."""
     text = Metrics("m").text().decode()

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineError
+from services.auth_middleware import AuthMiddleware
 from services.settings import ServiceConfig
 
 CROWD = "crowd"
@@ -217,17 +219,39 @@ def test_clients_that_cannot_reach_a_service_say_so() -> None:
         run_clients(orders)
 
 
-def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: Service) -> None:
-    """An attack that never began, or a chat that ended in an error, was counted as survived."""
-    service = Service(here.url, {attack.ATTACKER: here.keys[OWNER], attack.VICTIM: here.keys[STRANGER]}, here.backend)
+@pytest.fixture
+def attacked_service(here: Service) -> Service:
+    return Service(here.url, {attack.ATTACKER: here.keys[OWNER], attack.VICTIM: here.keys[STRANGER]}, here.backend)
+
+
+def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(attacked_service: Service) -> None:
+    """A chat that ended in an error was counted as survived."""
     bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
-    quiet = service.timed(bodies, tenant=attack.VICTIM)
-    found = attack.attacked(service, "records", bodies, quiet)
+    quiet = attacked_service.timed(bodies, tenant=attack.VICTIM)
+    found = attack.attacked(attacked_service, "records", bodies, quiet)
     assert found["survived"] and found["health_s"] < 30.0 and found["ratio"] > 0
-    posted = [line for line in here.backend.metrics.text().decode().splitlines() if "/v1/vector_stores" in line]
-    assert any('"200"' in line for line in posted), "the attacker's requests came"
+    assert found["num_effects"] >= attack.LOADS["records"]
     other = [answer | {"text": "another text"} for answer in quiet]
-    assert not attack.attacked(service, "private_files", bodies, other)["survived"]
+    assert not attack.attacked(attacked_service, "private_files", bodies, other)["survived"]
+
+
+def test_an_attack_without_effect_is_not_survived(attacked_service: Service) -> None:
+    """An attacker whose requests were all refused attacked nothing, and the suite counted it as survived."""
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
+    quiet = attacked_service.timed(bodies, tenant=attack.VICTIM)
+    refused = replace(attacked_service, keys=dict(attacked_service.keys) | {attack.ATTACKER: "nobody's"})
+    found = attack.attacked(refused, "records", bodies, quiet, most_s=1.0)
+    assert (found["survived"], found["num_effects"]) == (False, 0)
+
+
+@pytest.mark.slow
+def test_pages_of_other_sites_are_tried_where_nobody_is_asked_for_a_key(
+    here: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page was refused for want of a key, and would have been with any check of its site taken away."""
+    assert attack.pages(here)
+    monkeypatch.setattr(AuthMiddleware, "_check_origin", lambda self, headers: None)
+    assert not attack.pages(here)
 
 
 def test_a_program_is_waited_for_and_one_that_ends_is_an_error() -> None:
