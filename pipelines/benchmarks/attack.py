@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -24,16 +25,26 @@ from typing import Any
 
 from pipelines.benchmarks.clients import chat_body
 from pipelines.benchmarks.service import Service, backend_of, service_here
+from pipelines.benchmarks.small_service import small_backend
 from ragspec.errors import ConfigError
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most
 from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.timing import Tick
 
 ATTACKER, VICTIM = "mallory", "bob"
-_MAX_TOKENS, _BEGUN_S, _NUM_ROUNDS = 24, 1.0, 8
-LOADS = ("bodies", "predictions", "streams", "connections", "forms", "embeddings", "records")
-LASTING = ("deletions", "indexing")
-"""Methods of `Attacker`. What the lasting ones leave to do would be measured as the next attack, so they come last."""
+_MAX_TOKENS, _NUM_ROUNDS, _MOST_S = 24, 8, 60.0
+LOADS = {
+    "bodies": 4,
+    "predictions": 2,
+    "streams": 4,
+    "connections": 1000,
+    "forms": 40,
+    "embeddings": 4,
+    "records": 40,
+}
+LASTING = {"deletions": 46, "indexing": 1}
+"""Methods of `Attacker`, and how many requests take effect before an attack is measured. What the lasting ones leave to do would
+be measured as the next attack, so they come last."""
 
 
 def private_files(service: Service) -> bool:
@@ -65,16 +76,24 @@ def clear_text(service: Service) -> bool:
     return refused == 2
 
 
-def pages(service: Service) -> bool:
-    """A page elsewhere does not have its visitor's service check a text."""
-    request = urllib.request.Request(
-        f"{service.url}/v2/check?language=en-US&text=a", headers={"Sec-Fetch-Site": "cross-site"}
-    )
+def pages(_: Service) -> bool:
+    """A page elsewhere does not have its visitor's service check a text, although that service asks nobody for a key."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ragspec-") as folder,
+        small_backend(Path(folder), languagetool_open=True) as backend,
+        service_here(backend) as opened,
+    ):
+        return (_checked_from("none", opened.url), _checked_from("cross-site", opened.url)) == (200, 403)
+
+
+def _checked_from(site: str, url: str) -> int:
+    """The status of a keyless check of a text by a page of that site."""
+    request = urllib.request.Request(f"{url}/v2/check?language=en-US&text=+", headers={"Sec-Fetch-Site": site})
     try:
-        with urllib.request.urlopen(request):
-            return False
+        with urllib.request.urlopen(request) as reply:
+            return int(reply.status)
     except urllib.error.HTTPError as refused:
-        return refused.code in (401, 403)
+        return refused.code
 
 
 CHECKS: Mapping[str, Callable[[Service], bool]] = {
@@ -87,7 +106,8 @@ CHECKS: Mapping[str, Callable[[Service], bool]] = {
 
 def run_attacks(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError, ModelError, StoreError, EngineError."""
-    names, num_chats = (*LOADS, *CHECKS, *LASTING), 2 if settings.quick else 6
+    names = (*LOADS, *CHECKS, *LASTING)
+    num_chats, least_s = (2, 5.0) if settings.quick else (6, 20.0)
     rows: dict[str, Result] = {}
     with (
         backend_of(settings, tick, languagetool_open=False) as (backend, listed),
@@ -101,7 +121,7 @@ def run_attacks(settings: Settings, tick: Tick) -> Outcome:
         quiet = service.timed(bodies, tenant=VICTIM)
         for number, name in enumerate(names):
             tick("attacks", number, len(names))
-            rows[name] = attacked(service, name, bodies, quiet)
+            rows[name] = attacked(service, name, bodies, quiet, least_s)
         tick("attacks", len(names), len(names))
     return Outcome(
         {
@@ -117,34 +137,55 @@ def run_attacks(settings: Settings, tick: Tick) -> Outcome:
 
 
 def attacked(
-    service: Service, name: str, bodies: Sequence[Mapping[str, Any]], quiet: Sequence[Mapping[str, Any]]
+    service: Service,
+    name: str,
+    bodies: Sequence[Mapping[str, Any]],
+    quiet: Sequence[Mapping[str, Any]],
+    least_s: float = 0.0,
+    most_s: float = _MOST_S,
 ) -> Result:
-    """The victim's chats and the health check during one attack. `ratio`: of the time of the same chats when it is quiet."""
-    with _health(service.url) as health, attacking(service, name):
-        is_refused = CHECKS[name](service) if name in CHECKS else True
-        answers = service.timed(bodies, tenant=VICTIM)
-    is_whole = all(
-        answer["ended"] and answer["text"] == one["text"] for answer, one in zip(answers, quiet, strict=True)
-    )
-    ratio = sum(answer["total_s"] for answer in answers) / sum(answer["total_s"] for answer in quiet)
-    return {"survived": is_refused and is_whole, "health_s": max(health), "ratio": ratio}
+    """The victim's chats and the health check during one attack. `ratio`: of the time of the same chats when it is quiet.
+
+    Measures for `least_s` from when the attack takes effect. An attack without effect after `most_s` is not survived.
+    """
+    needed, rounds = (LOADS | LASTING).get(name, 0), list[Sequence[Mapping[str, Any]]]()
+    with _health(service.url) as health, attacking(service, name) as effects:
+        _wait_until(lambda: len(effects) >= needed, most_s)
+        is_refused = CHECKS[name](service) if name in CHECKS else len(effects) >= needed
+        end_s = time.monotonic() + (least_s if needed else 0.0)
+        while not rounds or time.monotonic() < end_s:
+            rounds.append(service.timed(bodies, tenant=VICTIM))
+    pairs = [pair for answers in rounds for pair in zip(answers, quiet, strict=True)]
+    return {
+        "survived": is_refused and all(answer["ended"] and answer["text"] == one["text"] for answer, one in pairs),
+        "health_s": max(health),
+        "ratio": sum(answer["total_s"] for answer, _ in pairs) / sum(one["total_s"] for _, one in pairs),
+        "num_effects": len(effects),
+    }
+
+
+def _wait_until(is_so: Callable[[], bool], most_s: float) -> None:
+    end_s = time.monotonic() + most_s
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
-def attacking(service: Service, name: str) -> Iterator[None]:
-    """One of the attacks goes on until the block ends."""
+def attacking(service: Service, name: str) -> Iterator[Sequence[bytes]]:
+    """One of the attacks goes on until the block ends. Yields a list that grows with each request that takes effect."""
+    effects = list[bytes]()
     if name in CHECKS:
-        yield
+        yield effects
         return
-    process = _attacker(
-        {"attack": name, "url": service.url, "key": service.keys[ATTACKER], "model": service.backend.model}
-    )
-    time.sleep(_BEGUN_S)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.communicate()
+    orders = {"attack": name, "url": service.url, "key": service.keys[ATTACKER], "model": service.backend.model}
+    with _attacker(orders) as process:
+        thread = threading.Thread(target=lambda: [effects.append(line) for line in process.stdout or ()])
+        thread.start()
+        try:
+            yield effects
+        finally:
+            process.kill()
+            thread.join()
 
 
 def _attacker(orders: Mapping[str, Any]) -> subprocess.Popen[bytes]:

@@ -2,7 +2,8 @@
 
     echo '{"attack": "streams", "url": ..., "key": ..., "model": ...}' | python -m pipelines.benchmarks.attacker
 
-Imports nothing of the service: a process that loads torch first would begin its attack when the measurement is over.
+Prints a line when it begins, and one for each request that takes effect. Imports nothing of the service: a process that loads
+torch first would begin its attack when the measurement is over.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ class Attacker:
     async def bodies(self) -> None:
         lists = b'{"model": "m", "prompt": [' + b"[]," * 3_000_000 + b"[]]}"
         keys = b'{"model": "m", ' + b",".join(b'"k%d":1' % number for number in range(700_000)) + b"}"
-        await self._forever(4, lambda number: self._post("/v1/completions", data=(lists, keys)[number % 2]))
+        await self._forever(4, lambda number: self._post("/v1/completions", 413, data=(lists, keys)[number % 2]))
 
     async def predictions(self) -> None:
         prediction = {"type": "content", "content": "a word " * 1_200_000}
         body = chat_body(self._model, "Say it.", max_tokens=8, retrieval=False, prediction=prediction)
         data = json.dumps(body).encode()
-        await self._forever(8, lambda _: self._post("/v1/chat/completions", data=data))
+        await self._forever(8, lambda _: self._post("/v1/chat/completions", 200, data=data))
 
     async def streams(self) -> None:
         texts = [f"Tell me everything about number {number}." for number in range(30)]
         body = {"n": 8, "max_tokens": 256, "ignore_eos": True, "temperature": 1.0, "retrieval": False}
         await self._forever(
-            30, lambda n: self._post("/v1/chat/completions", json=chat_body(self._model, texts[n], **body))
+            30, lambda n: self._post("/v1/chat/completions", 200, json=chat_body(self._model, texts[n], **body))
         )
 
     async def deletions(self) -> None:
@@ -64,7 +65,7 @@ class Attacker:
 
     async def records(self) -> None:
         metadata = {f"key {number}": "x" * 500 for number in range(16)}
-        await self._forever(8, lambda _: self._post("/v1/vector_stores", json={"metadata": metadata}))
+        await self._forever(8, lambda _: self._post("/v1/vector_stores", 200, json={"metadata": metadata}))
 
     async def connections(self) -> None:
         await self._silent(1100, b"")
@@ -74,7 +75,7 @@ class Attacker:
 
     async def embeddings(self) -> None:
         body = {"model": self._model, "input": "a word " * 1_200_000}
-        await self._forever(4, lambda _: self._post("/v1/embeddings", json=body))
+        await self._forever(4, lambda _: self._post("/v1/embeddings", 400, json=body))
 
     async def _forever(self, at_once: int, send: Callable[[int], Awaitable[None]]) -> None:
         async def client(number: int) -> None:
@@ -93,13 +94,17 @@ class Attacker:
                 with contextlib.suppress(OSError):
                     opened.append(await asyncio.open_connection(where.hostname, where.port, local_addr=_FROM))
                     opened[-1][1].write(sent)
+                    took_effect()
             await asyncio.sleep(5.0)
             for _, writer in opened:
                 writer.close()
 
-    async def _post(self, path: str, **body: Any) -> None:
+    async def _post(self, path: str, effect: int, **body: Any) -> None:
+        """`effect`: the status of an answer to a request that was not held off earlier."""
         headers = _JSON if "data" in body and isinstance(body["data"], bytes) else {}
         async with self._session.post(self._url + path, headers=headers, **body) as reply:
+            if reply.status == effect:
+                took_effect()
             await reply.read()
 
     async def _attached(self, name: str, text: str) -> str:
@@ -108,8 +113,12 @@ class Attacker:
         form.add_field("file", text.encode(), filename=name)
         async with self._session.post(f"{self._url}/v1/files", data=form) as reply:
             file = str((await reply.json())["id"])
-        await self._post("/v1/vector_stores", json={"file_ids": [file]})
+        await self._post("/v1/vector_stores", 200, json={"file_ids": [file]})
         return file
+
+
+def took_effect() -> None:
+    print(flush=True)
 
 
 def _rows(count: int) -> str:
