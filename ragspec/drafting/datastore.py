@@ -33,7 +33,7 @@ from ragspec.drafting.suffix_index import NO_TOKENS, SEPARATOR, Ints, SortedSuff
 from ragspec.errors import StoreError
 from ragspec.retrieval.index.manifest import DOCUMENTS
 from ragspec.retrieval.index.segment import IndexSegment
-from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes
+from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes, unchanged
 from ragspec.retrieval.index.store import LiveSegment, Store
 from ragspec.tenants import tenant_of
 from ragspec.tree import Proposal
@@ -91,7 +91,8 @@ class Datastore:
         key = segment.name, self._store.generation, tenant
         if key not in self._visible:
             ends = np.flatnonzero(suffixes.tokens == SEPARATOR)  # one a document
-            seen = readable[np.searchsorted(ends, suffixes.order)]
+            with unchanged(segment.folder):
+                seen = readable[np.searchsorted(ends, suffixes.order)]
             self._visible[key] = np.concatenate([[0], np.cumsum(seen)]).astype(np.int32)
         self._visible.move_to_end(key)
         while sum(visible.nbytes for visible in self._visible.values()) > _VISIBLE_BYTES + 4:

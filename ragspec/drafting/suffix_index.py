@@ -32,11 +32,14 @@ NO_TOKENS: Ints = np.empty(0, np.int32)
 
 @inner
 def _bound(tokens: Any, order: Any, low: int, high: int, depth: int, least: int) -> int:
-    """The first of the suffixes [low, high), whose tokens before `depth` are equal, with a token of at least `least` there."""
+    """The first of the suffixes [low, high), whose tokens before `depth` are equal, with a token of at least `least` there.
+
+    Why both bounds here and in `_followers`: who overwrites the mapped file of `order` would otherwise crash the process.
+    """
     while low < high:
         middle = (low + high) // 2
         at = order[middle] + depth
-        if at < tokens.shape[0] and tokens[at] >= least:
+        if 0 <= at < tokens.shape[0] and tokens[at] >= least:
             high = middle
         else:
             low = middle + 1
@@ -85,18 +88,21 @@ def _followers(tokens: Any, order: Any, visible: Any, low: int, high: int, depth
     num = 0
     low = _bound(tokens, order, low, high, depth, 0)
     while low < high:
-        token = tokens[order[low] + depth]
+        at = order[low] + depth
+        if not 0 <= at < tokens.shape[0]:
+            break
+        token = tokens[at]
         end = _bound(tokens, order, low, high, depth, token + 1)
         count = _count(visible, low, end)
         if count > 0 and (num < most or count > best[num - 1, 3]):
             num = min(num + 1, most)
-            at = num - 1
-            while at > 0 and count > best[at - 1, 3]:
+            row = num - 1
+            while row > 0 and count > best[row - 1, 3]:
                 for column in range(4):
-                    best[at, column] = best[at - 1, column]
-                at -= 1
-            best[at, 0], best[at, 1], best[at, 2], best[at, 3] = token, low, end, count
-        low = end
+                    best[row, column] = best[row - 1, column]
+                row -= 1
+            best[row, 0], best[row, 1], best[row, 2], best[row, 3] = token, low, end, count
+        low = max(end, low + 1)
     return best[:num]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target
-from ragspec.errors import ConfigError, StoreMissing
+from ragspec.errors import ConfigError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.tree import Proposal
 
@@ -105,6 +106,20 @@ def test_deleted_and_foreign_documents_are_not_counted(written: Path) -> None:
     assert any(path.startswith(" secret garden") for path in own) and own != others
     assert not any("secret" in path for path in others)
     assert others == drafted(drafter, "The river rises in the")
+
+
+def test_sorted_suffixes_that_are_overwritten_are_an_error(written: Path, tmp_path: Path) -> None:
+    """Bytes of the mapped file chose documents that do not exist: IndexError."""
+    folder = Path(shutil.copytree(written, tmp_path / "index"))
+    Datastore(folder, tiny_tokenizer())
+    datastore = Datastore(folder, tiny_tokenizer())
+    for path in folder.rglob("suffixes-*.npy"):
+        half = (path.stat().st_size - 128) // 2  # of the suffixes' places, behind the tokens
+        with open(path, "r+b") as file:
+            file.seek(128 + half)
+            file.write(b"\x7f" * half)
+    with pytest.raises(StoreCorrupt, match="changed"):
+        datastore.views("b")  # of whose segment one document is deleted
 
 
 def test_a_tenants_drafts_do_not_depend_on_others_documents(tmp_path: Path) -> None:

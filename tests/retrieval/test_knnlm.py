@@ -102,6 +102,23 @@ def test_an_answer_carries_the_neighbours_and_what_follows_the_nearest(folder: P
     assert again.entries is not None and again.entries.numbers.tolist() == expected[:3]
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("filler", [b"\xff", b"\x7f", b"\x80"])
+def test_files_overwritten_while_in_use_are_an_error(folder: Path, name: str, filler: bytes) -> None:
+    """Votes for token 2,139,062,143 took 17 GB, and other bytes ended a request with a ValueError."""
+    store = Datastore.open(folder)
+    (path,) = folder.glob(f"{name}-*.npy")
+    with open(path, "r+b") as file:
+        file.seek(128)
+        file.write(filler * (path.stat().st_size - 128))
+    try:
+        found = store.search(queries(3), 9, PrefetchRequest(3, 9, NONE_KNOWN))
+    except StoreCorrupt as told:
+        assert "changed while" in str(told)
+    else:  # these bytes are keys, too
+        assert (name, filler) == ("keys", b"\x80") and np.isfinite(found.distances).all()
+
+
 def flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1

@@ -89,3 +89,54 @@ def test_an_open_index_whose_files_are_overwritten_ends_no_process(tmp_path: Pat
     last = [line for line in ended.stdout.splitlines() if not line.startswith("refused")][-1:]
     assert (ended.returncode, last) == (0, ["alive"]), ended.stderr[-2000:]
     assert filler == "00" or "refused StoreCorrupt" in ended.stdout
+
+
+_DRAFTING = """
+import sys
+from pathlib import Path
+import numpy as np
+from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
+from ragspec.drafting.suffix_index import NO_TOKENS, SEPARATOR, SortedSuffixes, VisibleSuffixes
+from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes
+
+path, rng = Path(sys.argv[1]), np.random.default_rng(0)
+texts = [np.array([*rng.integers(0, 3, 200), SEPARATOR], np.int32) for _ in range(5)]
+path.write_bytes(npy_bytes(np.stack(SortedSuffixes.build(np.concatenate(texts)))))
+counts, both = CountedDrafts("datastore", least_match=2), mapped_array(path)
+suffixes, (begin, half) = SortedSuffixes(*both), (path.stat().st_size - both.nbytes, both.nbytes // 2)
+stores = [VisibleSuffixes(suffixes, visible) for visible in (NO_TOKENS, np.arange(half // 4 + 1, dtype=np.int32))]
+assert counts.grow(stores, texts[0][:9].tolist(), 48, 16, CountedAcceptance())[0]
+for number in range(60):
+    start, size = ((begin, half), (begin + half, half), (begin, 2 * half))[number % 3]
+    filler = (rng.bytes(size), b"\\xff" * size, b"\\x80" * size, rng.integers(0, 4, size // 4, np.int32).tobytes())[number % 4]
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(filler)
+    print("overwritten", number, flush=True)
+    for store in stores:
+        for text in texts:
+            store.longest(text[:9])
+            low, high = store.suffixes.find(text[:3])
+            for span in ((low, high), (0, half // 4)):
+                store.followers(*span, 3, 4)
+            try:
+                counts.grow([store], text[:9].tolist(), 48, 16, CountedAcceptance())
+            except ZeroDivisionError:
+                print("no draft")
+print("alive")
+"""
+
+
+def test_sorted_suffixes_that_are_overwritten_end_no_process(tmp_path: Path) -> None:
+    """Compiled searches followed a place of the mapped file out of the tokens: SIGSEGV."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _DRAFTING, str(tmp_path / "suffixes.npy")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        check=False,
+        timeout=600.0,
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["alive"]), (
+        ended.stdout[-300:] + ended.stderr[-2000:]
+    )

@@ -77,10 +77,10 @@ def mapped_table(path: Path) -> pa.Table:
 
 @contextlib.contextmanager
 def unchanged(folder: Path) -> Iterator[None]:
-    """Raises: StoreCorrupt where the block finds bytes that are no text: the file was overwritten after it was opened."""
+    """Raises: StoreCorrupt where the block finds no text or no place: the file was overwritten after it was opened."""
     try:
         yield
-    except (ValueError, TypeError) as cause:
+    except (ValueError, TypeError, IndexError) as cause:
         raise StoreCorrupt(f"{folder}: its files were changed while they were in use") from cause
 
 

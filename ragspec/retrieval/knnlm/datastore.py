@@ -152,7 +152,7 @@ class Datastore:
         return self.manifest.num_entries
 
     def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
-        """As `DatastoreLike.search`. Raises: ModelError if a query is not finite."""
+        """As `DatastoreLike.search`. Raises: ModelError if a query is not finite; StoreCorrupt if a file was overwritten."""
         if not np.isfinite(queries).all():
             raise ModelError("the target's state is not finite: it has no neighbours")
         k = min(k, len(self))
@@ -160,9 +160,18 @@ class Datastore:
         distances = np.empty((len(queries), k), np.float64)
         for i, (rows, scores) in enumerate(self._index.search(queries, k)):
             order = np.lexsort((rows, -scores))[:k]
+            if len(order) < k or not np.isfinite(scores[order]).all():
+                raise StoreCorrupt("the keys of the datastore were changed while they were in use")
             numbers[i], distances[i] = rows[order], squared_distances(scores[order])
         entries = None if wanted is None else self._entries(numbers, wanted)
-        return Neighbours(numbers, self._values[numbers], distances, entries)
+        return Neighbours(numbers, self._values_of(numbers), distances, entries)
+
+    def _values_of(self, numbers: EntryNumbers) -> Values:
+        """Raises: StoreCorrupt."""
+        values: Values = self._values[numbers]
+        if values.size and not 0 <= values.min() <= values.max() < self.manifest.vocab_size:
+            raise StoreCorrupt("the values of the datastore were changed while they were in use")
+        return values
 
     def _entries(self, numbers: EntryNumbers, wanted: PrefetchRequest) -> DatastoreEntries:
         """The requested entries for a cache. Shapes: numbers [B, k]."""
@@ -170,7 +179,7 @@ class Datastore:
         following = (numbers[:, : wanted.num_followed, None] + steps).reshape(-1)
         chosen = np.union1d(numbers, following[following < len(self)])
         chosen = np.setdiff1d(chosen, wanted.known, assume_unique=True)
-        return DatastoreEntries(chosen, self._keys[chosen], self._values[chosen])
+        return DatastoreEntries(chosen, self._keys[chosen], self._values_of(chosen))
 
 
 def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: DatastoreSource) -> DatastoreManifest:
