@@ -8,9 +8,9 @@ alone, and is applied before the keyed sample. So drafts change no token here ei
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -25,7 +25,8 @@ from ragspec.verification.sampling import KeyedSampler, Logits, sample
 
 log = logging.getLogger(__name__)
 
-_KEPT_GRAMMARS = 16
+_KEPT_GRAMMARS, _KEPT_CHARS = 16, 2**20
+"""Clients choose schemas, and one may fill a whole request. The latest is kept whatever its size."""
 _Kind = Literal["JSON schema", "grammar"]
 _LARK_FUEL = 1_000_000_000
 """llguidance's limits are for grammars of strangers; 25,000 words of passages need ten times as much."""
@@ -42,7 +43,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._loading = threading.Lock()
-        self._matcher_of = functools.lru_cache(_KEPT_GRAMMARS)(self._compile)
+        self._kept_lock, self._kept = threading.Lock(), OrderedDict[tuple[_Kind, str], Any]()  # the latest used last
 
     def of_schema(self, schema: str) -> TokenGrammar:
         """A JSON schema, before the first token. Raises: InputError for a schema that cannot be followed."""
@@ -59,6 +60,21 @@ class Grammars:
 
     def _start(self, kind: _Kind, text: str) -> TokenGrammar:
         return TokenGrammar(self._matcher_of(kind, text).deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _matcher_of(self, kind: _Kind, text: str) -> Any:
+        key = kind, text
+        with self._kept_lock:
+            matcher = self._kept.get(key)
+        matcher = matcher or self._compile(kind, text)
+        with self._kept_lock:
+            self._kept[key] = matcher
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and not self._fits():
+                self._kept.popitem(last=False)
+        return matcher
+
+    def _fits(self) -> bool:
+        return len(self._kept) <= _KEPT_GRAMMARS and sum(len(text) for _, text in self._kept) <= _KEPT_CHARS
 
     def _compile(self, kind: _Kind, text: str) -> Any:
         if not self.can_follow() or self._compiled is None:

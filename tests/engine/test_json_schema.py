@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
@@ -20,6 +21,7 @@ from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.rag.openai_fields import sampling_arguments
 from ragspec.speculation import Speculation
 from ragspec.tree import DraftTree, Origin
+from ragspec.verification import token_grammar
 from ragspec.verification.token_grammar import Grammars, GrammarSampler
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -159,11 +161,21 @@ def test_openai_response_formats_become_schemas() -> None:
         schema_of({"type": "json_schema"})
 
 
-def test_the_choices_of_a_request_share_one_compiled_schema(target: Target) -> None:
+def test_the_choices_of_a_request_share_one_compiled_schema(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large schema was compiled for every choice; a copy that shares its state would follow another choice's tokens."""
     grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_ids)
+    monkeypatch.setattr(grammars, "_compile", compiling := Mock(wraps=grammars._compile))
     first, second = (grammars.of_schema(json.dumps(SCHEMAS["array"])) for _ in range(2))
-    assert grammars._matcher_of.cache_info().misses == 1
+    assert compiling.call_count == 1
     before = second.allowed()
     first.take(int(first.allowed().argmax()))
     assert (second.allowed() == before).all() and (first.allowed() != before).any()
+
+
+def test_kept_schemas_are_bounded_by_their_size(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen schemas of clients, each as large as a request may be, stayed in memory."""
+    monkeypatch.setattr(token_grammar, "_KEPT_CHARS", 1000)
+    grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_ids)
+    for num_chars, num_kept in ((300, 1), (301, 2), (302, 3), (303, 3), (5000, 1), (304, 1)):
+        grammars.of_schema(json.dumps({"const": "x" * (num_chars - 13)}))
+        assert [len(text) for _, text in grammars._kept][-1] == num_chars and len(grammars._kept) == num_kept
