@@ -4,7 +4,7 @@
     python -m pipelines.benchmarks.soak requests --count 1000000 --state requests.json
     python -m pipelines.benchmarks.soak aborts --count 50000 --state aborts.json
     python -m pipelines.benchmarks.soak faults --count 1000 --state faults.json
-    python -m pipelines.benchmarks.soak faults --count 100 --state other.json --kinds clock clock-start upgrade
+    python -m pipelines.benchmarks.soak faults --count 100 --state other.json --kinds clock upgrade partition-ns
 
 Item n of a seed, and of its kinds of faults, is always the same. `--state` holds how many are done and what was counted; the
 command goes on from there until `--count` are done, or `--seconds` have passed. Exits 1 if anything crashed, answered 5xx, or was

@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import re
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from ipaddress import IPv4Network
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +28,7 @@ from aiohttp import web
 from pipelines.benchmarks import soak
 from pipelines.benchmarks.chaos import faulty_service
 from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
+from pipelines.benchmarks.chaos.network_namespace import NetworkNamespace, enter, free_network, network_namespace
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
 from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, ServiceFaults, fault_of
 from pipelines.benchmarks.chaos.service_process import Network, small_disk
@@ -358,6 +363,75 @@ def test_a_full_disk_takes_nothing(tmp_path: Path) -> None:
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def namespace() -> Iterator[NetworkNamespace]:
+    with contextlib.ExitStack() as stack:
+        try:
+            namespace = stack.enter_context(network_namespace())
+        except EngineError as error:
+            pytest.skip(str(error))
+        yield namespace
+    for command in (["ip", "netns", "list"], ["ip", "link", "show"]):
+        left = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert namespace.name not in left and namespace.link.removesuffix("-i") not in left
+
+
+@contextlib.contextmanager
+def echoed(namespace: NetworkNamespace) -> Iterator[socket.socket]:
+    """A connection into the namespace, from where the first byte comes back."""
+    ports = queue.Queue[int]()
+
+    def echo() -> None:
+        enter(namespace.name)
+        with socket.create_server((namespace.host, 0)) as listener:
+            ports.put(listener.getsockname()[1])
+            with listener.accept()[0] as connection:
+                connection.sendall(connection.recv(1))
+
+    thread = threading.Thread(target=echo, daemon=True)
+    thread.start()
+    with socket.create_connection((namespace.host, ports.get(timeout=60.0)), 60.0) as client:
+        yield client
+    thread.join(60.0)
+
+
+def test_a_parted_link_drops_all_and_tells_nobody(namespace: NetworkNamespace) -> None:
+    """A partition whose ends hear of it: what waits for TCP for long was never met."""
+    routes = subprocess.run(["ip", "-n", namespace.name, "route"], capture_output=True, text=True, check=True).stdout
+    assert len(routes.splitlines()) == 1 and "default" not in routes
+    with echoed(namespace) as client:
+        namespace.part(True)
+        client.sendall(b"a")
+        client.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(client.getpeername(), 0.3)
+        namespace.part(False)
+        client.settimeout(60.0)
+        assert client.recv(1) == b"a"
+
+
+def test_a_slow_link_takes_its_time(namespace: NetworkNamespace) -> None:
+    """Latency that is not there."""
+    try:
+        namespace.delay(0.2)
+    except EngineError as error:
+        pytest.skip(str(error))
+    with echoed(namespace) as client:
+        begin_s = time.monotonic()
+        client.sendall(b"a")
+        assert client.recv(1) == b"a" and time.monotonic() - begin_s >= 0.2
+
+
+def test_a_namespace_takes_no_network_that_is_in_use() -> None:
+    """Packets to hosts of the machine's own network that ended in a namespace."""
+    half = IPv4Network("10.0.0.0/9")
+    assert not any(free_network([half]).overlaps(half) for _ in range(20))
+    with pytest.raises(EngineError, match="is free"):
+        free_network([IPv4Network("10.0.0.0/8")])
+
+
 def test_the_probe_does_not_kill_a_service_that_has_just_started() -> None:
     """A start that took longer than the probe waits was followed by a kill at once, which cut off streams."""
     killed = list[bool]()
@@ -396,8 +470,8 @@ def test_a_service_loses_nothing_to_ten_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_service_survives_wrong_clocks_and_upgrades(tmp_path: Path) -> None:
+def test_a_service_survives_wrong_clocks_upgrades_and_a_link_that_is_down(tmp_path: Path) -> None:
     """As above, for kinds that are asked for."""
-    kinds = ("clock", "clock-start", "upgrade")
-    counts = survived(tmp_path / "state.json", "--count", "3", "--kinds", *kinds)
+    kinds = ("clock", "clock-start", "upgrade", "partition-ns")
+    counts = survived(tmp_path / "state.json", "--count", "4", "--kinds", *kinds)
     assert all(counts[kind] == 1 for kind in kinds)

@@ -23,12 +23,14 @@ _DURABLE = ("COMMIT", "PRAGMA wal_checkpoint")
 
 
 class ServiceOptions(NamedTuple):
-    """`disk`: holds the service's data. `folder`: holds its keys and the files that ask for faults."""
+    """`disk`: holds the service's data. `folder`: holds its keys and the files that ask for faults. `namespace`: of its network;
+    empty: that of its parent."""
 
     disk: Path
     folder: Path
     port: int
     host: str = "127.0.0.1"
+    namespace: str = ""
 
     @property
     def keys(self) -> Path:
@@ -47,6 +49,7 @@ class ServiceOptions(NamedTuple):
 
 def serve(options: ServiceOptions) -> None:
     """The process. Exits with 1 after an error that says why."""
+    from pipelines.benchmarks.chaos.network_namespace import enter
     from pipelines.benchmarks.small_service import small_backend
     from ragspec.drafting.cost_model import CostTable
     from services.app import build_app
@@ -55,6 +58,8 @@ def serve(options: ServiceOptions) -> None:
 
     # Why not measured: it would take half of a start, and no promise depends on it
     costs = CostTable.measure(lambda rows, context: 0.001 + 1e-5 * rows, [0, 1024], 512)
+    if options.namespace:
+        enter(options.namespace)
     slow_down(options.slow)
     shift_clock(options.clock)
     try:

@@ -24,6 +24,7 @@ from signal import SIGCONT, SIGSTOP, SIGTERM
 from typing import NamedTuple
 
 from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
+from pipelines.benchmarks.chaos.network_namespace import NetworkNamespace, network_namespace
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
 from pipelines.benchmarks.chaos.service_process import Network, ServiceProcess, SmallDisk, small_disk
 from pipelines.benchmarks.service import free_port
@@ -33,13 +34,17 @@ from services.settings import ServiceSettings
 from services.stores.backup import back_up
 
 KINDS = ("kill", "stop", "full", "no growth", "read-only", "slow disk", "memory", "latency", "partition", "reset")
-OTHER_KINDS = ("clock", "clock-start", "upgrade")
+_OF_NAMESPACE = ("partition-ns", "latency-ns")
+"""Faults of a real network, that of a namespace which the service is in."""
+OTHER_KINDS = ("clock", "clock-start", "upgrade", *_OF_NAMESPACE)
 """Kinds that a run has to ask for. Why not in `KINDS`: fault n of a seed would be another than in earlier runs."""
 _HOUR_S, _DAY_S = 3600.0, 86_400.0
 _MOST_AHEAD_S = {"clock": 30 * _DAY_S, "clock-start": 6 * _DAY_S}
 """Why less at a start: a service cannot tell a wrong clock from a week in which it was down, and forgets conversations then."""
 _GENTLE = ("clock", "upgrade")
 """Kinds that may not cut off any stream."""
+_LONGER = {"partition-ns": 10.0}
+"""Why: a partition of two seconds is over before TCP has begun to wait for long."""
 _ENDED_S = 240.0
 """A service that was told to end has ended by then: running answers have `service.drain_s`, and threads that hang a minute."""
 _PROBE_S = 60.0
@@ -73,21 +78,28 @@ def fault_of(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Fault:
 
 
 def faults_batch(seed: int, first: int, last: int, kinds: Sequence[str] = KINDS) -> Counter[str]:
-    """Raises: EngineError without the right to mount a disk, or if the service does not even start undisturbed."""
+    """Raises: EngineError without the rights or programs that a kind needs, SystemExit if the service does not start."""
     faults = [fault_of(seed, number, kinds) for number in range(first, last)]
-    with tempfile.TemporaryDirectory(prefix="ragspec-") as name, small_disk(Path(name) / "disk") as disk:
-        options = ServiceOptions(disk.folder, Path(name), free_port())
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragspec-")))
+        disk = stack.enter_context(small_disk(folder / "disk"))
+        options, namespace = ServiceOptions(disk.folder, folder, free_port()), None
+        if set(kinds) & set(_OF_NAMESPACE):
+            namespace = stack.enter_context(network_namespace())
+            options = options._replace(host=namespace.host, namespace=namespace.name)
+        if namespace and "latency-ns" in kinds:
+            namespace.delay(0.0)  # Why: says now whether it can be
         key, _ = add_key(options.keys, _TENANT)
-        with ServiceProcess(options) as service:
-            return asyncio.run(ServiceFaults(disk, service).run(key, faults))
+        service = stack.enter_context(ServiceProcess(options))
+        return asyncio.run(ServiceFaults(disk, service, namespace).run(key, faults))
 
 
 class ServiceFaults:
     """One service and its faults, one after the other."""
 
-    def __init__(self, disk: SmallDisk, service: ServiceProcess) -> None:
-        self._disk, self._service = disk, service
-        self._network = Network(service.options.port)
+    def __init__(self, disk: SmallDisk, service: ServiceProcess, namespace: NetworkNamespace | None = None) -> None:
+        self._disk, self._service, self._namespace = disk, service, namespace
+        self._network = Network(service.options.port, service.options.host)
         self._counts = Counter[str]()
 
     async def run(self, key: str, faults: list[Fault]) -> Counter[str]:
@@ -117,7 +129,7 @@ class ServiceFaults:
     async def _strike(self, fault: Fault, clients: ServiceClients) -> None:
         begin_s, num_cut = time.monotonic(), clients.num_cut
         async with self._fault(fault):
-            await asyncio.sleep(fault.hold_s)
+            await asyncio.sleep(fault.hold_s * _LONGER.get(fault.kind, 1.0))
             cleared_s = begin_s if fault.kind == "kill" else time.monotonic()
         if not self._service.is_up:
             self._counts[f"died of {fault.kind}"] += fault.kind not in ("kill", "read-only", "upgrade")
@@ -196,6 +208,16 @@ class ServiceFaults:
                     await self._start()
                 yield
                 service.options.clock.unlink()
+            case "partition-ns":
+                assert self._namespace
+                self._namespace.part(True)
+                yield
+                self._namespace.part(False)
+            case "latency-ns":
+                assert self._namespace
+                self._namespace.delay(0.1 + fault.share)
+                yield
+                self._namespace.delay(0.0)
             case "upgrade":
                 await asyncio.to_thread(self._back_up)
                 service.send(SIGTERM)
