@@ -1,12 +1,14 @@
 """Chunks documents and encodes them many at a time, so that texts of equal length share a forward.
 
->>> queue.add(queue.chunked(document, known={}))
+>>> queue.add(queue.chunked(document))
 >>> queue.encode()[0].vectors
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,16 +23,54 @@ from ragspec.retrieval.index.content_key import IdsByKey, text_key
 
 @dataclass(slots=True)
 class EmbeddedDocument:
-    """A document with its passages, their embedded texts, and their vectors [len(passages), E].
+    """A document cut into passages by `chunking`, with their embedded texts and their vectors [len(passages), E].
 
     `missing`: numbers of the passages whose vectors must be computed.
     """
 
     document: Document
+    chunking: ChunkingConfig
     passages: list[Passage]
     texts: list[str]
     vectors: FloatArray
     missing: list[int]
+
+    @property
+    def num_missing_chars(self) -> int:
+        """Characters of the texts that must be encoded."""
+        return sum(len(self.texts[number]) for number in self.missing)
+
+    def reuse(self, known: Mapping[str, FloatArray]) -> None:
+        """Fill in missing vectors. `known`: vectors by embedded text."""
+        for number in self.missing:
+            if (vector := known.get(self.texts[number])) is not None:
+                self.vectors[number] = vector
+        self.missing = [number for number in self.missing if self.texts[number] not in known]
+
+
+def encode_missing(encoder: TextEncoder, documents: Sequence[EmbeddedDocument], max_chars: float = math.inf) -> None:
+    """Compute missing vectors, in order, until their texts have `max_chars` characters. After an error none is filled in.
+
+    Raises: ModelError for a vector that is not finite, which no search could rank; RetrievalError if the encoder fails.
+    """
+    chosen: list[tuple[EmbeddedDocument, int]] = []
+    for each, number in ((document, number) for document in documents for number in document.missing):
+        if max_chars <= 0:
+            break
+        chosen.append((each, number))
+        max_chars -= len(each.texts[number])
+    try:
+        encoded = encoder.encode([each.texts[number] for each, number in chosen])
+    except OSError as cause:
+        raise RetrievalError(f"the encoder cannot be asked: {cause}") from cause
+    for (each, _), vector in zip(chosen, encoded, strict=True):
+        if not np.isfinite(vector).all():
+            raise ModelError(f"the encoder's vector of a passage of document {each.document.id!r} is not finite")
+    for (each, number), vector in zip(chosen, encoded, strict=True):
+        each.vectors[number] = vector
+    num_filled = Counter(id(each) for each, _ in chosen)
+    for each in documents:
+        del each.missing[: num_filled[id(each)]]
 
 
 class EmbeddingQueue:
@@ -55,17 +95,13 @@ class EmbeddingQueue:
         """The ids of waiting documents with that text key."""
         return self._texts.ids(key)
 
-    def chunked(self, document: Document, known: Mapping[str, FloatArray]) -> EmbeddedDocument:
-        """Chunk a document. `known`: vectors by embedded text."""
+    def chunked(self, document: Document) -> EmbeddedDocument:
+        """Chunk a document, which does not join the queue."""
         assert self._encoder is not None, "putting documents in needs an encoder"
         passages = chunk(document, self._chunking, self._limit)
         texts = [embedded_text(passage) for passage in passages]
         vectors = np.empty((len(texts), self._encoder.identity.dimension), np.float32)
-        missing = [number for number, text in enumerate(texts) if text not in known]
-        for number, text in enumerate(texts):
-            if text in known:
-                vectors[number] = known[text]
-        return EmbeddedDocument(document, passages, texts, vectors, missing)
+        return EmbeddedDocument(document, self._chunking, passages, texts, vectors, list(range(len(texts))))
 
     def add(self, waiting: EmbeddedDocument) -> None:
         """Add a document whose id is not in the queue."""
@@ -84,20 +120,11 @@ class EmbeddingQueue:
     def encode(self) -> list[EmbeddedDocument]:
         """All waiting documents, in order, with every vector. The queue is empty afterwards.
 
-        Raises: ModelError for a vector that is not finite, which no search could rank; RetrievalError if the encoder fails.
+        Raises: as `encode_missing`.
         """
         waiting = list(self._waiting.values())
         if not waiting or self._encoder is None:
             return []
-        try:
-            encoded = self._encoder.encode([each.texts[number] for each in waiting for number in each.missing])
-        except OSError as cause:
-            raise RetrievalError(f"the encoder cannot be asked: {cause}") from cause
-        rows = iter(encoded)
-        for each in waiting:
-            for number in each.missing:
-                each.vectors[number] = next(rows)
-            if not np.isfinite(each.vectors).all():
-                raise ModelError(f"the encoder's vector of a passage of document {each.document.id!r} is not finite")
+        encode_missing(self._encoder, waiting)
         self._waiting, self._texts, self.num_missing = {}, IdsByKey(), 0
         return waiting

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ragspec.config import DenseConfig
 from ragspec.core import Document, Heading, Passage
 from ragspec.errors import StoreCorrupt
+from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.expansion import WidePassage
 from ragspec.retrieval.index.content_key import document_key, text_key
@@ -123,6 +124,10 @@ class IndexSegment:
         """The rows of one document's passages."""
         first, end = np.searchsorted(self.document_of, (document, document + 1))
         return range(int(first), int(end))
+
+    def vectors_of(self, document: int) -> dict[str, FloatArray]:
+        """The vectors of one document's passages, by embedded text."""
+        return {embedded_text(self.passage(row)): self.vectors[row] for row in self.rows_of(document)}
 
     def passage(self, row: int, score: float = 0.0, num_neighbours: int = 0) -> Passage:
         """A `WidePassage` if it shall have neighbours. Raises: StoreCorrupt if the files were changed."""

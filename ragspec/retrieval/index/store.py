@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, StoreCorrupt
-from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 from ragspec.retrieval.index.manifest import FileChecksum, Manifest, SegmentRecord, read_generation, verify_checksums
 from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.segment import IndexSegment
@@ -119,6 +119,14 @@ class Store:
     @property
     def generation(self) -> str:
         return self.manifest.generation_id
+
+    def vectors_of(self, document_ids: Container[str]) -> dict[str, FloatArray]:
+        """The vectors of these documents' passages, by embedded text."""
+        found: dict[str, FloatArray] = {}
+        for segment, numbers in ((live.segment, live.live_documents()) for live in self.segments):
+            for number in (number for number in numbers if segment.ids[number] in document_ids):
+                found |= segment.vectors_of(number)
+        return found
 
     def documents(self) -> Iterator[Document]:
         """All documents, by segment."""

@@ -25,11 +25,9 @@ from ragspec.config import DenseConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.disk import saving
 from ragspec.errors import InputError, SaveError
-from ragspec.retrieval.chunking import embedded_text
-from ragspec.retrieval.encoder import FloatArray, TextEncoder
+from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.content_key import check_document, document_key, text_key
-from ragspec.retrieval.index.document_map import DocumentLocation
-from ragspec.retrieval.index.embedding_queue import EmbeddingQueue
+from ragspec.retrieval.index.embedding_queue import EmbeddedDocument, EmbeddingQueue
 from ragspec.retrieval.index.generation_builder import GenerationBuilder
 from ragspec.retrieval.index.index_directory import locked_directory
 from ragspec.retrieval.index.manifest import Manifest
@@ -149,9 +147,10 @@ class IndexWriter:
                 return False
         return True
 
-    def upsert(self, document: Document) -> UpsertOutcome:
+    def upsert(self, document: Document, chunked: EmbeddedDocument | None = None) -> UpsertOutcome:
         """Add a document, in place of the document with its id. Passages whose text is unchanged keep their vectors.
 
+        `chunked`: the document's passages, of any other session with this encoder; not chunked again if the settings agree.
         Raises: InputError if an index cannot hold the document, or its id is that of another owner's document; SaveError.
         """
         self._check_open()
@@ -168,7 +167,10 @@ class IndexWriter:
         elif is_same:
             outcome = UpsertOutcome.UNCHANGED
         else:
-            waiting = self._queue.chunked(document, self._vectors_at(location) if location is not None else {})
+            fits = chunked is not None and chunked.chunking == self._builder.config.chunking
+            waiting = chunked if chunked is not None and fits else self._queue.chunked(document)
+            if location is not None and (segment := self._documents.segment(location)) is not None:
+                waiting.reuse(segment.vectors_of(location.document))
             outcome = UpsertOutcome.UPDATED if self._remove(document.id) else UpsertOutcome.ADDED
             self._queue.add(waiting)
             if max(self._queue.num_missing, len(self._queue)) >= self._passages_per_encode:
@@ -200,11 +202,12 @@ class IndexWriter:
         Raises: SaveError; ModelError for a vector that is not finite; RetrievalError if the encoder does not answer: try again.
         """
         self._check_open()
+        num_missing = self._queue.num_missing
         embedded = self._queue.encode()  # Why outside: a failing encoder leaves the files untouched
+        self.changes.encoded += num_missing
+        self.changes.reused += sum(len(document.texts) for document in embedded) - num_missing
         with self._writing():
             for document in embedded:
-                self.changes.encoded += len(document.missing)
-                self.changes.reused += len(document.texts) - len(document.missing)
                 self._builder.write(document)
 
     def commit(self) -> Manifest:
@@ -286,14 +289,6 @@ class IndexWriter:
             return False
         self._documents.delete(document_id)
         return True
-
-    def _vectors_at(self, location: DocumentLocation) -> dict[str, FloatArray]:
-        """The vectors of a sealed document's passages, by embedded text."""
-        segment = self._documents.segment(location)
-        if segment is None:
-            return {}
-        rows = segment.rows_of(location.document)
-        return {embedded_text(segment.passage(row)): segment.vectors[row] for row in rows}
 
     def _seal(self) -> None:
         """Write the waiting documents, and complete the segment that is being filled."""
