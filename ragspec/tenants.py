@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from ragspec.core import salt_belongs_to
@@ -60,9 +60,9 @@ class FairQueue(Generic[T]):
         """Tenant by tenant."""
         return itertools.chain.from_iterable(self._items.values())
 
-    def count(self, tenant: str) -> int:
-        """How many items of the tenant wait."""
-        return len(self._items.get(tenant, ()))
+    def of(self, tenant: str) -> Sequence[T]:
+        """The tenant's items, first to last."""
+        return self._items.get(tenant, ())
 
     def append(self, item: T) -> None:
         self._items.setdefault(self._tenant(item), deque()).append(item)

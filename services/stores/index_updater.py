@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.disk import make_private
-from ragspec.errors import IndexBusy, StoreMissing
-from ragspec.retrieval.encoder import TextEncoder
+from ragspec.errors import IndexBusy, StoreError, StoreMissing
+from ragspec.retrieval.encoder import FloatArray, TextEncoder
+from ragspec.retrieval.index.content_key import check_document
 from ragspec.retrieval.index.document_map import DocumentMap
+from ragspec.retrieval.index.embedding_queue import EmbeddedDocument, EmbeddingQueue, encode_missing
 from ragspec.retrieval.index.index_directory import GRACE_S
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
@@ -35,7 +38,7 @@ SCRUB_WAIT_S = 600.0
 
 
 class IndexUpdater:
-    """For one thread, `stop_waiting` apart. `forget` clears caches of deleted and replaced documents."""
+    """For one thread, apart from `chunked` and `stop_waiting`. `forget` clears caches of deleted and replaced documents."""
 
     def __init__(self, index_dir: Path, encoder: TextEncoder, forget: Forget) -> None:
         self._index_dir, self._encoder, self._forget = index_dir, encoder, forget
@@ -56,22 +59,43 @@ class IndexUpdater:
         origins = {(owner, origin) for _, owner, origin in live.origins()}
         return any((member.tenant, origin_of(member)) in origins for member in members)
 
+    def chunked(self, documents: Sequence[Document], *, may_be_known: bool) -> list[EmbeddedDocument]:
+        """Cuts documents into passages. Callable from any thread.
+
+        `may_be_known`: passages that the index holds already keep their vectors.
+        Raises: InputError for a document that no index can hold; RetrievalError if the encoder does not count tokens.
+        """
+        chunking, known = IndexConfig().chunking, dict[str, FloatArray]()
+        with contextlib.suppress(StoreError):  # then the commit says so
+            store = Store.open(self._index_dir, self._encoder.identity, only=None if may_be_known else frozenset())
+            chunking, known = store.manifest.config.chunking, store.vectors_of({each.id for each in documents})
+        queue = EmbeddingQueue(self._encoder, chunking)
+        found = [queue.chunked(check_document(document)) for document in documents]
+        for each in found:
+            each.reuse(known)
+        return found
+
+    def encode(self, documents: Sequence[EmbeddedDocument], max_chars: int) -> None:
+        """Encodes some of the passages, without a commit. Raises: ModelError, RetrievalError."""
+        encode_missing(self._encoder, documents, max_chars)
+
     def replace(
-        self, members: Sequence[StoreMember], documents: Sequence[Document], kept: Collection[str] = ()
+        self, members: Sequence[StoreMember], documents: Sequence[EmbeddedDocument], kept: Collection[str] = ()
     ) -> None:
         """Adds `documents` and deletes all others of `members`, except those `kept`, in one commit.
 
         Raises: IndexBusy, SaveError, InputError.
         """
-        owners, new = {origin_of(member): member.tenant for member in members}, {each.id for each in documents}
+        owners = {origin_of(member): member.tenant for member in members}
+        new = {each.document.id for each in documents}
         with self._writer() as writer:
             old = [
                 (name, owner)
                 for name, owner, origin in writer.origins()
                 if name in new or (owners.get(origin) == owner and name not in kept)
             ]
-            for document in documents:
-                writer.upsert(document)
+            for each in documents:
+                writer.upsert(each.document, each)
             for name, _ in old:
                 if name not in new:
                     writer.delete(name)

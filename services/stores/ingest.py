@@ -1,8 +1,8 @@
 """The worker thread that changes the index: adds attached files and deletes detached ones.
 
-Owns the thread and its queues; `IndexUpdater` commits. Tenants take turns, deletions come first. Waiting files are parsed one by
-one and committed together, large ones in parts; an error of one file fails that file only. If the index was rebuilt without the
-files, they are added again.
+Owns the thread and its queues; `UploadQueue` reads files beside it, and `IndexUpdater` commits. Tenants take turns, and deletions
+come first. Small files are committed together, large ones in parts. A part is encoded in slices, between which others have their
+turn. An error of one file fails that file only. If the index was rebuilt without the files, they are added again.
 
 States: started -> stopped. The next process goes on with unfinished members (`Records.unfinished`).
 """
@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,21 +23,22 @@ from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, Retr
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.tenants import FairQueue
 from services.stores.index_updater import Forget, IndexUpdater
-from services.stores.parsing import PART_DOCUMENTS, ParseLimits, UnsupportedFile, Upload
+from services.stores.parsing import ParseLimits, UnsupportedFile
 from services.stores.records import FileRecord, Records, StoreMember
+from services.stores.uploads import Upload, UploadQueue, yield_to_answers
 
 log = logging.getLogger(__name__)
 
-_BATCH_FILES = 16
+_TURN_CHARS = 2**15
+"""Encoded before the next tenant or a deletion has its turn: about fifty passages, a few seconds."""
 _MAX_DELETIONS = 64
 """Deletions of one tenant that may wait."""
 _RETRY_DELETIONS_S = 60.0
 _DELETE_TIMEOUT_S = 60.0
 """A caller waits so long for its deletion, which stays in the queue afterwards."""
 _RETRY_FILES_S = 30.0
-"""Pause after another process was writing the index, or the encoders were away."""
-_NICENESS = 5
-"""Why not more: a query waits for the forward that the encoder has begun."""
+_PASSING = (IndexBusy, RetrievalError)
+"""Another process writes, or the encoders are away: files wait."""
 _STOPPING = "the service is stopping: ask again when it is back"
 
 
@@ -51,13 +50,6 @@ class _Deletion:
     @property
     def tenant(self) -> str:
         return self.members[0].tenant
-
-
-def _yield_to_answers() -> None:
-    """Leaves most of the processors to answers, also in threads that this one starts. Only Linux has priorities of threads."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS))
 
 
 class IngestWorker:
@@ -78,7 +70,7 @@ class IngestWorker:
         self._index = IndexUpdater(index_dir, encoder, forget)
         self._max_waiting, self._limits = max_waiting, limits or ParseLimits()
         self._wake = threading.Condition()
-        self._uploads = FairQueue[Upload](lambda upload: upload.tenant)
+        self._uploads = UploadQueue(self._read, self._wake)
         self._members_due_s = 0.0  # of time.monotonic
         self._deletions = FairQueue[_Deletion](lambda deletion: deletion.tenant)
         self._unfinished_deletions: list[StoreMember] = []
@@ -97,6 +89,7 @@ class IngestWorker:
             else:
                 self._uploads.append(Upload(member))
         self._index.schedule_scrub()
+        self._uploads.start()
         self._thread.start()
 
     def check_room(self, num_files: int) -> None:
@@ -105,9 +98,7 @@ class IngestWorker:
             raise Overloaded(f"{len(self._uploads)} files wait to be read already")
 
     def add(self, member: StoreMember) -> None:
-        with self._wake:
-            self._uploads.append(Upload(member))
-            self._wake.notify()
+        self._uploads.append(Upload(member))
 
     async def delete(self, members: Sequence[StoreMember]) -> None:
         """Deletes the members' documents and waits, without a thread: the next query finds none of them.
@@ -130,36 +121,34 @@ class IngestWorker:
     def _begin(self, deletion: _Deletion) -> None:
         """Queues a deletion. Raises: Overloaded, SaveError."""
         with self._wake:
-            if self._deletions.count(deletion.tenant) >= _MAX_DELETIONS:
+            if len(self._deletions.of(deletion.tenant)) >= _MAX_DELETIONS:
                 raise Overloaded(f"{_MAX_DELETIONS} deletions wait already")
         self._records.set_status(deletion.members, "deleting")
         with self._wake:
             if self._stopping:
                 raise Overloaded(_STOPPING)
             self._deletions.append(deletion)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def stop(self) -> None:
         """Returns after the current change."""
         with self._wake:
             self._stopping = True
             self._index.stop_waiting()
-            self._wake.notify()
+            self._uploads.stop()
+            self._wake.notify_all()
         if self._thread.is_alive():
             self._thread.join()
         for deletion in self._deletions:
             deletion.done.set_exception(Overloaded(_STOPPING))
-        for upload in self._uploads:
-            upload.close()
+        self._uploads.join()
 
     def _run(self) -> None:
-        _yield_to_answers()
+        yield_to_answers()
         while True:
             with self._wake:
-                wait_s = max(0.0, due - time.monotonic()) if (due := self._due_s()) < math.inf else None
-                self._wake.wait_for(
-                    lambda: self._stopping or self._deletions or self._due_s() <= time.monotonic(), wait_s
-                )
+                while not (self._stopping or self._deletions or (wait_s := self._due_s() - time.monotonic()) <= 0):
+                    self._wake.wait(wait_s if wait_s < math.inf else None)
                 if self._stopping:
                     return
                 deletions = self._deletions.heads()
@@ -178,7 +167,7 @@ class IngestWorker:
     def _due_s(self) -> float:
         """Time of the next task, of time.monotonic."""
         times = [self._deletions_due_s] if self._unfinished_deletions else []
-        times += [self._members_due_s] if self._uploads else []
+        times += [self._members_due_s] if self._uploads.has_ready else []
         times += [] if self._index.scrub_due_s is None else [self._index.scrub_due_s]
         return min(times, default=math.inf)
 
@@ -226,72 +215,84 @@ class IngestWorker:
         self._unfinished_deletions += members
         self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
 
+    def _read(self, upload: Upload) -> bool:
+        """Parses a file, or reads the next part of a parsed one. Returns whether there is something to commit or to give up."""
+        member = upload.member
+        try:
+            if not self._records.is_in_progress(member):
+                upload.is_dropped = True
+                return True
+            if not upload.is_parsed:
+                file = self._records.file(member.tenant, member.file)
+                upload.parse(self._path_of(file), file, self._limits)
+                return False
+            upload.read_part()
+            if not upload.part and not upload.committed:
+                raise InputError("it holds no text")
+            is_searched = upload.may_be_known and upload.num_chars > _TURN_CHARS
+            upload.passages = self._index.chunked(upload.part, may_be_known=is_searched)
+            if is_searched:
+                upload.may_be_known = any(len(each.missing) < len(each.texts) for each in upload.passages)
+        except Exception as cause:
+            upload.error = cause
+        return True
+
     def _add(self) -> None:
-        """Reads and commits some files of tenants in turn: of the small ones all, of a large one a part."""
+        """Commits some files of tenants in turn: of the small ones all, of a large one a part, or only encodes some of that."""
         read: list[Upload] = []
-        for number in range(_BATCH_FILES):
-            with self._wake:
-                if not self._uploads or (number and (self._stopping or self._deletions)):  # parsing may take minutes
-                    break
-                upload = self._uploads.heads()[0]
-                self._uploads.take(upload)
-            if self._read(upload):
+        for upload in self._uploads.take_ready(_TURN_CHARS):
+            if upload.is_dropped or not self._records.is_in_progress(upload.member):
+                self._uploads.close(upload)
+            elif isinstance(upload.error, _PASSING):
+                self._wait([upload], upload.error)
+            elif upload.error is not None:
+                self._fail(upload, upload.error, "the file could not be read")
+            else:
                 read.append(upload)
-                if not upload.is_whole or sum(len(each.part) for each in read) >= PART_DOCUMENTS:
-                    break
         self._index_files(read)
 
-    def _put_back(self, uploads: Sequence[Upload]) -> None:
-        """In front of their tenants' others."""
-        with self._wake:
-            for upload in reversed(uploads):
-                self._uploads.appendleft(upload)
-
     def _index_files(self, read: Sequence[Upload]) -> None:
-        """Commits files together; after an error, one by one, so that one file cannot fail the others."""
+        """Commits files together; after an error, one by one, so that one file cannot fail the others.
+
+        A large part is encoded first, in slices, and put back after each, so that deletions and other tenants have their turn.
+        """
+        passages = [document for upload in read for document in upload.passages]
         try:
+            if sum(upload.num_missing_chars for upload in read) > _TURN_CHARS:
+                self._index.encode(passages, _TURN_CHARS)
+                self._uploads.put_back(read)
+                return
             if read:
                 whole = [upload for upload in read if upload.is_whole]
                 kept = {name for upload in whole for name in upload.committed}
-                documents = [document for upload in read for document in upload.part]
-                self._index.replace([upload.member for upload in whole], documents, kept)
-        except (IndexBusy, RetrievalError) as cause:  # another process writes, or the encoders are away
-            log.warning("files wait: %s", type(cause).__name__)
-            self._put_back(read)
-            self._members_due_s = time.monotonic() + _RETRY_FILES_S
+                self._index.replace([upload.member for upload in whole], passages, kept)
+        except _PASSING as cause:
+            self._wait(read, cause)
         except Exception as cause:
             if len(read) == 1:
                 self._fail(read[0], cause, "the index could not be written")
                 return
-            for each in read:
-                self._index_files([each])
+            for upload in read:
+                self._index_files([upload])
         else:
             for upload in read:
                 upload.part_done()
                 if upload.is_whole:
+                    self._uploads.close(upload)
                     self._end(upload.member, "completed", num_bytes=upload.num_bytes)
-            self._put_back([upload for upload in read if not upload.is_whole])
+            self._uploads.put_back([upload for upload in read if not upload.is_whole])
 
-    def _read(self, upload: Upload) -> bool:
-        """Reads the next part. False if the member was deleted meanwhile or cannot be parsed."""
-        member = upload.member
-        if self._records.status(member.key) != "in_progress":
-            upload.close()
-            return False
-        try:
-            file = self._records.file(member.tenant, member.file)
-            upload.read_part(self._path_of(file), file, self._limits)
-            if not upload.part and not upload.committed:
-                raise InputError("it holds no text")
-        except Exception as cause:
-            self._fail(upload, cause, "the file could not be read")
-            return False
-        return True
+    def _wait(self, uploads: Sequence[Upload], cause: Exception) -> None:
+        log.warning("files wait: %s", type(cause).__name__)
+        for upload in uploads:
+            upload.error = None
+        self._uploads.put_back(uploads)
+        self._members_due_s = time.monotonic() + _RETRY_FILES_S
 
     def _fail(self, upload: Upload, cause: Exception, message: str) -> None:
         """Takes the committed parts out again. `message` is shown for errors that the file did not cause."""
         member = upload.member
-        upload.close()
+        self._uploads.close(upload)
         if upload.committed:
             try:
                 self._index.replace([member], [])
@@ -309,6 +310,4 @@ class IngestWorker:
         try:
             self._records.end(member, status, code, message, num_bytes=num_bytes)
         except SaveError as cause:
-            log.warning("files wait: %s", type(cause).__name__)
-            self._put_back([Upload(member)])
-            self._members_due_s = time.monotonic() + _RETRY_FILES_S
+            self._wait([Upload(member)], cause)

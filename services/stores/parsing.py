@@ -8,16 +8,14 @@ or hostile file cannot take the service down. Whose documents they are is never 
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ragspec.core import Document, Heading
 from ragspec.errors import InputError
@@ -32,8 +30,6 @@ STORE, FILE = "vector_store_id", "file_id"
 _PLAIN_SUFFIXES = frozenset({".txt", ".md", ".markdown"})
 """Read without a process: there is nothing to parse."""
 _MAX_REASON_CHARS = 300
-PART_DOCUMENTS, _PART_BYTES = 1000, 2**20
-"""Of one commit, after which the next tenant has its turn."""
 _MEMORY_BYTES = 2 * 2**30
 _REFUSED = 3
 """Exit status of the process; its standard output is the reason."""
@@ -51,66 +47,31 @@ class ParseLimits(NamedTuple):
     timeout_s: float = 120.0
 
 
-@dataclass(slots=True, eq=False)
-class Upload:
-    """A file on its way into the index, in parts. `part`: the documents to commit next; `committed`: the ids of those before."""
-
-    member: StoreMember
-    part: list[Document] = field(default_factory=list)
-    committed: set[str] = field(default_factory=set)
-    num_bytes: int = 0
-    is_whole: bool = False
-    _rest: Generator[Document, None, None] | None = None
-
-    @property
-    def tenant(self) -> str:
-        return self.member.tenant
-
-    def read_part(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
-        """Fills an empty `part`; `is_whole` is set with the last one. Raises: InputError."""
-        if self.part:
-            return
-        self._rest = self._rest or parsed(path, file, self.member, limits)
-        num_bytes = 0
-        for document in itertools.islice(self._rest, PART_DOCUMENTS):
-            self.part.append(document)
-            num_bytes += len(document.text)
-            if num_bytes >= _PART_BYTES:
-                return
-        self.is_whole = len(self.part) < PART_DOCUMENTS
-
-    def part_done(self) -> None:
-        """The part is in the index."""
-        self.committed.update(document.id for document in self.part)
-        self.num_bytes += sum(len(document.text.encode()) for document in self.part)
-        self.part = []
-
-    def close(self) -> None:
-        """Removes what parsing left on the disk."""
-        if self._rest is not None:
-            self._rest.close()
-
-
-def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimits) -> Generator[Document, None, None]:
-    """The documents of a file in a vector store.
+def parsed(path: Path, filename: str, limits: ParseLimits) -> TextIO:
+    """An open file without a name, one JSON object a line: the documents, of nobody yet.
 
     Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
     """
-    suffix = Path(file.filename).suffix.lower()
+    suffix = Path(filename).suffix.lower()
     if suffix not in SUFFIXES:
         raise UnsupportedFile(f"files of this type cannot be read; these can: {', '.join(sorted(SUFFIXES))}")
     with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
         output = Path(folder) / "documents.jsonl"
         try:
             if suffix in _PLAIN_SUFFIXES:
-                write_documents(path, file.filename, output, limits)
+                write_documents(path, filename, output, limits)
             else:
-                _parse_in_process(path, file.filename, output, limits)
+                _parse_in_process(path, filename, output, limits)
         except InputError as cause:
-            raise InputError(str(cause).replace(str(path), file.filename)[:_MAX_REASON_CHARS]) from cause
-        with open(output, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                yield _document(json.loads(line), file, member, f":{number}" if suffix in ROW_SUFFIXES else "")
+            raise InputError(str(cause).replace(str(path), filename)[:_MAX_REASON_CHARS]) from cause
+        return open(output, encoding="utf-8")
+
+
+def documents(lines: TextIO, file: FileRecord, member: StoreMember) -> Iterator[Document]:
+    """The documents of a parsed file in a vector store."""
+    has_rows = Path(file.filename).suffix.lower() in ROW_SUFFIXES
+    for number, line in enumerate(lines, 1):
+        yield _document(json.loads(line), file, member, f":{number}" if has_rows else "")
 
 
 def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:

@@ -193,6 +193,15 @@ class Records:
         rows = self._rows(f"SELECT status FROM members WHERE {_KEY}", *key)
         return str(rows[0][0]) if rows else ""
 
+    def is_in_progress(self, member: StoreMember) -> bool:
+        """False if the member has ended, is being deleted or was attached again."""
+        rows = self._rows(
+            f"SELECT 1 FROM members WHERE {_KEY} AND created_s=? AND status='in_progress'",
+            *member.key,
+            member.created_s,
+        )
+        return bool(rows)
+
     def end(self, member: StoreMember, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
         """Ends a member that is in progress. Does nothing if it was restarted or deleted meanwhile."""
         self._write(

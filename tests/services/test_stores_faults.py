@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from letter_encoder import LetterEncoder
+from library_files import attached, attached_by, commits_paused, ended
 from stand_ins import until
 
 from ragspec.config import RetrieverConfig
@@ -33,7 +34,7 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
-from services.stores import index_updater, ingest, parsing
+from services.stores import index_updater, ingest, parsing, uploads
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
 from services.stores.parsing import ParseLimits
@@ -63,20 +64,6 @@ def opened(tmp_path: Path, index: Path) -> Iterator[Opened]:
     yield open_one
     for library in libraries:
         library.close()
-
-
-def attached(library: Library, name: str = "zebra.txt", text: str = "A zebra has stripes.") -> tuple[str, str]:
-    store = library.create_store("ann").id
-    file = library.upload("ann", name, "assistants", io.BytesIO(text.encode())).id
-    library.attach("ann", store, file, {})
-    return store, file
-
-
-def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple[str, str]:
-    """Status and code, once it is over."""
-    while (member := library.member(tenant, store, file)).status == "in_progress":
-        time.sleep(0.01)
-    return member.status, member.code
 
 
 def with_a_file(opened: Opened) -> tuple[Library, str, str]:
@@ -110,6 +97,7 @@ _KILLED = """
 import io, sys
 from pathlib import Path
 from letter_encoder import LetterEncoder
+from library_files import attached, attached_by, commits_paused, ended
 from services.stores.library import Library
 folder = Path(sys.argv[1])
 library = Library(folder / "data", folder / "index", LetterEncoder())
@@ -485,38 +473,49 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
     assert library._records.status(("ann", store, file)) in ("completed", "deleting")
 
 
-def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wanted a text gone waited for minutes behind the files of others, and a service that stops behind all of them."""
-    library = opened()
-    gone = attached(library)
-    assert ended(library, *gone) == ("completed", "")
-    reads, reads_before = list[str](), list[int]()
-    reading, go_on = threading.Event(), threading.Event()
-    worker, read, take_out = library._ingest, library._ingest._read, library._ingest._delete
+@contextmanager
+def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Files named "slow" are read only after the block. Yields an event that the first read sets, and what was read."""
+    begun, go_on, read = threading.Event(), threading.Event(), list[str]()
+    write_documents = parsing.write_documents
 
-    def slowly(upload: Any) -> Any:
-        reads.append(upload.member.file)
-        reading.set()
-        go_on.wait(30.0)
-        return read(upload)
+    def held(path: Path, name: str, output: Path, limits: ParseLimits) -> None:
+        if "slow" in name:
+            begun.set()
+            go_on.wait(90.0)
+        write_documents(path, name, output, limits)
+        read.append(name)
 
-    def noting(deletion: Any) -> None:
-        reads_before.append(len(reads))
-        take_out(deletion)
+    monkeypatch.setattr(parsing, "write_documents", held)
+    try:
+        yield begun, read
+    finally:
+        go_on.set()
 
-    monkeypatch.setattr(worker, "_read", slowly)
-    monkeypatch.setattr(worker, "_delete", noting)
-    with worker._wake:  # so that they are taken together
-        others = [attached(library, f"{number}.txt") for number in range(4)]
-    assert reading.wait(30.0)
-    deletion = threading.Thread(target=lambda: asyncio.run(library.delete_file("ann", gone[1])))
-    deletion.start()
-    while not worker._deletions:
-        time.sleep(0.01)
-    go_on.set()
-    deletion.join(30.0)
-    assert reads_before == [1]
+
+def test_a_deletion_waits_for_no_file_that_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wanted a text gone waited for up to two minutes behind a file of others that was parsed, and got an error."""
+    library, gone, _ = with_a_file(opened)
+    (file,) = library.files("ann")
+    with held_reads(monkeypatch) as (begun, read):
+        others = [attached(library, f"slow {number}.txt") for number in range(4)]
+        assert begun.wait(90.0)
+        asyncio.run(library.delete_file("ann", file.id))
+        assert read == [] and library.members("ann", gone) == []
     assert [ended(library, *other) for other in others] == [("completed", "")] * 4
+
+
+def test_a_small_file_waits_for_no_slow_parse_of_another_tenant(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that commits also parsed: sixteen files of two minutes each came before one of 34 bytes."""
+    library = opened()
+    with held_reads(monkeypatch) as (begun, read):
+        slow = [attached_by("bob", library, f"slow {number}.txt", "A quagga.") for number in range(3)]
+        assert begun.wait(90.0)
+        assert ended(library, *attached(library)) == ("completed", "")
+        assert read == ["zebra.txt"]
+    assert [ended(library, *each, tenant="bob") for each in slow] == [("completed", "")] * 3
 
 
 def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
@@ -553,8 +552,9 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
         replace_(self, members, documents, *kept)
 
     monkeypatch.setattr(IndexUpdater, "replace", failing)
-    with library._ingest._wake:  # both are read together
+    with commits_paused(library):
         pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(2)]
+        until(lambda: len(library._ingest._uploads._ready) == 2)
     ends = [ended(library, *pair) for pair in pairs]
     assert not errors and sorted(ends) == [("completed", ""), ("failed", "server_error")]
 
@@ -596,32 +596,26 @@ def rows(count: int, word: str = "zebra") -> str:
     return "text\n" + "".join(f"{word} {number}\n" for number in range(count))
 
 
-def attached_by(tenant: str, library: Library, name: str, text: str) -> tuple[str, str]:
-    store = library.create_store(tenant).id
-    file = library.upload(tenant, name, "assistants", io.BytesIO(text.encode())).id
-    library.attach(tenant, store, file, {})
-    return store, file
-
-
 def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One queue and one commit a file: 34 bytes waited for minutes behind half a million rows, and behind as many files."""
-    monkeypatch.setattr(parsing, "PART_DOCUMENTS", 50)
+    monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 50)
     commits: list[set[str]] = []
     replace_ = IndexUpdater.replace
 
     def noting(self: IndexUpdater, members: Any, documents: Any, *kept: Any) -> None:
         replace_(self, members, documents, *kept)
-        commits.append({document.owner for document in documents})
+        commits.append({each.document.owner for each in documents})
 
     monkeypatch.setattr(IndexUpdater, "replace", noting)
     library = opened()
-    with library._ingest._wake:  # all are there before the first is read
+    with commits_paused(library):
         large = attached_by("bob", library, "large.csv", rows(220))
         for number in range(20):
             attached_by("bob", library, f"{number}.txt", "A quagga.")
         small = attached_by("ann", library, "small.txt", "An okapi.")
+        until(lambda: len(library._ingest._uploads._ready.heads()) == 2)
     assert ended(library, *small) == ("completed", "")
     assert sum("bob" in owners for owners in commits) <= 2
     assert ended(library, *large, tenant="bob") == ("completed", "")
@@ -637,7 +631,7 @@ def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Committed in parts, each part deletes the rows of the one before, or the rows that the file has no more stay."""
-    monkeypatch.setattr(parsing, "PART_DOCUMENTS", 10)
+    monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
     library = opened()
     store, file = attached(library, "rows.csv", rows(45))
     assert ended(library, store, file) == ("completed", "")
@@ -652,7 +646,7 @@ def test_a_file_that_fails_in_a_later_part_leaves_nothing_behind(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of a file that is said to have failed is found by everybody who searches."""
-    monkeypatch.setattr(parsing, "PART_DOCUMENTS", 10)
+    monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
     library, replace_, calls = opened(), IndexUpdater.replace, list[int]()
 
     def failing(self: IndexUpdater, members: Any, documents: Any, *kept: Any) -> None:

@@ -1,0 +1,215 @@
+"""Files on their way into the index, and the threads that read them beside the one that commits.
+
+Owns the order in which files are read and committed: tenants take turns. One file of a tenant is read at a time, so that slow
+files of one tenant leave a thread to the others. Changes no index.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from ragspec.core import Document
+from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
+from ragspec.tenants import FairQueue
+from services.stores.parsing import ParseLimits, documents, parsed
+from services.stores.records import FileRecord, StoreMember
+
+_PART_DOCUMENTS, _PART_BYTES = 1000, 2**20
+"""Of one commit, after which the next tenant has its turn. A document is never divided."""
+_NUM_READERS = 2
+_MAX_AHEAD = 16
+"""Files of one tenant that are read before they are committed, fewer if they have `_PART_BYTES`."""
+_MAX_LARGE = 4
+"""Large files with a part in memory, over all tenants: a part may be one document of `ParseLimits.max_text_bytes`."""
+_NICENESS = 5
+"""Why not more: a query waits for the forward that the encoder has begun."""
+
+
+@dataclass(slots=True, eq=False)
+class Upload:
+    """A file on its way into the index, in parts. States of each part: unread -> ready -> committed.
+
+    `part`: the documents to commit next; `passages`: the same, cut. `committed`: the ids of those before. `may_be_known`: the
+    index may hold documents of the file already. `is_dropped`: the member ended, is deleted, or was attached again.
+    """
+
+    member: StoreMember
+    part: list[Document] = field(default_factory=list)
+    passages: list[EmbeddedDocument] = field(default_factory=list)
+    committed: set[str] = field(default_factory=set)
+    num_bytes: int = 0
+    is_whole: bool = False
+    is_large: bool = False
+    may_be_known: bool = True
+    is_dropped: bool = False
+    error: Exception | None = None
+    _lines: TextIO | None = None
+    _rest: Iterator[Document] = field(default_factory=lambda: iter(()))
+
+    @property
+    def tenant(self) -> str:
+        return self.member.tenant
+
+    @property
+    def is_parsed(self) -> bool:
+        return self._lines is not None
+
+    @property
+    def num_chars(self) -> int:
+        """Of the part."""
+        return sum(len(document.text) for document in self.part)
+
+    @property
+    def num_missing_chars(self) -> int:
+        """Of the part's passages that must be encoded."""
+        return sum(each.num_missing_chars for each in self.passages)
+
+    def parse(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
+        """Raises: InputError."""
+        self._lines = parsed(path, file.filename, limits)
+        self.is_large = os.fstat(self._lines.fileno()).st_size > _PART_BYTES
+        self._rest = documents(self._lines, file, self.member)
+
+    def read_part(self) -> None:
+        """Fills an empty `part` of a parsed file; `is_whole` is set with the last one."""
+        if self.part:
+            return
+        num_chars = 0
+        for document in itertools.islice(self._rest, _PART_DOCUMENTS):
+            self.part.append(document)
+            num_chars += len(document.text)
+            if num_chars >= _PART_BYTES:
+                return
+        self.is_whole = len(self.part) < _PART_DOCUMENTS
+
+    def part_done(self) -> None:
+        """The part is in the index."""
+        self.committed.update(document.id for document in self.part)
+        self.num_bytes += sum(len(document.text.encode()) for document in self.part)
+        self.part, self.passages = [], []
+
+    def close(self) -> None:
+        """Removes what parsing left on the disk."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+def yield_to_answers() -> None:
+    """Leaves most of the processors to answers, also in threads and processes that this thread starts.
+
+    Only Linux has priorities of threads.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS))
+
+
+class UploadQueue:
+    """Safe to call from several threads. States: started -> stopped -> joined."""
+
+    def __init__(self, read: Callable[[Upload], bool], wake: threading.Condition) -> None:
+        """`read` reads the next piece of a file, and returns whether the upload is ready. `wake` is notified of each change."""
+        self._read, self._wake = read, wake
+        self._unread, self._ready = (FairQueue[Upload](lambda upload: upload.tenant) for _ in range(2))
+        self._reading: set[str] = set()  # tenants
+        self._large: set[Upload] = set()  # with a part in memory
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ragspec-reader-{n}", daemon=True) for n in range(_NUM_READERS)
+        ]
+
+    def __len__(self) -> int:
+        with self._wake:
+            return len(self._unread) + len(self._ready)
+
+    @property
+    def has_ready(self) -> bool:
+        return bool(self._ready)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def append(self, upload: Upload) -> None:
+        with self._wake:
+            self._unread.append(upload)
+            self._wake.notify_all()
+
+    def take_ready(self, max_chars: int) -> list[Upload]:
+        """Uploads of tenants in turn, with at most so many characters to encode; or a larger one alone."""
+        taken: list[Upload] = []
+        with self._wake:
+            while self._ready and len(taken) < _MAX_AHEAD:
+                upload = self._ready.heads()[0]
+                max_chars -= upload.num_missing_chars
+                if taken and max_chars < 0:
+                    break
+                self._ready.take(upload)
+                taken.append(upload)
+        return taken
+
+    def put_back(self, uploads: Sequence[Upload]) -> None:
+        """In front of their tenants' others. Those without passages are read on."""
+        with self._wake:
+            for upload in reversed(uploads):
+                (self._ready if upload.passages else self._unread).appendleft(upload)
+                if not upload.part:
+                    self._large.discard(upload)
+            self._wake.notify_all()
+
+    def close(self, upload: Upload) -> None:
+        """Ends an upload that was taken."""
+        upload.close()
+        with self._wake:
+            self._large.discard(upload)
+            self._wake.notify_all()
+
+    def stop(self) -> None:
+        """Begins no other file."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+
+    def join(self) -> None:
+        """Returns after the files that are being read."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        for upload in (*self._unread, *self._ready):
+            upload.close()
+
+    def _run(self) -> None:
+        yield_to_answers()
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self._next() is not None)
+                if self._stopping or (upload := self._next()) is None:
+                    return
+                self._unread.take(upload)
+                self._reading.add(upload.tenant)
+                if upload.is_large:
+                    self._large.add(upload)
+            is_ready = self._read(upload)
+            with self._wake:
+                self._reading.discard(upload.tenant)
+                (self._ready.append if is_ready else self._unread.appendleft)(upload)
+                self._wake.notify_all()
+
+    def _next(self) -> Upload | None:
+        """The next file to read that need not wait for another one."""
+        return next(filter(self._may_be_read, self._unread.heads()), None)
+
+    def _may_be_read(self, upload: Upload) -> bool:
+        ahead = self._ready.of(upload.tenant)
+        if upload.tenant in self._reading or len(ahead) >= _MAX_AHEAD:
+            return False
+        if sum(each.num_chars for each in ahead) >= _PART_BYTES:
+            return False
+        return not upload.is_large or upload in self._large or len(self._large) < _MAX_LARGE

@@ -1,0 +1,41 @@
+"""Files of tests in a library."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.stores.library import Library
+
+
+def attached(library: Library, name: str = "zebra.txt", text: str = "A zebra has stripes.") -> tuple[str, str]:
+    """The store and the file of the tenant "ann"."""
+    return attached_by("ann", library, name, text)
+
+
+def attached_by(tenant: str, library: Library, name: str, text: str) -> tuple[str, str]:
+    store = library.create_store(tenant).id
+    file = library.upload(tenant, name, "assistants", io.BytesIO(text.encode())).id
+    library.attach(tenant, store, file, {})
+    return store, file
+
+
+def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple[str, str]:
+    """Status and code, once it is over."""
+    while (member := library.member(tenant, store, file)).status == "in_progress":
+        time.sleep(0.01)
+    return member.status, member.code
+
+
+@contextmanager
+def commits_paused(library: Library) -> Iterator[None]:
+    """Files are read and not committed inside the block."""
+    worker = library._ingest
+    worker._members_due_s = math.inf
+    yield
+    with worker._wake:
+        worker._members_due_s = 0.0
+        worker._wake.notify_all()

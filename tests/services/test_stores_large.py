@@ -1,0 +1,210 @@
+"""Large texts in the library: they are encoded in slices, between which others have their turn, and committed whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from letter_encoder import LetterEncoder
+from library_files import attached, attached_by, commits_paused, ended
+from stand_ins import until
+
+from ragspec.core import Document
+from ragspec.errors import NotFound
+from ragspec.retrieval.encoder import FloatArray, TextKind
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.retriever import build_index
+from services.stores import ingest, uploads
+from services.stores.index_updater import IndexUpdater
+from services.stores.library import Library
+
+LARGE = " ".join(f"Quagga number {number} is gone." for number in range(4000))
+"""More than three slices."""
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class HeldEncoder(LetterEncoder):
+    """The first slice of a text about quaggas waits for `go_on`, every later one for `finish`."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on, self.finish = threading.Event(), threading.Event(), threading.Event()
+        self.num_chars: list[int] = []  # of each slice
+
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
+        if any("Quagga" in text for text in texts):
+            self.num_chars.append(sum(map(len, texts)))
+            self.begun.set()
+            (self.finish if len(self.num_chars) > 1 else self.go_on).wait(90.0)
+        return super().encode(texts, kind)
+
+
+@pytest.fixture
+def encoder() -> HeldEncoder:
+    return HeldEncoder()
+
+
+@pytest.fixture
+def library(tmp_path: Path, encoder: HeldEncoder) -> Iterator[Library]:
+    build_index([Document("old", "The old mill grinds corn.")], tmp_path / "index", LetterEncoder())
+    with Library(tmp_path / "data", tmp_path / "index", encoder) as library:
+        yield library
+        encoder.go_on.set()
+        encoder.finish.set()
+
+
+def documents(tmp_path: Path, tenant: str) -> list[Document]:
+    return [document for document in Store.open(tmp_path / "index").documents() if document.owner == tenant]
+
+
+def test_others_have_their_turn_while_a_large_text_is_encoded(library: Library, encoder: HeldEncoder) -> None:
+    """Ten megabytes are encoded for eight minutes: meanwhile no file of others was added, and deletions ended with an error."""
+    gone = attached(library, "gone.txt")
+    assert ended(library, *gone) == ("completed", "")
+    large = attached_by("bob", library, "large.txt", LARGE)
+    assert encoder.begun.wait(90.0)
+    small = attached(library, "small.txt")
+    until(lambda: library._ingest._uploads.has_ready)
+    deletion = threading.Thread(target=lambda: asyncio.run(library.detach("ann", *gone)))
+    deletion.start()
+    until(lambda: library._ingest._deletions)
+    encoder.go_on.set()
+    deletion.join()
+    assert ended(library, *small) == ("completed", "")
+    with pytest.raises(NotFound):
+        library.member("ann", *gone)
+    assert library.member("bob", *large).status == "in_progress"
+    encoder.finish.set()
+    assert ended(library, *large, tenant="bob") == ("completed", "")
+
+
+def test_a_large_text_that_is_deleted_is_not_encoded_to_its_end(
+    tmp_path: Path, library: Library, encoder: HeldEncoder
+) -> None:
+    """Its own deletion, too, waited for minutes, and half a document may not stay behind."""
+    large = attached_by("bob", library, "large.txt", LARGE)
+    assert encoder.begun.wait(90.0)
+    deletion = threading.Thread(target=lambda: asyncio.run(library.detach("bob", *large)))
+    deletion.start()
+    until(lambda: library._ingest._deletions)
+    encoder.go_on.set()
+    deletion.join()
+    assert ended(library, *attached(library)) == ("completed", "")
+    assert len(encoder.num_chars) == 1 and encoder.num_chars[0] < len(LARGE) / 2
+    assert documents(tmp_path, "bob") == []
+    with pytest.raises(NotFound):
+        library.member("bob", *large)
+
+
+def test_a_text_encoded_in_slices_is_indexed_as_one_encoded_at_once(
+    tmp_path: Path, library: Library, encoder: HeldEncoder
+) -> None:
+    """Vectors of slices must belong to their passages; and a text that is known is not encoded again."""
+    encoder.go_on.set()
+    encoder.finish.set()
+    store, file = attached_by("bob", library, "large.txt", LARGE)
+    assert ended(library, store, file, "bob") == ("completed", "")
+    assert len(encoder.num_chars) >= 3
+    (document,) = documents(tmp_path, "bob")
+    assert document.text.strip() == LARGE
+    build_index([document], tmp_path / "whole", LetterEncoder())
+    (whole,) = Store.open(tmp_path / "whole").segments
+    sliced = next(live for live in Store.open(tmp_path / "index").segments if document.id in live.segment.ids)
+    assert np.array_equal(whole.segment.vectors, sliced.segment.vectors)
+    assert np.array_equal(whole.segment.spans, sliced.segment.spans)
+    encoder.num_chars.clear()
+    library.attach("bob", store, file, {"year": 1883})
+    assert ended(library, store, file, "bob") == ("completed", "")
+    assert encoder.num_chars == [] and documents(tmp_path, "bob")[0].metadata["year"] == 1883
+
+
+_KILLED = """
+import io, os, signal, sys, threading
+from pathlib import Path
+from letter_encoder import LetterEncoder
+from services.stores.library import Library
+
+class DeadlyEncoder(LetterEncoder):
+    num_slices = 0
+
+    def encode(self, texts, kind="document"):
+        self.num_slices += 1
+        if self.num_slices == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(texts, kind)
+
+folder = Path(sys.argv[1])
+library = Library(folder / "data", folder / "index", DeadlyEncoder())
+store = library.create_store("bob").id
+file = library.upload("bob", "large.txt", "assistants", io.BytesIO(sys.stdin.buffer.read())).id
+library.attach("bob", store, file, {})
+print(store, file, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_process_killed_between_slices_leaves_no_half_text_and_loses_none(tmp_path: Path) -> None:
+    """What was acknowledged is indexed once, by the next process; nothing of it is found before."""
+    build_index([Document("old", "The old mill grinds corn.")], tmp_path / "index", LetterEncoder())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
+    killed = subprocess.run(command, input=LARGE, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    assert killed.returncode < 0 and documents(tmp_path, "bob") == []
+    store, file = killed.stdout.split()
+    with Library(tmp_path / "data", tmp_path / "index", LetterEncoder()) as library:
+        assert ended(library, store, file, "bob") == ("completed", "")
+    assert [document.text.strip() for document in documents(tmp_path, "bob")] == [LARGE]
+
+
+def test_a_commit_holds_a_bounded_amount_of_text(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a commit were counted, not their bytes: sixteen texts of ten megabytes became one commit."""
+    commits: list[int] = []
+    commit = IndexWriter.commit
+
+    def noting(writer: IndexWriter) -> Any:
+        before = writer.changes.added
+        commits.append(before)
+        return commit(writer)
+
+    monkeypatch.setattr(IndexWriter, "commit", noting)
+    text = " ".join(f"Zebra number {number} has stripes." for number in range(600))  # two are more than a slice
+    with commits_paused(library):
+        pairs = [attached(library, f"{number}.txt", text) for number in range(3)]
+        pairs += [attached(library, f"small {number}.txt") for number in range(3)]
+        until(lambda: len(library._ingest._uploads._ready) == 6)
+    assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
+    assert ingest._TURN_CHARS / 2 < len(text) < ingest._TURN_CHARS and commits[:2] == [1, 1] and sum(commits) == 6
+
+
+def test_parts_of_few_large_files_are_in_memory_at_once(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large texts of a hundred tenants, each encoded by slices in turn, would lie in the memory together for hours."""
+    monkeypatch.setattr(uploads, "_PART_BYTES", 1000)
+    monkeypatch.setattr(uploads, "_MAX_LARGE", 2)
+    num_large: list[int] = []
+    replace = IndexUpdater.replace
+
+    def noting(self: IndexUpdater, *arguments: Any) -> None:
+        num_large.append(len(library._ingest._uploads._large))
+        replace(self, *arguments)
+
+    monkeypatch.setattr(IndexUpdater, "replace", noting)
+    texts = {f"tenant {number}": f"Zebra of {number}. " * 200 for number in range(6)}
+    with commits_paused(library):
+        pairs = {tenant: attached_by(tenant, library, "zebra.txt", text) for tenant, text in texts.items()}
+        until(lambda: len(library._ingest._uploads._ready) == 2)
+    for tenant, pair in pairs.items():
+        assert ended(library, *pair, tenant=tenant) == ("completed", "")
+        assert [document.text.strip() for document in documents(tmp_path, tenant)] == [texts[tenant].strip()]
+    assert max(num_large) <= 2
