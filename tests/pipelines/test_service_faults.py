@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -30,7 +31,7 @@ from pipelines.benchmarks.chaos import faulty_service
 from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
 from pipelines.benchmarks.chaos.network_namespace import NetworkNamespace, enter, free_network, network_namespace
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
-from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, ServiceFaults, fault_of
+from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, Fault, ServiceFaults, fault_of
 from pipelines.benchmarks.chaos.service_process import Network, small_disk
 from ragspec.disk import write_atomically
 from ragspec.errors import EngineError
@@ -449,6 +450,40 @@ def test_the_probe_does_not_kill_a_service_that_has_just_started() -> None:
 
     asyncio.run(run())
     assert not killed
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "num_cut", "bad"),
+    [
+        (True, 0, 0, {}),
+        (True, 1, 0, {"upgrade failed": 1}),
+        (False, None, 0, {"hang": 1}),
+        (True, 0, 2, {"cut off": 2}),
+    ],
+)
+def test_an_upgrade_that_fails_hangs_or_cuts_streams_off_is_counted(
+    ended: bool, code: int | None, num_cut: int, bad: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade that counts as survived however the service ends."""
+    signals, clients = list[int](), SimpleNamespace(num_cut=7)
+
+    def send(number: int) -> None:
+        signals.append(number)
+        clients.num_cut += num_cut
+
+    service = SimpleNamespace(is_up=True, options=ServiceOptions(Path(), Path(), 0), send=send, kill=lambda: None)
+    service.has_ended, service.exit_code = lambda within_s: ended, code
+
+    async def recovered(*_: object) -> float:
+        return 0.5
+
+    monkeypatch.setattr(ServiceFaults, "_back_up", lambda self: None)
+    monkeypatch.setattr(ServiceFaults, "_recovery_s", recovered)
+    parts: Any = None, service, clients
+    faults = ServiceFaults(*parts[:2])
+    asyncio.run(faults._strike(Fault("upgrade", 0.0, 0.0), parts[2]))
+    assert signals == [signal.SIGTERM] and set(bad) <= set(soak.BAD)
+    assert +faults._counts == {"upgrade": 1, "recovered within 1 s": 1} | bad
 
 
 def survived(state: Path, *options: str) -> dict[str, int]:
