@@ -6,16 +6,18 @@ Owns the commands' output; the file is `services.keys`'. A key is shown once, wh
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, group
+from ragspec.cli.options import AsJson, Config, group
 from ragspec.cli.terminal import data_folder, safe, stderr_console, stdout_console
+from ragspec.config import load_settings
 
 if TYPE_CHECKING:
     from services.keys import KeyRecord
@@ -88,8 +90,8 @@ def list_keys(file: File = _DEFAULT, as_json: AsJson = False) -> None:
         table.add_column(heading, overflow="fold")
     for record in records:
         limits = record.limits.model_dump(exclude_none=True) if record.limits else {}
-        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.items())
-        table.add_row(safe(record.id), safe(record.tenant), "yes" if record.trusted else "", record.created, shown)
+        cells = safe(record.id), safe(record.tenant), "yes" if record.trusted else "", record.created
+        table.add_row(*cells, _shown_limits(limits))
     stdout_console().print(table)
 
 
@@ -107,21 +109,52 @@ def usage(
     data: Annotated[
         Path | None, typer.Option(help="The service's data folder; default: that of ragspec serve.", show_default=False)
     ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="The keys file, for the keys' limits.")] = None,
+    config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each tenant stores, the largest first."""
-    from services.stores.usage import stored_bytes
+    """What each tenant stores, of how much, and what its keys may do, the largest first."""
+    from services.keys import read_keys
+    from services.settings import ServiceConfig
+    from services.stores.records import MAX_BYTES_PER_TENANT
+    from services.stores.usage import StoredBytes, stored_bytes
 
-    stored = stored_bytes(data or data_folder() / "service")
+    service = load_settings(ServiceConfig, config).service
+    stored = stored_bytes(data or Path(service.data_dir or data_folder() / "service"))
+    keys_file = file or (Path(service.keys_file) if service.keys_file else None)
+    limits: dict[str, dict[str, Any]] = {}
+    for record in read_keys(keys_file) if keys_file else ():
+        own = record.limits.over(service.limits.key) if record.limits else service.limits.key
+        limits.setdefault(record.tenant, {})[record.id] = own.model_dump(exclude_none=True)
+        stored.setdefault(record.tenant, StoredBytes())
     order = sorted(stored, key=lambda tenant: -stored[tenant].file_bytes - stored[tenant].conversation_bytes)
+    report = {
+        tenant: asdict(row := stored[tenant])
+        | {"max_file_bytes": MAX_BYTES_PER_TENANT, "file_share": row.fullest_bytes / MAX_BYTES_PER_TENANT}
+        | {"max_conversation_bytes": service.conversations.max_bytes}
+        | {"conversation_share": row.conversation_bytes / service.conversations.max_bytes}
+        | {"keys": limits.get(tenant, {})}
+        for tenant in order
+    }
     if as_json:
-        print(json.dumps({tenant: asdict(stored[tenant]) for tenant in order}))
-        return
+        print(json.dumps(report))
+    else:
+        stdout_console().print(_usage_table(report))
+
+
+def _usage_table(report: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("tenant", "files", "MiB", "conversations", "MiB"):
-        table.add_column(heading, justify="left" if heading == "tenant" else "right", overflow="fold")
-    for tenant in order:
-        row = stored[tenant]
-        sizes = [f"{size / 2**20:.1f}" for size in (row.file_bytes, row.conversation_bytes)]
-        table.add_row(safe(tenant), str(row.num_files), sizes[0], str(row.num_conversations), sizes[1])
-    stdout_console().print(table)
+    for heading in ("tenant", "files", "MiB", "used", "conversations", "MiB", "used", "limits of its keys"):
+        is_text = heading.startswith(("tenant", "limits"))
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    for tenant, row in report.items():
+        cells = [safe(tenant)]
+        for kind in ("file", "conversation"):
+            cells += [str(row[f"num_{kind}s"]), f"{row[f'{kind}_bytes'] / 2**20:.1f}", f"{row[f'{kind}_share']:.1%}"]
+        shown = (f"{safe(key_id)}: {_shown_limits(limits)}" for key_id, limits in row["keys"].items())
+        table.add_row(*cells, "\n".join(shown))
+    return table
+
+
+def _shown_limits(limits: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.items())

@@ -33,7 +33,15 @@ from services.stores.blobs import Blobs, DiskReserve
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
-from services.stores.records import RECORD_BYTES, Attributes, FileRecord, Records, StoreMember, StoreRecord
+from services.stores.records import (
+    MAX_BYTES_PER_TENANT,
+    RECORD_BYTES,
+    Attributes,
+    FileRecord,
+    Records,
+    StoreMember,
+    StoreRecord,
+)
 
 _MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
@@ -69,7 +77,7 @@ class Library(AbstractContextManager["Library"]):
         encoder: TextEncoder,
         forget: Forget = lambda tenant, documents: None,
         *,
-        max_bytes_per_tenant: int = 2**30,
+        max_bytes_per_tenant: int = MAX_BYTES_PER_TENANT,
         max_waiting: int = 10_000,
         parse_limits: ParseLimits | None = None,
     ) -> None:

@@ -39,6 +39,7 @@ SELECT (SELECT TOTAL(num_bytes + {0}) FROM files WHERE tenant=?1)
     + (SELECT TOTAL(LENGTH(attributes) + {0}) FROM members WHERE tenant=?1)
 """
 RECORD_BYTES = 4096
+MAX_BYTES_PER_TENANT = 2**30
 """What a file, a store or a member counts beside its bytes, so that empty ones count too."""
 
 Attributes = Mapping[str, str | float | bool]

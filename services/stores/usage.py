@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,11 @@ UNION ALL SELECT tenant, 0, TOTAL(num_bytes) FROM shown GROUP BY tenant
 
 @dataclass(slots=True)
 class StoredBytes:
-    """Of one tenant, as its quotas count them."""
+    """Of one tenant, as its quotas count them. Files of each index have a quota of their own: `fullest_bytes` are the most."""
 
     num_files: int = 0
     file_bytes: int = 0
+    fullest_bytes: int = 0
     num_conversations: int = 0
     conversation_bytes: int = 0
 
@@ -43,9 +45,13 @@ def stored_bytes(data_dir: Path) -> dict[str, StoredBytes]:
     """By tenant. Raises: SaveError if a database cannot be read."""
     found: dict[str, StoredBytes] = {}
     for path in sorted(data_dir.rglob("library.sqlite")):
+        in_library = Counter[str]()
         for tenant, count, num_bytes in _rows(path, _LIBRARY):
             usage = found.setdefault(tenant, StoredBytes())
             usage.num_files, usage.file_bytes = usage.num_files + count, usage.file_bytes + int(num_bytes)
+            in_library[tenant] += int(num_bytes)
+        for tenant, total in in_library.items():
+            found[tenant].fullest_bytes = max(found[tenant].fullest_bytes, total)
     for tenant, count, num_bytes in _rows(data_dir / "conversations.sqlite", _CONVERSATIONS):
         usage = found.setdefault(tenant, StoredBytes())
         usage.num_conversations, usage.conversation_bytes = (

@@ -9,7 +9,8 @@ import pytest
 
 from ragspec.cli import main
 from ragspec.rag.chat.conversations import ConversationStore, QaPair
-from services.keys import KeyFile
+from services.keys import KeyFile, add_key
+from services.settings import KeyLimits
 from services.stores.records import Records
 
 
@@ -57,7 +58,7 @@ def test_a_rotated_key_has_the_rights_of_the_old_one_until_that_is_revoked(
 
 
 def test_the_report_counts_what_quotas_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tenant that fills the disk is not the one that the report names."""
+    """The tenant that fills the disk is not the one that the report names; or nobody sees how much room a tenant has left."""
     records = Records(tmp_path / "libraries/a/library.sqlite")
     records.add_file("ann", "file-1", "a.txt", "assistants", 3_000_000)
     store = records.add_store("ann", "notes", {"a": "b"})
@@ -72,8 +73,21 @@ def test_the_report_counts_what_quotas_count(tmp_path: Path, capsys: pytest.Capt
         name: records.used_bytes(name) for name in ("ann", "bob")
     }
     assert report["bob"]["num_conversations"] == 1 and report["bob"]["conversation_bytes"] > len("When?At noon.")
-    assert run("keys", "usage", "--data", str(tmp_path)) == 0
-    assert "ann" in capsys.readouterr().out
+    assert report["ann"]["max_file_bytes"] == 2**30 and report["ann"]["file_share"] == records.used_bytes("ann") / 2**30
+    file, config = tmp_path / "keys.json", tmp_path / "ragspec.yaml"
+    config.write_text(
+        f"service: {{keys_file: {file}, conversations: {{max_bytes: 65536}}, limits: {{key: {{concurrency: 4}}}}}}"
+    )
+    add_key(file, "bob", key_id="b1", limits=KeyLimits(requests_per_minute=60))
+    add_key(file, "eve")
+    assert run("keys", "usage", "--data", str(tmp_path), "--config", str(config), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bob"]["conversation_share"] == report["bob"]["conversation_bytes"] / 65536 > 0
+    assert report["bob"]["keys"] == {"b1": {"requests_per_minute": 60, "concurrency": 4}}
+    assert (report["eve"]["file_share"], list(report["eve"]["keys"].values())) == (0.0, [{"concurrency": 4}])
+    assert run("keys", "usage", "--data", str(tmp_path), "--file", str(file)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "ann" in shown and "0.3%" in shown and "requests per" in shown
     assert run("keys", "usage", "--data", str(tmp_path / "none"), "--json") == 0
     assert json.loads(capsys.readouterr().out) == {}
     talks.close()
