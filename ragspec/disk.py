@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -56,9 +57,9 @@ def make_folder(path: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Nobody but its owner enters the folder from now on. A folder of another account stays as it is."""
-    with contextlib.suppress(PermissionError):
-        folder.chmod(0o700)
+    """Takes the rights of all accounts but the owner's. A folder whose rights cannot be changed stays as it is."""
+    with contextlib.suppress(OSError):
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
 
 
 def fsync(path: Path) -> None:

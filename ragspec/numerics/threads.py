@@ -32,6 +32,8 @@ _CLEARLY, _BY_FAR = 0.8, 0.25
 _WINS = 2
 """A trial wins below this share of the usual time; two wins in a row change the count, or a single win by far."""
 _STEP_WEIGHT = 0.2
+_BEGIN_S = 60.0
+"""Threads that have not begun after this never will."""
 
 
 def num_processors() -> int:
@@ -124,26 +126,37 @@ def run_in_thread(call: Callable[[], T], num_threads: int) -> T:
         return thread.submit(run).result()
 
 
-@lru_cache
 def compute_threads(num_threads: int) -> ThreadPoolExecutor:
-    """This process's threads that compute side by side, each with one thread inside its products. Always the same ones.
+    """Threads that compute side by side, each with one thread inside its products. They stay, with the caller's priority.
 
     A call in one of them must not wait for another of them.
     """
-    return started_threads(num_threads, "ragspec-compute", set_num_threads, (1,))
+    return _compute_threads(num_threads, os.getpriority(os.PRIO_PROCESS, 0))  # on Linux that of the calling thread
 
 
-os.register_at_fork(after_in_child=compute_threads.cache_clear)  # a fork has none of its parent's threads
+@lru_cache
+def _compute_threads(num_threads: int, niceness: int) -> ThreadPoolExecutor:
+    return started_threads(num_threads, "ragspec-compute", set_num_threads, (1,))  # as nice as their creator
 
 
-def started_threads(num_threads: int, name: str, *initializer: Any) -> ThreadPoolExecutor:
-    """A pool whose threads all run when this returns.
+os.register_at_fork(after_in_child=_compute_threads.cache_clear)  # a fork has none of its parent's threads
+
+
+def started_threads(
+    num_threads: int, name: str, initializer: Callable[..., None] | None = None, initargs: tuple[Any, ...] = ()
+) -> ThreadPoolExecutor:
+    """A pool whose threads all run when this returns. Raises: RuntimeError if the system starts no more threads.
 
     Why: if memory runs out, a new thread can die before it runs, and `Thread.start` then waits for it for ever.
     """
-    threads = ThreadPoolExecutor(num_threads, name, *initializer)
-    everyone_runs = threading.Barrier(num_threads + 1)
-    for _ in range(num_threads):
-        threads.submit(everyone_runs.wait)
-    everyone_runs.wait()
+    threads = ThreadPoolExecutor(num_threads, name, initializer, initargs)
+    everyone_runs = threading.Barrier(num_threads + 1, timeout=_BEGIN_S)
+    try:
+        for _ in range(num_threads):
+            threads.submit(everyone_runs.wait)
+        everyone_runs.wait()
+    except BaseException:
+        everyone_runs.abort()  # else its threads, and so the process, would never end
+        threads.shutdown(wait=False)
+        raise
     return threads

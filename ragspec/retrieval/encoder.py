@@ -24,7 +24,7 @@ from torch import Tensor
 from ragspec.config import EncoderConfig
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.packaged_encoder import PACKAGED_MODEL, SentenceModel, load_packaged, packaged_folder
-from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading
+from ragspec.retrieval.row_invariant import TOKENISED_AT_ONCE, RowInvariantModel, TokenIds, model_loading
 
 FloatArray = NDArray[np.float32]
 TextKind = Literal["query", "document"]
@@ -107,12 +107,15 @@ class Encoder(RowInvariantModel):
         if not texts:
             return []
         prefix = self._model.prompts.get("document") or ""
-        whole = [prefix + text for text in texts]
-        with self._tokenizing:
-            encoded = self._tokenizer(
-                whole, truncation=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )
-        return [len(ids) for ids in encoded["input_ids"]]
+        counts: list[int] = []
+        for first in range(0, len(texts), TOKENISED_AT_ONCE):
+            whole = [prefix + text for text in texts[first : first + TOKENISED_AT_ONCE]]
+            with self._tokenizing:  # Why so few: queries wait for it
+                encoded = self._tokenizer(
+                    whole, truncation=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+                )
+            counts += [len(ids) for ids in encoded["input_ids"]]
+        return counts
 
     def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         """One L2-normalised row per text, in order; longer texts are cut at `max_tokens`.

@@ -42,7 +42,7 @@ _SHARED_BATCH_TOKENS, _SHARED_S = 64, 10.0
 a file have begun, and a full one takes as long as a short answer."""
 _PART_TOKENS = 64
 """Tokens that are worth a processor of their own."""
-_TOKENISED_AT_ONCE = 64
+TOKENISED_AT_ONCE = 64
 _MAX_CHARS_PER_TOKEN = 64
 _SELF_TEST_LENGTHS = (3, 17, 129)
 _RAGGED_LENGTHS = (3, 17, 129, 3, 200, 17, 129, 200)
@@ -104,6 +104,7 @@ class RowInvariantModel(ABC):
         if not run_in_thread(self.self_test, 1):
             self.max_batch_size = 1
         self.lost = ""
+        compute_threads(num_processors())  # begins them before the first query
         """Why nothing can be computed any more; empty as long as it can."""
 
     @abstractmethod
@@ -129,8 +130,8 @@ class RowInvariantModel(ABC):
         most_chars = self.max_tokens * _MAX_CHARS_PER_TOKEN  # Why: a megabyte takes seconds to tokenise
         cut = [[text[:most_chars] for text in column] for column in texts]
         encoded: dict[str, list[list[int]]] = {}
-        for first in range(0, len(cut[0]), _TOKENISED_AT_ONCE):
-            part = [column[first : first + _TOKENISED_AT_ONCE] for column in cut]
+        for first in range(0, len(cut[0]), TOKENISED_AT_ONCE):
+            part = [column[first : first + TOKENISED_AT_ONCE] for column in cut]
             with self._tokenizing:
                 for name, rows in self._tokenizer(*part, truncation=True, max_length=self.max_tokens).items():
                     encoded.setdefault(name, []).extend(rows)

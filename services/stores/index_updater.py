@@ -37,6 +37,10 @@ SCRUB_WAIT_S = 600.0
 """From a deletion to the removal of its text from the disk. A scrub rewrites a whole segment, so deletions are collected."""
 
 
+class PartsMissing(Exception):
+    """Parts of a file that were committed are gone: their deletion failed half-way, or the index was rebuilt."""
+
+
 class IndexUpdater:
     """For one thread, apart from `chunked` and `stop_waiting`. `forget` clears caches of deleted and replaced documents."""
 
@@ -84,14 +88,19 @@ class IndexUpdater:
     ) -> None:
         """Adds `documents` and deletes all others of `members`, except those `kept`, in one commit.
 
-        Raises: IndexBusy, SaveError, InputError.
+        Raises: IndexBusy, SaveError, InputError; PartsMissing if the index lacks documents that are `kept`.
         """
         owners = {origin_of(member): member.tenant for member in members}
         new = {each.document.id for each in documents}
+        if documents:
+            make_private(self._index_dir)  # Why: until the first upload it was the index of whoever built it
         with self._writer() as writer:
+            origins = list(writer.origins())
+            if not {name for name, *_ in origins}.issuperset(kept):
+                raise PartsMissing
             old = [
                 (name, owner)
-                for name, owner, origin in writer.origins()
+                for name, owner, origin in origins
                 if name in new or (owners.get(origin) == owner and name not in kept)
             ]
             for each in documents:
@@ -145,5 +154,4 @@ class IndexUpdater:
                     if attempt == TRIES - 1 or self._is_stopping:
                         raise
                     time.sleep(_RETRY_S)
-            make_private(self._index_dir)  # Why: until the first upload it was the index of whoever built it
             yield writer

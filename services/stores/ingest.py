@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, RetrievalError, SaveError
+from ragspec.numerics.threads import compute_threads, num_processors
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.tenants import FairQueue
-from services.stores.index_updater import Forget, IndexUpdater
+from services.stores.index_updater import Forget, IndexUpdater, PartsMissing
 from services.stores.parsing import ParseLimits, UnsupportedFile
 from services.stores.records import FileRecord, Records, StoreMember
 from services.stores.uploads import Upload, UploadQueue, yield_to_answers
@@ -145,6 +146,7 @@ class IngestWorker:
 
     def _run(self) -> None:
         yield_to_answers()
+        compute_threads(num_processors())  # begins them before memory may run out
         while True:
             with self._wake:
                 while not (self._stopping or self._deletions or (wait_s := self._due_s() - time.monotonic()) <= 0):
@@ -155,14 +157,16 @@ class IngestWorker:
                 for deletion in deletions:
                     self._deletions.take(deletion)
             try:
-                self._retry_deletions()
                 for deletion in deletions:
                     self._delete(deletion)
+                self._retry_deletions()
                 if not deletions and self._members_due_s <= time.monotonic():
                     self._add()
                 self._index.scrub_if_due()
             except Exception:
                 log.exception("a change of the index failed; others go on")
+                self._uploads.put_back_taken()
+                self._members_due_s = time.monotonic() + _RETRY_FILES_S
 
     def _due_s(self) -> float:
         """Time of the next task, of time.monotonic."""
@@ -175,8 +179,8 @@ class IngestWorker:
         """Retries deletions that an earlier process left or that failed, until they succeed."""
         if not self._unfinished_deletions or time.monotonic() < self._deletions_due_s:
             return
-        self._unfinished_deletions = self._records.still_deleting(self._unfinished_deletions)
         try:
+            self._unfinished_deletions = self._records.still_deleting(self._unfinished_deletions)
             self._drop(self._unfinished_deletions)
         except Exception as cause:
             log.warning("%d deletions still fail: %s", len(self._unfinished_deletions), type(cause).__name__)
@@ -195,7 +199,7 @@ class IngestWorker:
         except Exception as cause:
             try:
                 self._restore(deletion.members)
-            except SaveError:  # the disk is so full that neither is recorded: what was begun is owed
+            except RagspecError:  # as on a disk so full that neither is recorded: what was begun is owed
                 self._owe(deletion.members)
             finally:
                 deletion.done.set_exception(cause if isinstance(cause, RagspecError) else SaveError(str(cause)))
@@ -268,6 +272,10 @@ class IngestWorker:
                 self._index.replace([upload.member for upload in whole], passages, kept)
         except _PASSING as cause:
             self._wait(read, cause)
+        except PartsMissing:
+            for upload in read:
+                self._uploads.close(upload)
+                self.add(upload.member)
         except Exception as cause:
             if len(read) == 1:
                 self._fail(read[0], cause, "the index could not be written")
@@ -284,8 +292,6 @@ class IngestWorker:
 
     def _wait(self, uploads: Sequence[Upload], cause: Exception) -> None:
         log.warning("files wait: %s", type(cause).__name__)
-        for upload in uploads:
-            upload.error = None
         self._uploads.put_back(uploads)
         self._members_due_s = time.monotonic() + _RETRY_FILES_S
 
@@ -309,5 +315,5 @@ class IngestWorker:
         """Records the outcome. On a disk too full for that, the file is read again later."""
         try:
             self._records.end(member, status, code, message, num_bytes=num_bytes)
-        except SaveError as cause:
+        except RagspecError as cause:
             self._wait([Upload(member)], cause)

@@ -128,7 +128,8 @@ class Library(AbstractContextManager["Library"]):
         await self._ingest.delete(members)
         await asyncio.to_thread(self._blobs.remove, file)
         await asyncio.to_thread(self._records.drop_file, tenant, file_id)
-        await self._ingest.delete(self._records.members_of_file(tenant, file_id))  # members attached meanwhile
+        meanwhile = await asyncio.to_thread(self._records.members_of_file, tenant, file_id)
+        await self._ingest.delete(meanwhile)
 
     async def _deleting(self, delete: Callable[[], Awaitable[None]]) -> None:
         """Deletes; on a full disk once more, with the reserve given up."""

@@ -7,6 +7,7 @@ files of one tenant leave a thread to the others. Changes no index.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -17,17 +18,21 @@ from typing import TextIO
 
 from ragspec.core import Document
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
+from ragspec.retrieval.reading import ROW_SUFFIXES
 from ragspec.tenants import FairQueue
 from services.stores.parsing import ParseLimits, documents, parsed
 from services.stores.records import FileRecord, StoreMember
+
+log = logging.getLogger(__name__)
 
 _PART_DOCUMENTS, _PART_BYTES = 1000, 2**20
 """Of one commit, after which the next tenant has its turn. A document is never divided."""
 _NUM_READERS = 2
 _MAX_AHEAD = 16
 """Files of one tenant that are read before they are committed, fewer if they have `_PART_BYTES`."""
-_MAX_LARGE = 4
-"""Large files with a part in memory, over all tenants: a part may be one document of `ParseLimits.max_text_bytes`."""
+_LARGE_BYTES, _MAX_LARGE = 2**23, 4
+"""Texts of that size with passages in memory, over all tenants: one may have `ParseLimits.max_text_bytes`."""
+_STOP_S = 10.0
 _NICENESS = 5
 """Why not more: a query waits for the forward that the encoder has begun."""
 
@@ -74,7 +79,8 @@ class Upload:
     def parse(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
         """Raises: InputError."""
         self._lines = parsed(path, file.filename, limits)
-        self.is_large = os.fstat(self._lines.fileno()).st_size > _PART_BYTES
+        has_rows = Path(file.filename).suffix.lower() in ROW_SUFFIXES  # then a part is small
+        self.is_large = not has_rows and os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
         self._rest = documents(self._lines, file, self.member)
 
     def read_part(self) -> None:
@@ -88,6 +94,8 @@ class Upload:
             if num_chars >= _PART_BYTES:
                 return
         self.is_whole = len(self.part) < _PART_DOCUMENTS
+        if self.is_whole:
+            self.close()
 
     def part_done(self) -> None:
         """The part is in the index."""
@@ -120,6 +128,7 @@ class UploadQueue:
         self._unread, self._ready = (FairQueue[Upload](lambda upload: upload.tenant) for _ in range(2))
         self._reading: set[str] = set()  # tenants
         self._large: set[Upload] = set()  # with a part in memory
+        self._taken: list[Upload] = []
         self._stopping = False
         self._threads = [
             threading.Thread(target=self._run, name=f"ragspec-reader-{n}", daemon=True) for n in range(_NUM_READERS)
@@ -153,12 +162,19 @@ class UploadQueue:
                     break
                 self._ready.take(upload)
                 taken.append(upload)
+            self._taken = list(taken)
         return taken
+
+    def put_back_taken(self) -> None:
+        """After an error: all that were taken last and neither put back nor closed."""
+        self.put_back(self._taken)
 
     def put_back(self, uploads: Sequence[Upload]) -> None:
         """In front of their tenants' others. Those without passages are read on."""
         with self._wake:
+            self._taken = [upload for upload in self._taken if upload not in uploads]
             for upload in reversed(uploads):
+                upload.error = None
                 (self._ready if upload.passages else self._unread).appendleft(upload)
                 if not upload.part:
                     self._large.discard(upload)
@@ -168,6 +184,7 @@ class UploadQueue:
         """Ends an upload that was taken."""
         upload.close()
         with self._wake:
+            self._taken = [each for each in self._taken if each is not upload]
             self._large.discard(upload)
             self._wake.notify_all()
 
@@ -178,25 +195,35 @@ class UploadQueue:
             self._wake.notify_all()
 
     def join(self) -> None:
-        """Returns after the files that are being read."""
+        """Returns after the files that are being read, or soon: a parse may take minutes, and the next process begins it anew."""
         for thread in self._threads:
             if thread.is_alive():
-                thread.join()
-        for upload in (*self._unread, *self._ready):
-            upload.close()
+                thread.join(_STOP_S)
+        with self._wake:
+            for upload in (*self._unread, *self._ready):
+                upload.close()
 
     def _run(self) -> None:
         yield_to_answers()
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._next() is not None)
-                if self._stopping or (upload := self._next()) is None:
-                    return
-                self._unread.take(upload)
-                self._reading.add(upload.tenant)
-                if upload.is_large:
-                    self._large.add(upload)
+        while not self._stopping:
+            try:
+                self._read_next()
+            except Exception:  # as when memory ran out
+                log.exception("a file was not read; others go on")
+
+    def _read_next(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._next() is not None)
+            if self._stopping or (upload := self._next()) is None:
+                return
+            self._reading.add(upload.tenant)
+            self._unread.take(upload)
+            if upload.is_large:
+                self._large.add(upload)
+        is_ready = False
+        try:
             is_ready = self._read(upload)
+        finally:
             with self._wake:
                 self._reading.discard(upload.tenant)
                 (self._ready.append if is_ready else self._unread.appendleft)(upload)

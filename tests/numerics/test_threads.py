@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -129,6 +133,36 @@ def test_threads_that_compute_stay_and_have_no_workers() -> None:
             names.add(name)
             assert count == 1
     assert len(names) <= 2 and compute_threads(2) is compute_threads(2)
+
+
+def test_indexing_and_queries_compute_with_their_own_priority() -> None:
+    """Threads of whoever computed first served all: queries waited as if they were indexing, or indexing took their time."""
+
+    def niceness(own: int) -> set[int]:
+        os.setpriority(os.PRIO_PROCESS, 0, own)
+        return set(compute_threads(2).map(lambda _: os.getpriority(os.PRIO_PROCESS, 0), range(20)))
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    for nicer in (3, 0, 3):
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(niceness, usual + nicer).result() == {usual + nicer}
+
+
+def test_threads_that_cannot_begin_are_an_error_and_keep_no_process_alive() -> None:
+    """Those that had begun waited for the others for ever, and so did the end of the process."""
+    code = """
+import threading
+from ragspec.numerics.threads import started_threads
+start = threading.Thread.start
+def failing(thread):
+    if threading.active_count() > 2:
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = failing
+started_threads(5, "pool")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60.0, check=False)
+    assert ended.returncode == 1 and "can't start new thread" in ended.stderr
 
 
 def _computed() -> None:

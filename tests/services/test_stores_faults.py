@@ -97,7 +97,6 @@ _KILLED = """
 import io, sys
 from pathlib import Path
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended
 from services.stores.library import Library
 folder = Path(sys.argv[1])
 library = Library(folder / "data", folder / "index", LetterEncoder())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from library_files import attached, attached_by, commits_paused, ended
 from stand_ins import until
 
 from ragspec.core import Document
-from ragspec.errors import NotFound
+from ragspec.errors import NotFound, SaveError, StoreCorrupt
 from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
@@ -26,6 +27,8 @@ from ragspec.retrieval.retriever import build_index
 from services.stores import ingest, uploads
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library
+from services.stores.records import Records
+from services.stores.uploads import UploadQueue
 
 LARGE = " ".join(f"Quagga number {number} is gone." for number in range(4000))
 """More than three slices."""
@@ -190,7 +193,7 @@ def test_parts_of_few_large_files_are_in_memory_at_once(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large texts of a hundred tenants, each encoded by slices in turn, would lie in the memory together for hours."""
-    monkeypatch.setattr(uploads, "_PART_BYTES", 1000)
+    monkeypatch.setattr(uploads, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(uploads, "_MAX_LARGE", 2)
     num_large: list[int] = []
     replace = IndexUpdater.replace
@@ -208,3 +211,92 @@ def test_parts_of_few_large_files_are_in_memory_at_once(
         assert ended(library, *pair, tenant=tenant) == ("completed", "")
         assert [document.text.strip() for document in documents(tmp_path, tenant)] == [texts[tenant].strip()]
     assert max(num_large) <= 2
+
+
+def test_rows_do_not_wait_for_large_texts(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that are encoded for hours kept every file of more than a megabyte from being read."""
+    monkeypatch.setattr(uploads, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(uploads, "_MAX_LARGE", 1)
+    with commits_paused(library):
+        attached_by("bob", library, "large.txt", "Zebra. " * 500)
+        until(lambda: len(library._ingest._uploads._ready) == 1)
+        attached_by("cleo", library, "rows.csv", "text\n" + "A zebra.\n" * 500)
+        until(lambda: len(library._ingest._uploads._ready) == 2)
+
+
+@pytest.mark.parametrize("name", ["is_in_progress", "end"])
+def test_a_fault_of_the_records_keeps_no_file_from_the_index(
+    library: Library, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All files that were taken for the next commit were forgotten, and large ones kept their place for ever."""
+    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.01)
+    call, faults = (
+        getattr(Records, name),
+        [StoreCorrupt("a bad page"), MemoryError()][: 2 if name == "is_in_progress" else 1],
+    )
+
+    def failing(self: Records, *arguments: Any, **options: Any) -> Any:
+        if faults and threading.current_thread().name == "ragspec-ingest":
+            raise faults.pop()
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(Records, name, failing)
+    with commits_paused(library):
+        pairs = [attached_by(tenant, library, "zebra.txt", "A zebra.") for tenant in ("ann", "bob")]
+        until(lambda: len(library._ingest._uploads._ready) == 2)
+    found = [ended(library, *pair, tenant=tenant) for tenant, pair in zip(("ann", "bob"), pairs, strict=True)]
+    assert found == [("completed", "")] * 2 and not faults
+
+
+def test_a_reader_outlives_an_error(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After memory had run out in both readers, no file was read until the next start."""
+    read, faults = UploadQueue._next, [MemoryError()] * 6
+
+    def failing(self: UploadQueue) -> Any:
+        if faults and threading.current_thread().name.startswith("ragspec-reader"):
+            raise faults.pop()
+        return read(self)
+
+    monkeypatch.setattr(UploadQueue, "_next", failing)
+    assert ended(library, *attached(library)) == ("completed", "") and not faults
+
+
+def test_a_file_of_which_committed_parts_are_gone_is_read_anew(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deletion had failed after the index was changed: it was completed without its first rows."""
+    monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
+    drop, faults = Records.drop_members, [SaveError("the database is locked")] * 2  # it is tried twice
+
+    def failing(self: Records, members: Any) -> None:
+        if faults:
+            raise faults.pop()
+        drop(self, members)
+
+    monkeypatch.setattr(Records, "drop_members", failing)
+    rows = [f"Zebra {number}." for number in range(45)]
+    replace, num_parts = IndexUpdater.replace, 0
+
+    def deleting(self: IndexUpdater, members: Any, documents: Any, kept: Any = ()) -> None:
+        nonlocal num_parts
+        replace(self, members, documents, kept)
+        num_parts += bool(documents)
+        if num_parts == 3 and documents:
+            monkeypatch.setattr(IndexUpdater, "replace", replace)
+            deletions.append(threading.Thread(target=lambda: detach(library, *pair), daemon=True))
+            deletions[0].start()
+            until(lambda: library._ingest._deletions)
+
+    deletions: list[threading.Thread] = []
+    with commits_paused(library):
+        pair = attached_by("bob", library, "rows.csv", "\n".join(["text", *rows]))
+        monkeypatch.setattr(IndexUpdater, "replace", deleting)
+    until(lambda: deletions and not faults)
+    deletions[0].join()
+    assert ended(library, *pair, tenant="bob") == ("completed", "")
+    assert sorted(document.text for document in documents(tmp_path, "bob")) == sorted(rows)
+
+
+def detach(library: Library, store: str, file: str) -> None:
+    with contextlib.suppress(SaveError):
+        asyncio.run(library.detach("bob", store, file))

@@ -42,10 +42,16 @@ class EmbeddedDocument:
 
     def reuse(self, known: Mapping[str, FloatArray]) -> None:
         """Fill in missing vectors. `known`: vectors by embedded text."""
+        still_missing: list[int] = []
         for number in self.missing:
-            if (vector := known.get(self.texts[number])) is not None:
+            vector = known.get(self.texts[number])
+            if (
+                vector is None or not np.isfinite(vector).all()
+            ):  # not finite: the file was overwritten after it was checked
+                still_missing.append(number)
+            else:
                 self.vectors[number] = vector
-        self.missing = [number for number in self.missing if self.texts[number] not in known]
+        self.missing = still_missing
 
 
 def encode_missing(encoder: TextEncoder, documents: Sequence[EmbeddedDocument], max_chars: float = math.inf) -> None:
