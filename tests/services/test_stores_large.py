@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -274,29 +274,19 @@ def test_a_file_of_which_committed_parts_are_gone_is_read_anew(
         drop(self, members)
 
     monkeypatch.setattr(Records, "drop_members", failing)
-    rows = [f"Zebra {number}." for number in range(45)]
-    replace, num_parts = IndexUpdater.replace, 0
+    rows, replace, num_parts = [f"Zebra {number}." for number in range(45)], IndexUpdater.replace, 0
 
-    def deleting(self: IndexUpdater, members: Any, documents: Any, kept: Any = ()) -> None:
+    def pausing(self: IndexUpdater, *arguments: Any) -> None:
         nonlocal num_parts
-        replace(self, members, documents, kept)
-        num_parts += bool(documents)
-        if num_parts == 3 and documents:
-            monkeypatch.setattr(IndexUpdater, "replace", replace)
-            deletions.append(threading.Thread(target=lambda: detach(library, *pair), daemon=True))
-            deletions[0].start()
-            until(lambda: library._ingest._deletions)
+        replace(self, *arguments)
+        num_parts += 1
+        if num_parts == 3:
+            library._ingest._members_due_s = math.inf
 
-    deletions: list[threading.Thread] = []
-    with commits_paused(library):
-        pair = attached_by("bob", library, "rows.csv", "\n".join(["text", *rows]))
-        monkeypatch.setattr(IndexUpdater, "replace", deleting)
-    until(lambda: deletions and not faults)
-    deletions[0].join()
+    monkeypatch.setattr(IndexUpdater, "replace", pausing)
+    pair = attached_by("bob", library, "rows.csv", "\n".join(["text", *rows]))
+    until(lambda: num_parts == 3 and library._ingest._uploads.has_ready)
+    with commits_paused(library), pytest.raises(SaveError):
+        asyncio.run(library.detach("bob", *pair))
     assert ended(library, *pair, tenant="bob") == ("completed", "")
     assert sorted(document.text for document in documents(tmp_path, "bob")) == sorted(rows)
-
-
-def detach(library: Library, store: str, file: str) -> None:
-    with contextlib.suppress(SaveError):
-        asyncio.run(library.detach("bob", store, file))
