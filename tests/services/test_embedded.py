@@ -104,7 +104,8 @@ def test_a_service_whose_event_loop_hangs_ends(
 ) -> None:
     """No request was ever answered again, and a supervisor that waits for the end of the process never knew."""
     ended, goes_on = threading.Event(), threading.Event()
-    with serving() as service:
+    with serving() as service, service.client() as client:
+        assert client.get("/health/live").status_code == 200
         monkeypatch.setattr("os._exit", lambda status: ended.set() if status == 1 else None)
         monkeypatch.setattr(embedded, "_SILENT_S", 1)
         service.server._loop.call_soon_threadsafe(goes_on.wait)
