@@ -31,7 +31,7 @@ from pipelines.benchmarks.chaos import faulty_service
 from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
 from pipelines.benchmarks.chaos.network_namespace import NetworkNamespace, enter, free_network, network_namespace
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
-from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, Fault, ServiceFaults, fault_of
+from pipelines.benchmarks.chaos.service_faults import KINDS, OTHER_KINDS, Fault, ServiceFaults, fault_of, faults_batch
 from pipelines.benchmarks.chaos.service_process import Network, small_disk
 from ragspec.disk import write_atomically
 from ragspec.errors import EngineError
@@ -510,3 +510,17 @@ def test_a_service_survives_wrong_clocks_upgrades_and_a_link_that_is_down(tmp_pa
     kinds = ("clock", "clock-start", "upgrade", "partition-ns")
     counts = survived(tmp_path / "state.json", "--count", "4", "--kinds", *kinds)
     assert all(counts[kind] == 1 for kind in kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_gateway_loses_nothing_and_leaves_no_request_to_the_engines(tmp_path: Path) -> None:
+    """Engines that go on for ever for a router that was killed; a conversation that ends with its gateway."""
+    counts = survived(tmp_path / "state.json", "--count", "2", "--kinds", "gateway-kill", "gateway-stop")
+    assert counts["gateway-kill"] == counts["gateway-stop"] == 1
+
+
+def test_a_gateway_s_faults_are_not_mixed_with_a_service_s() -> None:
+    """A full disk or a wrong clock that never reaches the gateway, counted as survived."""
+    with pytest.raises(EngineError, match="a run of their own"):
+        faults_batch(0, 0, 2, ["gateway-kill", "clock"])

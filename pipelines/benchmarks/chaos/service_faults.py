@@ -18,17 +18,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP, SIGTERM
 from typing import NamedTuple
 
 from pipelines.benchmarks.chaos.faulty_service import ServiceOptions
+from pipelines.benchmarks.chaos.gateway import GatewayProcess, deployment, num_left_running
 from pipelines.benchmarks.chaos.network_namespace import NetworkNamespace, network_namespace
 from pipelines.benchmarks.chaos.service_clients import ServiceClients
 from pipelines.benchmarks.chaos.service_process import Network, ServiceProcess, SmallDisk, small_disk
 from pipelines.benchmarks.service import free_port
 from ragspec.disk import write_atomically
+from ragspec.errors import EngineError
 from services.keys import add_key
 from services.settings import ServiceSettings
 from services.stores.backup import back_up
@@ -36,11 +38,14 @@ from services.stores.backup import back_up
 KINDS = ("kill", "stop", "full", "no growth", "read-only", "slow disk", "memory", "latency", "partition", "reset")
 _OF_NAMESPACE = ("partition-ns", "latency-ns")
 """Faults of a real network, that of a namespace which the service is in."""
-OTHER_KINDS = ("clock", "clock-start", "upgrade", *_OF_NAMESPACE)
+_OF_GATEWAY = ("gateway-kill", "gateway-stop")
+"""Faults of a gateway with its router, in front of engines on a Ray cluster; not in a run with others."""
+OTHER_KINDS = ("clock", "clock-start", "upgrade", *_OF_NAMESPACE, *_OF_GATEWAY)
 """Kinds that a run has to ask for. Why not in `KINDS`: fault n of a seed would be another than in earlier runs."""
 _HOUR_S, _DAY_S = 3600.0, 86_400.0
 _MOST_AHEAD_S = {"clock": 30 * _DAY_S, "clock-start": 6 * _DAY_S}
 """Why less at a start: a service cannot tell a wrong clock from a week in which it was down, and forgets conversations then."""
+_KILLS = ("kill", "gateway-kill")
 _GENTLE = ("clock", "upgrade")
 """Kinds that may not cut off any stream."""
 _LONGER = {"partition-ns": 10.0}
@@ -80,6 +85,8 @@ def fault_of(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Fault:
 def faults_batch(seed: int, first: int, last: int, kinds: Sequence[str] = KINDS) -> Counter[str]:
     """Raises: EngineError without the rights or programs that a kind needs, SystemExit if the service does not start."""
     faults = [fault_of(seed, number, kinds) for number in range(first, last)]
+    if 0 < len(set(kinds) & set(_OF_GATEWAY)) < len(set(kinds)):
+        raise EngineError(f"{' and '.join(_OF_GATEWAY)} need a run of their own")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragspec-")))
         disk = stack.enter_context(small_disk(folder / "disk"))
@@ -90,8 +97,15 @@ def faults_batch(seed: int, first: int, last: int, kinds: Sequence[str] = KINDS)
         if namespace and "latency-ns" in kinds:
             namespace.delay(0.0)  # Why: says now whether it can be
         key, _ = add_key(options.keys, _TENANT)
-        service = stack.enter_context(ServiceProcess(options))
-        return asyncio.run(ServiceFaults(disk, service, namespace).run(key, faults))
+        engines: Mapping[str, str] | None = None
+        if set(kinds) & set(_OF_GATEWAY):
+            engines = stack.enter_context(deployment(folder))
+        service = stack.enter_context(ServiceProcess(options) if engines is None else GatewayProcess(options, engines))
+        counts = asyncio.run(ServiceFaults(disk, service, namespace).run(key, faults))
+        if engines is not None:
+            service.kill()
+            counts["left running"] += num_left_running(engines)
+        return counts
 
 
 class ServiceFaults:
@@ -130,9 +144,9 @@ class ServiceFaults:
         begin_s, num_cut = time.monotonic(), clients.num_cut
         async with self._fault(fault):
             await asyncio.sleep(fault.hold_s * _LONGER.get(fault.kind, 1.0))
-            cleared_s = begin_s if fault.kind == "kill" else time.monotonic()
+            cleared_s = begin_s if fault.kind in _KILLS else time.monotonic()
         if not self._service.is_up:
-            self._counts[f"died of {fault.kind}"] += fault.kind not in ("kill", "read-only", "upgrade")
+            self._counts[f"died of {fault.kind}"] += fault.kind not in (*_KILLS, "read-only", "upgrade")
             await self._start()
         seconds = await self._recovery_s(clients, cleared_s)
         within = next((f"recovered within {most} s" for most in _RECOVERY_S if seconds <= most), "recovered later")
@@ -159,10 +173,10 @@ class ServiceFaults:
     async def _fault(self, fault: Fault) -> AsyncIterator[None]:
         service, disk, network = self._service, self._disk, self._network
         match fault.kind:
-            case "kill":
+            case "kill" | "gateway-kill":
                 service.kill()
                 yield
-            case "stop":
+            case "stop" | "gateway-stop":
                 service.send(SIGSTOP)
                 yield
                 service.send(SIGCONT)
