@@ -103,7 +103,10 @@ class Builder:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=self.environment, **options)
 
     def must(self, *arguments: str | Path) -> str:
-        done = self.run(*arguments)
+        for _ in range(3):
+            done = self.run(*arguments)
+            if "sealing memfd copy" not in done.stderr:  # the builder's copy of itself was busy
+                break
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout.strip()
 
