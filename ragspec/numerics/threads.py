@@ -43,6 +43,7 @@ def num_processors() -> int:
 
 def set_num_threads(num_threads: int) -> None:
     """Set the count of the calling thread: OpenMP keeps one count for each thread, and compiled steps use it too."""
+    torch.get_num_threads()  # Why: a thread's first product takes the count that any thread set last, unless this has been asked
     torch.set_num_threads(num_threads)
 
 

@@ -135,6 +135,13 @@ def test_threads_that_compute_stay_and_have_no_workers() -> None:
     assert len(names) <= 2 and compute_threads(2) is compute_threads(2)
 
 
+def test_a_thread_keeps_its_count_when_another_sets_its_own() -> None:
+    """The engine's count became that of all threads that had computed nothing yet."""
+    with started_threads(2, "pool", set_num_threads, (1,)) as threads:
+        set_num_threads(2)
+        assert set(threads.map(lambda _: torch.get_num_threads(), range(20))) == {1}
+
+
 def test_indexing_and_queries_compute_with_their_own_priority() -> None:
     """Threads of whoever computed first served all: queries waited as if they were indexing, or indexing took their time."""
 
