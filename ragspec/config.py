@@ -373,15 +373,27 @@ class DraftingConfig(ConfigSection):
 class EngineConfig(ConfigSection):
     """`max_kv_tokens`: size of the KV pool, or as many tokens as `max_kv_bytes` of a rank hold if those are fewer.
     `max_step_tokens`: the most rows of one forward. `num_threads`: the most threads;
-    with `adaptive_threads` all of them or one, whichever is faster at the moment."""
+    with `adaptive_threads` all of them or one, whichever is faster at the moment.
+
+    `kv_offload_bytes`: on each rank, for KV offloading: cached keys and values that leave the pool are kept outside it, least
+    recently used first out, and read back instead of computed again; 0: off. They are kept in main memory, or in a file without a
+    name in the folder `kv_offload_dir`, which a target on the device cpu needs."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
     max_kv_bytes: int | None = Field(None, ge=1)
     max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
     max_running: int = Field(64, ge=1)
     prefix_cache: bool = True
+    kv_offload_bytes: int = Field(0, ge=0)
+    kv_offload_dir: str = ""
     num_threads: int | None = Field(None, ge=1)
     adaptive_threads: bool = True
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if self.kv_offload_bytes and not self.prefix_cache:
+            raise ValueError("kv_offload_bytes keeps cached prefixes, so it needs prefix_cache")
+        return self
 
 
 class GenerationConfig(ConfigSection):

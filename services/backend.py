@@ -130,6 +130,12 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
             watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
             watch("ragspec_engine_steps", "Steps since the start.", lambda: engine.load().num_steps)
             watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
+            watch("ragspec_kv_offload_bytes", "Offloaded keys and values.", lambda: engine.load().kv_offload_bytes)
+            watch(
+                "ragspec_kv_offload_errors",
+                "Blocks that could not be offloaded or read back, since the start.",
+                lambda: engine.load().num_kv_offload_errors,
+            )
 
 
 def keep_private(data_dir: str) -> None:

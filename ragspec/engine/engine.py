@@ -51,7 +51,7 @@ class Engine(EngineClient):
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self.lost = self._closed = ""  # why it is dead, set before any sequence ends with it; why requests are refused
         self.target, self._planner, self._admission = target, planner, admission
-        self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s)
+        self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s, target.ranks)
         self._taps, self._costs, self.load = planner.taps, planner.costs, self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
         self._sequences, self._in_step, self._size = dict[str, list[Sequence]](), list[Sequence](), (1, 1)

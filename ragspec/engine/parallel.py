@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from ragspec.config import EngineConfig, TargetConfig
+from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore
 from ragspec.engine.rank_messages import MessageKind, receive
 from ragspec.engine.target import Target
-from ragspec.errors import ModelError
+from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import Ranks
@@ -25,39 +26,47 @@ from ragspec.numerics.threads import num_processors, run_in_thread, set_num_thre
 
 
 class Follower:
-    """One rank other than 0. Owns its part of the weights and of the KV pool."""
+    """One rank other than 0. Owns its part of the weights, of the KV pool and of the blocks beside the pool."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, store: BlockStore | None = None) -> None:
+        self._target, self._store = target, store
 
     def run(self) -> None:
         """Compute every forward that rank 0 sends, until it sends STOP. Raises: RankLost when the group is broken."""
         ranks, num_threads = self._target.ranks, 0
         try:
             while (message := receive(ranks)).kind is not MessageKind.STOP:
-                if message.forward is None:
+                if isinstance(message.content, BlockCopy):
+                    assert self._store is not None, "all ranks have one engine configuration"
+                    self._store.copy(message.content)
+                    continue
+                if message.content is None:
                     ranks.barrier()
                     continue
                 if message.num_threads != num_threads:
                     set_num_threads(num_threads := message.num_threads)
-                self._target.compute(*message.forward)
+                self._target.compute(*message.content)
         finally:
             ranks.close()
 
 
 def load_follower(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -> Follower:
-    """This rank's part of the target, ready to `run`. Raises: ModelError, RankLost."""
-    num_threads = threads_a_rank(config, ranks)
-    return Follower(run_in_thread(lambda: load_rank(target_config, config, ranks), num_threads))
+    """This rank's part of the target, ready to `run`. Raises: ModelError, ConfigError, SaveError, RankLost."""
+    target = run_in_thread(lambda: load_rank(target_config, config, ranks), threads_a_rank(config, ranks))
+    return Follower(target, BlockStore(target.pool, config.kv_offload_dir, ranks) if config.kv_offload_bytes else None)
 
 
 def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -> Target:
     """Load this rank's part of the target. All ranks of a group call this together.
 
     Checks that all ranks serve the same target and computes a first forward, which compiles the kernels. Raises: ModelError for
-    a target that so many ranks cannot serve, RankLost when another rank failed.
+    a target that so many ranks cannot serve, ConfigError, RankLost when another rank failed.
     """
     try:
+        if config.kv_offload_bytes and not config.kv_offload_dir and target_config.device == "cpu":
+            raise ConfigError(
+                "engine.kv_offload_bytes needs engine.kv_offload_dir: keys and values of this target are in main memory already"
+            )
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))

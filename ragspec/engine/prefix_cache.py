@@ -2,18 +2,22 @@
 
 A radix tree over slots with one root for each tenant salt, so tenants never share text. A node holds a run of tokens and the
 slots of their positions; the tree counts as one more holder of these slots. Least recently used leaves are evicted first.
+With KV offloading they are kept outside the pool before, and no more of a leaf is evicted than pages are needed.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ragspec.core import salt_belongs_to
-from ragspec.numerics.attention import Ints
+from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool
+
+Offload = Callable[[str, Sequence[int], Ints, int], None]
+"""(salt, a text from its first token, its slots, the first position that the pool is about to forget)."""
 
 
 class _Node:
@@ -30,8 +34,8 @@ class _Node:
 class PrefixCache:
     """`match` before a prefill, `insert` after it, `evict` when pages run out."""
 
-    def __init__(self, pool: KvPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: KvPool, offload: Offload | None = None) -> None:
+        self._pool, self._offload = pool, offload
         self._roots: dict[str, _Node] = {}
         self._clock = itertools.count()
 
@@ -63,6 +67,11 @@ class PrefixCache:
             leaf = leaves.pop()
             if self._pool.all_shared(leaf.slots):
                 continue  # in use by a running sequence: evicting would free nothing
+            if self._offload is not None:
+                most = (num_pages - self._pool.num_free_pages + 1) * PAGE
+                if len(leaf.tokens) > most:
+                    self._split(leaf, len(leaf.tokens) - most)
+                self._offload(*self._text_of(leaf))
             parent = self._drop(leaf)
             if parent.parent is not None and not parent.children:
                 leaves.append(parent)
@@ -111,6 +120,16 @@ class PrefixCache:
         node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
         upper.children[node.tokens[0]] = node
         return upper
+
+    def _text_of(self, leaf: _Node) -> tuple[str, list[int], Ints, int]:
+        """The salt, tokens and slots from the root to the end of a leaf, and where the leaf begins."""
+        path, node = list[_Node](), leaf
+        while node.parent is not None:
+            path.insert(0, node)
+            node = node.parent
+        salt = next(salt for salt, root in self._roots.items() if root is node)
+        tokens = [token for part in path for token in part.tokens]
+        return salt, tokens, np.concatenate([part.slots for part in path]), len(tokens) - len(leaf.tokens)
 
     def _drop(self, leaf: _Node) -> _Node:
         assert leaf.parent is not None

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ragspec.engine.kv_offload.block_store import BlockCopy
 from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.ranks import Ranks
 
@@ -24,12 +25,14 @@ _CAPACITY = 2048
 """Words of the first broadcast, 8 KiB: a decode step of a few sequences with their trees fits."""
 
 _NUM_SECTIONS = 12
+_NO_SECTIONS = [np.empty(0, np.int32)] * _NUM_SECTIONS
 
 
 class MessageKind(IntEnum):
     FORWARD = 1
     HEARTBEAT = 2
     STOP = 3
+    COPY_BLOCKS = 4
 
 
 class ForwardInput(NamedTuple):
@@ -45,11 +48,11 @@ class ForwardInput(NamedTuple):
 
 
 class Message(NamedTuple):
-    """`num_threads`: how many threads rank 0 computes with. `forward`: None unless `kind` is FORWARD."""
+    """`num_threads`: how many threads rank 0 computes with. `content`: of the kinds FORWARD and COPY_BLOCKS."""
 
     kind: MessageKind
     num_threads: int
-    forward: ForwardInput | None
+    content: ForwardInput | BlockCopy | None = None
 
 
 def send_forward(ranks: Ranks, forward: ForwardInput, num_threads: int) -> None:
@@ -57,9 +60,15 @@ def send_forward(ranks: Ranks, forward: ForwardInput, num_threads: int) -> None:
     _send(ranks, MessageKind.FORWARD, num_threads, _to_sections(forward))
 
 
+def send_blocks(ranks: Ranks, blocks: BlockCopy) -> None:
+    """Raises: RankLost."""
+    how = np.array([blocks.first, blocks.is_read], np.int32)
+    _send(ranks, MessageKind.COPY_BLOCKS, 0, [blocks.numbers, blocks.slots, how, *_NO_SECTIONS[3:]])
+
+
 def send(ranks: Ranks, kind: MessageKind) -> None:
-    """Send a message without a forward. Raises: RankLost."""
-    _send(ranks, kind, 0, [np.empty(0, np.int32)] * _NUM_SECTIONS)
+    """Send a message of its kind alone. Raises: RankLost."""
+    _send(ranks, kind, 0, _NO_SECTIONS)
 
 
 def receive(ranks: Ranks) -> Message:
@@ -71,10 +80,15 @@ def receive(ranks: Ranks) -> Message:
     rest = np.empty(max(0, num_words - _CAPACITY), np.int32)
     if len(rest):
         ranks.broadcast(torch.from_numpy(rest))
-    if kind != MessageKind.FORWARD:
-        return Message(MessageKind(kind), num_threads, None)
     words = np.concatenate([first, rest])[2 + _NUM_SECTIONS : num_words]
-    return Message(MessageKind.FORWARD, num_threads, _from_sections(np.split(words, np.cumsum(lengths)[:-1])))
+    sections = np.split(words, np.cumsum(lengths)[:-1])
+    if kind == MessageKind.FORWARD:
+        return Message(MessageKind.FORWARD, num_threads, _from_sections(sections))
+    if kind == MessageKind.COPY_BLOCKS:
+        numbers, slots, (left_out, is_read), *_ = sections
+        blocks = BlockCopy(numbers, slots, int(left_out), bool(is_read))
+        return Message(MessageKind.COPY_BLOCKS, num_threads, blocks)
+    return Message(MessageKind(kind), num_threads)
 
 
 def _send(ranks: Ranks, kind: MessageKind, num_threads: int, sections: list[Ints]) -> None:

@@ -4,7 +4,7 @@ Tenants take turns; within a tenant, first come, first served. Running sequences
 budget, prompts in chunks that measured costs size; waiting sequences are admitted while pages are free. When pages run out,
 cached prefixes are evicted first; then the youngest running sequence of the tenant that runs most is preempted, goes back to the
 head of its queue and is computed again later: same key, same tokens. A tenant that runs fewer sequences than others preempts
-theirs. Computes no forward.
+theirs. Offloaded keys and values are read back in the place of a prompt's chunks. Computes no forward.
 
     >>> scheduled = scheduler.schedule()        # [(sequence, number of its tokens in this step)]
 """
@@ -12,6 +12,7 @@ theirs. Computes no forward.
 from __future__ import annotations
 
 import bisect
+import time
 from collections import Counter
 from collections.abc import Callable, Container
 from typing import NamedTuple
@@ -20,10 +21,12 @@ import numpy as np
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, salt_belongs_to
+from ragspec.engine.kv_offload.kv_offload import make_kv_offload
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.tenants import FairQueue, fair_shares, tenant_of
 
 _DRAFT_ROWS = 64
@@ -40,12 +43,15 @@ _PAGES_AHEAD = 16
 
 
 class Load(NamedTuple):
-    """The load of an engine: running and waiting choices, the share of KV slots in use by running choices, steps begun."""
+    """The load of an engine: running and waiting choices, the share of KV slots in use by running choices, steps begun; bytes
+    of offloaded keys and values on a rank, and copies of them that failed."""
 
     num_running: int
     num_waiting: int
     kv_usage: float
     num_steps: int
+    kv_offload_bytes: int = 0
+    num_kv_offload_errors: int = 0
 
 
 class Scheduler:
@@ -61,12 +67,14 @@ class Scheduler:
         config: EngineConfig,
         num_recomputed: int = 0,
         cost_s: Callable[[int, int], float] = lambda rows, context: 0.0,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self._pool, self._config, self._cost_s = pool, config, cost_s
         self._num_recomputed = num_recomputed
         self.waiting = FairQueue[Sequence](_tenant)
         self.running: list[Sequence] = []
-        self.prefixes = PrefixCache(pool) if config.prefix_cache else None
+        self.offload = make_kv_offload(pool, config, ranks)
+        self.prefixes = PrefixCache(pool, self.offload.keep if self.offload else None) if config.prefix_cache else None
         self.num_preemptions = 0
         self._num_steps = 0
         self._out_of_reach = _NEVER
@@ -80,7 +88,10 @@ class Scheduler:
         running = list(self.running)
         held = [slots.slots for sequence in running if (slots := sequence.slots) is not None]
         num_held = len(np.unique(np.concatenate(held))) if held else 0  # several may hold the same prefix
-        return Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps)
+        load = Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps)
+        if (offload := self.offload) is None:
+            return load
+        return load._replace(kv_offload_bytes=offload.num_bytes, num_kv_offload_errors=offload.num_errors)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """The sequences of the next step, each with its number of pending tokens within the step's token budget."""
@@ -94,7 +105,8 @@ class Scheduler:
             if num_tokens <= 0 or sequence.slots is None:
                 continue
             if self._make_room(sequence, num_tokens, [s for s, _ in chosen]):
-                chosen.append((sequence, num_tokens))
+                if not self._restore(sequence, num_tokens, [s for s, _ in chosen]):
+                    chosen.append((sequence, num_tokens))
                 sequence.last_step = self._num_steps
                 shares[tenant] -= num_tokens
         return [(s, n) for s, n in chosen if s.slots is not None]
@@ -152,8 +164,9 @@ class Scheduler:
         for sequence in (*self.running, *self.waiting):
             if salt_belongs_to(sequence.request.salt, salt):
                 sequence.remembered = False
-        if self.prefixes is not None:
-            self.prefixes.purge(salt)
+        for cache in (self.prefixes, self.offload):
+            if cache is not None:
+                cache.purge(salt)
         self._out_of_reach = _NEVER
 
     def remember_prompt(self, sequence: Sequence) -> None:
@@ -184,8 +197,7 @@ class Scheduler:
                     return
                 continue
             slots = self._known_prefix(sequence)
-            promised = sum(s.slots.num_new_pages(s.num_pending) for s in self.running if s.slots)
-            needed = promised + slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
+            needed = self._promised(self.running) + slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
             if not self._free(needed):
                 slots.release()
                 if self._displace(sequence):
@@ -196,6 +208,9 @@ class Scheduler:
                 self._out_of_reach = _NEVER
             self.waiting.take(sequence)
             sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
+            if self.offload is not None:
+                known = self.offload.num_known(sequence.request.salt, sequence.tokens[:-1], slots.length)
+                sequence.num_restorable = known - self._num_recomputed
             sequence.admit(slots)
             self.running.append(sequence)
 
@@ -232,18 +247,42 @@ class Scheduler:
                 slots.share(known)
         return slots
 
+    def _restore(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
+        """Read positions back from outside the pool in the place of `num_tokens` rows, and more if that is done in less than the
+        seconds of these rows. False: the next position must be computed."""
+        slots, begin = sequence.slots, time.perf_counter()
+        if self.offload is None or slots is None or slots.length >= sequence.num_restorable:
+            return False
+        limit_s, promised = self._cost_s(num_tokens, len(sequence.tokens)), self._promised(chosen)
+        while (count := min(num_tokens, sequence.num_restorable - slots.length)) > 0:
+            if not self._free(promised + slots.num_new_pages(count)):
+                break
+            start = slots.length
+            if not self.offload.restore(sequence.request.salt, sequence.tokens, slots, start + count):
+                sequence.num_restorable = slots.length
+            sequence.stats.num_restored_tokens += slots.length - start
+            if time.perf_counter() - begin >= limit_s:
+                break
+        sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
+        if slots.length == sequence.num_restorable:
+            self._remember(sequence, slots.length)
+        return True
+
     def _make_room(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
         """Free pages for this sequence's rows beside the pages of `chosen`. May preempt other sequences, or this one."""
         assert sequence.slots is not None
         while True:
-            promised = sum(s.slots.num_new_pages(s.num_pending) for s in chosen if s.slots)
-            needed = promised + sequence.slots.num_new_pages(num_tokens)
+            needed = self._promised(chosen) + sequence.slots.num_new_pages(num_tokens)
             if self._free(needed):
                 return True
             victim = self._victim(chosen) or sequence
             self._preempt(victim)
             if victim is sequence:
                 return False
+
+    def _promised(self, sequences: list[Sequence]) -> int:
+        """Pages for all pending tokens of these sequences."""
+        return sum(s.slots.num_new_pages(s.num_pending) for s in sequences if s.slots)
 
     def _free(self, num_pages: int) -> bool:
         """Whether so many pages are free. Evicts cached prefixes if that suffices, and none otherwise."""

@@ -66,6 +66,7 @@ class Sequence:
         self.tokens = [*request.prompt_ids, *request.segment.output_ids]
         self.num_prompt = len(request.prompt_ids)
         self.slots: SequenceSlots | None = None
+        self.num_restorable = 0  # its first positions that are in the pool or offloaded
         self.last_step = 0  # the last step of the scheduler that it took part in
         self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
         self.finish_reason: FinishReason | None = None

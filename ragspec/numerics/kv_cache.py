@@ -12,14 +12,17 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from ragspec.disk import saving
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
+from ragspec.numerics.torch.transfer import to_device, to_host
 
 
 def _zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
@@ -56,6 +59,7 @@ class KvPool:
         self.num_pages = -(-num_slots // PAGE)
         self.num_slots = self.num_pages * PAGE
         self.shapes, self._widths = layers, [s.num_kv_heads * padded(s.head_dim) for s in layers]
+        self._is_on_device = allocate is not None
         zeros = functools.partial(_zeros_on_disk, Path(folder)) if folder else np.zeros
         self.keys, self.values = (self._layers(self._widths, allocate, zeros, dtype) for _ in range(2))
         self.stamps = np.zeros(self.num_slots, np.int64)
@@ -81,6 +85,42 @@ class KvPool:
     def fits(self, layer: int, shape: AttentionShape) -> bool:
         """Whether a layer's shape is the one that the pool was made for."""
         return self._widths[layer] == shape.num_kv_heads * padded(shape.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a slot in all layers."""
+        return 2 * sum(self._widths) * int(self.keys[0].itemsize)
+
+    def read(self, slots: Ints) -> NDArray[np.uint8]:
+        """The bytes of some slots on the host. Shapes: int32 [T] -> [T, token_bytes]."""
+        rows = [array[index].reshape(len(slots), -1) for array, index in self._places(slots)]
+        if self._is_on_device:
+            return to_host(torch.cat(rows, 1).view(torch.uint8))
+        return np.concatenate(rows, 1).view(np.uint8)
+
+    def write(self, slots: Ints, rows: NDArray[np.uint8]) -> None:
+        """Put back what `read` gave, into any slots. Shapes: int32 [T], [T, token_bytes]."""
+        first: Any = self.keys[0]
+        numbers: Any = (to_device(rows, first.device) if self._is_on_device else rows).view(first.dtype)
+        end = 0
+        for array, index in self._places(slots):
+            heads, dim = array.shape[1], array.shape[2]
+            begin, end = end, end + heads * dim
+            array[index] = numbers[:, begin:end].reshape(-1, heads, dim)
+
+    def _places(self, slots: Ints) -> Iterator[tuple[Any, Any]]:
+        """The keys, then the values of each layer as an array, and an index under which it has [T, KV heads, padded head_dim]."""
+        dims = [(s.num_kv_heads, padded(s.head_dim)) for s in self.shapes]
+        if self._is_on_device:
+            index = to_device(slots.astype(np.int64), self.keys[0].device)
+            yield from ((layer.view(-1, *dim), index) for layer, dim in zip(self.keys, dims, strict=True))
+            yield from ((layer.view(-1, *dim), index) for layer, dim in zip(self.values, dims, strict=True))
+            return
+        pages, lanes, whole = slots // PAGE, slots % PAGE, slice(None)
+        for layer, dim in zip(self.keys, dims, strict=True):
+            yield layer.reshape(-1, *dim, PAGE), (pages, whole, whole, lanes)
+        for layer, (heads, width) in zip(self.values, dims, strict=True):
+            yield layer.reshape(-1, heads, PAGE, width).swapaxes(2, 3), (pages, whole, whole, lanes)
 
     @property
     def spare_slot(self) -> int:

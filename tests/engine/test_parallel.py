@@ -15,6 +15,7 @@ import pytest
 import torch
 from drafting.medusa_heads import position_drafter
 from engine.test_eagle import drafter_for
+from engine.test_kv_offload import NUM_KV_SLOTS, PLENTY, answered, turns
 from engine.test_oracle import (
     PARAMS,
     assert_equal,
@@ -297,3 +298,21 @@ def test_every_rank_has_its_part_of_the_pool(followers: Followers, models: Model
     with followers.target(4, config, ENGINE) as target:
         pool = KvPool(target.shapes, 64)
     assert 4 * len(pool.keys[0]) == len(one.pool.keys[0])
+
+
+def test_ranks_keep_and_read_back_their_own_parts(followers: Followers, models: Models, tmp_path: Path) -> None:
+    """Only rank 0's keys came back, or the ranks waited for each other for ever."""
+    config = target_config(models("llama"), "float32")
+    alone = Target.load(config, ENGINE.max_kv_tokens)
+    requests = turns(alone, PARAMS["T=1"])
+    expected = truth(alone, [*requests[0], *requests[1]], "T=1")
+    options: dict[str, Any] = {"kv_offload_bytes": PLENTY, "kv_offload_dir": str(tmp_path), "num_threads": 1}
+    engine_config = EngineConfig(max_kv_tokens=NUM_KV_SLOTS, **options)
+    with (
+        followers.target(2, config, engine_config) as target,
+        tiny_engine(target, (), NUM_KV_SLOTS, **options) as engine,
+    ):
+        found = answered(engine, requests)
+        assert engine.load().num_kv_offload_errors == 0
+    assert_equal([*found[0], *found[1]], expected)
+    assert sum(c.stats.num_restored_tokens for c in found[1]) > 150

@@ -1,0 +1,348 @@
+"""Offloaded prefixes come back with the same bits or not at all, to their own tenant, within the budget."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, truth
+from tiny_target import SENTENCES, Free, tiny_engine
+
+from ragspec.config import EngineConfig, TargetConfig, load_config
+from ragspec.core import Completion, CopySource, Request, SourceKind
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.engine import Engine
+from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
+from ragspec.engine.kv_offload.kv_offload import KvOffload
+from ragspec.engine.parallel import load_rank
+from ragspec.engine.rank_messages import MessageKind, receive, send_blocks
+from ragspec.engine.target import Target
+from ragspec.errors import ConfigError, SaveError
+from ragspec.numerics.attention import PAGE, AttentionShape
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.ranks import Ranks
+
+Tiny = Callable[..., Target]
+SHAPES = [AttentionShape(4, 2, 16, 0.25), AttentionShape(4, 1, 24, 0.25)]
+PLENTY = 2**24
+NUM_KV_SLOTS = 224
+"""Fewer than two conversations need."""
+
+
+def turns(target: Target, params: Any, salts: Sequence[str] = ("", "", "")) -> list[list[Request]]:
+    """Two turns of three conversations. The second turn begins with all of the first."""
+    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
+    texts = [" ".join(SENTENCES[(i + j) % 5] for j in range(3)) for i in range(3)]
+    firsts = [tuple(target.tokenizer(text).input_ids)[:115] for text in texts]
+    return [
+        [
+            Request(f"{turn}{i}", (*first, *range(40, 40 + turn * 21)), params, sources, salt=salt)
+            for i, (first, salt) in enumerate(zip(firsts, salts, strict=True))
+        ]
+        for turn in range(2)
+    ]
+
+
+def answered(engine: Engine, requests: list[list[Request]]) -> list[list[Completion]]:
+    """One request at a time, so that each drives the others out of the pool."""
+    return [[engine.generate([request])[0] for request in turn] for turn in requests]
+
+
+def num_computed(completions: Sequence[Completion]) -> int:
+    return sum(c.stats.num_prompt_tokens - c.stats.num_cached_tokens for c in completions)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "params"),
+    [("float32", "greedy"), ("int8", "T=1")]
+    + [
+        pytest.param(dtype, params, marks=pytest.mark.slow)
+        for dtype, params in (
+            ("float32", "T=1"),
+            ("int8", "greedy"),
+            ("torch-float32", "T=1"),
+            ("torch-bfloat16", "greedy"),
+        )
+    ],
+)
+def test_a_conversation_that_returns_is_read_back_and_its_tokens_are_the_same(
+    tiny: Tiny, tmp_path: Path, dtype: str, params: str
+) -> None:
+    """A block came back into the wrong positions, or the whole prompt was computed again all the same."""
+    target, found = tiny("llama", dtype), {}
+    requests = turns(target, PARAMS[params])
+    expected = truth(target, list(itertools.chain(*requests)), params)
+    folder = "" if dtype.startswith("torch") else str(tmp_path)
+    for num_bytes in (0, PLENTY):
+        options = {"kv_offload_bytes": num_bytes, "kv_offload_dir": folder, "max_step_tokens": 48}
+        copy = CopyDrafter(target.tokenizer, target.eos_ids)
+        with tiny_engine(target, [copy], NUM_KV_SLOTS, costs=Free(1e-9), **options) as engine:
+            found[num_bytes] = answered(engine, requests)
+            assert_equal(list(itertools.chain(*found[num_bytes])), expected)
+            load = engine.load()
+            assert (load.kv_offload_bytes > 0, load.num_kv_offload_errors) == (num_bytes > 0, 0)
+            assert_pool_is_empty(engine)
+    assert num_computed(found[0][1]) == num_computed(found[PLENTY][1]) + sum(
+        c.stats.num_restored_tokens for c in found[PLENTY][1]
+    )
+    assert num_computed(found[PLENTY][1]) < num_computed(found[0][1]) / 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_many_conversations_at_once_lose_nothing(tiny: Tiny) -> None:
+    """A sequence that reads back was preempted, or its pages were given to the sequences of the same step."""
+    target = tiny("llama", "float32")
+    requests = turns(target, PARAMS["T=1"])
+    expected = truth(target, list(itertools.chain(*requests)), "T=1")
+    with tiny_engine(target, (), NUM_KV_SLOTS + 64, max_step_tokens=30, kv_offload_bytes=PLENTY) as engine:
+        for turn in (*requests, *requests):
+            completions = engine.generate(turn)
+            assert_equal(completions, {key: expected[key] for key in ((r.id, 0) for r in turn)})
+        assert sum(c.stats.num_restored_tokens for c in completions) > 0
+        assert_pool_is_empty(engine)
+
+
+def test_a_step_reads_no_more_than_it_would_compute(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefix was read back in one step, and everybody's tokens waited for it."""
+    target, read = tiny("llama", "float32"), list[int]()
+    first, second = turns(target, PARAMS["greedy"])
+    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1e-9), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
+        restore = KvOffload.restore
+
+        def counted(offload: KvOffload, salt: str, tokens: Any, slots: SequenceSlots, end: int) -> bool:
+            read.append(end - slots.length)
+            steps.append(engine.load().num_steps)
+            return restore(offload, salt, tokens, slots, end)
+
+        steps = list[int]()
+        monkeypatch.setattr(KvOffload, "restore", counted)
+        answered(engine, [first, second[:1]])
+    assert max(read) <= 20 and len(read) > 3
+    assert len(set(steps)) == len(steps)
+
+
+@pytest.mark.parametrize("num_taps", [0, 1])
+def test_a_drafter_with_states_gets_the_last_position_computed(tiny: Tiny, num_taps: int) -> None:
+    """The pair of the last state and the next token was missing behind a prefix that was read back."""
+    target = tiny("llama", "float32")
+    first, second = turns(target, PARAMS["greedy"])
+    drafter = CopyDrafter(target.tokenizer, target.eos_ids)
+    drafter.taps = (1,) * num_taps
+    with tiny_engine(target, [drafter], NUM_KV_SLOTS, kv_offload_bytes=PLENTY) as engine:
+        answered(engine, [first])
+        (again,) = engine.generate(second[:1])
+    assert again.stats.num_restored_tokens > 0
+    assert again.stats.num_cached_tokens % PAGE == (PAGE - 1 if num_taps else 0)
+
+
+def test_offloaded_prefixes_stay_with_their_tenant_and_are_purged_with_it(tiny: Tiny) -> None:
+    """Another tenant's text was found by its timing, or outlived the tenant outside the pool."""
+    target = tiny("llama", "float32")
+    with tiny_engine(target, (), NUM_KV_SLOTS, kv_offload_bytes=PLENTY) as engine:
+        salts = ("one\0part", "onerous", "two")
+        answered(engine, turns(target, PARAMS["greedy"], salts))
+        (other,) = answered(engine, [turns(target, PARAMS["greedy"], ("three",) * 3)[1]])
+        assert [c.stats.num_cached_tokens for c in other] == [0, 0, 0]
+        engine.purge("one")
+        (again,) = answered(engine, [turns(target, PARAMS["greedy"], salts)[1]])
+        assert [c.stats.num_restored_tokens > 0 for c in again] == [False, True, True]
+        assert again[0].stats.num_cached_tokens == 0
+        for salt in ("one", "onerous", "two", "three"):
+            engine.purge(salt)
+        engine.between_steps(lambda: None)
+        assert engine.load().kv_offload_bytes == 0
+
+
+def _truncate(blocks: FileBlocks, _: pytest.MonkeyPatch) -> None:
+    os.ftruncate(blocks._file, 3 * blocks._block_bytes + 5)
+
+
+def _damage(blocks: FileBlocks, _: pytest.MonkeyPatch) -> None:
+    size = os.fstat(blocks._file).st_size
+    for at in range(blocks._block_bytes - 1, size, 2 * blocks._block_bytes):
+        os.pwrite(blocks._file, bytes([os.pread(blocks._file, 1, at)[0] ^ 1]), at)
+
+
+def _fill_disk(_: FileBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+
+
+@pytest.mark.parametrize("fault", [_truncate, _damage, _fill_disk])
+def test_what_cannot_be_read_back_is_computed_again(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Any
+) -> None:
+    """A damaged block was served, a full disk ended the engine, or every failure was a line in the log."""
+    target = tiny("llama", "float32")
+    requests = turns(target, PARAMS["T=1"])
+    expected = truth(target, list(itertools.chain(*requests)), "T=1")
+    options: dict[str, Any] = {"kv_offload_bytes": PLENTY, "kv_offload_dir": str(tmp_path)}
+    with tiny_engine(target, (), NUM_KV_SLOTS, **options) as engine, caplog.at_level(logging.WARNING):
+        blocks: Any = engine._scheduler.offload._store._blocks  # type: ignore[union-attr]
+        if fault is _fill_disk:
+            fault(blocks, monkeypatch)
+        answered(engine, requests[:1])
+        if fault is not _fill_disk:
+            engine.between_steps(lambda: fault(blocks, monkeypatch))
+        for _ in range(2):
+            (found,) = answered(engine, requests[1:])
+            assert_equal(found, {(c.request_id, 0): expected[c.request_id, 0] for c in found})
+        assert engine.load().num_kv_offload_errors > 1
+        assert_pool_is_empty(engine)
+    assert sum("KV offloading failed" in record.message for record in caplog.records) == 1
+
+
+def pool_of(kind: str) -> KvPool:
+    """A pool with other numbers in every slot."""
+    if kind == "device":
+        pool = KvPool(SHAPES, 1024, lambda size: torch.randn(size).to(torch.bfloat16))
+    else:
+        pool = KvPool(SHAPES[:1] * 3 if kind == "alike" else SHAPES, 1024, dtype=np.uint16)
+        for layer in (*pool.keys, *pool.values):
+            layer[:] = np.random.default_rng(len(layer)).integers(0, 2**16, len(layer))
+    return pool
+
+
+@pytest.mark.parametrize("kind", ["alike", "different", "device"])
+def test_slots_written_are_those_that_were_read(kind: str) -> None:
+    """A slot's neighbours in its page, or another layer, were overwritten."""
+    pool, everything = pool_of(kind), np.arange(1024, dtype=np.int32)
+    before = pool.read(everything)
+    assert before.shape == (1024, pool.token_bytes) and len(np.unique(before, axis=0)) == 1024
+    moved = np.random.default_rng(5).permutation(everything)
+    pool.write(moved[:300], pool.read(moved[300:600]))
+    before[moved[:300]] = before[moved[300:600]]
+    np.testing.assert_array_equal(pool.read(everything), before)
+
+
+class Texts:
+    """Texts in a pool, and KV offloading with room for so many blocks."""
+
+    def __init__(self, num_blocks: int, folder: str = "", ranks: Ranks | None = None) -> None:
+        self.pool = pool_of("different")
+        num_bytes = num_blocks * PAGE * self.pool.token_bytes
+        self.offload = KvOffload(self.pool, num_bytes, folder, *([ranks] if ranks else []))
+
+    def keep(self, tokens: Sequence[int]) -> np.ndarray:
+        """Offload a text; returns its bytes."""
+        slots = SequenceSlots(self.pool)
+        slots.keep(*slots.reserve(len(tokens)), list(range(len(tokens))))
+        self.offload.keep("salt", tokens, slots.slots, 0)
+        rows = self.pool.read(slots.slots)
+        slots.release()
+        return rows
+
+    def known(self, tokens: Sequence[int]) -> int:
+        return self.offload.num_known("salt", tokens, 0)
+
+    def restored(self, tokens: Sequence[int], end: int) -> np.ndarray:
+        """The bytes of the positions that came back, read from an odd position on."""
+        slots = SequenceSlots(self.pool)
+        slots.keep(*slots.reserve(5), list(range(5)))
+        self.offload.restore("salt", tokens, slots, end)
+        rows = self.pool.read(slots.slots)[5:] if slots.length > 5 else np.empty((0, self.pool.token_bytes), np.uint8)
+        slots.release()
+        return rows
+
+
+@pytest.fixture(params=["memory", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path) if request.param == "disk" else ""
+
+
+def test_the_budget_holds_the_most_recently_used_and_of_a_text_its_beginning(folder: str) -> None:
+    """The store outgrew its budget, or kept blocks that could not be found without those before them."""
+    texts = Texts(10, folder)
+    first, second, long = [1] * 70, [2] * 70, [3] * 400
+    rows = [texts.keep(first), texts.keep(second)]
+    assert (texts.known(second), texts.known(first)) == (64, 64)
+    texts.keep([4] * 64)
+    assert (texts.known(first), texts.known(second), texts.known([4] * 64)) == (64, 32, 64)
+    np.testing.assert_array_equal(texts.restored(first, 60), rows[0][5:60])
+    texts.keep(long)
+    assert [texts.known(text) for text in (long, first, second)] == [160, 0, 0]
+    assert texts.offload.num_bytes == 10 * PAGE * texts.pool.token_bytes
+    if folder:
+        blocks: Any = texts.offload._store._blocks
+        assert os.fstat(blocks._file).st_size <= texts.offload.num_bytes
+        assert os.fstat(blocks._file).st_mode & 0o077 == 0
+
+
+def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was ever offloaded again after the disk was once full."""
+    texts, write = Texts(100, str(tmp_path)), os.pwrite
+    room = 20 * PAGE * texts.pool.token_bytes
+
+    def small(file: int, data: memoryview, at: int) -> int:
+        if at + data.nbytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, at)
+
+    monkeypatch.setattr("os.pwrite", small)
+    for text in range(2, 22):
+        texts.keep([text] * 64)
+    assert texts.known([21] * 64) == 64 and 0 < texts.offload.num_bytes <= room
+
+
+class Pair(Ranks):
+    """A group whose other rank copies only `most` slots."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.most, self.said = 10**6, list[torch.Tensor]()
+
+    def broadcast(self, words: torch.Tensor) -> None:
+        self.said.append(words.clone())
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part, part.clamp(max=self.most)], 1)
+
+
+def test_a_block_counts_only_if_every_rank_has_its_part() -> None:
+    """One rank's disk failed, and its part of a block was old bytes."""
+    ranks = Pair()
+    texts = Texts(20, ranks=ranks)
+    rows = texts.keep([1] * 64)
+    ranks.most = 27
+    np.testing.assert_array_equal(texts.restored([1] * 64, 64), rows[5:32])
+    assert texts.known([1] * 64) == 32 and texts.offload.num_errors == 1
+    texts.keep([2] * 64)
+    assert texts.known([2] * 64) == 0, "the last block is kept first"
+
+
+def test_a_copy_of_blocks_arrives_whole() -> None:
+    """Other ranks copied into other slots, or the other way."""
+    for is_read, num_blocks in ((False, 3), (True, 200)):
+        ranks, heard = Pair(), list[torch.Tensor]()
+        slots = np.arange(num_blocks * PAGE - 7, dtype=np.int32)[::-1].copy()
+        sent = BlockCopy(np.arange(num_blocks, dtype=np.int32), slots, 7, is_read)
+        send_blocks(ranks, sent)
+        heard += ranks.said
+        ranks.broadcast = lambda words, heard=heard: words.copy_(heard.pop(0))  # type: ignore[method-assign,misc]
+        kind, _, found = receive(ranks)
+        assert kind is MessageKind.COPY_BLOCKS and isinstance(found, BlockCopy)
+        assert found[2:] == sent[2:]
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found[:2], sent[:2], strict=True))
+
+
+def test_offloading_that_cannot_help_is_refused(tmp_path: Path) -> None:
+    """Main memory was copied into main memory, or nothing was ever kept and nobody knew."""
+    with pytest.raises(ConfigError, match="prefix_cache"):
+        load_config(**{"engine.kv_offload_bytes": 2**30, "engine.prefix_cache": False})
+    with pytest.raises(ConfigError, match="kv_offload_dir"):
+        load_rank(TargetConfig(), EngineConfig(kv_offload_bytes=2**30), Ranks())
+    with pytest.raises(ConfigError, match="kv_offload_bytes is"):
+        KvOffload(KvPool(SHAPES, 64), 1000)
+    with pytest.raises(SaveError, match="missing"):
+        BlockStore(KvPool(SHAPES, 64), str(tmp_path / "missing"))
