@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 import torch
 from drafters import Half, Random
+from engine.test_kv_offload import NUM_KV_SLOTS, PLENTY, answered, turns
 from oracle import decode
 from test_oracle import PARAMS, PROMPTS, requests_of
 from tiny_target import save_model, tiny_engine
@@ -61,3 +62,21 @@ def test_an_int8_target_never_has_its_floats_on_the_device(backend: Literal["tor
     before = torch.cuda.memory_allocated()
     target = Target.load(config, num_kv_slots=512)
     assert torch.cuda.max_memory_allocated() - before < 0.75 * 2 * target.num_parameters
+
+
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_offloaded_prefixes_come_back_to_the_device(
+    backend: Literal["torch", "cuda"], on_disk: bool, tmp_path: Path
+) -> None:
+    """A graph replayed over slots whose keys were still on their way, or bytes of another dtype."""
+    folder = save_model("llama", tmp_path / "model")
+    config = TargetConfig(model=str(folder), device="cuda", backend=backend, dtype="bfloat16")
+    target = Target.load(config, num_kv_slots=NUM_KV_SLOTS)
+    requests = turns(target, PARAMS["T=1"])
+    options = {"kv_offload_bytes": PLENTY, "kv_offload_dir": str(tmp_path) if on_disk else ""}
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], NUM_KV_SLOTS, **options) as engine:
+        found = answered(engine, requests)
+    for request, completion in zip([*requests[0], *requests[1]], [*found[0], *found[1]], strict=True):
+        assert completion.token_ids == decode(target, request.prompt_ids, request.params).token_ids
+    assert sum(c.stats.num_restored_tokens for c in found[1]) > 150

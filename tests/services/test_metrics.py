@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -63,6 +64,19 @@ def test_counters_grow_by_what_the_reply_says(answered: tuple[dict[str, Any], ..
         == after["vllm:kv_cache_usage_perc"]
         == 0
     )
+
+
+def test_offloaded_prefixes_are_counted(serving: Serving, tmp_path: Path) -> None:
+    """Nobody saw whether the disk given to KV offloading is of use, or broken."""
+    options = {"num_kv_slots": 512, "kv_offload_bytes": 2**26, "kv_offload_dir": str(tmp_path)}
+    with serving(engine=options) as service, service.client() as client:
+        for word in ("river", "mill", "river"):
+            messages = [{"role": "user", "content": f"{word} " * 100}]
+            asked = {"model": MODEL, "messages": messages, "max_tokens": 2}
+            usage = client.post("/v1/chat/completions", json=asked).raise_for_status().json()["usage"]
+        now = values(service)
+    assert 0 < now["ragspec_kv_offload_hits_total"] <= usage["prompt_tokens_details"]["cached_tokens"]
+    assert now["ragspec_kv_offload_bytes"] > 0 == now["ragspec_kv_offload_errors"]
 
 
 def test_gauges_show_what_runs(serving: Serving) -> None:
