@@ -278,6 +278,16 @@ def test_the_budget_holds_the_most_recently_used_and_of_a_text_its_beginning(fol
         assert os.fstat(blocks._file).st_mode & 0o077 == 0
 
 
+def test_a_text_that_grew_loses_its_end_first() -> None:
+    """The beginning of a long conversation was forgotten, and all that was kept behind it was of no use."""
+    texts = Texts(10)
+    for tokens in ([5] * 32, [6] * 64, [5] * 96, [7] * 64, [8] * 32):
+        texts.keep(tokens)
+    assert [texts.known(tokens) for tokens in ([5] * 96, [6] * 64, [7] * 64, [8] * 32)] == [64, 0, 64, 32]
+    texts.keep([5] * 160)
+    assert texts.known([5] * 160) == 160
+
+
 def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was ever offloaded again after the disk was once full."""
     texts, write = Texts(100, str(tmp_path)), os.pwrite
