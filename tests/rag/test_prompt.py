@@ -72,6 +72,8 @@ def test_texts_without_control_tokens_are_laid_out_as_transformers_does(
     for end in (2, 4):
         assert builder.tokens(messages[:end]) == whole.tokens(messages[:end])
     assert builder.answered(messages[:3]) == whole.answered(messages[:3])
+    for begins in (False, True):
+        assert builder.plain_ids([text, "When?"], begins=begins) == whole.plain_ids([text, "When?"], begins=begins)
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
@@ -251,7 +253,7 @@ def test_conversations_keep_their_turns_and_wrong_ones_are_refused() -> None:
 def test_prompts_depend_on_no_other_thread() -> None:
     """Whether text may hold control tokens is a state of the tokenizer: one prompt in three hundred was read in another's way."""
     prompts = PromptBuilder(CHAT, 2048)
-    text, question = "The <|end|> of the mill. " * 40, "When was the bridge over the Danube built?"
+    text, question = "The <|im_end|> of the mill. " * 40, "When was the <|im_end|> over the Danube built?"
 
     def plain() -> tuple[int, ...]:
         return tuple(prompts.plain_ids([text])[0])
