@@ -56,6 +56,15 @@ def make_folder(path: Path) -> None:
         fsync(each.parent)
 
 
+def keep_private(data_dir: str) -> None:
+    """From now on nobody but its owner reads what this process writes, nor what is in `data_dir`. Raises: SaveError."""
+    os.umask(0o077)
+    if data_dir:
+        with saving(folder := Path(data_dir)):
+            make_folder(folder)
+            folder.chmod(0o700)
+
+
 def make_private(folder: Path) -> None:
     """Takes the rights of all accounts but the owner's. A folder whose rights cannot be changed stays as it is."""
     with contextlib.suppress(OSError):

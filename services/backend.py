@@ -9,7 +9,6 @@ Owns their order of construction and closing. Knows no HTTP.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragspec.core import Request
-from ragspec.disk import make_folder, saving
+from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
@@ -136,15 +135,6 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
                 "Blocks that could not be offloaded or read back, since the start.",
                 lambda: engine.load().num_kv_offload_errors,
             )
-
-
-def keep_private(data_dir: str) -> None:
-    """From now on nobody but its owner reads what this process writes, nor what is in `data_dir`. Raises: SaveError."""
-    os.umask(0o077)
-    if data_dir:
-        with saving(folder := Path(data_dir)):
-            make_folder(folder)
-            folder.chmod(0o700)
 
 
 def open_conversations(config: ServiceConfig) -> ConversationStore:

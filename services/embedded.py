@@ -23,19 +23,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
-from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragspec.errors import ConfigError
 from ragspec.numerics.threads import num_processors, started_threads
-from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.limits import network_of
 from services.settings import ServiceSettings
+
+if TYPE_CHECKING:  # both take seconds, and the socket opens first
+    from fastapi import FastAPI
+
+    from services.backend import ServiceBackend
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
-from ragspec.config import load_settings
-from ragspec.disk import atomic_writer, saving
+from ragspec.config import EncoderConfig, load_settings
+from ragspec.disk import atomic_writer, keep_private, saving
 from ragspec.errors import ConfigError, EngineError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from services.settings import ServiceConfig
@@ -33,6 +34,7 @@ _CLEAR_TEXT = (
 )
 
 if TYPE_CHECKING:
+    from ragspec.retrieval.encoder import Encoder
     from services.backend import ServiceBackend
     from services.keys import KeyStore
 
@@ -60,7 +62,6 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
         from ragspec.training.stdlib_corpus import kept_documents
 
         corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
-    from services.backend import keep_private
     from services.embedded import Server, address_of, check_certificate, exit_in_time, listening
     from services.keys import KeyFile, SingleKey
     from services.logs import start_logging
@@ -111,26 +112,38 @@ def _in_process(
 ) -> Iterator[ServiceBackend]:
     stay_offline(settings.target)
     from ragspec.engine.loading import load_engine
-    from ragspec.retrieval.encoder import Encoder
-    from ragspec.retrieval.retriever import Retriever
-    from services.backend import ServiceBackend
 
     with contextlib.ExitStack() as loaded:
-        with ThreadPoolExecutor(1, "ragspec-encoder") as thread:
-            loading = thread.submit(Encoder.load, settings.encoder)  # computes while the target's start runs Python
+        with ThreadPoolExecutor(1, "ragspec-beside") as thread:
+            loading = thread.submit(_load_encoder, settings.encoder)
             with stage(console, "target", "Loading the target") as done:
-                engine = load_engine(settings.target, settings.engine, settings.drafting, say=done.say)
+                engine = load_engine(
+                    settings.target, settings.engine, settings.drafting, say=done.say, quiet=lambda: wait([loading])
+                )
                 loaded.callback(engine.close)
                 done.detail = f"{settings.model_name}, numerics {engine.fingerprint}"
             with stage(console, "encoder", "Loading the encoder") as done:
                 encoder = loading.result()
                 done.detail = settings.encoder.model
+        from ragspec.retrieval.retriever import Retriever
+        from services.backend import ServiceBackend
+
         if corpus is not None:
             settings = _with_demo_index(console, settings, encoder, corpus)
         with stage(console, "index", "Opening the index") as done:
             retriever = Retriever.from_config(settings.retriever, encoder)
             done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
         yield loaded.enter_context(ServiceBackend(engine, engine.target.tokenizer, retriever, settings, engine.close))
+
+
+def _load_encoder(config: EncoderConfig) -> Encoder:
+    """Also imports the modules of the service and the index, while the target's self-test computes. Raises: ModelError."""
+    from ragspec.retrieval.encoder import Encoder
+
+    encoder = Encoder.load(config)
+    for name in ("services.app", "faiss"):
+        importlib.import_module(name)
+    return encoder
 
 
 def _with_demo_index(

@@ -66,6 +66,8 @@ from ragspec.verification.sampling import compile_samplers
 log = logging.getLogger(__name__)
 
 _TYPICAL_ROWS, _NUM_TIMED = 8, 7
+_NUM_ROUNDS = 3
+"""Of all threads against one; few, because `AdaptiveThreads` goes on measuring."""
 
 T = TypeVar("T")
 TimedHead = TypeVar("TimedHead", bound="Timed")
@@ -79,10 +81,12 @@ def load_engine(
     ranks: Ranks = ONE_RANK,
     planner_class: type[Planner] = Planner,
     say: Say = log.info,
+    quiet: Callable[[], object] = lambda: None,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
     `say` gets a line for each part of the start. The first start of a target takes many times as long as later ones.
+    `quiet` is called before forwards are timed; it returns when nothing else computes in this process.
     Raises: ModelError, ConfigError, RankLost.
     """
     most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
@@ -93,6 +97,7 @@ def load_engine(
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
         compile_samplers(tested.uncertainty)
+        quiet()
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = kept_costs(
@@ -331,5 +336,5 @@ def measure_costs(target: Target, max_rows: int, say: Say = log.info) -> CostTab
 
 def _fastest(options: SequenceOf[T], seconds: Callable[[T], float]) -> T:
     """The option of the least median time; the options take turns."""
-    rounds = [[seconds(option) for option in options] for _ in range(_NUM_TIMED)]
+    rounds = [[seconds(option) for option in options] for _ in range(_NUM_ROUNDS)]
     return options[min(range(len(options)), key=lambda i: median(times[i] for times in rounds))]

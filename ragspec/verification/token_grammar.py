@@ -8,6 +8,7 @@ alone, and is applied before the keyed sample. So drafts change no token here ei
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import OrderedDict
@@ -95,9 +96,14 @@ class Grammars:
     @cached_property
     def _compiled(self) -> Any | None:
         try:
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLTokenizer
 
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            compiled = self._tokenizer.backend_tokenizer
+            if compiled.padding or compiled.truncation:  # Why not always: the copy takes a third of the time
+                compiled = copy.copy(compiled)
+                compiled.no_padding()
+                compiled.no_truncation()
+            return LLTokenizer(compiled.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except (AttributeError, ImportError, ValueError) as cause:
             log.warning("no grammar can be followed, and quotes are not held to their passages: %s", cause)
             return None

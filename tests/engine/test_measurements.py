@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tiny_target import save_model
@@ -113,6 +114,20 @@ def test_another_start_of_an_engine_measures_no_costs(target: Target, monkeypatc
         with loading.load_engine(target.config, EngineConfig(max_kv_tokens=1024, num_threads=2), DraftingConfig()):
             pass
     assert len(measured) == 1
+
+
+def test_forwards_are_timed_only_when_the_rest_of_a_start_has_ended(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports and the encoder's self-test ran beside the timed forwards: the costs were those of a busy machine."""
+    timed, calls = ("choose_num_threads", "kept_costs"), Mock()
+    for name in timed:
+        getattr(calls, name).side_effect = getattr(loading, name)
+        monkeypatch.setattr(loading, name, getattr(calls, name))
+    settings = target.config, EngineConfig(max_kv_tokens=1024, num_threads=2), DraftingConfig()
+    with loading.load_engine(*settings, quiet=calls.quiet):
+        pass
+    assert [name for name, *_ in calls.mock_calls] == ["quiet", *timed]
 
 
 def test_kept_measurements_do_not_name_the_machine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
