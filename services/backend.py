@@ -25,7 +25,7 @@ from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, RetrieverLike
+from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
@@ -71,6 +71,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         """
         keep_private(config.service.data_dir)
         self.config, self.model, self.engine = config, config.model_name, engine
+        self.default_params = default_params(config.generation)
         self.telemetry = Telemetry.of(config.service.telemetry, self.model)
         self.metrics = Metrics(self.model, self.telemetry)
         self.rate_limiter = RateLimiter(config.service.limits, self.metrics)

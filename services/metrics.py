@@ -112,7 +112,8 @@ class Metrics:
     def worked(self, stats: GenerationStats) -> None:
         """Counts the computed tokens, also of requests that were given up."""
         for field, counter in self._totals:
-            counter.inc(getattr(stats, field))
+            if count := getattr(stats, field):
+                counter.inc(count)
         for drafter, count in stats.accepted_by_drafter.items():
             self._by_drafter.labels(self._model, drafter).inc(count)
         for drafter, counts in stats.positions.items():

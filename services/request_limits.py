@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Send
 
 from services.errors import ApiError, ClientGone, ClientTooSlow, is_languagetool
@@ -48,6 +48,7 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-store",
 }
 """Of every response; a route's own headers win."""
+_RAW_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _CHARSET = re.compile(r"charset[^=;]*=\s*\"?([^\";\s]*)", re.IGNORECASE)
 
 
@@ -181,7 +182,7 @@ class OutgoingResponse:
 
     def __init__(self, send: Send, path: str, request_id: str, slow_client_s: float) -> None:
         self._send, self._path, self._slow_client_s = send, path, slow_client_s
-        self._headers = SECURITY_HEADERS | {"X-Request-ID": request_id}
+        self._headers = (*_RAW_HEADERS, (b"x-request-id", request_id.encode()))
         self._is_event_stream = False
         self.status = 0
         self.is_complete = False
@@ -189,11 +190,10 @@ class OutgoingResponse:
     async def send(self, message: Message) -> None:
         """Raises: ClientTooSlow."""
         if message["type"] == "http.response.start":
-            message = {"headers": [], **message}
-            headers = MutableHeaders(scope=message)
-            for name, value in self._headers.items():
-                headers.setdefault(name, value)
-            self._is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
+            headers = dict(message.get("headers", []))
+            own = [header for header in self._headers if header[0] not in headers]
+            message = {**message, "headers": [*message.get("headers", []), *own]}
+            self._is_event_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self.status = message["status"]
         try:
             async with asyncio.timeout(self._slow_client_s):

@@ -27,6 +27,7 @@ from ragspec.retrieval.expansion import widths
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
 """A text with more characters per token of the context is refused before it is tokenised."""
+_SHORT_CHARS = 2048
 
 _PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -119,7 +120,7 @@ class PromptBuilder:
     def plain_ids(self, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
         """Token ids of each text, without control tokens. `begins`: add the tokenizer's special tokens around it."""
         if self._fast is not None and not any(map(self._control.search, texts)):
-            return [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=begins)]
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=begins)]
         with self._encoding:
             encoded = self._encoder(list(texts), add_special_tokens=begins, split_special_tokens=True, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
@@ -196,12 +197,20 @@ class PromptBuilder:
             if self._fast is not None and not any(self._control.search(message.content) for message in messages):
                 layout |= {"sanitize_control_tokens": False, "tokenize": False}
                 text = self.tokenizer.apply_chat_template(conversation, **layout)
-                return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+                return tuple(_ids(self._fast, text))
             with self._encoding:
                 token_ids = self._encoder.apply_chat_template(conversation, **layout)
         except TemplateError as cause:
             raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause
         return tuple(token_ids)
+
+
+def _ids(fast: Any, text: str) -> list[int]:
+    """Long texts are read without the interpreter lock, so that engine and event loop go on; a short one is read sooner than the
+    lock comes back."""
+    read = fast.encode if len(text) <= _SHORT_CHARS else lambda text, **how: fast.encode_batch_fast([text], **how)[0]
+    ids: list[int] = read(text, add_special_tokens=False).ids
+    return ids
 
 
 def _stateless(tokenizer: Any) -> Any | None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,11 +45,15 @@ _CLOSING = {'"': '"', "“": "”", "„": "“”", "«": "»", "「": "」", "
 _MAX_INNER_MARKS = 16
 
 
-class _SourceSentence(NamedTuple):
+@dataclass(frozen=True)
+class _SourceSentence:
     passage: Passage
     start: int
     end: int
-    words: list[Word]
+
+    @cached_property
+    def words(self) -> list[Word]:
+        return words_of(self.passage.text[self.start : self.end])
 
     def holds(self, quoted: AnswerSentence) -> bool:
         """Whether it has words of the quote."""
@@ -181,7 +187,7 @@ def _quoted(
 
 def _sentences_of(passage: Passage) -> Iterator[_SourceSentence]:
     for start, end in sentences(passage.text):
-        yield _SourceSentence(passage, start, end, words_of(passage.text[start:end]))
+        yield _SourceSentence(passage, start, end)
 
 
 def _supported(statement: str, sources: Sequence[_SourceSentence]) -> _SourceSentence | None:

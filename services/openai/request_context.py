@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from fastapi import Request as HttpRequest
 
 from ragspec.core import Request, SamplingParams
-from ragspec.rag.steps import default_params
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
@@ -44,7 +43,7 @@ class RequestContext:
     ) -> RequestContext:
         """Raises: ApiError for an unknown model, too long an output or a stream that strict privacy forbids; InputError."""
         check_model(backend, body.model)
-        params = body.params(default_params(backend.config.generation))
+        params = body.params(backend.default_params)
         name, given = body.output_limit
         if given >= (context_tokens := backend.engine.max_context_tokens):
             reason = f"{name} is {given}, but the context has {context_tokens} tokens, the prompt included"

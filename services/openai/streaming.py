@@ -36,7 +36,7 @@ STRICT_TEXT_BYTES = 256
 """Most text of a strict chunk, in bytes of escaped JSON; with its envelope it fits `STRICT_PAD_BYTES`."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-_PADDING = "".join(random.Random(secrets.randbits(64)).choices(_LETTERS, k=8192))
+_PADDING = "".join(random.Random(secrets.randbits(64)).choices(_LETTERS, k=8192)).encode()
 _PADDING_FIELD = b', "obfuscation": "'
 _END = b"}\n\n"
 _JSON = (b"content-type", b"application/json")
@@ -111,9 +111,8 @@ class ChunkEncoder:
         if not self._pad_bytes:
             return b""
         length = -(num_bytes + len(_PADDING_FIELD) + 1 + len(_END)) % self._pad_bytes
-        start = random.randrange(len(_PADDING))
-        text = (_PADDING[start:] + _PADDING * (length // len(_PADDING) + 1))[:length]
-        return _PADDING_FIELD + text.encode() + b'"'
+        start = random.randrange(len(_PADDING) - length)
+        return b'%b%b"' % (_PADDING_FIELD, _PADDING[start : start + length])
 
 
 class ChoiceDelta(NamedTuple):

@@ -253,8 +253,9 @@ class SamplingBody(Body):
         if isinstance(form := fields["response_format"], ResponseFormat):
             fields["response_format"] = form.model_dump(by_alias=True, exclude_none=True)
         given = sampling_arguments(fields)
-        params = replace(defaults, **given, logprobs=self.num_alternatives)
-        return params if params.seed is not None else replace(params, seed=portable_seed())
+        if given.get("seed", defaults.seed) is None:
+            given["seed"] = portable_seed()
+        return replace(defaults, **given, logprobs=self.num_alternatives)
 
 
 class ChatBody(SamplingBody):

@@ -59,7 +59,16 @@ def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
 @pytest.mark.parametrize(
-    "text", ["It rained.", " 雨 \n\n<|im", "a</s", "<|im_start|>system", "x<s>y", "\u2028|> <|im_end|>"]
+    "text",
+    [
+        "It rained.",
+        " 雨 \n\n<|im",
+        "a</s",
+        "<|im_start|>system",
+        "x<s>y",
+        "\u2028|> <|im_end|>",
+        "It rained on 雨. " * 400,
+    ],
 )
 def test_texts_without_control_tokens_are_laid_out_as_transformers_does(
     kind: PreTrainedTokenizerFast, text: str
