@@ -15,7 +15,9 @@ _FREE_MISSES = 3
 _MAX_BACKOFF_STEPS = 8
 
 _PRIOR_TOKENS = 6.0
-"""Accepted tokens that a new sequence is credited with, out of as many expected tokens."""
+"""Expected tokens after which a sequence's own acceptance weighs as much as that of other sequences' first steps."""
+_NUM_FIRST_STEPS, _FIRST_TOKENS, _FIRST_MEMORY = 24, 6.0, 0.95
+"""Steps of a sequence that count, expected tokens that came true before any sequence, and the memory of one sequence."""
 _RATIO_MEMORY = 0.98
 """Memory of one step, drafted or not, so that a sequence that begins to copy late is tried again."""
 
@@ -36,18 +38,51 @@ _SUCCESS_TOKENS = 2
 """A trial succeeds if the full draft after it adds so many accepted tokens."""
 
 
-class AcceptanceRatio:
-    """Accepted over expected tokens of one drafter in one sequence, at most 1: where it guesses badly, drafts soon end."""
+class FirstSteps:
+    """How a drafter's expectations came true in the first steps of one tenant's sequences: where a new sequence begins.
+
+    Why not in all steps, and no sequence with more than was expected: drafts are right most often in long answers that repeat
+    themselves, which say nothing about other answers.
+    """
 
     def __init__(self) -> None:
         self._expected = self._accepted = 0.0
-        self.factor = 1.0
+
+    @property
+    def ratio(self) -> float:
+        return (_FIRST_TOKENS + self._accepted) / (_FIRST_TOKENS + self._expected)
+
+    def learn(self, expected: float, num_accepted: float) -> None:
+        """Count a sequence."""
+        self._expected = self._expected * _FIRST_MEMORY + expected
+        self._accepted = self._accepted * _FIRST_MEMORY + min(expected, num_accepted)
+
+
+class AcceptanceRatio:
+    """Accepted over expected tokens of one drafter in one sequence, at most 1: where it guesses badly, drafts soon end.
+
+    A new sequence begins with the ratio of its tenant's first steps, as if from `_PRIOR_TOKENS` expected tokens.
+    """
+
+    def __init__(self, first_steps: FirstSteps) -> None:
+        self._first_steps, self._steps_left = first_steps, _NUM_FIRST_STEPS
+        self._expected, self._accepted, self._prior = 0.0, 0.0, first_steps.ratio
+        self.factor = self._prior
 
     def learn(self, expected: float, num_accepted: int) -> None:
         """`expected` by probabilities that were already scaled by the factor."""
         self._expected = self._expected * _RATIO_MEMORY + expected / self.factor
         self._accepted = self._accepted * _RATIO_MEMORY + num_accepted
-        self.factor = min(1.0, (_PRIOR_TOKENS + self._accepted) / (_PRIOR_TOKENS + self._expected))
+        told = _PRIOR_TOKENS * self._prior + self._accepted
+        self.factor = min(1.0, told / (_PRIOR_TOKENS + self._expected))
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._first_steps.learn(self._expected, self._accepted)
+
+    def finish(self) -> None:
+        """The sequence has ended."""
+        if self._steps_left > 0:
+            self._first_steps.learn(self._expected, self._accepted)
 
 
 class Backoff:
@@ -73,8 +108,8 @@ class SequenceStats:
     Where a full draft does not seem to pay, one level of a draft is tried now and then; after a hit a full draft follows.
     """
 
-    def __init__(self, first_trial_steps: int = _MIN_TRIAL_STEPS) -> None:
-        self.ratio, self.backoff = AcceptanceRatio(), Backoff()
+    def __init__(self, first_steps: FirstSteps, first_trial_steps: int = _MIN_TRIAL_STEPS) -> None:
+        self.ratio, self.backoff = AcceptanceRatio(first_steps), Backoff()
         self.trial_hit = False
         self._gained = self._expected = _PRIOR_SEQUENCE
         self._steps_left = self._interval = first_trial_steps

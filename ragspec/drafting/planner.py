@@ -1,10 +1,12 @@
 """How much to draft: one tree for each sequence, sized so that the step's expected tokens a second are greatest.
 
 `ragspec.drafting.cost_model` writes the objective as a formula. Drafters estimate over all requests how probable each of their
-nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, merges all proposals into one
-tree and cuts the trees to the best size. The likeliest path may be as long as it pays; beside it stand at most
-`max_tree_nodes` nodes. A drafter that takes time itself is asked only where its drafts save more time. Of several trained heads
-one is asked: that whose drafts save most time, by its record in the sequences at hand and in other requests.
+nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, which begins with that of the
+tenant's other sequences. It merges all proposals into one tree and cuts the trees to the best size. Nodes that were cut are
+judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. The likeliest path
+may be as long as it pays; beside it stand at most `max_tree_nodes` nodes. A drafter that takes time itself is asked only where
+its drafts save more time. Of several trained heads one is asked: that whose drafts save most time, by its record in the
+sequences at hand and in other requests.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
@@ -17,14 +19,16 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragspec.core import Request
+from ragspec.drafting.acceptance import Experience
 from ragspec.drafting.cost_model import CostTable, OwnShare, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.drafter_stats import (
     TRIAL_HIT_GAIN,
     DrafterStats,
+    FirstSteps,
     HeadChoice,
     PendingDraft,
     SequenceStats,
@@ -33,7 +37,7 @@ from ragspec.drafting.drafter_stats import (
 from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.drafting.stochastic_drafts import draws_children, needs_chain
 from ragspec.errors import InputError, RagspecError
-from ragspec.tree import DraftTree, StepResult
+from ragspec.tree import DraftTree, Origin, StepResult
 from ragspec.verification.rejection import check_draft
 
 log = logging.getLogger(__name__)
@@ -55,9 +59,11 @@ class Planner:
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
         self._sequence_stats: dict[tuple[str, int], dict[str, SequenceStats]] = {}
         self._stats: defaultdict[str, DrafterStats] = defaultdict(DrafterStats)
+        self._first_steps: Experience[defaultdict[str, FirstSteps]] = Experience(lambda: defaultdict(FirstSteps))
         self._num_heads = sum(drafter.is_head for drafter in drafters)
         self._choices: dict[tuple[str, int], HeadChoice] = {}
         self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
+        self._proposed: dict[tuple[str, int], DraftTree] = {}  # of this step, before the trees were cut
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs, self._share = costs, OwnShare()
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
@@ -86,6 +92,7 @@ class Planner:
         `num_prompt_rows`: rows of prompts in the same step.
         """
         self._pending.clear()
+        self._proposed.clear()
         if not sequences:
             return []
         self._share.learn(self.costs, sequences, num_prompt_rows)
@@ -108,6 +115,9 @@ class Planner:
             tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
             step.trees[i] = self.limited(tree, sequences[i])
             step.trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
+            self._proposed[sequences[i].key] = step.trees[i]
+        if not proposing:
+            return step.trees
         trees = step.fit(spare_rows)
         for i, drafters in proposing.items():
             for drafter in drafters:
@@ -119,14 +129,18 @@ class Planner:
         """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
         drafters = self._drafters_of(sequence.request)
         if result.tree is not None:
+            judged = _judged(self._proposed.get(sequence.key, result.tree), result)
             for drafter in drafters:
-                self._learn(sequence, result.tree, result, drafter.name)
-            _teach({drafter.name: drafter for drafter in drafters}, result.tree, {0, *result.accepted})
+                self._learn(sequence, result.tree, result, judged, drafter.name)
+                for node in judged:
+                    if node.origin.drafter == drafter.name:
+                        drafter.learn(node.origin.feedback, node.is_right)
         for drafter in drafters:
             drafter.observe(sequence, result.token_ids, features)
 
     def finish(self, sequence: SequenceView) -> None:
-        self._sequence_stats.pop(sequence.key, None)
+        for stats in self._sequence_stats.pop(sequence.key, {}).values():
+            stats.ratio.finish()
         self._choices.pop(sequence.key, None)
         for drafter in self._drafters_of(sequence.request):
             drafter.finish(sequence)
@@ -134,6 +148,7 @@ class Planner:
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's text."""
+        self._first_steps.purge(salt)
         for drafter in self._drafters:
             drafter.purge(salt)
 
@@ -172,7 +187,8 @@ class Planner:
     def _stats_in(self, sequence: SequenceView, name: str) -> SequenceStats:
         stats = self._sequence_stats.setdefault(sequence.key, {})
         if name not in stats:
-            stats[name] = SequenceStats(self._stats[name].first_trial_steps)
+            first_steps = self._first_steps.of(sequence.request.salt)[name]
+            stats[name] = SequenceStats(first_steps, self._stats[name].first_trial_steps)
         return stats[name]
 
     def _choose_heads(self, step: StepPlan) -> dict[int, str]:
@@ -262,11 +278,16 @@ class Planner:
             if trees[i].draws:
                 trees[i] = _without_unsound_draws(sequences[i], trees[i], self._vocab_size)
 
-    def _learn(self, sequence: SequenceView, tree: DraftTree, result: StepResult, name: str) -> None:
+    def _learn(
+        self, sequence: SequenceView, tree: DraftTree, result: StepResult, judged: list[Judged], name: str
+    ) -> None:
         """Count a drafter's nodes of this step for and against the drafter."""
         stats, overall, path = self._stats_in(sequence, name), self._stats[name], result.accepted
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
-        stats.ratio.learn(sum(tree.path_probs[n] for n in own), sum(tree.origins[n].drafter == name for n in path))
+        cut = [node for node in judged if node.is_cut and node.origin.drafter == name]
+        expected = sum(tree.path_probs[n] for n in own) + sum(node.chance for node in cut)
+        num_accepted = sum(tree.origins[n].drafter == name for n in path) + sum(node.is_right for node in cut)
+        stats.ratio.learn(expected, num_accepted)
         pending = self._pending.pop((sequence.key, name), None)
         if pending is None:
             if _has_nodes_of(tree, name):
@@ -282,18 +303,37 @@ class Planner:
             overall.learn(pending, num_added, len(own))
 
 
-def _teach(drafters: dict[str, SafeDrafter], tree: DraftTree, accepted: set[int]) -> None:
-    """Siblings count in order up to the accepted one: a later sibling's probability is given that no earlier one is right."""
-    settled: set[int] = set()
-    for node in range(1, len(tree)):
-        parent = tree.parents[node]
-        if parent not in accepted or parent in settled:
-            continue
-        drafter = drafters.get(tree.origins[node].drafter)
-        if drafter is not None:
-            drafter.learn(tree.origins[node].feedback, node in accepted)
-        if node in accepted:
-            settled.add(parent)
+class Judged(NamedTuple):
+    """A proposed node of which the step told whether it is right, given its parent. `is_cut`: it took no row."""
+
+    origin: Origin
+    chance: float
+    is_cut: bool
+    is_right: bool
+
+
+def _judged(proposed: DraftTree, result: StepResult) -> list[Judged]:
+    """The proposed nodes that the step's tokens judge, drafted or cut: the children of every node on the tokens' path.
+
+    Siblings count in order up to the right one: a later sibling's probability is given that no earlier one is right.
+    """
+    tree, found = result.tree, list[Judged]()
+    assert tree is not None
+    node: int | None = 0
+    drafted: int | None = 0
+    for token in result.token_ids:
+        if node is None:
+            break
+        for child in proposed.children(node):
+            token_id = proposed.token_ids[child]
+            is_cut = drafted is None or tree.child(drafted, token_id) is None
+            chance = proposed.path_probs[child] / proposed.path_probs[node] if is_cut else 0.0
+            found.append(Judged(proposed.origins[child], chance, is_cut, token_id == token))
+            if token_id == token:
+                break
+        node = proposed.child(node, token)
+        drafted = None if drafted is None else tree.child(drafted, token)
+    return found
 
 
 def _has_nodes_of(tree: DraftTree, name: str) -> bool:
