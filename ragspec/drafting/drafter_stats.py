@@ -17,9 +17,9 @@ _MAX_BACKOFF_STEPS = 8
 _PRIOR_TOKENS = 6.0
 """Expected tokens after which a sequence's own acceptance weighs as much as that of other sequences' first steps."""
 _NUM_FIRST_STEPS, _FIRST_TOKENS, _FIRST_MEMORY = 24, 6.0, 0.95
-"""Steps of a sequence that count, expected tokens that came true before any sequence, and the memory of one sequence."""
+"""Steps with guesses that count of a sequence, tokens expected and found before any sequence, and the memory of one sequence."""
 _RATIO_MEMORY = 0.98
-"""Memory of one step, drafted or not, so that a sequence that begins to copy late is tried again."""
+"""Memory of one step with guesses, drafted or cut, so that a sequence that begins to copy late is trusted again."""
 
 _CLASS_LIMITS = (0.02, 0.5, 1.0, 2.0, 4.0)
 _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 4.0

@@ -287,7 +287,8 @@ class Planner:
         cut = [node for node in judged if node.is_cut and node.origin.drafter == name]
         expected = sum(tree.path_probs[n] for n in own) + sum(node.chance for node in cut)
         num_accepted = sum(tree.origins[n].drafter == name for n in path) + sum(node.is_right for node in cut)
-        stats.ratio.learn(expected, num_accepted)
+        if own or cut:
+            stats.ratio.learn(expected, num_accepted)
         pending = self._pending.pop((sequence.key, name), None)
         if pending is None:
             if _has_nodes_of(tree, name):
