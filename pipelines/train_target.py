@@ -2,7 +2,7 @@
 
     python -m pipelines.train_target --data ../shared/data --out runs/adapter --minutes 600
     python -m pipelines.train_target --data ../shared/data --out runs/adapter --tokens 60000000 --rows 32
-    python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from CHECKPOINT
+    python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from CHECKPOINT_OR_ADAPTER
 
 A GPU is used where there is one; `--rows` sets how many rows of 896 tokens a step has. Writes under `--out`: `chat.jsonl` (the
 unadapted model's own answers), `checkpoint.safetensors`, `curves.png`, and `adapter/`, a PEFT folder of the averaged weights. A
@@ -88,7 +88,11 @@ def parser() -> argparse.ArgumentParser:
         default=8,
         help="how often the run answers questions of its own",
     )
-    add("--continue-from", type=Path, help="another run's checkpoint to begin with; it stays as it is")
+    share = training_run.positive(float, most=1.0)
+    add("--decay-share", type=share, default=0.15, help="last part of the run, over which the learning rate falls")
+    add(
+        "--continue-from", type=Path, help="another run's checkpoint or adapter folder to begin with; it stays as it is"
+    )
     return parser
 
 
@@ -99,6 +103,7 @@ def run_of(args: argparse.Namespace) -> TargetRun:
         minutes=args.minutes,
         seed=args.seed,
         peak_lr=args.peak_rate,
+        decay_share=args.decay_share,
         rows_per_step=args.rows,
     )
     common, start = training_run.common_options(args), args.continue_from.resolve() if args.continue_from else None
@@ -116,10 +121,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
 
     trainer = AdapterTrainer(target.model, draw_row, run.plan, device, workers)
     checkpoint = run.out / "checkpoint.safetensors"
-    if run.resume and checkpoint.exists():
-        trainer.load(checkpoint)
-    elif run.continue_from:
-        trainer.load(run.continue_from, any_plan=True)
+    begin(trainer, run, checkpoint)
     cases = question_cases(run.data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
     training_run.run_to_end(
         trainer, checkpoint, report, lambda: probe(trainer, target.tokenizer, *cases), run.num_probes
@@ -127,6 +129,16 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     if workers.is_first:
         training_run.draw_curves(trainer, "loss", "", run.out / "curves.png")
         write_adapter(trainer.averaged_adapter(), run.out / "adapter")
+
+
+def begin(trainer: AdapterTrainer, run: TargetRun, checkpoint: Path) -> None:
+    """Where the run's own checkpoint, another's, or a written adapter says. Raises: ConfigError."""
+    if run.resume and checkpoint.exists():
+        trainer.load(checkpoint)
+    elif run.continue_from and run.continue_from.is_dir():
+        trainer.start_from(run.continue_from)
+    elif run.continue_from:
+        trainer.load(run.continue_from, any_plan=True)
 
 
 def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, seed: str) -> Row:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -25,7 +25,7 @@ from torch import Tensor
 from ragspec.disk import atomic_writer
 from ragspec.errors import ConfigError
 
-FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
+FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s", "decay_share")
 """Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
 
 
@@ -199,11 +199,7 @@ class Trainer(ABC, Generic[PlanT]):
             history = _records(state["columns"], tensors["history"], tensors["history_known"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as cause:
             raise ConfigError(f"{path} cannot be resumed: it is no checkpoint of this version") from cause
-        identity = state.get("identity", {})
-        for name, ours in (self._model_config() if any_plan else self._identity()).items():
-            theirs = identity.get(name, "not known")
-            if theirs != ours:
-                raise ConfigError(f"{path} cannot be resumed: its {name} is {theirs}, and this run's is {ours}")
+        check_same(path, state.get("identity", {}), self._model_config() if any_plan else self._identity())
         for (name, parameter), average in zip(self._module.named_parameters(), self.average, strict=True):
             parameter.copy_(tensors[f"model.{name}"])
             average.copy_(tensors[f"average.{name}"])
@@ -227,6 +223,14 @@ class Trainer(ABC, Generic[PlanT]):
             if name not in FREE_AT_RESUME:
                 identity |= value if isinstance(value, dict) else {name: value}
         return {**identity, "num_workers": self.workers.size}
+
+
+def check_same(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises: ConfigError naming the first of this run's values that the file does not have."""
+    for name, value in ours.items():
+        if theirs.get(name, "not known") != value:
+            found = theirs.get(name, "not known")
+            raise ConfigError(f"{path} cannot be resumed: its {name} is {found}, and this run's is {value}")
 
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_a_missing_target_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["train_target", *options])
     with pytest.raises(SystemExit, match=r"no config\.json"):
         train_target.main()
+
+
+def test_continue_from_takes_an_adapter_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder read as a checkpoint is refused, and a decay share that is left behind trains with another rate."""
+    options = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--continue-from", str(tmp_path)]
+    run = train_target.run_of(train_target.parser().parse_args([*options, "--decay-share", "0.6"]))
+    assert (run.continue_from, run.plan.decay_share) == (tmp_path, 0.6)
+    with pytest.raises(SystemExit):
+        train_target.parser().parse_args([*options, "--decay-share", "1.5"])
+    begun: list[Path] = []
+    trainer = SimpleNamespace(start_from=begun.append)
+    train_target.begin(trainer, run, tmp_path / "none")  # type: ignore[arg-type]
+    assert begun == [tmp_path]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.reference.lora import ALPHA, RANK, write_adapter
+from ragspec.training.reference.lora import ALPHA, CONFIG_FILE, RANK, WEIGHTS_FILE, adapter_parameters, write_adapter
 from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.rows import FIRST_WEIGHT, Row, collate
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
@@ -157,6 +157,61 @@ def test_the_written_adapter_is_the_trained_change(tmp_path: Path) -> None:
                 weight += ALPHA / RANK * (b.float() @ a.float())
     assert not tensors
     torch.testing.assert_close(merged(ids).logits, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:
+    """Weights that stay fresh, an average that is not the weights, or moments of another run."""
+    first, second = make_trainer(), make_trainer()
+    first.train_step()
+    write_adapter(first.averaged_adapter(), tmp_path)
+    second.start_from(tmp_path)
+    written = load_file(tmp_path / WEIGHTS_FILE)
+    for tensors in (adapter_parameters(second.model), second.averaged_adapter()):
+        assert tensors.keys() == written.keys()
+        assert all(torch.equal(tensor, written[name].float()) for name, tensor in tensors.items())
+    assert not second.optimizer.state and second.progress.step == 0
+    kept = second.averaged_adapter()["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"].clone()
+    second.train_step()
+    assert not torch.equal(second.averaged_adapter()["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"], kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 16}, "its r is 16, and this run's is 32"),
+        ({"lora_alpha": 32}, "its lora_alpha is 32"),
+        ({"target_modules": ["q_proj"]}, "its target_modules is "),
+        ({"use_rslora": True}, "its use_rslora is True"),
+    ],
+)
+def test_another_kind_of_adapter_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    """Weights that mean another change under this recipe's rank and scale."""
+    trainer = make_trainer()
+    write_adapter(trainer.averaged_adapter(), tmp_path)
+    path = tmp_path / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        trainer.start_from(tmp_path)
+
+
+def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    """Layers that stay fresh, or are dropped, in silence."""
+    trainer = make_trainer()
+    tensors = trainer.averaged_adapter()
+    name, tensor = next(iter(tensors.items()))
+    for wrong in (tensors | {name: tensor[:16]}, tensors | {"more": tensor}, dict([*tensors.items()][1:])):
+        write_adapter(wrong, tmp_path)
+        with pytest.raises(ConfigError, match="more is" if "more" in wrong else f"{name} is"):
+            trainer.start_from(tmp_path)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    with pytest.raises(ConfigError, match="cannot be read as an adapter"):
+        trainer.start_from(tmp_path)
+
+
+def test_the_rate_falls_over_the_last_part_that_was_asked_for() -> None:
+    """A decay that the option does not reach."""
+    trainer = make_trainer(peak_lr=1.0, warmup_steps=1, decay_share=0.5)
+    assert [trainer.learning_rate(share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 1.0, 0.5, 0.02]
 
 
 def test_quotes_lie_in_the_numbered_passage_and_missed_questions_abstain() -> None:

@@ -12,12 +12,22 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ragspec.disk import atomic_writer, saving
+from ragspec.errors import ConfigError
+from ragspec.training.trainer import check_same
 
 RANK, ALPHA = 32, 64
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
+    "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "target_modules": list(MODULES),
+}  # fmt: skip
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 class LowRank(nn.Module):
@@ -57,14 +67,27 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def write_adapter(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """A PEFT folder in bf16. Raises: SaveError."""
     halved = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
-        "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-        "target_modules": list(MODULES),
-    }  # fmt: skip
     with saving(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
-        with atomic_writer(folder / "adapter_model.safetensors") as file:
+        (folder / CONFIG_FILE).write_text(json.dumps(CONFIG, indent=1) + "\n")
+        with atomic_writer(folder / WEIGHTS_FILE) as file:
             file.write(safetensors.torch.save(halved, metadata={"format": "pt"}))
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Copy a folder that `write_adapter` wrote into the model's adapters. Raises: ConfigError naming the first difference."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError, ValueError) as cause:
+        raise ConfigError(f"{folder} cannot be read as an adapter: {cause}") from cause
+    parameters = adapter_parameters(model)
+    check_same(folder, config, CONFIG)
+    check_same(folder, _shapes(tensors), dict.fromkeys(tensors, "missing") | _shapes(parameters))
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}

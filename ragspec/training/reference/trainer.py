@@ -7,18 +7,17 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ragspec.training.reference.lora import adapter_parameters, add_adapters
+from ragspec.training.reference.lora import adapter_parameters, add_adapters, load_adapter
 from ragspec.training.reference.rows import Row, RowBatch, collate
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
 
-DECAY_SHARE = 0.15
-"""The last part of a run, over which the rate falls."""
 GPU_ROWS = 16
 """Rows computed together on a GPU; a processor computes them one by one."""
 BLOCK_QUERIES = 128
@@ -27,12 +26,14 @@ BLOCK_QUERIES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterPlan(TrainingPlan):
-    """`rows_per_step`: rows of a step and worker, each of `micro_tokens` tokens at most."""
+    """`rows_per_step`: rows of a step and worker, each of `micro_tokens` tokens at most. `decay_share`: the last part of the run,
+    over which the rate falls."""
 
     rows_per_step: int = 2
     micro_tokens: int = 896
     peak_lr: float = 6e-4
     final_lr_share: float = 0.02
+    decay_share: float = 0.15
     warmup_steps: int = 8
     weight_decay: float = 0.0
     ema_decay: float = 0.99
@@ -61,7 +62,7 @@ class AdapterTrainer(Trainer[AdapterPlan]):
     def learning_rate(self, share: float) -> float:
         """Warm-up over steps, a constant rate, and a line down at the end: a run that is lengthened early loses nothing."""
         warmup = min(1.0, (self.progress.step + 1) / self.plan.warmup_steps)
-        return self.plan.peak_lr * min(warmup, max((1 - share) / DECAY_SHARE, self.plan.final_lr_share))
+        return self.plan.peak_lr * min(warmup, max((1 - share) / self.plan.decay_share, self.plan.final_lr_share))
 
     def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
         rows = [self._draw_row(f"{seed}/{number}") for number in range(self.plan.rows_per_step)]
@@ -84,6 +85,11 @@ class AdapterTrainer(Trainer[AdapterPlan]):
         loss = (losses * batch.weights[learnt]).sum() / num_learnt
         torch.autograd.backward(loss)
         return float(loss.detach())
+
+    def start_from(self, folder: Path) -> None:
+        """Begin with the weights of a written adapter, which are the average too. Raises: ConfigError if it does not fit."""
+        load_adapter(self.model, folder)
+        self.average = [p.detach().clone() for p in self._module.parameters()]
 
     def averaged_adapter(self) -> dict[str, Tensor]:
         """The moving average of the adapters, by PEFT's names."""
