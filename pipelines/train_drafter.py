@@ -23,7 +23,6 @@ Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `
 import argparse
 import json
 import math
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +37,7 @@ from ragspec.drafting.learning.head import Head, Inputs, LossWeights, Objective
 from ragspec.drafting.learning.losses import MicroBatch
 from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
-from ragspec.errors import InputError, RagspecError
+from ragspec.errors import InputError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
 from ragspec.training.heads.frozen_target import FrozenTarget
@@ -119,17 +118,23 @@ class DrafterRun(training_run.TrainingRun):
     has_output: bool = True
     has_prefix: bool = False
 
+    def prepare(self) -> None:
+        """Generate the target's missing answers. Raises: ModelError, InputError."""
+        if self.plan.answers == "dataset":
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        target = TargetConfig(model=self.target)
+        with load_engine(target, EngineConfig(num_threads=self.threads), DraftingConfig()) as engine:
+            encoder = AnswerEncoder(engine.target.tokenizer, engine.target.eos_ids)
+            prompts = PromptSource(TextSource(self.data_dir), encoder, self.plan.max_tokens, self.plan.seed)
+            origin = prompts.origin(target_identity(engine.target, of_texts=True).fingerprint)
+            for done in write_answers(self.out / ANSWERS, origin, self.plan.num_answers, prompts, engine):
+                print(f"{done} of {self.plan.num_answers} answers of the target", flush=True)
+
 
 def main() -> None:
-    """Parse the command line and train."""
-    args = parser().parse_args()
-    try:
-        run = run_of(args)
-        if run.plan.answers != "dataset":
-            obtain_answers(run)
-        training_run.train_with(train, run, args.workers)
-    except (RagspecError, FileNotFoundError) as cause:
-        sys.exit(f"error: {cause}")
+    """Train as the command line says."""
+    training_run.run_command(parser(), run_of, train)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -225,7 +230,7 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         num_answers=0 if args.answers == "dataset" else args.num_answers,
     )
     return DrafterRun(
-        **training_run.common_options(args),
+        **training_run.values_of(training_run.TrainingRun, args),
         target=str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
         family=_family(args.family),
         aux_layers=tuple(args.aux_layers or ()),
@@ -247,18 +252,6 @@ def _family(name: str) -> EagleFamily | PositionFamily:
     return EagleFamily.EAGLE3 if name == "eagle3" else EagleFamily.EAGLE
 
 
-def obtain_answers(run: DrafterRun) -> None:
-    """Generates the target's missing answers. Raises: ModelError, InputError."""
-    run.out.mkdir(parents=True, exist_ok=True)
-    target = TargetConfig(model=run.target)
-    with load_engine(target, EngineConfig(num_threads=run.threads), DraftingConfig()) as engine:
-        encoder = AnswerEncoder(engine.target.tokenizer, engine.target.eos_ids)
-        prompts = PromptSource(TextSource(run.data_dir), encoder, run.plan.max_tokens, run.plan.seed)
-        origin = prompts.origin(target_identity(engine.target, of_texts=True).fingerprint)
-        for done in write_answers(run.out / ANSWERS, origin, run.plan.num_answers, prompts, engine):
-            print(f"{done} of {run.plan.num_answers} answers of the target", flush=True)
-
-
 def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
     """The source of training texts."""
     if run.plan.answers == "dataset":
@@ -276,15 +269,14 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     run.out.mkdir(parents=True, exist_ok=True)
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
     sample_text = text_sampler(run, encoder)
-    checkpoint = run.out / "checkpoint.safetensors"
     head = make_head(config, target, sample_text, run.plan.seed)
     if run.start is not None and isinstance(head, EagleHead):
         start_from(head, run.start)
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers)
-    if run.resume and checkpoint.exists():
-        trainer.load(checkpoint)
+    training_run.resumes(trainer, run)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
-    training_run.run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)
+    shown = ("loss_1", "top1_1", f"top1_{run.plan.objective.num_steps}")
+    training_run.run_to_end(trainer, run, shown, lambda: probe(trainer, probes), NUM_PROBES)
     if workers.is_first:
         training_run.draw_curves(trainer, "loss_", "top1", run.out / "curves.png")
         record = {"history": trainer.history, "probes": trainer.probes}
@@ -322,27 +314,12 @@ def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Te
 
 def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[str, float]:
     """The share of the target's tokens that the averaged head drafts, by kind of held-out text and by draft step."""
-    rates = {
+    return {
         f"{kind}_{name}": value
         for kind, batches in probes.items()
         for name, value in trainer.probe(batches, PROBE_STEPS).items()
         if not name.startswith("loss")
     }
-    shown = {kind: [round(rates[n], 2) for n in rates if n.startswith(f"{kind}_top1_")] for kind in probes}
-    print(f"probe at step {trainer.progress.step}: top-1 by draft step: {shown}", flush=True)
-    return rates
-
-
-def report(records: list[dict[str, float]]) -> str:
-    """The latest steps in one line."""
-    last = records[-1]
-    num_steps = sum(name.startswith("loss_") for name in last)
-    mean = {n: sum(r[n] for r in records) / len(records) for n in ("loss_1", "top1_1", f"top1_{num_steps}")}
-    return (
-        f"{training_run.tokens_and_speed(records)} loss {mean['loss_1']:.3f} "
-        f"top-1 {mean['top1_1']:.3f} (step {num_steps}: {mean[f'top1_{num_steps}']:.3f}) lr {last['lr']:.2e} "
-        f"norm {last['grad_norm']:.2f} done {last['share']:.3f}"
-    )
 
 
 if __name__ == "__main__":

@@ -13,23 +13,22 @@ must be shared. The same seed, length in tokens and number of workers give the s
 import argparse
 import json
 import random
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipelines.train import training_run
+from pipelines.train.training_run import absolute_path, positive
 from ragspec.config import DEFAULT_TARGET, TargetConfig
-from ragspec.errors import RagspecError
-from ragspec.evaluation.suites.target import MAX_NEW_TOKENS, abstention_scores, model_generate, question_scores
-from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, QuestionCase, question_cases
-from ragspec.rag.wording import question_messages
+from ragspec.disk import write_atomically
+from ragspec.evaluation.suites import target as target_suite
+from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, question_cases
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.reference.lora import write_adapter
-from ragspec.training.reference.mixture import LONG, Mixture
+from ragspec.training.reference.mixture import LONG, SHARES, Mixture
 from ragspec.training.reference.rows import Row
 from ragspec.training.reference.sources import json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
@@ -39,29 +38,13 @@ PROBE_QUESTIONS = 48
 FULL_SHARE, MAX_DRAWS = 0.75, 6
 """A row is done at this share of its length, or after so many draws."""
 CHATS = "chat.jsonl"
-CHAT_REQUESTS = (
-    "Explain {} to a ten-year-old.", "Give me three tips about {}.", "Write a short poem about {}.", "What is {}?",
+CHAT_REQUESTS = ("Explain {} to a ten-year-old.", "Give me three tips about {}.", "Write a short poem about {}.", "What is {}?",
     "Why do people care about {}?", "Write an e-mail to a friend about {}.", "What should a beginner know about {}?",
-    "List five facts about {}.", "Tell me a joke about {}.", "Suggest a title for an essay on {}.",
-)  # fmt: skip
-CHAT_TOPICS = (
-    "photosynthesis", "cooking rice", "the moon", "learning to swim", "chess", "public transport", "bees", "saving money",
-    "jazz", "gardening", "electric cars", "sleep",
-)  # fmt: skip
-CHAT_INSTRUCTIONS = {"roleplay": 120, "codegen-instruct": 120}
-NUM_CHAT_QUESTIONS = 200
+    "List five facts about {}.", "Tell me a joke about {}.", "Suggest a title for an essay on {}.")  # fmt: skip
+CHAT_TOPICS = ("photosynthesis", "cooking rice", "the moon", "learning to swim", "chess", "public transport", "bees",
+    "saving money", "jazz", "gardening", "electric cars", "sleep")  # fmt: skip
+CHAT_INSTRUCTIONS, NUM_INSTRUCTIONS, NUM_CHAT_QUESTIONS = ("roleplay", "codegen-instruct"), 120, 200
 GREETINGS = ("Hello!", "Who are you?", "Thank you!", "Can you help me?", "What can you do?", "How are you?")
-
-
-def main() -> None:
-    """Parse the command line and train."""
-    args = parser().parse_args()
-    try:
-        run = run_of(args)
-        obtain_chats(run)  # before the workers start: none may read a file that another is writing
-        training_run.train_with(train, run, args.workers)
-    except (RagspecError, FileNotFoundError) as cause:
-        sys.exit(f"error: {cause}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,132 +56,93 @@ class TargetRun(training_run.TrainingRun):
     num_probes: int
     continue_from: Path | None = None
 
+    def unadapted(self, device: str) -> FrozenTarget:
+        """Raises: ModelError, SaveError."""
+        return FrozenTarget.load(TargetConfig(model=self.target, adapter="none"), device)
+
+    def prepare(self) -> None:
+        """Write the unadapted model's answers to ordinary requests. Raises: ModelError, SaveError."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        if (self.out / CHATS).exists():
+            return
+        target = self.unadapted("cuda" if torch.cuda.is_available() else "cpu")
+        prompts = [[message("user", text)] for text in chat_requests(self.data_dir)]
+        answers, rows = target_suite.model_generate(target.model, target.tokenizer)(prompts), list[str]()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            is_cut = len(target.tokenizer(answer)["input_ids"]) >= target_suite.MAX_NEW_TOKENS - 2
+            rows.append(json.dumps({"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut}))
+        write_atomically(self.out / CHATS, "".join(f"{row}\n" for row in rows))
+
+
+def main() -> None:
+    """Train as the command line says."""
+    training_run.run_command(parser(), run_of, train)
+
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """The command's options; those of the plan by the plan's names."""
     parser = training_run.training_parser("Train the adapter of the default target.")
-    add = parser.add_argument
+    add, plan, count, rate = parser.add_argument, AdapterPlan, positive(int), positive(float)
     add("--target", default=DEFAULT_TARGET, help="the model without adapter: a directory or a GGUF file")
-    add("--tokens", type=training_run.positive(int), default=8_000_000, help="length of the run in tokens")
-    add("--rows", type=training_run.positive(int), default=2, help="rows of a step and worker; 32 suit a GPU")
-    add("--peak-rate", type=training_run.positive(float), default=6e-4, help="peak learning rate")
-    add(
-        "--probes",
-        type=training_run.positive(int, least=0),
-        default=8,
-        help="how often the run answers questions of its own",
-    )
-    share = training_run.positive(float, most=1.0)
-    add("--decay-share", type=share, default=0.15, help="last part of the run, over which the learning rate falls")
-    add(
-        "--continue-from", type=Path, help="another run's checkpoint or adapter folder to begin with; it stays as it is"
-    )
+    add("--tokens", dest="total_tokens", type=count, default=8_000_000, help="length of the run in tokens")
+    add("--rows", dest="rows_per_step", type=count, default=plan.rows_per_step, help="of a step; 32 suit a GPU")
+    add("--peak-rate", dest="peak_lr", type=rate, default=plan.peak_lr, help="peak learning rate")
+    add("--decay-share", type=positive(float, most=1.0), default=plan.decay_share, help="last part, of a falling rate")
+    add("--probes", dest="num_probes", type=positive(int, least=0), default=8, help="how often it answers questions")
+    add("--continue-from", type=absolute_path, help="another run's checkpoint or adapter folder to begin with")
     return parser
 
 
 def run_of(args: argparse.Namespace) -> TargetRun:
     """The run of the given options. Raises: InputError."""
-    plan = AdapterPlan(
-        total_tokens=args.tokens,
-        minutes=args.minutes,
-        seed=args.seed,
-        peak_lr=args.peak_rate,
-        decay_share=args.decay_share,
-        rows_per_step=args.rows,
-    )
-    common, start = training_run.common_options(args), args.continue_from.resolve() if args.continue_from else None
-    return TargetRun(**common, target=args.target, plan=plan, num_probes=args.probes, continue_from=start)
+    plan = AdapterPlan(**training_run.values_of(AdapterPlan, args))
+    return TargetRun(**training_run.values_of(TargetRun, args), plan=plan)
 
 
 def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written adapter; the first worker writes."""
-    target = FrozenTarget.load(TargetConfig(model=run.target, adapter="none"), device)
+    target = run.unadapted(device)
     chats = [Conversation(row["messages"], open_ended=row["is_cut"]) for row in json_lines(run.out / CHATS)]
-    mixture, encoder = Mixture(run.data_dir, chats), AnswerEncoder(target.tokenizer)
-
-    def draw_row(seed: str) -> Row:
-        return mixed_row(mixture, encoder, run.plan.micro_tokens, seed)
-
-    trainer = AdapterTrainer(target.model, draw_row, run.plan, device, workers)
-    checkpoint = run.out / "checkpoint.safetensors"
-    begin(trainer, run, checkpoint)
-    cases = question_cases(run.data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
-    training_run.run_to_end(
-        trainer, checkpoint, report, lambda: probe(trainer, target.tokenizer, *cases), run.num_probes
-    )
+    mixture = Mixture(run.data_dir, chats)
+    draw_row = partial(mixed_row, mixture, AnswerEncoder(target.tokenizer), run.plan.micro_tokens)
+    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers)
+    if not training_run.resumes(trainer, run) and run.continue_from:
+        trainer.start_from(run.continue_from)
+    scores = partial(probe, trainer, target.tokenizer, run.data_dir)
+    training_run.run_to_end(trainer, run, ("loss",), scores, run.num_probes)
     if workers.is_first:
         training_run.draw_curves(trainer, "loss", "", run.out / "curves.png")
-        write_adapter(trainer.averaged_adapter(), run.out / "adapter")
-
-
-def begin(trainer: AdapterTrainer, run: TargetRun, checkpoint: Path) -> None:
-    """Where the run's own checkpoint, another's, or a written adapter says. Raises: ConfigError."""
-    if run.resume and checkpoint.exists():
-        trainer.load(checkpoint)
-    elif run.continue_from and run.continue_from.is_dir():
-        trainer.start_from(run.continue_from)
-    elif run.continue_from:
-        trainer.load(run.continue_from, any_plan=True)
+        trainer.write_adapter(run.out / "adapter")
 
 
 def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, seed: str) -> Row:
     """A row of one kind of text; a function of the seed."""
     rng = random.Random(seed)
-    kind = mixture.kind(rng)
+    (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
     row = Row(int(row_tokens * LONG.get(kind, 1)))
     for _ in range(MAX_DRAWS):
         row.add(map(encoder.encode, mixture.draw(kind, rng)))
-        if len(row.ids) > FULL_SHARE * row.length:
+        if len(row.tokens) > FULL_SHARE * row.length:
             break
-    return row if row.ids else mixed_row(mixture, encoder, row_tokens, seed + "'")
-
-
-def obtain_chats(run: TargetRun) -> None:
-    """The unadapted model's answers to ordinary requests, written once. Raises: ModelError."""
-    run.out.mkdir(parents=True, exist_ok=True)
-    if (run.out / CHATS).exists():
-        return
-    target = FrozenTarget.load(
-        TargetConfig(model=run.target, adapter="none"), "cuda" if torch.cuda.is_available() else "cpu"
-    )
-    asked = chat_requests(run.data_dir)
-    prompts = [[message("user", text)] for text in asked]
-    answers = model_generate(target.model, target.tokenizer)(prompts)
-    with (run.out / CHATS).open("w", encoding="utf-8") as file:
-        for prompt, answer in zip(prompts, answers, strict=True):
-            is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
-            row = {"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut}
-            file.write(json.dumps(row) + "\n")
+    return row if row.tokens else mixed_row(mixture, encoder, row_tokens, seed + "'")
 
 
 def chat_requests(data_dir: Path) -> list[str]:
     """Ordinary requests: greetings, tasks about topics, written instructions, and questions without their passages."""
     asked = [*GREETINGS, *(request.format(topic) for request in CHAT_REQUESTS for topic in CHAT_TOPICS)]
     rng = random.Random(0)
-    for name, count in CHAT_INSTRUCTIONS.items():
+    for name in CHAT_INSTRUCTIONS:
         rows = json.loads((data_dir / "gpteacher" / f"{name}.json").read_text(encoding="utf-8"))
-        asked += rng.sample([row["instruction"] for row in rows if not row["input"]], count)
+        asked += rng.sample([row["instruction"] for row in rows if not row["input"]], NUM_INSTRUCTIONS)
     questions = [question.text for paragraph in question_paragraphs(data_dir) for question in paragraph.questions]
     return [*asked, *rng.sample(questions, NUM_CHAT_QUESTIONS)]
 
 
-def probe(
-    trainer: AdapterTrainer, tokenizer: Any, answerable: list[QuestionCase], unanswerable: list[QuestionCase]
-) -> dict[str, float]:
+def probe(trainer: AdapterTrainer, tokenizer: Any, data_dir: Path) -> dict[str, float]:
     """Scores of the averaged adapter on two articles that are neither trained nor evaluated on."""
-    cases = answerable + unanswerable
+    cases = question_cases(data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
     with trainer.averaged_model() as model:
-        outputs = model_generate(model, tokenizer)([question_messages(c.question, c.passages) for c in cases])
-    scores = question_scores(answerable, outputs[: len(answerable)]) | abstention_scores(cases, outputs)
-    print(f"probe at step {trainer.progress.step}: {scores}", flush=True)
-    return scores
-
-
-def report(records: list[dict[str, float]]) -> str:
-    """The latest steps in one line."""
-    last, loss = records[-1], sum(record["loss"] for record in records) / len(records)
-    rest = f"lr {last['lr']:.2e} norm {last['grad_norm']:.2f} done {last['share']:.3f}"
-    return f"{training_run.tokens_and_speed(records)} loss {loss:.3f} {rest}"
+        return target_suite.case_scores(target_suite.model_generate(model, tokenizer), *cases)
 
 
 if __name__ == "__main__":

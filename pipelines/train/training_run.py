@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,24 @@ REPORT_EVERY_STEPS, SMOOTHING_STEPS = 25, 50
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """Options of every training command. `threads` None: as many as PyTorch uses."""
+    """Options of every training command. `threads` None: as many as PyTorch uses. Raises: InputError if there are no data."""
 
     data_dir: Path
     out: Path
     resume: bool = False
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.data_dir.is_dir():
+            raise InputError(f"there is no data directory {self.data_dir}")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The run's own."""
+        return self.out / "checkpoint.safetensors"
+
+    def prepare(self) -> None:
+        """Write the files that all workers read, before they start: none may read a file that another is writing."""
 
 
 Train = Callable[[Any, WorkerGroup, str], None]
@@ -34,8 +46,8 @@ def training_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options of every training command."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="data directory")
-    add("--out", type=Path, required=True, help="run directory")
+    add("--data", dest="data_dir", type=absolute_path, required=True, help="data directory")
+    add("--out", type=absolute_path, required=True, help="run directory")
     add("--minutes", type=positive(float), help="length of the run in minutes of training")
     add("--seed", type=int, default=0)
     add("--threads", type=positive(int), help="CPU threads")
@@ -58,12 +70,27 @@ def positive(kind: type[int] | type[float], least: int = 1, most: float = sys.fl
     return number
 
 
-def common_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `TrainingRun`. Raises: InputError if there are no data."""
-    if not args.data.is_dir():
-        raise InputError(f"there is no data directory {args.data}")
-    out = args.out.resolve()
-    return {"data_dir": args.data.resolve(), "out": out, "resume": args.resume, "threads": args.threads}
+def absolute_path(text: str) -> Path:
+    """A type for argparse. Why absolute: Ray's workers run in another folder."""
+    return Path(text).resolve()
+
+
+def values_of(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The options that are called as fields of the dataclass."""
+    return {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
+
+
+def run_command(
+    parser: argparse.ArgumentParser, run_of: Callable[[argparse.Namespace], TrainingRun], train: Train
+) -> None:
+    """Parse the command line, prepare the run and train. An expected error ends the program in one line."""
+    args = parser.parse_args()
+    try:
+        run = run_of(args)
+        run.prepare()
+        train_with(train, run, args.workers)
+    except (RagspecError, FileNotFoundError) as cause:
+        sys.exit(f"error: {cause}")
 
 
 def train_with(train: Train, run: TrainingRun, num_workers: int) -> None:
@@ -107,14 +134,25 @@ def _set_threads_and_train(train: Train, run: TrainingRun, workers: WorkerGroup,
     train(run, workers, device)
 
 
+def resumes(trainer: Trainer[Any], run: TrainingRun) -> bool:
+    """Load the run's checkpoint if the run is to go on where it stopped. Raises: ConfigError for another run's."""
+    is_resumed = run.resume and run.checkpoint.exists()
+    if is_resumed:
+        trainer.load(run.checkpoint)
+    return is_resumed
+
+
 def run_to_end(
     trainer: Trainer[Any],
-    checkpoint: Path,
-    report: Callable[[list[dict[str, float]]], str],
+    run: TrainingRun,
+    shown: Sequence[str],
     probe: Callable[[], dict[str, float]],
     num_probes: int,
 ) -> None:
-    """Trains to the end of the plan; the first worker shows progress, writes checkpoints and probes the model."""
+    """Trains to the end of the plan; the first worker shows progress, writes checkpoints and probes the model.
+
+    `shown`: names of the values whose means the progress shows.
+    """
     if not trainer.workers.is_first:
         for _ in trainer.run():
             pass
@@ -126,16 +164,17 @@ def run_to_end(
         bar.update(task, completed=trainer.share_done())
         for record in trainer.run():
             if trainer.progress.step % REPORT_EVERY_STEPS == 0:
-                text = report(trainer.history[-REPORT_EVERY_STEPS:])
+                text = progress_line(trainer.history[-REPORT_EVERY_STEPS:], shown)
                 bar.update(task, completed=record["share"], description=text)
                 if not bar.console.is_terminal:
                     print(text, flush=True)
             if is_probed(num_probes, record["step"], record["share"], trainer.share_done()):
                 trainer.probes.append({"tokens": trainer.progress.tokens, **probe()})
+                print(f"probe at step {record['step']}: {trainer.probes[-1]}", flush=True)
             if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
-                trainer.save(checkpoint)
+                trainer.save(run.checkpoint)
                 saved_at_s = record["elapsed_s"]
-    trainer.save(checkpoint)
+    trainer.save(run.checkpoint)
 
 
 def is_probed(num_probes: int, step: float, before: float, after: float) -> bool:
@@ -143,11 +182,13 @@ def is_probed(num_probes: int, step: float, before: float, after: float) -> bool
     return num_probes > 0 and (step == 1 or int(num_probes * after) > int(num_probes * before))
 
 
-def tokens_and_speed(records: list[dict[str, float]]) -> str:
-    """Step, tokens so far, and tokens per second over the given records."""
+def progress_line(records: list[dict[str, float]], names: Sequence[str]) -> str:
+    """Step, tokens so far and their number a second, the means of the named values, and the last step's rate."""
     first, last = records[0], records[-1]
-    rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
-    return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s"
+    speed = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
+    means = " ".join(f"{name} {sum(record[name] for record in records) / len(records):.3f}" for name in names)
+    rate = f"lr {last['lr']:.2e} norm {last['grad_norm']:.2f} done {last['share']:.3f}"
+    return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {speed:.0f}/s {means} {rate}"
 
 
 def draw_curves(trainer: Trainer[Any], loss_prefix: str, probe_part: str, path: Path) -> None:

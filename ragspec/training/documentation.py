@@ -73,9 +73,8 @@ def documentation_questions(folder: Path, *, evaluation: bool) -> Iterator[Docum
                 num_asked[found.quote] += 1
                 if num_asked[found.quote] <= SAME_QUOTE or found.kind == "table value":
                     asked.add(question)
-                    yield DocumentationQuestion(
-                        question, passage.text, found.quote, found.short_answer, found.kind, name
-                    )
+                    answer = found.quote, found.short_answer, found.kind
+                    yield DocumentationQuestion(question, passage.text, *answer, name)
 
 
 def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQuestion]:

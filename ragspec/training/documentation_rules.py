@@ -221,9 +221,8 @@ def _of_tables(passage: Passage) -> Iterator[RuleMatch]:
                 asked = f"In the table of {about}, what is the {column.lower()} of {cells[0]}?"
                 yield RuleMatch(asked, quote, "table value", _short(cell))
         if not header and len(cells) == 2 and cells[1] not in ("", cells[0]):
-            yield RuleMatch(
-                f"What does the table of {about} say about {cells[0]}?", quote, "table value", _short(cells[1])
-            )
+            asked = f"What does the table of {about} say about {cells[0]}?"
+            yield RuleMatch(asked, quote, "table value", _short(cells[1]))
 
 
 def _rows(lines: list[str]) -> Iterator[_Row]:

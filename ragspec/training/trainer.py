@@ -37,8 +37,7 @@ def fast_dtype(device: str) -> torch.dtype:
 
 def mixed_precision(device: str) -> torch.autocast:
     """Products in `fast_dtype`, weights and sums in float32."""
-    dtype = fast_dtype(device)
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class TrainingPlan:
     peak_lr: float
     final_lr_share: float
     warmup_steps: int = 100
-    weight_decay: float
+    weight_decay: float = 0.0
     ema_decay: float = 0.997
     checkpoint_every_s: float = 120.0
 
@@ -117,7 +116,9 @@ class Trainer(ABC, Generic[PlanT]):
         self.progress = TrainingProgress()
         self.history: list[dict[str, float]] = []
         self.probes: list[dict[str, float]] = []
-        self.optimizer = torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, plan.peak_lr, (0.9, 0.95), weight_decay=plan.weight_decay, fused=True
+        )
         self.average = [p.detach().clone() for p in module.parameters()]
 
     def share_done(self) -> float:
@@ -174,9 +175,9 @@ class Trainer(ABC, Generic[PlanT]):
         torch._foreach_lerp_(self.average, [p.detach() for p in self._module.parameters()], 1 - decay)
 
     @torch.no_grad()
-    def _copy_average_to(self, module: torch.nn.Module) -> None:
-        for parameter, average in zip(module.parameters(), self.average, strict=True):
-            parameter.copy_(average)
+    def _copy_to(self, module: torch.nn.Module, tensors: Iterable[Tensor]) -> None:
+        for parameter, tensor in zip(module.parameters(), tensors, strict=True):
+            parameter.copy_(tensor)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash at any moment leaves the old or the new one."""
@@ -228,8 +229,7 @@ class Trainer(ABC, Generic[PlanT]):
 def check_same(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raises: ConfigError naming the first of this run's values that the file does not have."""
     for name, value in ours.items():
-        if theirs.get(name, "not known") != value:
-            found = theirs.get(name, "not known")
+        if (found := theirs.get(name, "not known")) != value:
             raise ConfigError(f"{path} cannot be resumed: its {name} is {found}, and this run's is {value}")
 
 

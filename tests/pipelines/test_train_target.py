@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from tiny_target import chat_tokenizer, save_model
 
 from pipelines import train_target
 from pipelines.train.training_run import is_probed
+from ragspec.config import DEFAULT_TARGET
+from ragspec.training.reference.trainer import AdapterPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,17 +45,15 @@ def test_a_missing_target_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.M
         train_target.main()
 
 
-def test_continue_from_takes_an_adapter_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder read as a checkpoint is refused, and a decay share that is left behind trains with another rate."""
-    options = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--continue-from", str(tmp_path)]
-    run = train_target.run_of(train_target.parser().parse_args([*options, "--decay-share", "0.6"]))
-    assert (run.continue_from, run.plan.decay_share) == (tmp_path, 0.6)
+def test_options_reach_the_plan(tmp_path: Path) -> None:
+    """An option that is left behind trains with another rate, and a relative path is another folder for Ray's workers."""
+    options = f"--data {tmp_path} --out {tmp_path} --continue-from runs/a --decay-share 0.6 --tokens 7 --rows 3 --peak-rate 0.1"
+    run = train_target.run_of(train_target.parser().parse_args(f"{options} --probes 0 --minutes 2 --seed 5".split()))
+    assert (run.data_dir, run.out, run.continue_from) == (tmp_path, tmp_path, Path("runs/a").absolute())
+    plan = AdapterPlan(total_tokens=7, minutes=2.0, seed=5, rows_per_step=3, peak_lr=0.1, decay_share=0.6)
+    assert (run.plan, run.num_probes, run.target) == (plan, 0, DEFAULT_TARGET)
     with pytest.raises(SystemExit):
-        train_target.parser().parse_args([*options, "--decay-share", "1.5"])
-    begun: list[Path] = []
-    trainer = SimpleNamespace(start_from=begun.append)
-    train_target.begin(trainer, run, tmp_path / "none")  # type: ignore[arg-type]
-    assert begun == [tmp_path]
+        train_target.parser().parse_args(f"{options} --decay-share 1.5".split())
 
 
 @pytest.mark.slow

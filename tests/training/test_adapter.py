@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_drafter_training import unbroken_and_resumed
 from tiny_target import chat_tokenizer, tiny_config
 from torch import Tensor
@@ -15,11 +15,21 @@ from transformers import LlamaForCausalLM
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.reference.lora import ALPHA, CONFIG_FILE, RANK, WEIGHTS_FILE, adapter_parameters, write_adapter
 from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.rows import FIRST_WEIGHT, Row, collate
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
-from ragspec.training.reference.trainer import BLOCK_QUERIES, AdapterPlan, AdapterTrainer, blocks_of_queries
+from ragspec.training.reference.trainer import (
+    ALPHA,
+    BLOCK_QUERIES,
+    BLOCKS,
+    CONFIG_FILE,
+    RANK,
+    WEIGHTS_FILE,
+    AdapterPlan,
+    AdapterTrainer,
+    adapter_parameters,
+)
+from ragspec.training.trainer import SINGLE_WORKER
 
 TOKENIZER = chat_tokenizer()
 ENCODER = AnswerEncoder(TOKENIZER)
@@ -48,9 +58,10 @@ def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
     row.add(first)
     row.add(second)
     batch = collate([row])
-    assert len(row.ids) > BLOCK_QUERIES
-    with blocks_of_queries(model):
-        packed = model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask).logits[0]
+    assert len(row.tokens) > BLOCK_QUERIES
+    model.config._attn_implementation = BLOCKS
+    packed = model(**batch.inputs).logits[0]
+    model.config._attn_implementation = "sdpa"
     learnt = batch.targets[0] >= 0
     alone: list[Tensor] = []
     for text in [*first, *second]:
@@ -59,7 +70,7 @@ def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
     torch.testing.assert_close(packed[learnt], torch.cat(alone), rtol=1e-4, atol=1e-4)
     wanted = [token for text in [*first, *second] for token, weight in zip(*text, strict=True) if weight]
     assert batch.targets[0][learnt].tolist() == wanted
-    assert len(row.ids) < sum(len(text.ids) for text in [*first, *second])
+    assert len(row.tokens) < sum(len(text.ids) for text in [*first, *second])
 
 
 def test_an_answers_first_token_weighs_more() -> None:
@@ -78,9 +89,9 @@ def test_what_does_not_fit_is_left_out_whole() -> None:
     texts = encoded(list(SENTENCES))
     row = Row(len(texts[0].ids) + 5)
     row.add(texts)
-    assert len(row.ids) == len(texts[0].ids) and row.ids == texts[0].ids
+    assert [token.id for token in row.tokens] == texts[0].ids
     row.add(texts)
-    assert len(row.ids) == len(texts[0].ids)
+    assert len(row.tokens) == len(texts[0].ids)
 
 
 def test_rows_of_one_batch_do_not_touch() -> None:
@@ -90,8 +101,8 @@ def test_rows_of_one_batch_do_not_touch() -> None:
         rows.append(Row(4_000))
         rows[-1].add(encoded(passages))
     both, alone = collate(rows), collate(rows[1:])
-    logits = model(input_ids=both.ids, position_ids=both.positions, attention_mask=both.mask).logits
-    single = model(input_ids=alone.ids, position_ids=alone.positions, attention_mask=alone.mask).logits
+    logits = model(**both.inputs).logits
+    single = model(**alone.inputs).logits
     assert torch.isfinite(logits).all()
     torch.testing.assert_close(logits[1, : single.shape[1]], single[0], rtol=1e-4, atol=1e-4)
 
@@ -104,7 +115,7 @@ def draw_row(seed: str) -> Row:
 
 def make_trainer(total_tokens: int = 100_000, **changes: float) -> AdapterTrainer:
     plan = AdapterPlan(total_tokens=total_tokens, **{"peak_lr": 3e-3, **changes})  # type: ignore[arg-type]
-    return AdapterTrainer(tiny_model(), draw_row, plan)
+    return AdapterTrainer(tiny_model(), draw_row, plan, SINGLE_WORKER)
 
 
 def test_the_loss_falls_and_only_adapters_are_trained() -> None:
@@ -132,7 +143,7 @@ def test_another_plan_may_continue_a_checkpoint_only_when_asked(tmp_path: Path) 
     second = make_trainer(peak_lr=1e-4)
     with pytest.raises(ConfigError, match="peak_lr"):
         second.load(tmp_path / "checkpoint.safetensors")
-    second.load(tmp_path / "checkpoint.safetensors", any_plan=True)
+    second.start_from(tmp_path / "checkpoint.safetensors")
     assert second.progress == first.progress
 
 
@@ -145,7 +156,7 @@ def test_the_written_adapter_is_the_trained_change(tmp_path: Path) -> None:
     with trainer.averaged_model() as model:
         expected = model(ids).logits
     assert all(torch.equal(a, b) for a, b in zip(kept, trainer.model.parameters(), strict=True))
-    write_adapter(trainer.averaged_adapter(), tmp_path)
+    trainer.write_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (RANK, ALPHA, "LORA")
     tensors, merged = load_file(tmp_path / "adapter_model.safetensors"), tiny_model()
@@ -163,7 +174,7 @@ def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:
     """Weights that stay fresh, an average that is not the weights, or moments of another run."""
     first, second = make_trainer(), make_trainer()
     first.train_step()
-    write_adapter(first.averaged_adapter(), tmp_path)
+    first.write_adapter(tmp_path)
     second.start_from(tmp_path)
     written = load_file(tmp_path / WEIGHTS_FILE)
     for tensors in (adapter_parameters(second.model), second.averaged_adapter()):
@@ -187,7 +198,7 @@ def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:
 def test_another_kind_of_adapter_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     """Weights that mean another change under this recipe's rank and scale."""
     trainer = make_trainer()
-    write_adapter(trainer.averaged_adapter(), tmp_path)
+    trainer.write_adapter(tmp_path)
     path = tmp_path / CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):
@@ -197,10 +208,15 @@ def test_another_kind_of_adapter_is_refused_by_name(tmp_path: Path, changes: dic
 def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     """Layers that stay fresh, or are dropped, in silence."""
     trainer = make_trainer()
+    trainer.write_adapter(tmp_path)
     tensors = trainer.averaged_adapter()
     name, tensor = next(iter(tensors.items()))
-    for wrong in (tensors | {name: tensor[:16]}, tensors | {"more": tensor}, dict([*tensors.items()][1:])):
-        write_adapter(wrong, tmp_path)
+    for wrong in (
+        tensors | {name: tensor[:16].clone()},
+        tensors | {"more": tensor.clone()},
+        dict([*tensors.items()][1:]),
+    ):
+        save_file(wrong, tmp_path / WEIGHTS_FILE)
         with pytest.raises(ConfigError, match="more is" if "more" in wrong else f"{name} is"):
             trainer.start_from(tmp_path)
     (tmp_path / WEIGHTS_FILE).unlink()

@@ -18,7 +18,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, quoted_answer
 from ragspec.training import conversations
 from ragspec.training.documentation import is_for_evaluation
-from ragspec.training.reference.dialogues import follow_up_pages
+from ragspec.training.reference.sources import answers_of, canard_pages
 
 CASE = QuestionCase("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])
 
@@ -103,7 +103,7 @@ def test_follow_ups_are_asked_as_the_chat_asks_them(data: Path) -> None:
 
 def test_no_article_is_both_trained_and_evaluated_on(data: Path) -> None:
     """Remembered answers would pass for understood follow-ups."""
-    trained = {answer for page in follow_up_pages(data) for answer in page.answers()}
+    trained = {answer for _, turns in canard_pages(data) for answer in answers_of(turns)}
     evaluated = {case.answers[0] for case, _ in follow_up_cases(data / "canard/dev.json", 99, 0)}
     assert trained and evaluated and not trained & evaluated
 

@@ -66,12 +66,7 @@ def evaluate_target(
     seed: int = 0,
 ) -> dict[str, float]:
     """Every score of the target suite; fractions lie in 0-1, GLEU in 0-100."""
-    answerable, unanswerable = question_cases(data_dir, num_questions, seed)
-    outputs = _answers(generate, answerable + unanswerable)
-    answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
-    scores = question_scores(answerable, answered)
-    half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
-    scores |= abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
+    scores = case_scores(generate, *question_cases(data_dir, num_questions, seed))
     scores |= follow_up_scores(data_dir / "canard/dev.json", generate, num_questions // 2, seed)
     scores |= grammar_scores(data_dir, generate, num_sentences)
     scores["documentation_right"] = documentation_score(generate, data_dir / "docs", num_questions, seed)
@@ -79,6 +74,17 @@ def evaluate_target(
         generate, retrieve, num_questions // 2, seed
     )
     return scores
+
+
+def case_scores(
+    generate: Generate, answerable: list[QuestionCase], unanswerable: list[QuestionCase]
+) -> dict[str, float]:
+    """Quotes of the answerable questions, and abstentions."""
+    outputs = _answers(generate, answerable + unanswerable)
+    answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
+    half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
+    abstentions = abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
+    return question_scores(answerable, answered) | abstentions
 
 
 def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Generate:
@@ -160,7 +166,10 @@ def follow_up_scores(path: Path, generate: Generate, count: int, seed: int) -> d
 
 def grammar_scores(data_dir: Path, generate: Generate, num_sentences: int) -> dict[str, float]:
     """GLEU on JFLEG dev of the outputs and of the untouched source, and the edit rate on clean sentences."""
-    sentences, clean = jfleg_sentences(data_dir, num_sentences), clean_sentences(data_dir, 200)
+    sentences, clean = (
+        jfleg_sentences(data_dir, num_sentences),
+        clean_sentences(data_dir, 200),
+    )
     outputs = generate([grammar_messages(sentence.text) for sentence in sentences])
     corrected, untouched = jfleg_gleu(sentences, outputs)
     kept = generate([grammar_messages(sentence) for sentence in clean])

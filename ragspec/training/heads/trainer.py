@@ -50,8 +50,8 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         workers: WorkerGroup = SINGLE_WORKER,
     ) -> None:
         parameters = list(head.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": plan.weight_decay},
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
         super().__init__(head, groups, plan, target.device, workers)
@@ -90,7 +90,7 @@ class DrafterTrainer(Trainer[DrafterPlan]):
     def averaged_head(self) -> Head:
         """A copy of the head with the averaged weights."""
         averaged = copy.deepcopy(self.head)
-        self._copy_average_to(averaged)
+        self._copy_to(averaged, self.average)
         return averaged
 
     def exported(self) -> dict[str, torch.Tensor]:

@@ -1,18 +1,23 @@
-"""Packs: one set of numbered passages with many questions about it, so that many answers share one reading.
+"""Packs: one set of numbered passages with many questions about it, so that many answers share one reading. Dialogues: questions
+in a row, each with its passages, as the chat shows them.
 
 Owns the choice of passages, distractors and questions. A draw is a function of the paragraphs and the generator it is given.
 
     >>> pack = PackStream(paragraphs).draw(random.Random(0)); pack.passages, pack.turns
+    >>> Dialogues(data_dir, PackStream(paragraphs)).draw(random.Random(0))
 """
 
-import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
-from ragspec.rag.wording import ABSTENTION, quoted_answer
+from ragspec.rag.wording import ABSTENTION, numbered, question_messages, quoted_answer, system_text, user_text
+from ragspec.training.conversations import Conversation, message
 from ragspec.training.documentation import Neighbours
-from ragspec.training.reference.sources import Paragraph, Question
+from ragspec.training.reference.sources import Paragraph, Question, answers_of, canard_pages, canard_paragraph
 from ragspec.training.sentences import split_sentences, window_around, words_of
 
 ABSENT_SHARE = 0.5
@@ -25,6 +30,14 @@ WINDOW_WORDS, MAX_PASSAGE_WORDS, MAX_PACK_WORDS = (50, 110), 200, 300
 NUM_OTHERS = (0, 1, 2, 2, 2, 2, 3, 3, 4)
 MAX_WEIGHT = 5
 """A paragraph is drawn in proportion to its questions, up to this many."""
+Shown = tuple[Paragraph, str]
+"""A paragraph, and the passage that is shown of it."""
+ALONE_SHARE, PACK_SHARE, BARE_SHARE, SAME_SHARE = 0.3, 0.3, 0.15, 0.7
+"""Draws of standalone questions; of dialogues, those over a pack; earlier questions whose passages are left out, as where a
+prompt grows too long; dialogues whose passages are the same with every question."""
+NUM_TURNS, NUM_OTHER_PAGES = (2, 2, 3, 3, 4, 5, 6), (0, 1, 2, 2)
+MAX_WORDS, TURN_WORDS = 1250, 45
+"""Words of a dialogue, and those of a question with its answer."""
 
 
 class Pack(NamedTuple):
@@ -33,17 +46,21 @@ class Pack(NamedTuple):
     passages: list[str]
     turns: list[tuple[str, str]]
 
+    def conversations(self, own_system: str = "") -> list[Conversation]:
+        """A conversation for each turn; they share the system's text and the passages."""
+        asked = [(question_messages(question, self.passages, own_system), answer) for question, answer in self.turns]
+        return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in asked]
+
 
 class PackStream:
     """Draws packs from paragraphs with questions."""
 
     def __init__(self, paragraphs: list[Paragraph]) -> None:
         self.paragraphs = paragraphs
-        weights = [len(p.questions[:MAX_WEIGHT]) + 0.3 * bool(p.absent) for p in paragraphs]
-        self._weights = list(itertools.accumulate(weights))
-        self._groups: dict[str, list[Paragraph]] = {}
+        self._weights = list(accumulate(len(p.questions[:MAX_WEIGHT]) + 0.3 * bool(p.absent) for p in paragraphs))
+        self._groups: dict[str, list[Paragraph]] = defaultdict(list)
         for paragraph in paragraphs:
-            self._groups.setdefault(paragraph.group, []).append(paragraph)
+            self._groups[paragraph.group].append(paragraph)
         self._neighbours = Neighbours([p.text for p in paragraphs])
 
     def draw(self, rng: random.Random) -> Pack:
@@ -51,22 +68,23 @@ class PackStream:
         while True:
             main = rng.choices(self.paragraphs, cum_weights=self._weights)[0]
             shown = self._shown(main, rng)
-            turns = [*_answered(shown), *self._unanswered(shown, rng)]
+            answered = list(_answered(shown))
+            turns = answered + self._unanswered(shown, len(answered), rng)
             if turns:
                 rng.shuffle(turns)
                 return Pack([text for _, text in shown], turns)
 
-    def _shown(self, main: Paragraph, rng: random.Random) -> list[tuple[Paragraph, str]]:
-        """The paragraph and its distractors, each with the passage that is shown of it, in random order."""
+    def _shown(self, main: Paragraph, rng: random.Random) -> list[Shown]:
+        """The paragraph and its distractors, in random order."""
         count, group = rng.choice(NUM_OTHERS), self._groups[main.group]
         if main.questions and rng.random() < RETRIEVED_SHARE:
-            rows = self._neighbours.nearest(rng.choice(main.questions).text, count + 1)
-            near = [self.paragraphs[row] for row in rows]
+            asked = rng.choice(main.questions).text
+            near = [self.paragraphs[row] for row in self._neighbours.nearest(asked, count + 1)]
         else:
             near = rng.sample(group, min(count, len(group)))
         others = [other if rng.random() > FOREIGN_SHARE else rng.choice(self.paragraphs) for other in near]
         chosen = {id(each): each for each in (main, *others)}
-        shown, num_words = list[tuple[Paragraph, str]](), 0
+        shown, num_words = list[Shown](), 0
         for paragraph in list(chosen.values())[: count + 1]:
             text = _passage(paragraph, rng)
             num_words += len(text.split())
@@ -75,9 +93,8 @@ class PackStream:
         rng.shuffle(shown)
         return shown
 
-    def _unanswered(self, shown: list[tuple[Paragraph, str]], rng: random.Random) -> Iterator[tuple[str, str]]:
+    def _unanswered(self, shown: list[Shown], num_answered: int, rng: random.Random) -> list[tuple[str, str]]:
         """Questions that were written to have no answer, and questions whose passage retrieval missed."""
-        num_answered = len(list(_answered(shown)))
         count = max(1, round(num_answered * ABSENT_SHARE / (1 - ABSENT_SHARE)))
         everything = " ".join(text for _, text in shown).lower()
         written = [text for paragraph, _ in shown for text in paragraph.absent]
@@ -87,10 +104,10 @@ class PackStream:
         missed = [q for q in missed if not _may_answer(q, everything)]
         chosen = rng.sample(written, min(len(written), count - count // 3))
         chosen += [q.text for q in rng.sample(missed, min(len(missed), 1 + count // 3))]
-        yield from ((text, ABSTENTION) for text in dict.fromkeys(chosen))
+        return [(text, ABSTENTION) for text in dict.fromkeys(chosen)]
 
 
-def _answered(shown: list[tuple[Paragraph, str]]) -> Iterator[tuple[str, str]]:
+def _answered(shown: list[Shown]) -> Iterator[tuple[str, str]]:
     for number, (paragraph, text) in enumerate(shown, start=1):
         for question in paragraph.questions:
             if question.quote in text:
@@ -114,3 +131,58 @@ def _passage(paragraph: Paragraph, rng: random.Random) -> str:
         index = sentences.index(rng.choice(quotes)) if quotes else rng.randrange(len(sentences))
         text = window_around(sentences, index, limit, rng)
     return f"{paragraph.title}\n{text}" if paragraph.title and rng.random() < TITLE_SHARE else text
+
+
+class Dialogues:
+    """Draws groups of conversations, over packs and over CANARD's pages. Raises: OSError."""
+
+    def __init__(self, data_dir: Path, packs: PackStream) -> None:
+        self.pages = canard_pages(data_dir)
+        self._packs = packs
+        self._alone = PackStream([canard_paragraph(title, turns) for title, turns in self.pages])
+
+    def draw(self, rng: random.Random) -> list[Conversation]:
+        """A dialogue, or standalone questions over one reading of their passages."""
+        if rng.random() < ALONE_SHARE:
+            return self._alone.draw(rng).conversations()
+        return [self._from_pack(rng) if rng.random() < PACK_SHARE else self._from_page(rng)]
+
+    def _from_pack(self, rng: random.Random) -> Conversation:
+        passages, turns = self._packs.draw(rng)
+        return _dialogue([(asked, answer, passages) for asked, answer in turns[: rng.choice(NUM_TURNS)]], rng)
+
+    def _from_page(self, rng: random.Random) -> Conversation:
+        """Why answers are shuffled: in the dialogue's order, the answer would be whatever stands behind the last quote."""
+        _, page = rng.choice(self.pages)
+        start = rng.randrange(len(page) - 1)
+        turns = page[start : start + rng.choice(NUM_TURNS)]
+        room = MAX_WORDS // len(turns) - TURN_WORDS
+        text = _joined(answers_of(turns), answers_of(page), room * 2 // 3, rng)
+        others = [answers_of(other) for _, other in rng.sample(self.pages, rng.choice(NUM_OTHER_PAGES))]
+        shown = [each for each in (text, *(_joined([], answers, room // 4, rng) for answers in others)) if each]
+        orders = [rng.sample(shown, len(shown)) for _ in turns]
+        orders = orders[:1] * len(turns) if rng.random() < SAME_SHARE else orders
+        told = list[tuple[str, str, list[str]]]()
+        for turn, passages in zip(turns, orders, strict=True):
+            answer = quoted_answer(turn.quote, passages.index(text) + 1) if turn.quote else ABSTENTION
+            told.append((turn.follow_up if told else turn.text, answer, passages))
+        return _dialogue(told, rng)
+
+
+def _joined(needed: list[str], texts: list[str], max_words: int, rng: random.Random) -> str:
+    """The needed texts and as many others as have room, in random order."""
+    chosen, others = list(needed), [text for text in texts if text not in needed]
+    for text in rng.sample(others, len(others)):
+        if sum(len(each.split()) for each in (*chosen, text)) <= max_words:
+            chosen.append(text)
+    return " ".join(rng.sample(chosen, len(chosen)))
+
+
+def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Conversation:
+    """Questions with answer and passages; the last question is always shown with them."""
+    messages = [message("system", system_text())]
+    for number, (question, answer, passages) in enumerate(turns, start=1):
+        is_bare = number < len(turns) and rng.random() < BARE_SHARE
+        asked = question if is_bare else user_text(question, numbered(passages))
+        messages += [message("user", asked), message("assistant", answer)]
+    return Conversation(messages)

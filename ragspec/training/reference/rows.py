@@ -7,6 +7,7 @@ were alone.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -19,78 +20,63 @@ FIRST_WEIGHT = 3.0
 
 
 class RowBatch(NamedTuple):
-    """Shapes: ids, positions int64 [R, T]; mask bool [R, 1, T, T], who sees whom; targets int64 [R, T], the next token or -100;
-    weights float32 [R, T], of the targets' losses.
+    """`inputs`: token ids and positions int64 [R, T], and who sees whom, bool [R, 1, T, T], by the model's names.
 
-    Padding on the right sees itself.
+    Shapes: targets int64 [R, T], the next token or -100; weights float32 [R, T], of the targets' losses. Padding on the right
+    sees itself.
     """
 
-    ids: Tensor
-    positions: Tensor
-    mask: Tensor
+    inputs: dict[str, Tensor]
     targets: Tensor
     weights: Tensor
 
 
+class Token(NamedTuple):
+    """`group` and `member` say who sees whom; member 0 is the beginning of its group."""
+
+    id: int
+    is_learnt: bool
+    group: int
+    member: int
+    position: int
+
+
+PADDING = Token(0, False, -1, 0, 0)
+
+
 class Row:
-    """Up to `length` tokens. `groups` and `members` say who sees whom; member 0 is the beginning of its group."""
+    """Up to `length` tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.ids: list[int] = []
-        self.is_learnt: list[bool] = []
-        self.groups: list[int] = []
-        self.members: list[int] = []
-        self.positions: list[int] = []
-
-    @property
-    def num_learnt(self) -> int:
-        return sum(self.is_learnt)
+        self.tokens: list[Token] = []
 
     def add(self, group: Iterable[Encoded]) -> None:
         """Append a group up to its first conversation that does not fit; the rest is not even encoded."""
         kept, shared = list[Encoded](), self.length
-        for each in group:
-            num_prompt = each.weights.index(1.0) if 1.0 in each.weights else 0
-            if num_prompt == 0:
-                continue
-            common = _common_prefix(kept[0].ids if kept else each.ids, each.ids)
-            fewer = min(shared, common, num_prompt - 1)  # a learnt token stands behind a token of its own conversation
-            if len(self.ids) + fewer + sum(len(text.ids) - fewer for text in (*kept, each)) > self.length:
+        for each in (text for text in group if any(text.weights) and text.weights[0] == 0):
+            first = kept[0].ids if kept else each.ids
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(first, each.ids, strict=False))
+            most = each.weights.index(1.0) - 1  # a learnt token stands behind a token of its own conversation
+            fewer = min(shared, most, sum(1 for _ in same))
+            if len(self.tokens) + fewer + sum(len(text.ids) - fewer for text in (*kept, each)) > self.length:
                 break
             kept, shared = [*kept, each], fewer
-        number = self.groups[-1] + 1 if self.groups else 0
-        if kept:
-            self._extend(kept[0], slice(0, shared), number, 0)
-        for member, each in enumerate(kept, start=1):
-            self._extend(each, slice(shared, len(each.ids)), number, member)
-
-    def _extend(self, text: Encoded, part: slice, group: int, member: int) -> None:
-        count = part.stop - part.start
-        self.ids += text.ids[part]
-        self.is_learnt += [weight > 0 for weight in text.weights[part]]
-        self.groups += [group] * count
-        self.members += [member] * count
-        self.positions += range(part.start, part.stop)
+        number = self.tokens[-1].group + 1 if self.tokens else 0
+        parts = [(kept[0], 0, shared)] if kept else []
+        for member, (text, start, end) in enumerate([*parts, *((text, shared, len(text.ids)) for text in kept)]):
+            for at in range(start, end):
+                self.tokens.append(Token(text.ids[at], text.weights[at] > 0, number, member, at))
 
 
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def collate(rows: Sequence[Row]) -> RowBatch:
+def collate(rows: Sequence[Row], device: str = "cpu") -> RowBatch:
     """Pads rows to the longest of them. The target of a place is the row's next token where that is learnt."""
-    length = max(len(row.ids) for row in rows)
-
-    def padded(values: list[list[int]], fill: int) -> Tensor:
-        return torch.tensor([each + [fill] * (length - len(each)) for each in values])
-
-    ids, learnt = padded([row.ids for row in rows], 0), padded([[*map(int, row.is_learnt)] for row in rows], 0)
-    group, member = padded([row.groups for row in rows], -1), padded([row.members for row in rows], 0)
+    length = max(len(row.tokens) for row in rows)
+    padded = [row.tokens + [PADDING] * (length - len(row.tokens)) for row in rows]
+    ids, learnt, group, member, positions = torch.tensor(padded, device=device).unbind(-1)  # each [R, T]
     sees = (member[:, None] == 0) | (member[:, :, None] == member[:, None])  # [R, T, T]
     sees = (sees & (group[:, :, None] == group[:, None])).tril()
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = torch.where(learnt[:, 1:] > 0, ids[:, 1:], -100)
-    weights = torch.ones(targets.shape).masked_fill_(learnt == 0, FIRST_WEIGHT)  # a learnt token behind one that is not
-    return RowBatch(ids, padded([row.positions for row in rows], 0), sees[:, None], targets, weights)
+    weights = torch.where(learnt > 0, 1.0, FIRST_WEIGHT)  # a learnt token behind one that is not
+    return RowBatch({"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}, targets, weights)

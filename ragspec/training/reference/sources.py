@@ -6,18 +6,21 @@ last ten are for evaluation. No paragraph or title of an article behind the firs
     >>> question_paragraphs(Path("../shared/data"))[0].questions[0].quote
 """
 
-import itertools
 import json
+import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragspec.training.documentation import is_for_evaluation
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
 NUM_TRAIN_ARTICLES, NUM_PROBE_ARTICLES, NUM_EVAL_ARTICLES = 36, 2, 10
 MAX_QUOTE_WORDS, MAX_SHORT_WORDS = 60, 12
+CANARD_QUOTE_WORDS, NO_ANSWER = range(6, 50), "CANNOTANSWER"
 UNTITLED = ("pubmedqa",)
 """Files whose titles are no words."""
 LEFT_OUT = ("qamr",)
@@ -25,11 +28,12 @@ LEFT_OUT = ("qamr",)
 
 
 class Question(NamedTuple):
-    """`quote`: a sentence of its paragraph; `short_answer`: empty where none is known."""
+    """`quote`: words of its paragraph; `short_answer`: empty where none is known. `follow_up`: as asked in its dialogue."""
 
     text: str
     quote: str
-    short_answer: str
+    short_answer: str = ""
+    follow_up: str = ""
 
 
 @dataclass
@@ -51,15 +55,51 @@ def question_paragraphs(data_dir: Path) -> list[Paragraph]:
     held_out = {_key(p["context"]) for a in articles[NUM_TRAIN_ARTICLES:] for p in a["paragraphs"]}
     held_out_titles = {a["title"].replace("_", " ") for a in articles[NUM_TRAIN_ARTICLES:]}
     found: dict[str, Paragraph] = {}
-    rows = itertools.chain(_squad_rows(articles[:NUM_TRAIN_ARTICLES]), _other_rows(data_dir))
-    for text, group, title, question, answer in rows:
-        if _key(text) not in held_out and title not in held_out_titles:
-            _add(found.setdefault(_key(text), Paragraph(text, group, title)), normalise(question), answer)
+    for name, row in _rows(data_dir, articles[:NUM_TRAIN_ARTICLES]):
+        text, title = normalise(row["context"]), row["title"].replace("_", " ")
+        if _key(text) not in held_out and (title not in held_out_titles or name in UNTITLED):
+            new = Paragraph(text, f"{name}/{title}", "" if name in UNTITLED else title)
+            _add(found.setdefault(_key(text), new), row)
     texts = {row["id"]: row["text"] for row in json_lines(data_dir / "squad_open/corpus.jsonl")}
     for each in json_lines(data_dir / "squad_open/questions_unanswerable.jsonl"):
         if paragraph := found.get(_key(texts[each["gold"]])):
             paragraph.absent.append(normalise(each["question"]))
     return [p for p in found.values() if p.questions or p.absent]
+
+
+def canard_pages(data_dir: Path) -> list[tuple[str, list[Question]]]:
+    """Title and questions of CANARD's pages with at least two questions in a row; a quote is empty where there is no answer.
+
+    A page's questions follow each other, its answers are words of the page, and a person made every question standalone. Articles
+    for evaluation are left out. Raises: OSError.
+    """
+    dialogues: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for row in json.loads((data_dir / "canard/dev.json").read_text(encoding="utf-8")):
+        dialogues[row["QuAC_dialog_id"]][row["Question_no"]] = row
+    pages = []
+    for rows in dialogues.values():
+        title, _, *texts = max((row["History"] for row in rows.values()), key=len)
+        turns = list[Question]()
+        for number, answer in enumerate(map(normalise, texts[1::2]), start=1):
+            if number in rows and (answer == NO_ANSWER or len(answer.split()) in CANARD_QUOTE_WORDS):
+                follow_up, alone = (normalise(rows[number][kind]) for kind in ("Question", "Rewrite"))
+                turns.append(Question(alone, "" if answer == NO_ANSWER else answer, follow_up=follow_up))
+        if len(turns) >= 2 and answers_of(turns) and not is_for_evaluation(title):
+            pages.append((title, turns))
+    return pages
+
+
+def answers_of(turns: list[Question]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(turn.quote for turn in turns if turn.quote))
+
+
+def canard_paragraph(title: str, turns: list[Question]) -> Paragraph:
+    """All answers in an order that the title tells."""
+    answers = answers_of(turns)
+    text = " ".join(random.Random(title).sample(answers, len(answers)))
+    absent = [turn.text for turn in turns if not turn.quote]
+    return Paragraph(text, "canard", is_whole=True, questions=[turn for turn in turns if turn.quote], absent=absent)
 
 
 def squad_articles(data_dir: Path) -> list[dict[str, Any]]:
@@ -74,34 +114,24 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-_Row = tuple[str, str, str, str, str | None]
-"""Text, group, title, question, and answer; None: the text holds no answer."""
-
-
-def _squad_rows(articles: list[dict[str, Any]]) -> Iterator[_Row]:
+def _rows(data_dir: Path, articles: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The set's name, and a question with `title` and `context`, of the given articles and of all files in `qa_more`."""
     for article in articles:
-        title = article["title"].replace("_", " ")
-        for raw in article["paragraphs"]:
-            for asked in raw["qas"]:
-                answer = common_answer([each["text"] for each in asked["answers"]])
-                yield normalise(raw["context"]), f"squad/{title}", title, asked["question"], answer
-
-
-def _other_rows(data_dir: Path) -> Iterator[_Row]:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                yield "squad", asked | {"title": article["title"], "context": paragraph["context"]}
     for path in sorted(path for path in (data_dir / "qa_more").glob("*.jsonl") if path.stem not in LEFT_OUT):
-        for row in json_lines(path):
-            title = row["title"].replace("_", " ")
-            answer = None if row["is_impossible"] else common_answer([each["text"] for each in row["answers"]])
-            shown = "" if path.stem in UNTITLED else title
-            yield normalise(row["context"]), f"{path.stem}/{title}", shown, row["question"], answer
+        yield from ((path.stem, row) for row in json_lines(path))
 
 
-def _add(paragraph: Paragraph, question: str, answer: str | None) -> None:
+def _add(paragraph: Paragraph, row: dict[str, Any]) -> None:
     """A question is left out unless a sentence holds its answer and is short enough to quote."""
-    if answer is None:
+    question = normalise(row["question"])
+    if row.get("is_impossible"):
         paragraph.absent.append(question)
         return
-    answer, sentences = normalise(answer), split_sentences(paragraph.text)
+    answer = normalise(common_answer([each["text"] for each in row["answers"]]))
+    sentences = split_sentences(paragraph.text)
     index = best_sentence(question, answer, sentences)
     quote = "" if index is None else sentences[index]
     if 2 < len(quote.split()) <= MAX_QUOTE_WORDS and not quote.endswith("?"):

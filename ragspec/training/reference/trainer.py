@@ -1,27 +1,43 @@
-"""Training of a target's adapter on packed rows. The loop is `Trainer`'s.
+"""Training of a target's low-rank adapters on packed rows, and their PEFT folder. The loop is `Trainer`'s.
 
->>> trainer = AdapterTrainer(model, draw_row, AdapterPlan(total_tokens=8_000_000))
+A hook adds to a linear layer: y = W x + (alpha / rank) B A x, with A and B in float32 beside frozen weights.
+Source: Hu et al., LoRA (arXiv 2106.09685).
+
+>>> trainer = AdapterTrainer(model, draw_row, AdapterPlan(total_tokens=8_000_000), SINGLE_WORKER)
+>>> for record in trainer.run(): ...
+>>> trainer.write_adapter(Path("adapter"))
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ragspec.training.reference.lora import adapter_parameters, add_adapters, load_adapter
+from ragspec.disk import atomic_writer, saving
+from ragspec.errors import ConfigError
 from ragspec.training.reference.rows import Row, RowBatch, collate
-from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
+from ragspec.training.trainer import Trainer, TrainingPlan, WorkerGroup, check_same
 
-GPU_ROWS = 16
-"""Rows computed together on a GPU; a processor computes them one by one."""
-BLOCK_QUERIES = 128
-"""Queries that attend together on a processor."""
+RANK, ALPHA = 32, 64
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
+    "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "target_modules": list(MODULES)}  # fmt: skip
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+GPU_ROWS, BLOCK_QUERIES = 16, 128
+"""Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
+DrawRow = Callable[[str], Row]
+"""A row as a function of a seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +51,20 @@ class AdapterPlan(TrainingPlan):
     final_lr_share: float = 0.02
     decay_share: float = 0.15
     warmup_steps: int = 8
-    weight_decay: float = 0.0
     ema_decay: float = 0.99
     checkpoint_every_s: float = 600.0
 
 
 class AdapterTrainer(Trainer[AdapterPlan]):
-    """Adds adapters to a model and trains them. `draw_row`: a row as a function of a seed."""
+    """Adds adapters to a model and trains them."""
 
     gradient_clip = 1.0
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        draw_row: Callable[[str], Row],
-        plan: AdapterPlan,
-        device: str = "cpu",
-        workers: WorkerGroup = SINGLE_WORKER,
-    ) -> None:
-        self.model, self._draw_row = model.to(device), draw_row  # type: ignore[arg-type]
+    def __init__(self, model: PreTrainedModel, draw_row: DrawRow, plan: AdapterPlan, workers: WorkerGroup) -> None:
+        self.model, self._draw_row, self._attention = model, draw_row, model.config._attn_implementation
         add_adapters(model, plan.seed)
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
-        groups = [{"params": list(module.parameters()), "weight_decay": plan.weight_decay}]
-        super().__init__(module, groups, plan, device, workers)
+        super().__init__(module, [{"params": list(module.parameters())}], plan, str(model.device), workers)
 
     def learning_rate(self, share: float) -> float:
         """Warm-up over steps, a constant rate, and a line down at the end: a run that is lengthened early loses nothing."""
@@ -66,19 +73,16 @@ class AdapterTrainer(Trainer[AdapterPlan]):
 
     def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
         rows = [self._draw_row(f"{seed}/{number}") for number in range(self.plan.rows_per_step)]
-        num_learnt = self.workers.sums(sum(row.num_learnt for row in rows))[0]
+        num_learnt = self.workers.sums(sum(token.is_learnt for row in rows for token in row.tokens))[0]
         count = 1 if self.device == "cpu" else GPU_ROWS
-        batches = [collate(rows[at : at + count]) for at in range(0, len(rows), count)]
+        batches = [collate(rows[at : at + count], self.device) for at in range(0, len(rows), count)]
         loss = self.workers.sums(sum(self._backward(batch, num_learnt) for batch in batches))[0]
-        return sum(len(row.ids) for row in rows), {"loss": loss}
+        return sum(len(row.tokens) for row in rows), {"loss": loss}
 
     def _backward(self, batch: RowBatch, num_learnt: float) -> float:
         """Adds the gradients of the summed loss over `num_learnt`; the output layer reads the learnt places only."""
-        batch = RowBatch(*(tensor.to(self.device) for tensor in batch))
-        with blocks_of_queries(self.model) if self.device == "cpu" else contextlib.nullcontext():
-            states = self.model.model(
-                input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
-            ).last_hidden_state  # [R, T, H]
+        self.model.config._attn_implementation = BLOCKS if self.device == "cpu" else self._attention
+        states = self.model.model(**batch.inputs, use_cache=False).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
         logits = self.model.lm_head(states[learnt]).float()  # [learnt, V]
         losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
@@ -86,64 +90,101 @@ class AdapterTrainer(Trainer[AdapterPlan]):
         torch.autograd.backward(loss)
         return float(loss.detach())
 
+    @torch.no_grad()
     def start_from(self, folder: Path) -> None:
-        """Begin with the weights of a written adapter, which are the average too. Raises: ConfigError if it does not fit."""
-        load_adapter(self.model, folder)
-        self.average = [p.detach().clone() for p in self._module.parameters()]
+        """Begin with an adapter that `write_adapter` wrote, which is the average, too; or with another run's checkpoint, a file.
+
+        Raises: ConfigError naming the first difference.
+        """
+        if not folder.is_dir():
+            self.load(folder, any_plan=True)
+            return
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_text())
+            tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+        except (OSError, SafetensorError, ValueError) as cause:
+            raise ConfigError(f"{folder} cannot be read as an adapter: {cause}") from cause
+        check_same(folder, config, CONFIG)
+        theirs, ours = (_shapes(named) for named in (tensors, self.averaged_adapter()))
+        check_same(folder, theirs, dict.fromkeys(theirs, "missing") | ours)
+        for name, parameter, average in zip(ours, self._module.parameters(), self.average, strict=True):
+            parameter.copy_(tensors[name])
+            average.copy_(tensors[name])
 
     def averaged_adapter(self) -> dict[str, Tensor]:
         """The moving average of the adapters, by PEFT's names."""
         names = [name.replace("/", ".") for name, _ in self._module.named_parameters()]
         return dict(zip(names, self.average, strict=True))
 
+    def write_adapter(self, folder: Path) -> None:
+        """The averaged adapter as a PEFT folder in bf16. Raises: SaveError."""
+        halved = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in self.averaged_adapter().items()}
+        with saving(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG_FILE).write_text(json.dumps(CONFIG, indent=1) + "\n")
+            with atomic_writer(folder / WEIGHTS_FILE) as file:
+                file.write(safetensors.torch.save(halved, metadata={"format": "pt"}))
+
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[PreTrainedModel]:
-        """The model with the averaged adapters, inside a `with` block."""
+        """The model with the averaged adapters, which may generate, inside a `with` block."""
         kept = [parameter.detach().clone() for parameter in self._module.parameters()]
-        self._copy_average_to(self._module)
-        try:
-            yield self.model
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._module.parameters()), kept)
+        self._copy_to(self._module, self.average)
+        self.model.config._attn_implementation = self._attention
+        yield self.model
+        self._copy_to(self._module, kept)
 
     def _model_config(self) -> dict[str, Any]:
         """The shapes of the first adapters tell rank and width."""
-        first = itertools.islice(adapter_parameters(self.model).items(), 7)
-        return {"adapter": {name: list(parameter.shape) for name, parameter in first}}
+        first = list(adapter_parameters(self.model).items())[:7]
+        return {"adapter": _shapes(dict(first))}
+
+
+def add_adapters(model: nn.Module, seed: int) -> None:
+    """Freeze the model and give its linear layers fresh adapters, which change nothing yet."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in MODULES:
+            noise = torch.randn(RANK, layer.in_features, generator=generator) * layer.in_features**-0.5
+            layer.lora_A = nn.Parameter(noise.to(layer.weight.device))
+            layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, RANK, device=layer.weight.device))
+            layer.register_forward_hook(_add_change)
+
+
+def _add_change(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Shapes: [..., in] and [..., out] -> [..., out], in the dtype of both."""
+    a, b = (layer.get_parameter(name).to(output.dtype) for name in ("lora_A", "lora_B"))
+    change = nn.functional.linear(nn.functional.linear(inputs[0], a), b)
+    return torch.add(output, change, alpha=ALPHA / RANK)
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters by PEFT's names."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {f"base_model.model.{name}.weight": parameter for name, parameter in trained}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, without the keys behind a block of queries: half the time of `sdpa` on a processor.
+    """Attention as transformers calls it, without the keys behind a block of queries: two thirds of the time of `sdpa` on a
+    processor.
 
     Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
     result [R, T, heads, D].
     """
-    num_rows, num_heads, length = query.shape[:3]
-    groups = num_rows, key.shape[1], num_heads // key.shape[1]
-    query = (query * scaling).unflatten(1, groups[1:])  # [R, KV heads, heads of one, T, D]
-    hidden = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(~attention_mask, -torch.inf)[:, :, None]
-    parts = []
-    for start in range(0, length, BLOCK_QUERIES):
-        end = min(start + BLOCK_QUERIES, length)
-        scores = query[..., start:end, :].flatten(2, 3) @ key[:, :, :end].mT
-        scores = scores.view(*groups, end - start, end) + hidden[..., start:end, :end]
-        parts.append(scores.softmax(-1).flatten(2, 3) @ value[:, :, :end])
-    out = torch.cat([part.unflatten(2, (groups[2], -1)) for part in parts], 3)
-    return out.flatten(1, 2).transpose(1, 2), None
+    attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
+    blocks = [
+        (slice(at, at + BLOCK_QUERIES), slice(at + BLOCK_QUERIES)) for at in range(0, query.shape[2], BLOCK_QUERIES)
+    ]
+    parts = [attend(query[:, :, q], key[:, :, k], value[:, :, k], attention_mask[:, :, q, k]) for q, k in blocks]
+    return torch.cat(parts, 2).transpose(1, 2), None
 
 
-AttentionInterface.register("ragspec_causal", causal_attention)
-
-
-@contextlib.contextmanager
-def blocks_of_queries(model: PreTrainedModel) -> Iterator[None]:
-    """`causal_attention` inside a `with` block; generating needs keys of earlier calls."""
-    config, kept = model.config, model.config._attn_implementation
-    config._attn_implementation = "ragspec_causal"
-    try:
-        yield
-    finally:
-        config._attn_implementation = kept
+BLOCKS = "ragspec_causal"
+AttentionInterface.register(BLOCKS, causal_attention)
