@@ -52,11 +52,13 @@ OPTIONS = ("forced", "full", "reranker", "heads")
 
 @dataclass(frozen=True, slots=True)
 class Repetitions:
-    """`num_runs`: the median of so many counts. `num_nothing`: prompts with nothing to copy. `num_warm_up`: prompts of the
-    uncounted runs before, at most half of a list."""
+    """`num_runs`: the median of so many counts. `num_nothing`: prompts with nothing to copy; `num_nothing_runs`: their fewest
+    runs, for no difference is expected, and single runs of twelve prompts scatter by several percent. `num_warm_up`: prompts of
+    the uncounted runs before, at most half of a list."""
 
     num_runs: int = 3
     num_nothing: int = 12
+    num_nothing_runs: int = 5
     seed: int = 0
     num_warm_up: int = NUM_WARM_UP
 

@@ -67,7 +67,7 @@ def test_the_part_measures_all_that_it_promises(settings: Settings, tmp_path: Pa
     assert path.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("quick", "most", "expected"), [(True, None, 8), (False, None, 60), (False, 3, 3)])
+@pytest.mark.parametrize(("quick", "most", "expected"), [(True, None, 4), (False, None, 60), (False, 3, 3)])
 def test_a_bound_on_prompts_bounds_every_list(quick: bool, most: int | None, expected: int) -> None:
     """`--num-prompts 3` that decodes two thousand sentences all the same."""
     plan = GrammarPlan.of(quick, 1, 0, most)

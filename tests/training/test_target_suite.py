@@ -9,7 +9,9 @@ from tiny_target import chat_tokenizer
 
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError
+from ragspec.evaluation.datasets import Sentence
 from ragspec.evaluation.metrics import answer_f1
+from ragspec.evaluation.suites import target
 from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
 from ragspec.evaluation.suites.target import abstention_scores, follow_up_scores, question_scores
 from ragspec.evaluation.suites.target_cases import QuestionCase, follow_up_cases, passage_with
@@ -82,6 +84,24 @@ def data(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(text)
     return tmp_path
+
+
+def test_few_sentences_bring_few_clean_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick run of six sentences that corrected two hundred clean ones besides, most of its time."""
+    monkeypatch.setattr(
+        target, "jfleg_sentences", lambda _, count: [Sentence(f"s{n}", "jfleg", "A", ("A",)) for n in range(count)]
+    )
+    monkeypatch.setattr(target, "clean_sentences", lambda _, count: ["It rained."] * count)
+    monkeypatch.setattr(target, "jfleg_gleu", lambda sentences, outputs: (0.0, 0.0))
+    sizes: list[int] = []
+
+    def generate(prompts: list[list[conversations.Message]], passages: object = ()) -> list[str]:
+        sizes.append(len(prompts))
+        return ["It rained."] * len(prompts)
+
+    target.grammar_scores(Path(), generate, 6)
+    target.grammar_scores(Path(), generate, 754)
+    assert sizes == [6, 6, 754, 200]
 
 
 def test_follow_ups_are_asked_as_the_chat_asks_them(data: Path) -> None:

@@ -45,8 +45,6 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0}
 TOP_P: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
 _BATCH_RUNS = 3
 """Fewest runs of batches: reading the prompts is most of their time, and varies by more than speculation changes it."""
-_NOTHING_RUNS = 5
-"""Fewest runs where no difference is expected: single runs of twelve prompts scatter by several percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class GenerationSuite:
         self._engine, self._cases, self._plan = engine, cases, plan
         self._peers, self._forced, self._tick = peers or {}, forced, tick
         self._equality, self._memory = Equality(), PeakMemory()
-        self._nothing_runs = max(_NOTHING_RUNS, plan.num_runs)
+        self._nothing_runs = max(plan.num_nothing_runs, plan.num_runs)
 
     def measure(self) -> MeasuredGeneration:
         """All measurements that need the engine, in the order of the module's docstring."""

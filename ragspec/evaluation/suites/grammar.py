@@ -53,7 +53,7 @@ from ragspec.training.grammar_errors import FILLERS, misspell
 
 EDIT_RATES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 DOCUMENT_RATE = 0.1
-QUICK_SENTENCES = 6
+QUICK_SENTENCES = 3
 _SEED = 17
 _TEXTS_AT_ONCE = 250
 _LABEL = "JFLEG dev, corrupted sentences of 20-40 words, clean sentences"
@@ -73,7 +73,7 @@ class GrammarPlan:
     @classmethod
     def of(cls, quick: bool, num_runs: int, seed: int, num_prompts: int | None) -> GrammarPlan:
         """`num_prompts` bounds every list."""
-        sizes = (8, 16, 200, 24) if quick else (60, 500, 2000, 754)
+        sizes = (4, 12, 40, 16) if quick else (60, 500, 2000, 754)
         rate, document, identity, jfleg = (min(size, num_prompts or size) for size in sizes)
         return cls(rate, document, identity, jfleg, num_runs, seed)
 

@@ -48,6 +48,7 @@ Retrieve = Callable[[str], list[str]]
 
 _PERPLEXITY_SLOTS = 1024
 MAX_NEW_TOKENS = 192
+NUM_CLEAN = 200
 
 
 class Generate(Protocol):
@@ -168,7 +169,7 @@ def grammar_scores(data_dir: Path, generate: Generate, num_sentences: int) -> di
     """GLEU on JFLEG dev of the outputs and of the untouched source, and the edit rate on clean sentences."""
     sentences, clean = (
         jfleg_sentences(data_dir, num_sentences),
-        clean_sentences(data_dir, 200),
+        clean_sentences(data_dir, min(NUM_CLEAN, num_sentences)),
     )
     outputs = generate([grammar_messages(sentence.text) for sentence in sentences])
     corrected, untouched = jfleg_gleu(sentences, outputs)
