@@ -1,6 +1,7 @@
 """A training run as a command: common options, one process or several through Ray Train, progress, checkpoints and probes."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -56,13 +57,14 @@ def training_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def positive(kind: type[int] | type[float], least: int = 1, most: float = sys.float_info.max) -> Callable[[str], float]:
-    """A type for argparse: integers from `least` on, or numbers above 0, up to `most`."""
+def positive(kind: type[int] | type[float], least: int = 1, most: float = math.inf) -> Callable[[str], float]:
+    """A type for argparse: integers from `least` on, or finite numbers above 0, up to `most`."""
 
     def number(text: str) -> float:
         value = kind(text)
-        if not (value >= least if kind is int else 0.0 < value <= most):
-            wanted = f"at least {least}" if kind is int else f"above 0 and at most {most:g}"
+        if not (value >= least if kind is int else 0.0 < value <= most and value < math.inf):
+            above = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
+            wanted = f"at least {least}" if kind is int else above
             raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
         return value
 
