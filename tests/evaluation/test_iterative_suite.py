@@ -187,6 +187,7 @@ def test_plans_differ_in_size() -> None:
     """Bug guarded: a flag that is read and not used, or a workload that is never asked."""
     quick, usual, three = iterative_plan(quick=True), iterative_plan(), iterative_plan(num_questions=3)
     assert quick.num_local < usual.num_local and quick.knnlm_elsewhere.num_tokens < usual.knnlm_elsewhere.num_tokens
+    assert quick.knnlm_elsewhere.num_entries == quick.knnlm.num_entries < usual.knnlm.num_entries
     assert usual.knnlm_elsewhere.num_runs < usual.knnlm.num_runs == 3
     assert {three.num_local, three.num_extra, *dict(three.remote).values()} == {3}
     assert (

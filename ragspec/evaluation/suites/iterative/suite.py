@@ -110,8 +110,8 @@ def iterative_plan(
     fewer = replace(knnlm, num_prompts=2, num_runs=1)
     plan = IterativePlan(num_runs=num_runs, seed=seed, knnlm=knnlm, knnlm_elsewhere=fewer)
     if quick:
-        knnlm, fewer = (replace(each, num_neighbours=(64,), num_prompts=2) for each in (knnlm, fewer))
-        plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(fewer, num_tokens=32))
+        knnlm = replace(knnlm, num_entries=20_000, num_neighbours=(64,), num_prompts=2)
+        plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(knnlm, num_runs=1, num_tokens=32))
         less = ((0.3, 2), (1.0, 2), (_SLOW, 3), (40.0, 2))
         plan = replace(plan, num_local=2, remote=less, num_extra=2, slow_variants=(BASELINE, PSA))
     if num_questions is None:
