@@ -291,8 +291,8 @@ _EXACTNESS = ("path", "distribution", "none")
 class GenerationStats:
     """Counters of one choice; times in seconds, wall clock.
 
-    `num_cached_tokens`: of the prompt, not computed; `num_restored_tokens`: of these, read back from KV offloading, again after
-    each preemption.
+    `num_cached_tokens`: of the prompt, not computed. `num_restored_tokens`: read back from KV offloading; each preemption counts
+    them again, with the output before it.
     `num_first_tokens`: tokens of the step that ended the prompt, more than one if a draft was accepted there. `decode_s` begins
     after that step. `draft_s`: this choice's share of the drafters' time. `positions[drafter][i]`: (steps in which the drafter
     proposed nodes at depth i of the accepted path, those of them in which one of its nodes was accepted). `expected_accepted`:

@@ -133,7 +133,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
             watch("ragspec_kv_offload_bytes", "Offloaded keys and values.", lambda: engine.load().kv_offload_bytes)
             watch(
                 "ragspec_kv_offload_errors",
-                "Blocks that could not be offloaded or read back, since the start.",
+                "Copies of blocks out of the pool or back that failed, since the start.",
                 lambda: engine.load().num_kv_offload_errors,
             )
 

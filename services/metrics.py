@@ -29,7 +29,7 @@ _STATS_COUNTERS = (
     ("num_output_tokens", "vllm:generation_tokens", "Tokens written."),
     ("num_prompt_tokens", "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("num_cached_tokens", "vllm:prefix_cache_hits", "Prompt tokens found there."),
-    ("num_restored_tokens", "ragspec_kv_offload_hits", "Tokens read back from KV offloading."),
+    ("num_restored_tokens", "ragspec_kv_offload_hits", "Tokens read back from KV offloading, again after preemption."),
     ("num_steps", "vllm:spec_decode_num_drafts", "Decode steps, with or without a draft."),
     ("num_drafted", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
     ("num_accepted", "vllm:spec_decode_num_accepted_tokens", "Tokens drafted and accepted."),
