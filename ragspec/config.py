@@ -393,6 +393,8 @@ class EngineConfig(ConfigSection):
     def _check_offload(self) -> Self:
         if self.kv_offload_bytes and not self.prefix_cache:
             raise ValueError("kv_offload_bytes keeps cached prefixes, so it needs prefix_cache")
+        if self.kv_offload_dir and not self.kv_offload_bytes:
+            raise ValueError("kv_offload_dir needs kv_offload_bytes, which is 0: nothing would be kept there")
         return self
 
 

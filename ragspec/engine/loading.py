@@ -87,7 +87,7 @@ def load_engine(
 
     `say` gets a line for each part of the start. The first start of a target takes many times as long as later ones.
     `quiet` is called before forwards are timed; it returns when nothing else computes in this process.
-    Raises: ModelError, ConfigError, RankLost.
+    Raises: ModelError, ConfigError, SaveError, RankLost.
     """
     most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
 

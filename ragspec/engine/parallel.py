@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore
+from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
+from ragspec.engine.kv_offload.kv_offload import make_kv_offload
 from ragspec.engine.rank_messages import MessageKind, receive
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
@@ -60,17 +62,20 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -
     """Load this rank's part of the target. All ranks of a group call this together.
 
     Checks that all ranks serve the same target and computes a first forward, which compiles the kernels. Raises: ModelError for
-    a target that so many ranks cannot serve, ConfigError, RankLost when another rank failed.
+    a target that so many ranks cannot serve, ConfigError, SaveError, RankLost when another rank failed.
     """
     try:
         if config.kv_offload_bytes and not config.kv_offload_dir and target_config.device == "cpu":
             raise ConfigError(
                 "engine.kv_offload_bytes needs engine.kv_offload_dir: keys and values of this target are in main memory already"
             )
+        if config.kv_offload_dir:
+            FileBlocks(Path(config.kv_offload_dir), 0)  # a folder that is missing is reported before weights are read
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))
         target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes)
+        make_kv_offload(target.pool, config, ranks)  # a budget below a block is reported before forwards are measured
         if ranks.size > 1:
             with ranks.without_timeout():
                 _check_same_target(target, ranks)

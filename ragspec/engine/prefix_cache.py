@@ -2,7 +2,7 @@
 
 A radix tree over slots with one root for each tenant salt, so tenants never share text. A node holds a run of tokens and the
 slots of their positions; the tree counts as one more holder of these slots. Least recently used leaves are evicted first.
-With KV offloading they are kept outside the pool before, and no more of a leaf is evicted than pages are needed.
+KV offloading copies a leaf out of the pool before its eviction, and then only as much of a leaf is evicted as pages are needed.
 """
 
 from __future__ import annotations

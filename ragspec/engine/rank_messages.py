@@ -9,7 +9,8 @@ indices are sent as runs of consecutive numbers; fields that follow from others 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragspec.engine.kv_offload.block_store import BlockCopy
+from ragspec.errors import RankLost
 from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.ranks import Ranks
 
@@ -69,6 +71,20 @@ def send_blocks(ranks: Ranks, blocks: BlockCopy) -> None:
 def send(ranks: Ranks, kind: MessageKind) -> None:
     """Send a message of its kind alone. Raises: RankLost."""
     _send(ranks, kind, 0, _NO_SECTIONS)
+
+
+@contextmanager
+def in_step(ranks: Ranks) -> Iterator[None]:
+    """What rank 0 does after such a message. A failure inside leaves the other ranks out of step, so it ends the group."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except Exception as cause:
+        if ranks.size == 1:
+            raise
+        ranks.close()
+        raise RankLost(f"rank 0 failed inside a step: {cause}") from cause
 
 
 def receive(ranks: Ranks) -> Message:

@@ -88,14 +88,14 @@ class Scheduler:
         running = list(self.running)
         held = [slots.slots for sequence in running if (slots := sequence.slots) is not None]
         num_held = len(np.unique(np.concatenate(held))) if held else 0  # several may hold the same prefix
-        load = Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps)
-        if (offload := self.offload) is None:
-            return load
-        return load._replace(kv_offload_bytes=offload.num_bytes, num_kv_offload_errors=offload.num_errors)
+        offloaded = (self.offload.num_bytes, self.offload.num_errors) if self.offload else ()
+        return Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps, *offloaded)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """The sequences of the next step, each with its number of pending tokens within the step's token budget."""
         self._num_steps += 1
+        if self.offload is not None:
+            self.offload.begin_step(self._cost_s(self._config.max_step_tokens, 0))
         self._admit()
         demands, chosen = self._demands(), list[tuple[Sequence, int]]()
         shares = fair_shares(demands, self._most_rows(demands))
@@ -258,7 +258,7 @@ class Scheduler:
             if not self._free(promised + slots.num_new_pages(count)):
                 break
             start = slots.length
-            if not self.offload.restore(sequence.request.salt, sequence.tokens, slots, start + count):
+            if not self.offload.restore(sequence.request.salt, sequence.tokens, slots, start + count, limit_s):
                 sequence.num_restorable = slots.length
             sequence.stats.num_restored_tokens += slots.length - start
             if time.perf_counter() - begin >= limit_s:

@@ -32,7 +32,7 @@ from ragspec.engine.checkpoints.saved_model import load_saved
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
-from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
+from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
 from ragspec.numerics.backend import Backend, LogitRows
@@ -249,19 +249,12 @@ class Target:
 
     @contextmanager
     def _announced(self, step: ForwardInput) -> Iterator[None]:
-        """Tell the other ranks of a forward. A failure inside it leaves them out of step, so it ends the group."""
+        """Tell the other ranks of a forward, which runs inside."""
         assert step.metadata.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
-        if self.ranks.size == 1:
+        if self.ranks.size > 1:
+            send_forward(self.ranks, step, torch.get_num_threads())
+        with in_step(self.ranks):
             yield
-            return
-        send_forward(self.ranks, step, torch.get_num_threads())
-        try:
-            yield
-        except RankLost:
-            raise
-        except Exception as cause:
-            self.ranks.close()
-            raise RankLost(f"rank 0 failed inside a step: {cause}") from cause
 
     def _hidden(
         self, token_ids: Ints | torch.Tensor, metadata: AttentionMetadata, taps: Sequence[int]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,12 @@ from ragspec.config import EngineConfig, TargetConfig, load_config
 from ragspec.core import Completion, CopySource, Request, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
-from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
+from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks, MemoryBlocks
 from ragspec.engine.kv_offload.kv_offload import KvOffload
 from ragspec.engine.parallel import load_rank
 from ragspec.engine.rank_messages import MessageKind, receive, send_blocks
 from ragspec.engine.target import Target
-from ragspec.errors import ConfigError, SaveError
+from ragspec.errors import ConfigError, RankLost, SaveError
 from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.ranks import Ranks
@@ -60,6 +62,27 @@ def num_computed(completions: Sequence[Completion]) -> int:
     return sum(c.stats.num_prompt_tokens - c.stats.num_cached_tokens for c in completions)
 
 
+class Clock:
+    """The time that scheduler and KV offloading see: each copy out of the pool and each copy back takes so many seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, write_s: float = 0.0, read_s: float = 0.0) -> None:
+        self.now, self.num_writes, self.read = 0.0, 0, list[int]()
+        copy = KvOffload._copy
+
+        def timed(offload: KvOffload, blocks: BlockCopy) -> int:
+            if blocks.is_read:
+                self.now += read_s
+                self.read.append(len(blocks.slots))
+            elif len(blocks.slots):
+                self.now += write_s
+                self.num_writes += 1
+            return copy(offload, blocks)
+
+        for module in ("scheduler", "kv_offload.kv_offload"):
+            monkeypatch.setattr(f"ragspec.engine.{module}.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(KvOffload, "_copy", timed)
+
+
 @pytest.mark.parametrize(
     ("dtype", "params"),
     [("float32", "greedy"), ("int8", "T=1")]
@@ -74,17 +97,18 @@ def num_computed(completions: Sequence[Completion]) -> int:
     ],
 )
 def test_a_conversation_that_returns_is_read_back_and_its_tokens_are_the_same(
-    tiny: Tiny, tmp_path: Path, dtype: str, params: str
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, params: str
 ) -> None:
     """A block came back into the wrong positions, or the whole prompt was computed again all the same."""
     target, found = tiny("llama", dtype), {}
     requests = turns(target, PARAMS[params])
     expected = truth(target, list(itertools.chain(*requests)), params)
     folder = "" if dtype.startswith("torch") else str(tmp_path)
+    Clock(monkeypatch, read_s=1.0)
     for num_bytes in (0, PLENTY):
-        options = {"kv_offload_bytes": num_bytes, "kv_offload_dir": folder, "max_step_tokens": 48}
+        options = {"kv_offload_bytes": num_bytes, "kv_offload_dir": folder if num_bytes else "", "max_step_tokens": 48}
         copy = CopyDrafter(target.tokenizer, target.eos_ids)
-        with tiny_engine(target, [copy], NUM_KV_SLOTS, costs=Free(1e-9), **options) as engine:
+        with tiny_engine(target, [copy], NUM_KV_SLOTS, costs=Free(1.0), **options) as engine:
             found[num_bytes] = answered(engine, requests)
             assert_equal(list(itertools.chain(*found[num_bytes])), expected)
             load = engine.load()
@@ -102,31 +126,65 @@ def test_many_conversations_at_once_lose_nothing(tiny: Tiny) -> None:
     target = tiny("llama", "float32")
     requests = turns(target, PARAMS["T=1"])
     expected = truth(target, list(itertools.chain(*requests)), "T=1")
-    with tiny_engine(target, (), NUM_KV_SLOTS + 64, max_step_tokens=30, kv_offload_bytes=PLENTY) as engine:
+    with tiny_engine(target, (), NUM_KV_SLOTS, max_step_tokens=30, kv_offload_bytes=PLENTY) as engine:
         for turn in (*requests, *requests):
             completions = engine.generate(turn)
             assert_equal(completions, {key: expected[key] for key in ((r.id, 0) for r in turn)})
         assert sum(c.stats.num_restored_tokens for c in completions) > 0
+        assert engine._scheduler.num_preemptions > 0
         assert_pool_is_empty(engine)
 
 
 def test_a_step_reads_no_more_than_it_would_compute(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prefix was read back in one step, and everybody's tokens waited for it."""
-    target, read = tiny("llama", "float32"), list[int]()
+    target, clock = tiny("llama", "float32"), Clock(monkeypatch, read_s=1.0)
     first, second = turns(target, PARAMS["greedy"])
-    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1e-9), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
-        restore = KvOffload.restore
+    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1.0), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
+        answered(engine, [first])
+        schedule, steps = engine._scheduler.schedule, list[int]()
 
-        def counted(offload: KvOffload, salt: str, tokens: Any, slots: SequenceSlots, end: int) -> bool:
-            read.append(end - slots.length)
-            steps.append(engine.load().num_steps)
-            return restore(offload, salt, tokens, slots, end)
+        def counted() -> Any:
+            steps.append(len(clock.read))
+            return schedule()
 
-        steps = list[int]()
-        monkeypatch.setattr(KvOffload, "restore", counted)
-        answered(engine, [first, second[:1]])
-    assert max(read) <= 20 and len(read) > 3
-    assert len(set(steps)) == len(steps)
+        monkeypatch.setattr(engine._scheduler, "schedule", counted)
+        answered(engine, [second[:1]])
+    assert max(clock.read) <= 20 and len(clock.read) > 3
+    assert all(after - before <= 1 for before, after in itertools.pairwise(steps))
+
+
+def test_reading_that_is_slower_than_computing_ends(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk took several times as long for a prompt as computing it, in every step again."""
+    target, clock = tiny("llama", "float32"), Clock(monkeypatch, read_s=1.5)
+    requests = turns(target, PARAMS["greedy"])
+    expected = truth(target, requests[1][:1], "greedy")
+    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1.0), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
+        answered(engine, requests[:1])
+        ((found,),) = answered(engine, [requests[1][:1]])
+    assert_equal([found], expected)
+    assert len(clock.read) == 1 and 0 < found.stats.num_restored_tokens <= 20
+
+
+def test_a_step_begins_no_write_after_its_time_for_writing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step wrote hundreds of blocks for one long prompt, and everybody's tokens waited for the disk."""
+    clock, texts = Clock(monkeypatch, write_s=1.0), Texts(200)
+    for seconds, num_writes in ((0.5, 1), (2.5, 3), (0.0, 4)):
+        clock.num_writes = 0
+        texts.offload.begin_step(seconds)
+        texts.keep([num_writes] * 1000)
+        assert clock.num_writes == num_writes
+        assert texts.known([num_writes] * 1000) == min(num_writes * 256, 992), "the first blocks are kept"
+    target = tiny("llama", "float32")
+    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(0.5), kv_offload_bytes=PLENTY) as engine:
+        schedule, written = engine._scheduler.schedule, list[int]()
+
+        def counted() -> Any:
+            written.append(clock.num_writes)
+            return schedule()
+
+        monkeypatch.setattr(engine._scheduler, "schedule", counted)
+        answered(engine, turns(target, PARAMS["greedy"]))
+    assert all(after - before <= 1 for before, after in itertools.pairwise(written)) and written[-1] > 1
 
 
 @pytest.mark.parametrize("num_taps", [0, 1])
@@ -159,6 +217,8 @@ def test_offloaded_prefixes_stay_with_their_tenant_and_are_purged_with_it(tiny: 
             engine.purge(salt)
         engine.between_steps(lambda: None)
         assert engine.load().kv_offload_bytes == 0
+        blocks: Any = engine._scheduler.offload._store._blocks  # type: ignore[union-attr]
+        assert isinstance(blocks, MemoryBlocks) and not blocks._blocks, "bytes outlived their tenant"
 
 
 def _truncate(blocks: FileBlocks, _: pytest.MonkeyPatch) -> None:
@@ -304,18 +364,96 @@ def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, mon
     assert texts.known([21] * 64) == 64 and 0 < texts.offload.num_bytes <= room
 
 
+def test_a_disk_that_was_full_once_uses_its_whole_budget_again(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed write, and a few blocks of the budget were all that was ever used again."""
+    texts = Texts(100, folder)
+    write = (blocks := type(texts.offload._store._blocks)).write
+    texts.keep([1] * 64)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(blocks, "write", full)
+    texts.keep([2] * 64)
+    monkeypatch.setattr(blocks, "write", write)
+    for text in range(3, 50):
+        texts.keep([text] * 64)
+    assert texts.offload.num_bytes == 100 * PAGE * texts.pool.token_bytes
+
+
+def test_a_try_that_finds_the_disk_full_loses_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every so often a text was not kept, although others could have made room for it."""
+    texts, write = Texts(100, str(tmp_path)), os.pwrite
+    room = 20 * PAGE * texts.pool.token_bytes
+
+    def small(file: int, data: memoryview, at: int) -> int:
+        if at + data.nbytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, at)
+
+    monkeypatch.setattr("os.pwrite", small)
+    for text in range(2, 60):
+        texts.keep([text] * 64)
+        assert texts.known([text] * 64) == 64
+    assert 1 < texts.offload.num_errors < 10
+
+
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_a_copy_that_gets_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch had no memory on the host, and every sequence of the step ended with an error."""
+    texts = Texts(20)
+    texts.keep([1] * 64)
+    with monkeypatch.context() as patch:
+        patch.setattr("ragspec.engine.kv_offload.block_store.np", SimpleNamespace(empty=_no_memory, uint8=np.uint8))
+        assert not len(texts.restored([1] * 64, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(texts.pool, "write", _no_memory)
+        assert not len(texts.restored([1] * 64, 64))
+    slots = np.arange(64, dtype=np.int32)
+    monkeypatch.setattr(texts.pool, "read", _no_memory)
+    texts.offload.keep("salt", [2] * 64, slots, 0)
+    assert texts.known([2] * 64) == 0 and texts.offload.num_errors > 2
+
+
+def test_a_copy_moves_few_blocks_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefix was read back at once, through memory that a GPU may not have."""
+    texts, copy, sizes = Texts(60), BlockStore.copy, list[int]()
+
+    def counted(store: BlockStore, blocks: BlockCopy) -> int:
+        sizes.append(len(blocks.numbers))
+        return copy(store, blocks)
+
+    monkeypatch.setattr(BlockStore, "copy", counted)
+    rows = texts.keep([*range(800)])
+    np.testing.assert_array_equal(texts.restored([*range(800)], 795), rows[5:795])
+    assert max(sizes) == 16 and len(sizes) == 8
+
+
 class Pair(Ranks):
     """A group whose other rank copies only `most` slots."""
 
     size = 2
 
     def __init__(self) -> None:
-        self.most, self.said = 10**6, list[torch.Tensor]()
+        self.most, self.said, self.is_patient, self.is_closed = 10**6, list[torch.Tensor](), False, False
+
+    @contextlib.contextmanager
+    def without_timeout(self) -> Iterator[None]:
+        self.is_patient = True
+        yield
+        self.is_patient = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def broadcast(self, words: torch.Tensor) -> None:
         self.said.append(words.clone())
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        assert self.is_patient, "a disk that stalled for four seconds ended the engine"
         return torch.cat([part, part.clamp(max=self.most)], 1)
 
 
@@ -328,14 +466,37 @@ def test_a_block_counts_only_if_every_rank_has_its_part() -> None:
     np.testing.assert_array_equal(texts.restored([1] * 64, 64), rows[5:32])
     assert texts.known([1] * 64) == 32 and texts.offload.num_errors == 1
     texts.keep([2] * 64)
-    assert texts.known([2] * 64) == 0, "the last block is kept first"
+    assert texts.known([2] * 64) == 32, "one block of each of two copies"
+
+
+def test_a_block_that_cannot_be_read_leaves_its_room() -> None:
+    """Each failed read took a block from the budget for good."""
+    ranks = Pair()
+    texts = Texts(20, ranks=ranks)
+    for text in range(1, 6):
+        texts.keep([text] * 64)
+        ranks.most = 27
+        texts.restored([text] * 64, 64)
+        ranks.most = 10**6
+    texts.keep([7] * 320)
+    assert texts.known([7] * 320) == 320
+
+
+def test_a_failure_of_rank_0_amid_a_copy_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks waited for rank 0's part of the copy, and took its next message for that."""
+    ranks = Pair()
+    texts = Texts(20, ranks=ranks)
+    monkeypatch.setattr(BlockStore, "_write", lambda *_: {}["no"])
+    with pytest.raises(RankLost, match="rank 0 failed"):
+        texts.keep([1] * 64)
+    assert ranks.is_closed
 
 
 def test_a_copy_of_blocks_arrives_whole() -> None:
     """Other ranks copied into other slots, or the other way."""
-    for is_read, num_blocks in ((False, 3), (True, 200)):
+    for is_read, num_blocks, num_slots in ((False, 3, 41), (True, 200, 3193), (False, 300, 0)):
         ranks, heard = Pair(), list[torch.Tensor]()
-        slots = np.arange(num_blocks * PAGE - 7, dtype=np.int32)[::-1].copy()
+        slots = np.arange(num_slots, dtype=np.int32)[::-1].copy()
         sent = BlockCopy(np.arange(num_blocks, dtype=np.int32), slots, 7, is_read)
         send_blocks(ranks, sent)
         heard += ranks.said
@@ -344,6 +505,23 @@ def test_a_copy_of_blocks_arrives_whole() -> None:
         assert kind is MessageKind.COPY_BLOCKS and isinstance(found, BlockCopy)
         assert found[2:] == sent[2:]
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found[:2], sent[:2], strict=True))
+
+
+def test_offloading_that_cannot_begin_is_refused_early(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was missing was reported after minutes of reading weights, testing and measuring."""
+    target = tiny("llama", "float32")
+    with pytest.raises(ConfigError, match="kv_offload_dir needs kv_offload_bytes"):
+        load_config(**{"engine.kv_offload_dir": str(tmp_path)})
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(SaveError, match="missing"):
+        load_rank(
+            TargetConfig(), EngineConfig(kv_offload_bytes=2**30, kv_offload_dir=str(tmp_path / "missing")), Ranks()
+        )
+    monkeypatch.setattr(Target, "load", lambda *_: target)
+    with pytest.raises(ConfigError, match="kv_offload_bytes is"):
+        load_rank(TargetConfig(), EngineConfig(kv_offload_bytes=1000, kv_offload_dir=str(tmp_path)), Ranks())
 
 
 def test_offloading_that_cannot_help_is_refused(tmp_path: Path) -> None:

@@ -314,5 +314,9 @@ def test_ranks_keep_and_read_back_their_own_parts(followers: Followers, models: 
     ):
         found = answered(engine, requests)
         assert engine.load().num_kv_offload_errors == 0
+        engine.purge("")
+        again = engine.generate(requests[1])
+        assert not any(c.stats.num_restored_tokens for c in again[:1])
     assert_equal([*found[0], *found[1]], expected)
+    assert_equal(again, {key: expected[key] for key in ((r.id, 0) for r in requests[1])})
     assert sum(c.stats.num_restored_tokens for c in found[1]) > 150

@@ -36,7 +36,7 @@ Rows = NDArray[np.uint8]
 
 class BlockCopy(NamedTuple):
     """Blocks by number, and the slots of their positions in order; `first` positions of the first block are left out, and the
-    last block may end early. `is_read`: from the store into the pool."""
+    last block may end early. `is_read`: from the store into the pool. Without slots, the store forgets the blocks."""
 
     numbers: Ints
     slots: Ints
@@ -45,15 +45,20 @@ class BlockCopy(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Where bytes lie. Shape of `rows`: uint8 [16, bytes of a token], contiguous. Raises: OSError, MemoryError."""
+    """Where bytes lie. Shape of `rows`: uint8 [16, bytes of a token], contiguous. Raises: OSError, MemoryError.
+
+    A block that is forgotten cannot be read until its number is written again.
+    """
 
     def write(self, number: int, rows: Rows) -> None: ...
 
     def read(self, number: int, rows: Rows) -> None: ...
 
+    def forget(self, number: int) -> None: ...
+
 
 class MemoryBlocks:
-    """In main memory, which is taken when a block is first written."""
+    """In main memory, which a block takes when it is written and gives back when it is forgotten."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Rows] = {}
@@ -63,6 +68,9 @@ class MemoryBlocks:
 
     def read(self, number: int, rows: Rows) -> None:
         rows[:] = self._blocks[number]
+
+    def forget(self, number: int) -> None:
+        self._blocks.pop(number, None)
 
 
 class FileBlocks:
@@ -88,6 +96,10 @@ class FileBlocks:
         if zlib.crc32(rows.data) != self._checksums.get(number):
             raise OSError("the file of KV offloading is damaged")
 
+    def forget(self, number: int) -> None:
+        """The bytes stay in the file, which nobody else can open, until the number is written again or the process ends."""
+        self._checksums.pop(number, None)
+
 
 class BlockStore:
     """This rank's part of the blocks of one pool. `folder`: of the file, "" for main memory. Raises: SaveError."""
@@ -100,8 +112,13 @@ class BlockStore:
 
     def copy(self, blocks: BlockCopy) -> int:
         """How many of the slots, from the first, are copied on every rank. All ranks call this together. Raises: RankLost."""
+        if not len(blocks.slots):
+            for number in blocks.numbers.tolist():
+                self._blocks.forget(number)
+            return 0
         num_copied = self._read(blocks) if blocks.is_read else self._write(blocks)
-        return int(self._ranks.all_gather(torch.tensor([[num_copied]], dtype=torch.int32)).min())
+        with self._ranks.without_timeout():  # a disk may stall for longer than a group waits for a rank
+            return int(self._ranks.all_gather(torch.tensor([[num_copied]], dtype=torch.int32)).min())
 
     def _write(self, blocks: BlockCopy) -> int:
         num_blocks = 0
@@ -113,9 +130,9 @@ class BlockStore:
         return num_blocks * PAGE
 
     def _read(self, blocks: BlockCopy) -> int:
-        rows = np.empty((len(blocks.numbers), PAGE, self._pool.token_bytes), np.uint8)
         num_blocks = 0
         with self._logged_errors():
+            rows = np.empty((len(blocks.numbers), PAGE, self._pool.token_bytes), np.uint8)
             for number, block in zip(blocks.numbers.tolist(), rows, strict=True):
                 self._blocks.read(number, block)
                 num_blocks += 1
@@ -129,10 +146,10 @@ class BlockStore:
 
     @contextmanager
     def _logged_errors(self) -> Iterator[None]:
-        """Logs the first failure; what it kept from being copied is computed."""
+        """Ends a copy that fails, and logs the first failure. RuntimeError: torch has no memory, or a device failed."""
         try:
             yield
-        except (OSError, MemoryError, torch.OutOfMemoryError) as cause:
+        except (OSError, MemoryError, RuntimeError) as cause:
             if not self._has_failed:
                 log.warning(
                     "KV offloading failed; prompts are computed again instead, further failures are counted: %s", cause

@@ -12,6 +12,8 @@ in the engine's thread.
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -20,14 +22,17 @@ import numpy as np
 from ragspec.config import EngineConfig
 from ragspec.core import salt_belongs_to
 from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore
-from ragspec.engine.rank_messages import send_blocks
+from ragspec.engine.rank_messages import in_step, send_blocks
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 
 _BLOCKS_A_COPY = 16
-"""Blocks that are gathered at once on their way out of the pool: a GPU may have little memory left."""
+"""The most blocks that are copied at once: a GPU may have little memory left."""
+_COPIES_UNTIL_RETRY = 16
+"""Successful copies after a failure before free numbers are taken again. Until then new blocks replace old ones, because a full
+disk stays full for a while and each try costs a copy."""
 
 Key = tuple[str, bytes]
 
@@ -41,7 +46,8 @@ class KvOffload:
         if not self._free:
             raise ConfigError(f"engine.kv_offload_bytes is {num_bytes}; a block takes {self._store.block_bytes}")
         self._numbers = OrderedDict[Key, int]()  # the most recently used is last
-        self._is_full = False
+        self._num_until_retry = 0  # successful copies; 0: free numbers are taken
+        self._write_s = math.inf  # left for writing in this step
         self.num_errors = 0
 
     @property
@@ -49,21 +55,27 @@ class KvOffload:
         """Of the blocks that are kept."""
         return len(self._numbers) * self._store.block_bytes
 
+    def begin_step(self, write_s: float) -> None:
+        """In this step, no write begins after so many seconds of writing; 0: no limit. Blocks not written are computed again."""
+        self._write_s = write_s or math.inf
+
     def keep(self, salt: str, tokens: Sequence[int], slots: Ints, start: int) -> None:
-        """Keep the blocks with positions in [start, T). Shapes: T tokens, int32 [T]. Raises: RankLost."""
+        """Keep the blocks with positions in [start, T), the first of them if there is not room or time for all.
+
+        Shapes: T tokens, int32 [T]. Raises: RankLost.
+        """
         keys = _keys(salt, tokens)
         self._touch(keys)
-        room = len(self._free) + len(self._numbers) - sum(key in self._numbers for key in keys)
-        new = [i for i in range(start // PAGE, len(keys)) if keys[i] not in self._numbers][:room][::-1]
-        for begin in range(0, len(new), _BLOCKS_A_COPY):
-            part = new[begin : begin + _BLOCKS_A_COPY]
-            numbers = [self._take_number() for _ in part]
+        num_own = sum(key in self._numbers for key in keys)
+        new = [i for i in range(start // PAGE, len(keys)) if keys[i] not in self._numbers]
+        while self._write_s > 0 and (part := new[: min(_BLOCKS_A_COPY, self._room - num_own)]):
+            begin, was_full = time.perf_counter(), self._num_until_retry > 0
             places = np.concatenate([slots[i * PAGE : (i + 1) * PAGE] for i in part])
-            num_kept = self._copy(BlockCopy(np.array(numbers, np.int32), places)) // PAGE
-            self._numbers.update(zip([keys[i] for i in part[:num_kept]], numbers[:num_kept], strict=True))
-            if num_kept < len(part):
-                self._free[:0], self._is_full = numbers[num_kept:], True
+            num_kept = self._write([keys[i] for i in part], places)
+            self._write_s -= time.perf_counter() - begin
+            if num_kept < len(part) and was_full:
                 break
+            num_own, new = num_own + num_kept, new[num_kept:]
         self._touch(keys)
 
     def num_known(self, salt: str, tokens: Sequence[int], start: int) -> int:
@@ -74,39 +86,74 @@ class KvOffload:
         self._touch(keys[:end])
         return max(start, end * PAGE)
 
-    def restore(self, salt: str, tokens: Sequence[int], slots: SequenceSlots, end: int) -> bool:
-        """Read positions [slots.length, end) back into new slots. False: they end before a block that is not to be had.
+    def restore(
+        self, salt: str, tokens: Sequence[int], slots: SequenceSlots, end: int, limit_s: float = math.inf
+    ) -> bool:
+        """Read positions [slots.length, end) back into new slots. False: the rest must be computed, because a block was forgotten
+        or cannot be read, or because reading took longer than `limit_s`; 0: no limit.
 
         Raises: RankLost, OutOfSlots.
         """
-        start = slots.length
-        keys = _keys(salt, tokens[: -(-end // PAGE) * PAGE])[start // PAGE :]
-        numbers = [self._numbers[key] for key in keys if key in self._numbers]
-        if len(numbers) < len(keys):  # forgotten since they were found
-            return False
-        reserved, index = slots.reserve(end - start)
-        blocks = BlockCopy(np.array(numbers, np.int32), reserved, start % PAGE, is_read=True)
-        num_read = self._copy(blocks)
-        slots.keep(reserved, index, list(range(num_read)))
-        if num_read < end - start:
-            del self._numbers[keys[(start % PAGE + num_read) // PAGE]]
-        return num_read == end - start
+        begin, keys = time.perf_counter(), _keys(salt, tokens[: -(-end // PAGE) * PAGE])
+        while (start := slots.length) < end:
+            first = start // PAGE
+            part = keys[first : first + _BLOCKS_A_COPY]
+            numbers = [self._numbers[key] for key in part if key in self._numbers]
+            if len(numbers) < len(part):  # forgotten since they were found
+                return False
+            count = min(end, (first + len(part)) * PAGE) - start
+            reserved, index = slots.reserve(count)
+            num_read = self._copy(BlockCopy(np.array(numbers, np.int32), reserved, start % PAGE, is_read=True))
+            slots.keep(reserved, index, list(range(num_read)))
+            if num_read < count:
+                self._free[:0] = self._forgotten([self._numbers.pop(keys[slots.length // PAGE])])
+                return False
+            if 0 < limit_s < time.perf_counter() - begin:
+                return False
+        return True
 
     def purge(self, salt: str) -> None:
-        """Forget the blocks of one tenant."""
-        self._free += [self._numbers.pop(key) for key in list(self._numbers) if salt_belongs_to(key[0], salt)]
-        self._is_full = False
+        """Forget the blocks of one tenant. Raises: RankLost."""
+        keys = [key for key in self._numbers if salt_belongs_to(key[0], salt)]
+        self._free += self._forgotten([self._numbers.pop(key) for key in keys])
+        self._num_until_retry = 0
 
-    def _take_number(self) -> int:
-        """A free number; none while the disk is full, which keeps as many blocks as it had room for."""
-        if self._free and not (self._is_full and self._numbers):
-            return self._free.pop()
-        return self._numbers.popitem(last=False)[1]
+    @property
+    def _takes_free(self) -> bool:
+        """Whether free numbers are taken; not after a failure, so that a full disk keeps as many blocks as it has room for."""
+        return not (self._num_until_retry and self._numbers)
+
+    @property
+    def _room(self) -> int:
+        """The most blocks that can be kept now."""
+        return len(self._numbers) + (len(self._free) if self._takes_free else 0)
+
+    def _write(self, keys: Sequence[Key], slots: Ints) -> int:
+        """Keep some blocks in the place of others if need be; how many of them, from the first, are kept."""
+        takes_free = self._takes_free
+        numbers = [
+            self._free.pop() if takes_free and self._free else self._numbers.popitem(last=False)[1] for _ in keys
+        ]
+        num_kept = self._copy(BlockCopy(np.array(numbers, np.int32), slots)) // PAGE
+        self._numbers.update(zip(keys[:num_kept], numbers, strict=False))
+        if num_kept < len(keys):
+            self._free[:0] = self._forgotten(numbers[num_kept:])
+            self._num_until_retry = _COPIES_UNTIL_RETRY
+        else:
+            self._num_until_retry = max(0, self._num_until_retry - 1)
+        return num_kept
+
+    def _forgotten(self, numbers: list[int]) -> list[int]:
+        """These numbers, after every rank has forgotten their blocks."""
+        if numbers:
+            self._copy(BlockCopy(np.array(numbers, np.int32), np.empty(0, np.int32)))
+        return numbers
 
     def _copy(self, blocks: BlockCopy) -> int:
         if self._ranks.size > 1:
             send_blocks(self._ranks, blocks)
-        num_copied = self._store.copy(blocks)
+        with in_step(self._ranks):
+            num_copied = self._store.copy(blocks)
         self.num_errors += num_copied < len(blocks.slots)
         return num_copied
 
