@@ -89,14 +89,14 @@ def main(
     """Run one suite and print what it found."""
     transformers_logging.disable_progress_bar()
     measured_commit = commit()  # Why now: the checkout may move on before a long run ends
-    few = Repetitions(runs or 1, num_nothing=2, num_nothing_runs=3, seed=seed, num_warm_up=1)
+    quick_plan = Repetitions(runs or 1, num_nothing=2, num_nothing_runs=3, seed=seed, num_warm_up=1)
     try:
         config = load_config(None, **{"target.model": target, **_weight_settings(dtype)})
         settings = Settings(
             target=config.target,
             data_dir=data_folder(data),
             cache_dir=cache_folder() / "benchmark",
-            plan=few if quick else Repetitions(runs or 3, seed=seed),
+            plan=quick_plan if quick else Repetitions(runs or 3, seed=seed),
             quick=quick,
             forced=forced,
             peers=peers,

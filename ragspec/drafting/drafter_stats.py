@@ -70,18 +70,18 @@ class AcceptanceRatio:
         self.factor = self._prior
 
     def learn(self, expected: float, num_accepted: int) -> None:
-        """`expected` by probabilities that were already scaled by the factor."""
-        self._expected = self._expected * _RATIO_MEMORY + expected / self.factor
+        """`expected` by the drafter's own probabilities, which the factor did not scale."""
+        self._expected = self._expected * _RATIO_MEMORY + expected
         self._accepted = self._accepted * _RATIO_MEMORY + num_accepted
-        told = _PRIOR_TOKENS * self._prior + self._accepted
-        self.factor = min(1.0, told / (_PRIOR_TOKENS + self._expected))
+        accepted = _PRIOR_TOKENS * self._prior + self._accepted
+        self.factor = min(1.0, accepted / (_PRIOR_TOKENS + self._expected))
         self._steps_left -= 1
         if self._steps_left == 0:
             self._first_steps.learn(self._expected, self._accepted)
 
     def finish(self) -> None:
-        """The sequence has ended."""
-        if self._steps_left > 0:
+        """The sequence has ended. A sequence without a guess says nothing."""
+        if 0 < self._steps_left < _NUM_FIRST_STEPS:
             self._first_steps.learn(self._expected, self._accepted)
 
 

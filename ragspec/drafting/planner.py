@@ -285,7 +285,8 @@ class Planner:
         stats, overall, path = self._stats_in(sequence, name), self._stats[name], result.accepted
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
         cut = [node for node in judged if node.is_cut and node.origin.drafter == name]
-        expected = sum(tree.path_probs[n] for n in own) + sum(node.chance for node in cut)
+        scaled = sum(tree.path_probs[n] for n in own) + sum(node.chance for node in cut if node.is_first)
+        expected = scaled / stats.ratio.factor + sum(node.chance for node in cut if not node.is_first)
         num_accepted = sum(tree.origins[n].drafter == name for n in path) + sum(node.is_right for node in cut)
         if own or cut:
             stats.ratio.learn(expected, num_accepted)
@@ -305,10 +306,12 @@ class Planner:
 
 
 class Judged(NamedTuple):
-    """A proposed node of which the step told whether it is right, given its parent. `is_cut`: it took no row."""
+    """A proposed node of which the step told whether it is right. `chance`: given its parent; that of a first node, a child of
+    the root, is scaled by the drafter's record. `is_cut`: it took no row."""
 
     origin: Origin
     chance: float
+    is_first: bool
     is_cut: bool
     is_right: bool
 
@@ -328,8 +331,8 @@ def _judged(proposed: DraftTree, result: StepResult) -> list[Judged]:
         for child in proposed.children(node):
             token_id = proposed.token_ids[child]
             is_cut = drafted is None or tree.child(drafted, token_id) is None
-            chance = proposed.path_probs[child] / proposed.path_probs[node] if is_cut else 0.0
-            found.append(Judged(proposed.origins[child], chance, is_cut, token_id == token))
+            chance = proposed.path_probs[child] / proposed.path_probs[node] if proposed.path_probs[node] else 0.0
+            found.append(Judged(proposed.origins[child], chance, node == 0, is_cut, token_id == token))
             if token_id == token:
                 break
         node = proposed.child(node, token)

@@ -49,8 +49,8 @@ class Prompt:
 class PromptBuilder:
     """Builds prompts for one tokenizer. `max_context_tokens`: prompt and output together. Safe to call from several threads.
 
-    `tokenizer` is for decoding only. Why copies encode: whether text may contain control tokens is a state of the tokenizer that
-    a call changes. Texts without the spelling of a control token go past transformers to a compiled tokenizer whose state never
+    `tokenizer` decodes and lays out. Why copies encode: whether text may contain control tokens is a state of it that a call
+    changes. Texts without the spelling of a control token go past transformers to a compiled tokenizer whose state never
     changes, which takes a third of the time. The first other text makes the second copy, which a lock protects.
     """
 

@@ -13,7 +13,8 @@ from ragspec.core import Request
 from ragspec.drafting.acceptance import CopyAcceptance, Experience
 from ragspec.drafting.cost_model import CostTable, StepPlan
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.planner import Planner
+from ragspec.drafting.drafter_stats import AcceptanceRatio, FirstSteps
+from ragspec.drafting.planner import Planner, _judged
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Origin, Proposal, StepResult
 
@@ -323,8 +324,8 @@ def test_a_sequence_that_begins_to_copy_late_is_drafted_for_again() -> None:
     assert accepted[-20:] == [3] * 20
 
 
-def test_trust_comes_back_while_nothing_is_drafted() -> None:
-    """A sequence whose drafts had stopped to pay was never drafted for again: nothing drafted, nothing forgotten."""
+def test_trust_comes_back_by_guesses_that_took_no_row() -> None:
+    """A sequence whose drafts had stopped to pay was never drafted for again: nothing drafted, nothing learned."""
     planner = Planner([Chain([5, 6, 7], 0.9)], CostTable({64: [1.0, 1.3, 1.6, 1.9]}, rows=(1, 2, 3, 4)), 12)
     sequence = Running()
     drafted = []
@@ -349,6 +350,45 @@ def test_guesses_that_took_no_row_are_judged_by_what_the_target_said() -> None:
         assert tree.num_drafted == 0
         planner.observe(Running(), StepResult(tree, [], [token]), {})
     assert drafter.learned == [(10, True), (10, False)], "nothing is known of the second token"
+
+
+def test_a_deep_guess_that_took_no_row_counts_as_what_its_drafter_said() -> None:
+    """Distrust was divided out twice: a deep guess counted as several tokens, and a drafter once wrong came back late."""
+    planner = Planner([Chain([5, 6, 7, 8], 0.9)], CostTable({64: [1.0, 1.5, 2.0, 2.5, 3.0]}, rows=(1, 2, 3, 4, 5)), 12)
+    sequence = Running()
+    for _ in range(30):
+        (tree,) = plan(planner, sequence)
+        planner.observe(sequence, StepResult(tree, [], [50]), {})
+    assert tree.num_drafted == 0
+    for _ in range(30):
+        (tree,) = plan(planner, sequence)
+        if tree.num_drafted:
+            break
+        planner.observe(sequence, StepResult(tree, [], [5, 6, 7, 8]), {})
+    assert tree.num_drafted > 0
+
+
+def test_a_drafted_guess_without_probability_is_judged() -> None:
+    """A draft drawn by chance whose siblings were certain, accepted, and its child left out: the step divided by zero."""
+    proposed, drafted = DraftTree(1), DraftTree(1)
+    for tree in (proposed, drafted):
+        tree.add(0, 5, 0.0, Origin("chain", feedback=5))
+    proposed.add(1, 6, 0.0, Origin("chain", feedback=6))
+    judged = _judged(proposed, StepResult(drafted, [1], [5, 6]))
+    assert [(node.origin.feedback, node.chance, node.is_cut, node.is_right) for node in judged] == [
+        (5, 0.0, False, True),
+        (6, 0.0, True, True),
+    ]
+
+
+def test_an_answer_without_a_guess_says_nothing_about_a_drafter() -> None:
+    """Some answers of one word, for which nothing was guessed, halved what was known of a drafter."""
+    first_steps = FirstSteps()
+    first_steps.learn(20.0, 0.0)
+    known = first_steps.ratio
+    for _ in range(50):
+        AcceptanceRatio(first_steps).finish()
+    assert first_steps.ratio == known
 
 
 def answer(planner: Planner, name: str, num_right: int, salt: str) -> int:

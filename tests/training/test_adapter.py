@@ -20,9 +20,9 @@ from ragspec.training.reference.rows import FIRST_WEIGHT, Row, collate
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
 from ragspec.training.reference.trainer import (
     ALPHA,
-    BLOCK_QUERIES,
     BLOCKS,
     CONFIG_FILE,
+    NUM_QUERIES,
     RANK,
     WEIGHTS_FILE,
     AdapterPlan,
@@ -58,7 +58,7 @@ def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
     row.add(first)
     row.add(second)
     batch = collate([row])
-    assert len(row.tokens) > BLOCK_QUERIES
+    assert len(row.tokens) > NUM_QUERIES
     model.config._attn_implementation = BLOCKS
     packed = model(**batch.inputs).logits[0]
     model.config._attn_implementation = "sdpa"

@@ -34,7 +34,7 @@ CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_pat
     "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     "target_modules": list(MODULES)}  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-GPU_ROWS, BLOCK_QUERIES = 16, 128
+GPU_ROWS, NUM_QUERIES = 16, 128
 """Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
 DrawRow = Callable[[str], Row]
 """A row as a function of a seed."""
@@ -178,10 +178,9 @@ def causal_attention(
     Shapes: query [R, heads, T, D]; key, value [R, KV heads, T, D]; attention_mask bool [R, 1, T, T], False behind the diagonal;
     result [R, T, heads, D].
     """
+    assert query.shape[2] == key.shape[2], "a model that generates attends to keys of earlier calls"
     attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
-    blocks = [
-        (slice(at, at + BLOCK_QUERIES), slice(at + BLOCK_QUERIES)) for at in range(0, query.shape[2], BLOCK_QUERIES)
-    ]
+    blocks = [(slice(at, at + NUM_QUERIES), slice(at + NUM_QUERIES)) for at in range(0, query.shape[2], NUM_QUERIES)]
     parts = [attend(query[:, :, q], key[:, :, k], value[:, :, k], attention_mask[:, :, q, k]) for q, k in blocks]
     return torch.cat(parts, 2).transpose(1, 2), None
 
