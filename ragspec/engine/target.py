@@ -44,7 +44,6 @@ from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import without_padding
 from ragspec.numerics.torch.backend import TorchBackend
-from ragspec.numerics.torch.transfer import queued_to_host
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 FINAL = -1
-_BLOCK = 128
-"""Logits whose maximum is sought first, where the most probable tokens are sought."""
 
 
 class Target:
@@ -193,7 +190,7 @@ class Target:
             features = {tap: stream.float() for tap, stream in tapped.items()}
             for tap, count in ((TOP_TOKENS, NUM_TOP_TOKENS), (NODES, 1)):
                 if tap in taps:
-                    features[tap] = queued_to_host(self._top_tokens(values, logit_rows, len(token_ids), count))
+                    features[tap] = self.backend.top_tokens(values, logit_rows, len(token_ids), count)
             return self.backend.logits(values), features
 
     def compute(
@@ -281,13 +278,6 @@ class Target:
             logits = without_padding(self.ranks.gather_to_first(logits), self.vocab_size)
         return self._transform(logits.float())
 
-    def _top_tokens(self, logits: torch.Tensor, logit_rows: Ints, num_rows: int, num_tokens: int) -> torch.Tensor:
-        """The most probable tokens after each row with logits. Shapes: logits [W, V] -> int64 [N, num_tokens]."""
-        top = torch.full((num_rows, num_tokens), -1, device=logits.device)
-        count = min(num_tokens, self.vocab_size)
-        top[self.backend.tokens(logit_rows), :count] = _largest(logits, count)
-        return top
-
     @functools.cached_property
     def _own_head(self) -> Any:
         if self._shards is None:
@@ -297,20 +287,6 @@ class Target:
     def _whole_weight(self, name: str) -> torch.Tensor:
         assert self._shards is not None and self.ranks.rank == 0, "only rank 0 ever holds a whole weight"
         return self._shards.checkpoint.whole(name).to(self.backend.device)
-
-
-def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the largest values of each row are, falling. Shapes: float32 [W, V] -> int64 [W, count].
-
-    They lie in the `count` blocks of the largest maxima: a third of the time that a search of the whole row takes.
-    """
-    num_blocks = values.shape[1] // _BLOCK
-    if num_blocks <= count or values.shape[1] % _BLOCK:
-        return values.topk(count).indices
-    blocks = values.reshape(len(values), num_blocks, _BLOCK)
-    chosen = blocks.amax(2).topk(count).indices  # [W, count]
-    within = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1).topk(count).indices
-    return chosen.gather(1, within // _BLOCK) * _BLOCK + within % _BLOCK
 
 
 def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:

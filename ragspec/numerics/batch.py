@@ -69,11 +69,11 @@ class ScheduledSequence:
             rows = to_device(kept, next(iter(states.values())).device)
             own = {tap: stream[rows] for tap, stream in states.items()}
         if TOP_TOKENS in features:
-            own[TOP_TOKENS] = features[TOP_TOKENS][kept]
+            own[TOP_TOKENS] = torch.from_numpy(features[TOP_TOKENS].numpy()[kept])
         if NODES in features:
-            following = features[NODES][root : root + len(self.parents)]
-            nodes = np.stack([np.asarray(self.token_ids[self.num_known - 1 :]), np.asarray(self.parents)], 1)
-            own[NODES] = torch.cat([torch.from_numpy(nodes).to(following.dtype), following], 1)
+            following = features[NODES].numpy()[root : root + len(self.parents)]
+            nodes = np.column_stack([self.token_ids[self.num_known - 1 :], self.parents, following])
+            own[NODES] = torch.from_numpy(nodes)
         return own
 
     def keep(self, path: Sequence[int] = ()) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from tiny_target import tiny_engine
 
@@ -17,7 +16,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.drafting.drafter import NUM_TOP_TOKENS, TOP_TOKENS, Budget, SequenceView
 from ragspec.drafting.recycling import RecyclingDrafter, TokenTable
 from ragspec.engine.loading import make_drafters
-from ragspec.engine.target import _BLOCK, Target, _largest
+from ragspec.engine.target import Target
 from ragspec.errors import ConfigError
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
@@ -54,15 +53,6 @@ def test_the_tap_has_the_targets_best_tokens(tiny: Tiny, dtype: str) -> None:
     assert top.shape == (12, NUM_TOP_TOKENS) and batch.logit_rows.tolist() == [4, 9]
     assert (np.delete(top, [4, 9], 0) == -1).all()
     assert (top[[4, 9]] == np.argsort(-np.asarray(logits), 1)[:, :NUM_TOP_TOKENS]).all()
-
-
-@pytest.mark.parametrize(("num_values", "count"), [(10 * _BLOCK, 8), (10 * _BLOCK, 1), (8 * _BLOCK, 8), (1_000, 8)])
-def test_the_largest_values_are_found_block_by_block(num_values: int, count: int) -> None:
-    """Two of the best in one block, a row of fewer blocks than values sought, or a row that ends inside a block."""
-    values = torch.rand((5, num_values), generator=torch.Generator().manual_seed(0))
-    values[0, [3, 700, 1, 2]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
-    values[1, : 2 * _BLOCK] += 1.0
-    assert _largest(values, count).tolist() == values.topk(count).indices.tolist()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PARAMS), ("T=1", "torch-float32")])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints, attend
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
 from ragspec.numerics.cpu.int8_weights import WeightArena
+from ragspec.numerics.cpu.top_tokens import top_tokens
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
@@ -96,3 +97,6 @@ class CpuBackend:
     def logits(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> Floats:
         rows: Floats = values.numpy()
         return rows
+
+    def top_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int, count: int) -> Tensor:
+        return torch.from_numpy(top_tokens(logits.numpy(), logit_rows, num_rows, count))

@@ -25,7 +25,7 @@ from ragspec.numerics.torch.attention import ForwardInputs, TorchForward, tree_s
 from ragspec.numerics.torch.graphs import Outputs, TieredForwards, row_tier
 from ragspec.numerics.torch.int8 import ROWS_A_TILE, TorchInt8Linear
 from ragspec.numerics.torch.sampling import TorchLogits
-from ragspec.numerics.torch.transfer import to_device
+from ragspec.numerics.torch.transfer import queued_to_host, to_device
 
 
 class TiledLinear(nn.Module):
@@ -150,3 +150,8 @@ class TorchBackend:
 
     def logits(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> TorchLogits:
         return TorchLogits(values, token_ids, vocab_size)
+
+    def top_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int, count: int) -> Tensor:
+        top, known = torch.full((num_rows, count), -1, device=logits.device), min(count, logits.shape[1])
+        top[self.tokens(logit_rows), :known] = logits.topk(known).indices
+        return queued_to_host(top)
