@@ -7,7 +7,6 @@ conversation. The field `ragspec` beside OpenAI's fields is that of a chat compl
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -31,7 +30,6 @@ from services.request_limits import at_most
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SPOT = {"output_index": 0, "content_index": 0}
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class TextFormat(Body):
@@ -278,8 +276,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 def _frame(event: _Event, number: int) -> bytes:
     """Pure ASCII, because some clients end a line at any line break of Unicode."""
     data = {"type": event.type, "sequence_number": number, **event.fields}
-    text = json.dumps(data)
-    if event.padded:
-        missing = -(len(text) + len(', "obfuscation": ""')) % streaming.PAD_BYTES
-        text = json.dumps(data | {"obfuscation": "".join(random.choices(_LETTERS, k=missing))})
-    return f"event: {event.type}\ndata: {text}\n\n".encode()
+    frame = f"event: {event.type}\ndata: {json.dumps(data)[:-1]}".encode()
+    return frame + (streaming.padding(len(frame)) if event.padded else b"") + streaming.END

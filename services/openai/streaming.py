@@ -38,7 +38,7 @@ STRICT_TEXT_BYTES = 256
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _PADDING = "".join(random.Random(secrets.randbits(64)).choices(_LETTERS, k=8192)).encode()
 _PADDING_FIELD = b', "obfuscation": "'
-_END = b"}\n\n"
+END = b"}\n\n"
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -105,14 +105,16 @@ class ChunkEncoder:
             parts.append(self._usage)
         parts += [f', "{name}": {json.dumps(value)}'.encode() for name, value in fields.items()]
         frame = b"".join(parts)
-        return frame + self._padding(len(frame)) + _END
+        return frame + padding(len(frame), self._pad_bytes) + END
 
-    def _padding(self, num_bytes: int) -> bytes:
-        if not self._pad_bytes:
-            return b""
-        length = -(num_bytes + len(_PADDING_FIELD) + 1 + len(_END)) % self._pad_bytes
-        start = random.randrange(len(_PADDING) - length)
-        return b'%b%b"' % (_PADDING_FIELD, _PADDING[start : start + length])
+
+def padding(num_bytes: int, pad_bytes: int = PAD_BYTES) -> bytes:
+    """A field of random letters: with it and `END`, an event of `num_bytes` has a multiple of `pad_bytes`. 0: none."""
+    if not pad_bytes:
+        return b""
+    length = -(num_bytes + len(_PADDING_FIELD) + 1 + len(END)) % pad_bytes
+    start = random.randrange(len(_PADDING) - length)
+    return b'%b%b"' % (_PADDING_FIELD, _PADDING[start : start + length])
 
 
 class ChoiceDelta(NamedTuple):

@@ -348,17 +348,23 @@ def test_a_text_that_grew_loses_its_end_first() -> None:
     assert texts.known([5] * 160) == 160
 
 
-def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was ever offloaded again after the disk was once full."""
-    texts, write = Texts(100, str(tmp_path)), os.pwrite
-    room = 20 * PAGE * texts.pool.token_bytes
+def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Leave `room` bytes to the store's file."""
+    write = os.pwrite
 
-    def small(file: int, data: memoryview, at: int) -> int:
+    def write_within(file: int, data: memoryview, at: int) -> int:
         if at + data.nbytes > room:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(file, data, at)
 
-    monkeypatch.setattr("os.pwrite", small)
+    monkeypatch.setattr("os.pwrite", write_within)
+
+
+def test_a_full_disk_keeps_as_many_blocks_as_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was ever offloaded again after the disk was once full."""
+    texts = Texts(100, str(tmp_path))
+    room = 20 * PAGE * texts.pool.token_bytes
+    fill_disk(monkeypatch, room)
     for text in range(2, 22):
         texts.keep([text] * 64)
     assert texts.known([21] * 64) == 64 and 0 < texts.offload.num_bytes <= room
@@ -383,15 +389,8 @@ def test_a_disk_that_was_full_once_uses_its_whole_budget_again(folder: str, monk
 
 def test_a_try_that_finds_the_disk_full_loses_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every so often a text was not kept, although others could have made room for it."""
-    texts, write = Texts(100, str(tmp_path)), os.pwrite
-    room = 20 * PAGE * texts.pool.token_bytes
-
-    def small(file: int, data: memoryview, at: int) -> int:
-        if at + data.nbytes > room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data, at)
-
-    monkeypatch.setattr("os.pwrite", small)
+    texts = Texts(100, str(tmp_path))
+    fill_disk(monkeypatch, 20 * PAGE * texts.pool.token_bytes)
     for text in range(2, 60):
         texts.keep([text] * 64)
         assert texts.known([text] * 64) == 64

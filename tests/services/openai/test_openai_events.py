@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.openai.responses import _Event, _frame
 from services.openai.streaming import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, _num_fitting_chars
 
 HEAD = {"id": "chatcmpl-" + "a" * 32, "object": "chat.completion.chunk", "created": 1, "model": "m"}
@@ -40,6 +41,14 @@ def test_sizes_are_multiples_whatever_is_said() -> None:
     sizes = {len(chunks.event(choice("x" * length))) for length in range(100)}
     assert all(size % PAD_BYTES == 0 for size in sizes)
     assert len(sizes) <= 2
+
+
+def test_the_sizes_of_responses_deltas_do_not_show_their_texts() -> None:
+    frames = [
+        _frame(_Event("response.output_text.delta", {"delta": "word " * n}, padded=True), n) for n in range(1, 30)
+    ]
+    assert all(len(frame) % PAD_BYTES == 0 for frame in frames)
+    assert [json.loads(frame.split(b"data: ")[1])["delta"] for frame in frames] == ["word " * n for n in range(1, 30)]
 
 
 def test_padding_differs_from_chunk_to_chunk() -> None:
