@@ -34,6 +34,7 @@ from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
 from ragspec.errors import ModelError, RankLost
+from ragspec.memory import return_freed
 from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
 from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.cpu.backend import CpuBackend
@@ -122,17 +123,18 @@ class Target:
         )
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena, target._model.model.rotations, target._model.config)
-        if config.max_weight_bytes and saved and arena and not arena.streams:
+            if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:
+                del target, model, arena
+                return_freed()  # Why: with the saved weights alone, a target takes half the memory
+                return cls.load(config, num_kv_slots, ranks, max_kv_bytes)
+        if config.max_weight_bytes and arena and not arena.streams:
             if not isinstance(target._model.model, Int8Decoder):
                 raise ModelError(
                     f"target.max_weight_bytes needs kernels that run the whole decoder, which {folder} has not"
                 )
-            del target, model
-            if not saved.load().streams:
-                raise ModelError(
-                    "target.max_weight_bytes reads quantised weights from target.cache_dir, and they could not be kept there"
-                )
-            return cls.load(config, num_kv_slots, ranks, max_kv_bytes)
+            raise ModelError(
+                "target.max_weight_bytes reads quantised weights from target.cache_dir, and they could not be kept there"
+            )
         return target
 
     def reset_pool(self, num_kv_slots: int) -> None:

