@@ -108,6 +108,8 @@ def load_engine(
             lambda: measure_costs(target, max_step_tokens, say),
         )
         planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
+        if planner.taps:
+            forward_s(target, 1, 1, taps=planner.taps)  # compiles the search for probable tokens
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
         # A second before the first question. No daemon: an interpreter that ends while the library reads crashes.

@@ -94,11 +94,16 @@ def kept_costs(
 
 
 def forward_s(
-    target: Target, num_rows: int, context: int, parents: Sequence[int] = (-1,), layers: Sequence[int] = ()
+    target: Target,
+    num_rows: int,
+    context: int,
+    parents: Sequence[int] = (-1,),
+    layers: Sequence[int] = (),
+    taps: Sequence[int] = (),
 ) -> float:
     """Seconds of one forward of arbitrary tokens, the last as nodes of a tree, over a context of arbitrary content.
 
-    `layers`: through these layers and the output layer alone; empty: all.
+    `layers`: through these layers and the output layer alone; empty: all. `taps`: see `Target.forward_tapped`.
     """
     slots = SequenceSlots(target.pool)
     try:
@@ -108,7 +113,7 @@ def forward_s(
         if layers:
             target.logits_of(target.states_through(layers, batch.token_ids, batch.metadata))
         else:
-            target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), ())
+            target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), taps)
         target.backend.wait()
         return time.perf_counter() - begin
     finally:

@@ -75,6 +75,13 @@ def test_rounds_take_what_a_simulation_takes() -> None:
     assert documents / num_rounds == pytest.approx(verified_documents(gamma, stride), rel=0.02)
 
 
+def test_guesses_that_were_all_right_have_a_plan() -> None:
+    """In a short benchmark no guess was wrong, and the plan was divided by zero."""
+    costs = StrideCosts(StrideTiming(1.0, lambda _: 40.0), gamma=1.0)
+    assert best_plan(costs, 32, lambda _: 0).stride == 32
+    assert costs.gain(32, 0) == pytest.approx(32 * 41 / 72)
+
+
 def told(
     scheduler: StrideScheduler, step_s: float, verification_s: float, gamma: float, beside_s: float | None = None
 ) -> StrideScheduler:

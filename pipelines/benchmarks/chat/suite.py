@@ -46,13 +46,14 @@ class ChatPlan:
 def run_chat(settings: Settings, tick: Tick) -> Outcome:
     """Needs a Ray that is running. Raises: ConfigError, ModelError, StoreError, EngineError."""
     plan, memory, seed = ChatPlan.of(settings), PeakMemory(), settings.plan.seed
-    with backend_of(settings, tick) as (backend, listed), service_here(backend, (OWNER, STRANGER)) as service:
+    with backend_of(settings, tick) as (backend, listed):
         questions = [question.text for question in listed.questions]
-        first = FirstTokens(service, questions[: plan.num_timed], seed)
-        ttft_rows = [first.measure(number, settings.plan.num_runs, tick) for number in CONCURRENCIES]
-        equal = identical(service, questions[: plan.num_prompts], seed, tick)
-        tenants = probe(service, plan.num_pairs, seed, tick)
-    served = serve_rows(backend.config, questions[: plan.num_timed], seed, settings.plan.num_runs, tick)
+        with service_here(backend, (OWNER, STRANGER)) as service:
+            first = FirstTokens(service, questions[: plan.num_timed], seed)
+            ttft_rows = [first.measure(number, settings.plan.num_runs, tick) for number in CONCURRENCIES]
+            equal = identical(service, questions[: plan.num_prompts], seed, tick)
+            tenants = probe(service, plan.num_pairs, seed, tick)
+        served = serve_rows(backend.config, questions[: plan.num_timed], seed, settings.plan.num_runs, tick)
     served["serve_ttft_ms"] = served["serve_chat_ms"] - ttft_rows[0]["engine_ttft_ms"]
     follow_up_rows = {}  # recall by set and writer
     if settings.data_dir is not None:

@@ -43,8 +43,8 @@ NEVER_PAYS = StridePlan(learns=False)
 
 
 def verified_documents(gamma: float, stride: int) -> float:
-    """Documents that one round verifies on average. `gamma` is less than 1."""
-    return (1.0 - gamma**stride) / (1.0 - gamma)
+    """Documents that one round verifies on average."""
+    return float(stride) if gamma == 1.0 else (1.0 - gamma**stride) / (1.0 - gamma)
 
 
 class StrideTiming(NamedTuple):
