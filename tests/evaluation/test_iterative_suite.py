@@ -186,6 +186,7 @@ def test_goals_can_be_missed() -> None:
 def test_plans_differ_in_size() -> None:
     """Bug guarded: a flag that is read and not used, or a workload that is never asked."""
     quick, usual, three = iterative_plan(quick=True), iterative_plan(), iterative_plan(num_questions=3)
+    assert usual.with_hnsw and not quick.with_hnsw, "20,000 passages take minutes"
     assert quick.num_local < usual.num_local and quick.knnlm_elsewhere.num_tokens < usual.knnlm_elsewhere.num_tokens
     assert quick.knnlm_elsewhere.num_entries == quick.knnlm.num_entries < usual.knnlm.num_entries
     assert usual.knnlm_elsewhere.num_runs < usual.knnlm.num_runs == 3

@@ -46,6 +46,7 @@ _PADDING_CHARS = 7_500_000
 _NO_PADDING = (
     f"not measured: HNSW is for {MIN_ROWS:,} passages, and there is no data folder with openstax to fill up with"
 )
+_NOT_QUICK = f"not measured with --quick: to encode the {MIN_ROWS:,} passages that HNSW is for takes minutes"
 _NOT_ELSEWHERE = "not measured: nothing was given to open an index elsewhere with"
 _NOTE = (
     "every variant speculates only where a gain of 3 % is predicted; rows elsewhere: exact dense search in a process of its own, "
@@ -63,10 +64,11 @@ class RemoteOpeners:
 
 @dataclass(frozen=True, slots=True)
 class IterativePlan:
-    """Sizes of the rows. `remote`: b/a and the number of questions; `slow_variants`, `num_slow_runs`: of b/a = 10
-    and more, where most time is waiting."""
+    """Sizes of the rows. `with_hnsw`: whether there are rows of HNSW. `remote`: b/a and the number of questions;
+    `slow_variants`, `num_slow_runs`: of b/a = 10 and more, where most time is waiting."""
 
     num_local: int = 10
+    with_hnsw: bool = True
     remote: tuple[tuple[float, int], ...] = ((0.3, 6), (1.0, 8), (10.0, 5), (40.0, 4))
     num_extra: int = 4
     num_runs: int = 3
@@ -113,7 +115,7 @@ def iterative_plan(
         knnlm = replace(knnlm, num_entries=20_000, num_neighbours=(64,), num_prompts=2)
         plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(knnlm, num_runs=1, num_tokens=32))
         less = ((0.3, 2), (1.0, 2), (_SLOW, 3), (40.0, 2))
-        plan = replace(plan, num_local=2, remote=less, num_extra=2, slow_variants=(BASELINE, PSA))
+        plan = replace(plan, num_local=2, with_hnsw=False, remote=less, num_extra=2, slow_variants=(BASELINE, PSA))
     if num_questions is None:
         return plan
     remote = tuple((b_over_a, num_questions) for b_over_a, _ in plan.remote)
@@ -135,7 +137,7 @@ class IterativeSuite:
         memory, plan = PeakMemory(), self.plan
         listed = self.settings.questions(plan.num_questions)
         store = self.settings.store(listed.documents, self.encoder, self.tick)
-        approximate = self._approximate(listed)
+        approximate = self._approximate(listed) if plan.with_hnsw else None
         stopwatch = Stopwatch(self.engine, [q.text for q in listed.questions], plan.seed, self.tick)
         rows: list[Result] = []
         for place, index in self._here(store, approximate):
@@ -145,7 +147,7 @@ class IterativeSuite:
         return {
             "label": f"{listed.label}, {store.manifest.num_passages:,} passages",
             "note": _NOTE,
-            "hnsw": None if approximate else _NO_PADDING,
+            "hnsw": None if approximate else _NO_PADDING if plan.with_hnsw else _NOT_QUICK,
             "elsewhere": None if self.settings.elsewhere else _NOT_ELSEWHERE,
             "num_prompts": len(listed.questions) - 1,
             "num_runs": plan.num_runs,
