@@ -114,8 +114,9 @@ def iterative_plan(
     if quick:
         knnlm = replace(knnlm, num_entries=20_000, num_neighbours=(64,), num_prompts=2)
         plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(knnlm, num_runs=1, num_tokens=32))
-        less = ((0.3, 2), (1.0, 2), (_SLOW, 3), (40.0, 2))
-        plan = replace(plan, num_local=2, with_hnsw=False, remote=less, num_extra=2, slow_variants=(BASELINE, PSA))
+        less = ((0.3, 1), (1.0, 1), (_SLOW, 2), (40.0, 1))
+        plan = replace(plan, num_local=2, with_hnsw=False, remote=less, num_extra=1, max_tokens=48)
+        plan = replace(plan, slow_variants=(BASELINE, PSA))
     if num_questions is None:
         return plan
     remote = tuple((b_over_a, num_questions) for b_over_a, _ in plan.remote)
