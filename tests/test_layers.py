@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "errors",
     "disk",
+    "memory",
     "config",
     "speculation",
     "core",
