@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "errors",
     "disk",
-    "memory",
     "config",
     "speculation",
     "core",

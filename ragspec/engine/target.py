@@ -29,12 +29,11 @@ from ragspec.config import TargetConfig
 from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
-from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.checkpoints.target_files import return_freed, target_folder
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
 from ragspec.errors import ModelError, RankLost
-from ragspec.memory import return_freed
 from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
 from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.cpu.backend import CpuBackend

