@@ -37,14 +37,16 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _MOST_MEASURED = 128
 """More rows are extrapolated at start: their forwards would take seconds. Steps of that size then refine them."""
 _NUM_ROUNDS, _ENOUGH_S = 4, 3.0
-_STEP_WEIGHT = 0.05
-"""Weight of one step against earlier measurements."""
+_SPEED_WEIGHT = 0.05
+"""Weight of one step in the machine's speed, which all sizes share: other load slows every step, and passes."""
+_SIZE_WEIGHT = 0.03
+"""Weight of one step in the correction of its own size, which stays: a step does more than a forward at start."""
+_MOST_CORRECTED, _FORGET_WEIGHT = 1.5, 0.002
+"""The largest correction, and its weight of return to 1 in a step, so that one slow spell rules no size out for good."""
 _SHARE_WEIGHT = 1 / 24
 """Weight of one step in the mean of shares."""
 _LEAST_SHARE = 0.05
 """Why not 0: a table may be flat from M to B + M rows, and the objective divides by the share."""
-_STALE_STEPS, _STALE_WEIGHT = 20, 0.02
-"""A size unused for so many steps drifts with the size in use, so that one slow spell cannot rule a tree size out for good."""
 
 
 class CostTable:
@@ -54,9 +56,10 @@ class CostTable:
         """`seconds[context]` has one entry for each number of rows."""
         self._rows = list(rows)
         self._measured = seconds
-        self._drift = {context: [1.0] * len(self._rows) for context in seconds}
-        self._unused_steps = {context: [0] * len(self._rows) for context in seconds}
+        self._speed = 1.0
+        self._corrections = {context: [1.0] * len(self._rows) for context in seconds}
         self._seconds = {context: _rising(column) for context, column in seconds.items()}
+        """Without `_speed`."""
 
     @classmethod
     def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
@@ -84,11 +87,11 @@ class CostTable:
         column = self._seconds[self._nearest(context)]
         at = bisect_left(self._rows, num_rows)
         if at == 0 or len(column) == 1:
-            return column[0]
+            return column[0] * self._speed
         at = min(at, len(column) - 1)  # beyond the last bucket the last slope goes on
         low, high = self._rows[at - 1], self._rows[at]
         share = (num_rows - low) / (high - low)
-        return column[at - 1] + (column[at] - column[at - 1]) * share
+        return (column[at - 1] + (column[at] - column[at - 1]) * share) * self._speed
 
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
@@ -97,23 +100,24 @@ class CostTable:
             return 0.0
         first = min(max(0, bisect_right(rows, low) - 1), len(rows) - 2)  # beyond the last bucket the last slope goes on
         end = max(first + 1, min(bisect_left(rows, high), len(rows) - 1))
-        return min((column[i + 1] - column[i]) / (rows[i + 1] - rows[i]) for i in range(first, end))
+        return self._speed * min((column[i + 1] - column[i]) / (rows[i + 1] - rows[i]) for i in range(first, end))
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
-        """Move the nearest measurements a little towards the seconds of a forward."""
+        """Move the machine's speed, and the corrections of the nearest sizes, a little towards the seconds of a forward."""
         nearest = self._nearest(context)
-        drift = self._drift[nearest]
         ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
         at = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
         used = {at, at - 1} if at > 0 and self._rows[at] != num_rows else {at}
-        unused_steps = self._unused_steps[nearest]
-        for i in range(len(drift)):
-            unused_steps[i] = 0 if i in used else unused_steps[i] + 1
-            if i in used:
-                drift[i] *= ratio**_STEP_WEIGHT
-            elif unused_steps[i] > _STALE_STEPS:
-                drift[i] += _STALE_WEIGHT * (drift[at] - drift[i])
-        self._seconds[nearest] = _rising([s * d for s, d in zip(self._measured[nearest], drift, strict=True)])
+        corrections = self._corrections[nearest]
+        if num_rows > _MOST_MEASURED:  # chunks of prompts: their cost was extrapolated, and says nothing about trees
+            for i in used:
+                corrections[i] *= ratio ** (_SPEED_WEIGHT + _SIZE_WEIGHT)
+        else:
+            self._speed *= ratio**_SPEED_WEIGHT
+            for i, correction in enumerate(corrections):
+                learned = correction ** (1 - _FORGET_WEIGHT) * (ratio**_SIZE_WEIGHT if i in used else 1.0)
+                corrections[i] = min(_MOST_CORRECTED, max(1 / _MOST_CORRECTED, learned))
+        self._seconds[nearest] = _rising([s * c for s, c in zip(self._measured[nearest], corrections, strict=True)])
 
     def _nearest(self, context: int) -> int:
         return min(self._measured, key=lambda c: abs(c - context))

@@ -254,13 +254,32 @@ def test_costs_follow_what_steps_take() -> None:
     costs.refine(4, 100, 1000.0)
     assert 2.0 < costs.cost_s(4, 100) < 2.2
     for _ in range(400):
-        costs.refine(4, 100, 3.0)
-        costs.refine(12, 100, 3.0)
-    assert costs.cost_s(4, 100) == pytest.approx(3.0, rel=0.05)
-    assert costs.cost_s(12, 100) == pytest.approx(3.0, rel=0.1)
+        costs.refine(4, 100, 2.5)
+        costs.refine(12, 100, 5.0)
+    assert costs.cost_s(4, 100) == pytest.approx(2.5, rel=0.05)
+    assert costs.cost_s(12, 100) == pytest.approx(5.0, rel=0.05)
     values = [costs.cost_s(n, 100) for n in range(1, 40)]
     assert values == sorted(values)
-    assert costs.cost_s(4, 1000) == 6.0
+
+
+def test_a_slower_machine_is_slower_in_steps_of_every_size() -> None:
+    """Sizes and contexts not in use kept the costs of the machine before other load came."""
+    costs = CostTable({100: [1.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
+    for _ in range(400):
+        costs.refine(4, 100, 2.4)
+    assert costs.cost_s(8, 100) == pytest.approx(4.8, rel=0.08)
+    assert costs.cost_s(4, 1000) == pytest.approx(7.2, rel=0.08)
+
+
+def test_plain_steps_do_not_forget_what_steps_with_drafts_cost() -> None:
+    """Plain steps cost a fifth more than the forwards at start, drafts do not: one plain answer made drafts a fifth dearer."""
+    costs = CostTable({100: [10.0, 11.0, 12.0]}, rows=(1, 4, 8))
+    for _ in range(4):
+        for num_rows, seconds in ((8, 12.0), (1, 12.0)):
+            for _ in range(100):
+                costs.refine(num_rows, 100, seconds)
+    assert costs.cost_s(1, 100) == pytest.approx(12.0, rel=0.01)
+    assert costs.cost_s(8, 100) < 13.0
 
 
 def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
@@ -269,7 +288,7 @@ def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
     for _ in range(100):
         costs.refine(8, 100, 50.0)
     assert costs.cost_s(8, 100) > 10.0
-    for _ in range(400):
+    for _ in range(1000):
         costs.refine(1, 100, 1.0)
     assert costs.cost_s(8, 100) < 1.5
 
