@@ -1,10 +1,8 @@
 """The suite `iterative` with an index and a KNN-LM datastore in actors, as if they were larger or further away. Needs
 a running Ray.
 
-`service_s`: seconds that every call takes on top of its work, however many queries it brings.
-
->>> with remote_index("index", encoder, service_s=0.1) as index: ...
->>> with contextlib.closing(RemoteDatastore("datastore")) as store: ...
+>>> with open_index("index", encoder) as (index, slow_down): slow_down(0.1)
+>>> with contextlib.closing(RemoteDatastore("datastore")) as store: store.slow_down(0.1)
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
 from ragspec.cluster.actors import ActorPool, WorkerActor
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
@@ -28,19 +27,22 @@ from ragspec.config import RetrieverConfig
 from ragspec.errors import StoreCorrupt
 from ragspec.evaluation.suite import Outcome, Settings
 from ragspec.evaluation.suites.iterative.suite import SUITE as LIBRARY_SUITE
-from ragspec.evaluation.suites.iterative.suite import RemoteOpeners
+from ragspec.evaluation.suites.iterative.suite import RemoteIndex, RemoteOpeners
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextEncoder
 from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, read_datastore_manifest
 from ragspec.retrieval.knnlm.neighbours import Neighbours, PrefetchRequest
-from ragspec.retrieval.search.index_types import IndexLike, SearchResult
+from ragspec.retrieval.search.index_types import SearchResult
 
 _OPEN_TIMEOUT_S = 600.0
 
 
 class SlowShardActor(ShardActor):
-    def __init__(self, service_s: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self._service_s = 0.0
+
+    def slow_down(self, service_s: float) -> None:
         self._service_s = service_s
 
     def search(self, *arguments: Any) -> Any:
@@ -55,14 +57,20 @@ class SlowShardActor(ShardActor):
 
 
 @contextlib.contextmanager
-def remote_index(
-    config: RetrieverConfig, encoder: TextEncoder, service_s: float = 0.0, timeout_s: float = 30.0
-) -> Iterator[ClusterRetriever]:
-    """One shard with the whole index. Raises: ConfigError, ModelError, StoreError or RetrievalError."""
-    with ActorPool(SlowShardActor, (service_s,), prefix="shard") as actors:
+def remote_index(config: RetrieverConfig, encoder: TextEncoder, timeout_s: float = 30.0) -> Iterator[RemoteIndex]:
+    """One shard with the whole index. A restarted actor forgets `slow_down`.
+
+    Raises: ConfigError, ModelError, StoreError or RetrievalError.
+    """
+    with ActorPool(SlowShardActor, prefix="shard") as actors:
+        (shard,) = actors.replicas
+
+        def slow_down(service_s: float) -> None:
+            ray.get(shard.actor.slow_down.remote(service_s), timeout=_OPEN_TIMEOUT_S)
+
         retriever = ClusterRetriever(config, encoder, actors.replicas, timeout_s=timeout_s, late_s=timeout_s / 2)
         with contextlib.closing(retriever):
-            yield retriever
+            yield RemoteIndex(retriever, slow_down)
 
 
 class RemoteDatastore:
@@ -71,7 +79,7 @@ class RemoteDatastore:
     It keeps to the datastore that it was built with: a restarted actor that finds another one refuses. States: open -> closed.
     """
 
-    def __init__(self, folder: str | Path, service_s: float = 0.0, timeout_s: float = 30.0) -> None:
+    def __init__(self, folder: str | Path, timeout_s: float = 30.0) -> None:
         """Waits until the actor has opened the datastore. `timeout_s` bounds the wait for an answer.
 
         Raises: StoreError or RetrievalError; then there is no actor.
@@ -80,7 +88,7 @@ class RemoteDatastore:
         manifest = read_datastore_manifest(folder)
         self.target: EncoderIdentity = manifest.target
         self._timeout_s = timeout_s
-        self.actors = ActorPool(_DatastoreActor, (str(folder), manifest, service_s), prefix="datastore")
+        self.actors = ActorPool(_DatastoreActor, (str(folder), manifest), prefix="datastore")
         self._pool = WorkerPool(self.actors.replicas, "the datastore")
         try:
             self._call(_OPEN_TIMEOUT_S, "load")
@@ -96,6 +104,10 @@ class RemoteDatastore:
         """
         found: Neighbours = self._call(self._timeout_s, "search", queries, k, wanted)
         return found
+
+    def slow_down(self, service_s: float) -> None:
+        """As `SlowDatastore.slow_down`; a restarted actor forgets it."""
+        self._call(_OPEN_TIMEOUT_S, "slow_down", service_s)
 
     def close(self) -> None:
         """End the actor; running calls get a RetrievalError."""
@@ -116,8 +128,11 @@ class RemoteDatastore:
 
 
 class _DatastoreActor(WorkerActor):
-    def __init__(self, folder: str, manifest: DatastoreManifest, service_s: float) -> None:
-        self._folder, self._manifest, self._service_s = folder, manifest, service_s
+    def __init__(self, folder: str, manifest: DatastoreManifest) -> None:
+        self._folder, self._manifest, self._service_s = folder, manifest, 0.0
+
+    def slow_down(self, service_s: float) -> None:
+        self._service_s = service_s
 
     def load(self) -> None:
         _ = self._store
@@ -135,19 +150,15 @@ class _DatastoreActor(WorkerActor):
         return store
 
 
-def open_index(folder: Path, encoder: TextEncoder, service_s: float) -> contextlib.AbstractContextManager[IndexLike]:
-    """Exact dense search in an actor, each call `service_s` seconds slower."""
-    return remote_index(RetrieverConfig(index_dir=str(folder), mode="dense"), encoder, service_s)
-
-
-def open_datastore(folder: Path, service_s: float) -> contextlib.closing[RemoteDatastore]:
-    """A datastore in an actor, each call `service_s` seconds slower."""
-    return contextlib.closing(RemoteDatastore(folder, service_s))
-
-
 def run_iterative(settings: Settings, tick: Tick) -> Outcome:
     """Raises: the errors of the library's suite, EngineError."""
-    return LIBRARY_SUITE.run(replace(settings, elsewhere=RemoteOpeners(open_index, open_datastore)), tick)
+    elsewhere = RemoteOpeners(open_index, lambda folder: contextlib.closing(RemoteDatastore(folder)))
+    return LIBRARY_SUITE.run(replace(settings, elsewhere=elsewhere), tick)
+
+
+def open_index(folder: Path, encoder: TextEncoder) -> contextlib.AbstractContextManager[RemoteIndex]:
+    """Exact dense search in an actor."""
+    return remote_index(RetrieverConfig(index_dir=str(folder), mode="dense"), encoder)
 
 
 SUITE = replace(LIBRARY_SUITE, run=run_iterative)

@@ -54,8 +54,12 @@ def index_dir(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def remote(index_dir: Path, **options: Any) -> contextlib.AbstractContextManager[ClusterRetriever]:
-    return remote_index(RetrieverConfig(index_dir=str(index_dir), mode="dense"), LetterEncoder(), **options)
+@contextlib.contextmanager
+def remote(index_dir: Path, service_s: float = 0.0, **options: Any) -> Iterator[Any]:
+    config = RetrieverConfig(index_dir=str(index_dir), mode="dense")
+    with remote_index(config, LetterEncoder(), **options) as (index, slow_down):
+        slow_down(service_s)
+        yield index
 
 
 def shard_pid(index: ClusterRetriever) -> int:

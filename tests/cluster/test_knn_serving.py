@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,11 @@ def same(one: Neighbours, other: Neighbours) -> bool:
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
 
 
-def remote(folder: Path, **options: Any) -> contextlib.closing[RemoteDatastore]:
-    return contextlib.closing(RemoteDatastore(folder, **options))
+@contextlib.contextmanager
+def remote(folder: Path, service_s: float = 0.0, **options: Any) -> Iterator[RemoteDatastore]:
+    with contextlib.closing(RemoteDatastore(folder, **options)) as store:
+        store.slow_down(service_s)
+        yield store
 
 
 def pid_of(store: RemoteDatastore) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,12 @@ def index_dir(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def remote(
-    index_dir: Path, mode: Any = "hybrid", **options: Any
-) -> contextlib.AbstractContextManager[ClusterRetriever]:
-    return remote_index(RetrieverConfig(index_dir=str(index_dir), mode=mode), LetterEncoder(), **options)
+@contextlib.contextmanager
+def remote(index_dir: Path, mode: Any = "hybrid", service_s: float = 0.0, **options: Any) -> Iterator[Any]:
+    config = RetrieverConfig(index_dir=str(index_dir), mode=mode)
+    with remote_index(config, LetterEncoder(), **options) as (index, slow_down):
+        slow_down(service_s)
+        yield index
 
 
 def victim(index: ClusterRetriever) -> Replica:
@@ -174,7 +177,7 @@ def test_a_named_generation_is_stayed_with(session: None, index_dir: Path) -> No
     """A job over one generation that goes on with the next."""
     config = RetrieverConfig(index_dir=str(index_dir), pointer=read_pointer(index_dir))
     expected = answer(local(index_dir))
-    with remote_index(config, LetterEncoder()) as index:
+    with remote_index(config, LetterEncoder()) as (index, _):
         delete(index_dir, "d20")
         assert answer(index) == expected
 
@@ -246,7 +249,8 @@ def test_the_service_time_is_that_of_a_call(index_dir: Path, monkeypatch: pytest
     """A service time for every query of a batch, under which batching a verification could not pay."""
     slept: list[float] = []
     monkeypatch.setattr(iterative.time, "sleep", slept.append)
-    actor, config = SlowShardActor(0.25), RetrieverConfig()
+    actor, config = SlowShardActor(), RetrieverConfig()
+    actor.slow_down(0.25)
     queries = local(index_dir).encode(QUERIES)
     for some in (queries, queries[:1]):
         found = actor.look_up(whole(index_dir), config, some, 2, SearchScope(), 0, frozenset())

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,12 @@ from rich.console import Console
 from stand_ins import no_tick
 
 from pipelines.batch.ray_session import ray_session
-from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
 from ragspec.evaluation import suite
 from ragspec.evaluation.report import Result, complete, goals_met, render, summary, write_figures
 from ragspec.evaluation.suite import Outcome, Settings, run_suite
 from ragspec.evaluation.suites.iterative import suite as iterative_suite
-from ragspec.evaluation.suites.iterative.knnlm import KnnPlan
 from ragspec.evaluation.suites.iterative.report import METRICS, NOTES, draw_iterative, iterative_tables
 from ragspec.evaluation.suites.iterative.rows import (
     IndexUnderTest,
@@ -35,9 +33,9 @@ from ragspec.evaluation.suites.iterative.rows import (
 )
 from ragspec.evaluation.suites.iterative.suite import (
     IterativePlan,
+    RemoteIndex,
     RemoteOpeners,
     iterative_plan,
-    knnlm_part,
     textbooks,
 )
 from ragspec.evaluation.suites.iterative.variants import (
@@ -209,41 +207,18 @@ def test_questions_together_are_full_groups() -> None:
     assert Workload("", 2, 1).units("abc") == [("a",), ("b",)]
 
 
-def test_knnlm_elsewhere_is_measured_by_a_shorter_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug guarded: minutes of waiting for a datastore elsewhere; its few local runs in place of the many."""
-
-    def measured(
-        target: object, data: object, cache: object, plan: KnnPlan, tick: object, there: object = None
-    ) -> Result:
-        rows = [
-            {"store": "local", "runs": plan.num_runs},
-            *([{"store": "remote", "runs": plan.num_runs}] if there else []),
-        ]
-        return {"knnlm": rows, "knnlm_entries": 7}
-
-    monkeypatch.setattr(iterative_suite, "measure_knnlm", measured)
-    elsewhere = RemoteOpeners(lambda *_: nullcontext(), lambda *_: nullcontext())  # type: ignore[arg-type, return-value]
-    given = Settings(TargetConfig(), Path("data"), Path("cache"), elsewhere=elsewhere)
-    both = knnlm_part(given, iterative_plan(), no_tick)
-    assert (
-        both["knnlm"] == [{"store": "local", "runs": 3}, {"store": "remote", "runs": 1}] and both["knnlm_entries"] == 7
-    )
-    alone = knnlm_part(dataclasses.replace(given, elsewhere=None), iterative_plan(), no_tick)
-    assert alone["knnlm"] == [{"store": "local", "runs": 3}]
-
-
 class Slow:
-    """An index in this process that takes longer."""
+    """An index in this process that takes 5 ms longer."""
 
-    def __init__(self, index: IndexLike, service_s: float) -> None:
-        self._index, self._service_s = index, service_s
-        self.generation, self.mode, self.is_elsewhere = index.generation, index.mode, True
+    def __init__(self, index: IndexLike) -> None:
+        self._index = index
+        self.generation, self.mode, self.relevance, self.is_elsewhere = index.generation, index.mode, index.relevance, True
 
     def encode(self, texts: Sequence[str]) -> list[Query]:
         return self._index.encode(texts)
 
     def search(self, queries: Sequence[Query], k: int, *scope: object, **options: object) -> SearchResult:
-        time.sleep(self._service_s)
+        time.sleep(0.005)
         return self._index.search(queries, k, *scope, **options)  # type: ignore[arg-type]
 
     def pinned(self) -> Slow:
@@ -260,14 +235,14 @@ def tiny(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """One question a row and twelve tokens; indexes elsewhere take 5 ms; KNN-LM is measured elsewhere."""
     encoder = Encoder.load(settings.encoder)
 
-    def index(folder: Path, given: TextEncoder, service_s: float) -> nullcontext[Slow]:
+    def index(folder: Path, given: TextEncoder) -> nullcontext[RemoteIndex]:
         config = iterative_suite.RetrieverConfig(mode="dense")
-        return nullcontext(Slow(Retriever(encoder, Store.open(folder), config), 0.005))
+        return nullcontext(RemoteIndex(Slow(Retriever(encoder, Store.open(folder), config)), lambda service_s: None))
 
     monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: tiny_plan())
     monkeypatch.setattr(iterative_suite, "knnlm_part", lambda given, *_: KNNLM if given.data_dir else {})
     monkeypatch.setattr(iterative_suite, "IN_FLIGHT", 2)
-    return dataclasses.replace(settings, elsewhere=RemoteOpeners(index, lambda folder, service_s: nullcontext()))  # type: ignore[arg-type]
+    return dataclasses.replace(settings, elsewhere=RemoteOpeners(index, lambda folder: nullcontext()))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -343,7 +318,8 @@ def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp
     with ray_session("local"):
         from pipelines.benchmarks.iterative import open_index
 
-        with open_index(tmp_path / "index", encoder, 0.3) as remote:
+        with open_index(tmp_path / "index", encoder) as (remote, slow_down):
+            slow_down(0.3)
             begin = time.perf_counter()
             found = remote.search(remote.encode(["When do mills turn?"]), 1)
             assert time.perf_counter() - begin >= 0.3
@@ -357,24 +333,21 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
     tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
-    opened: list[float] = []
+    opened: list[Path] = []
     with ray_session("local"):
-        from pipelines.benchmarks.iterative import open_datastore, open_index
+        from pipelines.benchmarks.iterative import RemoteDatastore, open_index
 
         @contextmanager
-        def index(folder: Path, encoder: TextEncoder, service_s: float) -> Iterator[IndexLike]:
-            with open_index(folder, encoder, 0.05) as remote:
-                begin = time.perf_counter()
-                remote.search(remote.encode(["When was the old mill built?"]), 1)
-                opened.append(time.perf_counter() - begin)
-                yield remote
+        def index(folder: Path, encoder: TextEncoder) -> Iterator[RemoteIndex]:
+            opened.append(folder)
+            with open_index(folder, encoder) as (remote, slow_down):
+                yield RemoteIndex(remote, lambda service_s: slow_down(0.05))
 
-        plan = dataclasses.replace(tiny_plan(), remote=((40.0, 1),), num_runs=1)
+        plan = dataclasses.replace(tiny_plan(), remote=((10.0, 1), (40.0, 1)), num_runs=1)
         monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: plan)
-        result = run_suite(
-            "iterative", dataclasses.replace(tiny, elsewhere=RemoteOpeners(index, open_datastore)), no_tick
-        ).result
-    assert result["identical"] == 1.0 and len(opened) == 2 and opened[1] >= 0.05, "opened once to learn its own time"
+        elsewhere = RemoteOpeners(index, lambda folder: closing(RemoteDatastore(folder)))
+        result = run_suite("iterative", dataclasses.replace(tiny, elsewhere=elsewhere), no_tick).result
+    assert result["identical"] == 1.0 and len(opened) == 1, "a process for all rows"
     far = [row for row in result["rows"] if row["stated_b_over_a"] == 40.0]
     assert len(far) == len(VARIANTS) - 1 and all(row["b_ms"] >= 50.0 for row in far)
     assert not sys.modules["ray"].is_initialized()

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ragspec.config import DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
@@ -23,7 +23,7 @@ from ragspec.evaluation.datasets import RagList
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
-from ragspec.evaluation.suites.iterative.knnlm import KnnPlan, OpenRemote, measure_knnlm
+from ragspec.evaluation.suites.iterative.knnlm import KnnPlan, OpenDatastore, RemoteKnn, measure_knnlm
 from ragspec.evaluation.suites.iterative.report import METRICS, NOTES, draw_iterative, iterative_tables, with_headlines
 from ragspec.evaluation.suites.iterative.rows import IndexUnderTest, table_rows
 from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS, Stopwatch, Workload
@@ -36,9 +36,6 @@ from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.approximate import MIN_ROWS
 from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode
-
-OpenIndex = Callable[[Path, TextEncoder, float], AbstractContextManager[IndexLike]]
-"""(folder, encoder, extra seconds a call) -> exact dense search in another process."""
 
 IN_FLIGHT = 8
 _SLOW = 10.0
@@ -54,12 +51,19 @@ _NOTE = (
 )
 
 
+class RemoteIndex(NamedTuple):
+    """An index in another process. After `slow_down(service_s)` every call takes so many seconds on top of its work."""
+
+    index: IndexLike
+    slow_down: Callable[[float], None]
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteOpeners:
-    """Open an index and a datastore of KNN-LM in another process."""
+    """Open an index for exact dense search, and a datastore of KNN-LM, in another process."""
 
-    index: OpenIndex
-    datastore: OpenRemote
+    index: Callable[[Path, TextEncoder], AbstractContextManager[RemoteIndex]]
+    datastore: OpenDatastore
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def iterative_plan(
         knnlm = replace(knnlm, num_entries=20_000, num_neighbours=(64,), num_prompts=2)
         plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(knnlm, num_runs=1, num_tokens=32))
         less = ((0.3, 1), (1.0, 1), (_SLOW, 2), (40.0, 1))
-        smaller = replace(plan, num_local=2, remote=less, num_extra=1, max_tokens=48)
+        smaller = replace(plan, num_local=2, remote=less, num_extra=1, max_tokens=32)
         plan = replace(smaller, with_hnsw=False, slow_variants=(BASELINE, PSA))
     if num_questions is None:
         return plan
@@ -171,15 +175,14 @@ class IterativeSuite:
         elsewhere = self.settings.elsewhere
         if elsewhere is None:
             return
-        with elsewhere.index(store.index_dir, self.encoder, 0.0) as index:
+        with elsewhere.index(store.index_dir, self.encoder) as (index, slow_down):
             own_s = stopwatch.lookup_s(index)
-        for b_over_a, _ in self.plan.remote:
-            service_s = max(0.0, b_over_a * step_s - own_s)
-            label = f"elsewhere, b/a = {b_over_a:g} (exact dense + {1e3 * service_s:.0f} ms stated)"
-            with elsewhere.index(store.index_dir, self.encoder, service_s) as index:
-                yield from timed_rows(
-                    stopwatch, IndexUnderTest(label, b_over_a, service_s), index, self.plan.workloads(b_over_a)
-                )
+            for b_over_a, _ in self.plan.remote:
+                service_s = max(0.0, b_over_a * step_s - own_s)
+                slow_down(service_s)
+                label = f"elsewhere, b/a = {b_over_a:g} (exact dense + {1e3 * service_s:.0f} ms stated)"
+                place = IndexUnderTest(label, b_over_a, service_s)
+                yield from timed_rows(stopwatch, place, index, self.plan.workloads(b_over_a))
 
     def _approximate(self, listed: RagList) -> Store | None:
         """The corpus filled up with textbooks to the size of HNSW; None with too few texts."""
@@ -204,18 +207,15 @@ def timed_rows(
 
 
 def knnlm_part(settings: Settings, plan: IterativePlan, tick: Tick) -> Result:
-    """KNN-LM over a local datastore, and over a slow datastore with a plan of its own, which mostly waits.
+    """KNN-LM over a local datastore, and over a slow datastore with a plan of its own.
 
     Nothing without data. Raises: InputError if the texts are missing, ModelError, SaveError.
     """
     if settings.data_dir is None:
         return {}
-    measure = partial(measure_knnlm, settings.target, settings.data_dir, settings.cache_dir)
-    here = measure(plan.knnlm, tick)
-    if settings.elsewhere is None:
-        return here
-    far = measure(plan.knnlm_elsewhere, tick, settings.elsewhere.datastore)
-    return here | far | {"knnlm": [*here["knnlm"], *(row for row in far["knnlm"] if row["store"] == "remote")]}
+    elsewhere = settings.elsewhere
+    remote = RemoteKnn(plan.knnlm_elsewhere, elsewhere.datastore) if elsewhere else None
+    return measure_knnlm(settings.target, settings.data_dir, settings.cache_dir, plan.knnlm, tick, remote)
 
 
 def textbooks(data_dir: Path) -> Iterator[Document]:
