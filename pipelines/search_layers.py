@@ -17,6 +17,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Annotated, NamedTuple
 
@@ -127,8 +128,8 @@ class LayerSpeeds:
 
     def _acceptance_length(self, keep: Layers) -> float:
         shape = make_shape("chain", 1, 1, self._depth)
-        drafter = SelfDrafter(self._target, keep, shape, self._costs)
-        planner = FixedTreePlanner([drafter], self._costs, self._depth, self._target.vocab_size)
+        drafter = SelfDrafter(self._target, keep, shape, deepcopy(self._costs))  # Why copies: both refine their table
+        planner = FixedTreePlanner([drafter], deepcopy(self._costs), self._depth, self._target.vocab_size)
         settings = EngineConfig(max_kv_tokens=self._target.pool.num_slots, prefix_cache=False)
         with Engine(self._target, planner, self._admission, settings) as engine:
             stats = [done.stats for done in engine.generate(self._requests)]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from ragspec.cluster.actors import ActorPool, WorkerActor
+from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, hedged_call
 from ragspec.cluster.remote_retrieval.shards import ShardActor
@@ -35,6 +35,7 @@ from ragspec.retrieval.knnlm.neighbours import Neighbours, PrefetchRequest
 from ragspec.retrieval.search.index_types import SearchResult
 
 _OPEN_TIMEOUT_S = 600.0
+"""Also for `slow_down`: a timeout of searches may be shorter than the call takes."""
 
 
 class SlowShardActor(ShardActor):
@@ -63,10 +64,10 @@ def remote_index(config: RetrieverConfig, encoder: TextEncoder, timeout_s: float
     Raises: ConfigError, ModelError, StoreError or RetrievalError.
     """
     with ActorPool(SlowShardActor, prefix="shard") as actors:
-        (shard,) = actors.replicas
 
         def slow_down(service_s: float) -> None:
-            ray.get(shard.actor.slow_down.remote(service_s), timeout=_OPEN_TIMEOUT_S)
+            told = [replica.actor.slow_down.remote(service_s) for replica in actors.replicas]
+            wait_for_all(told, _OPEN_TIMEOUT_S, "the index")
 
         retriever = ClusterRetriever(config, encoder, actors.replicas, timeout_s=timeout_s, late_s=timeout_s / 2)
         with contextlib.closing(retriever):

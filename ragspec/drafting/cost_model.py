@@ -1,8 +1,9 @@
 """What a step costs and what its drafts bring: the objective that the planner maximises.
 
-A forward over n rows beside c tokens of context takes T(n, c) seconds; T is measured at start and refined by every step. A
-drafted node is worth p, the probability that its whole path is accepted. With B sequences and M prompt rows that are in the
-step anyway, the planner chooses the set S of nodes with the most expected tokens a second:
+A forward over n rows beside c tokens of context takes T(n, c) seconds: the time measured at start, times a correction of its
+size, times a factor of the machine for all sizes. Every step refines both. A drafted node is worth p, the probability that its
+whole path is accepted. With B sequences and M prompt rows that are in the step anyway, the planner chooses the set S of nodes
+with the most expected tokens a second:
 
     maximise over S   (B + sum of p over S) / (own + T(B + M + |S|, c) - T(B + M, c)),     own = share * T(B, c)
 
@@ -37,12 +38,11 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _MOST_MEASURED = 128
 """More rows are extrapolated at start: their forwards would take seconds. Steps of that size then refine them."""
 _NUM_ROUNDS, _ENOUGH_S = 4, 3.0
-_SPEED_WEIGHT = 0.05
-"""Weight of one step in the machine's speed, which all sizes share: other load slows every step, and passes."""
-_SIZE_WEIGHT = 0.03
-"""Weight of one step in the correction of its own size, which stays: a step does more than a forward at start."""
-_MOST_CORRECTED, _FORGET_WEIGHT = 1.5, 0.002
-"""The largest correction, and its weight of return to 1 in a step, so that one slow spell rules no size out for good."""
+_MACHINE_WEIGHT, _SIZE_WEIGHT = 0.1, 0.03
+"""Weights of one step in the machine's factor, since other load comes and goes at once, and in the correction of its size."""
+_MOST_CORRECTION, _FORGOTTEN_SHARE = 1.5, 0.005
+"""The largest correction; and the share that a step forgets where unused sizes seem dear, or used sizes cheap: a slow spell of
+some sizes does not rule them out for good."""
 _SHARE_WEIGHT = 1 / 24
 """Weight of one step in the mean of shares."""
 _LEAST_SHARE = 0.05
@@ -56,10 +56,10 @@ class CostTable:
         """`seconds[context]` has one entry for each number of rows."""
         self._rows = list(rows)
         self._measured = seconds
-        self._speed = 1.0
+        self._machine = 1.0
         self._corrections = {context: [1.0] * len(self._rows) for context in seconds}
         self._seconds = {context: _rising(column) for context, column in seconds.items()}
-        """Without `_speed`."""
+        """Measurements times corrections."""
 
     @classmethod
     def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
@@ -87,11 +87,11 @@ class CostTable:
         column = self._seconds[self._nearest(context)]
         at = bisect_left(self._rows, num_rows)
         if at == 0 or len(column) == 1:
-            return column[0] * self._speed
+            return column[0] * self._machine
         at = min(at, len(column) - 1)  # beyond the last bucket the last slope goes on
         low, high = self._rows[at - 1], self._rows[at]
         share = (num_rows - low) / (high - low)
-        return (column[at - 1] + (column[at] - column[at - 1]) * share) * self._speed
+        return (column[at - 1] + (column[at] - column[at - 1]) * share) * self._machine
 
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
@@ -100,23 +100,28 @@ class CostTable:
             return 0.0
         first = min(max(0, bisect_right(rows, low) - 1), len(rows) - 2)  # beyond the last bucket the last slope goes on
         end = max(first + 1, min(bisect_left(rows, high), len(rows) - 1))
-        return self._speed * min((column[i + 1] - column[i]) / (rows[i + 1] - rows[i]) for i in range(first, end))
+        return self._machine * min((column[i + 1] - column[i]) / (rows[i + 1] - rows[i]) for i in range(first, end))
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
-        """Move the machine's speed, and the corrections of the nearest sizes, a little towards the seconds of a forward."""
+        """Learn from the seconds of a forward. More rows than were measured at start correct their own sizes alone."""
+        if num_rows > self._rows[-1]:
+            return
         nearest = self._nearest(context)
         ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
-        at = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
+        at = bisect_left(self._rows, num_rows)
         used = {at, at - 1} if at > 0 and self._rows[at] != num_rows else {at}
         corrections = self._corrections[nearest]
-        if num_rows > _MOST_MEASURED:  # chunks of prompts: their cost was extrapolated, and says nothing about trees
+        if num_rows > _MOST_MEASURED:  # most are chunks of prompts, which compute no logits
             for i in used:
-                corrections[i] *= ratio ** (_SPEED_WEIGHT + _SIZE_WEIGHT)
+                if self._rows[i] > _MOST_MEASURED:
+                    corrections[i] *= ratio**_MACHINE_WEIGHT
         else:
-            self._speed *= ratio**_SPEED_WEIGHT
-            for i, correction in enumerate(corrections):
-                learned = correction ** (1 - _FORGET_WEIGHT) * (ratio**_SIZE_WEIGHT if i in used else 1.0)
-                corrections[i] = min(_MOST_CORRECTED, max(1 / _MOST_CORRECTED, learned))
+            self._machine *= ratio**_MACHINE_WEIGHT
+            for i in range(bisect_right(self._rows, _MOST_MEASURED)):
+                learned = corrections[i] * (ratio**_SIZE_WEIGHT if i in used else 1.0)
+                if (learned > 1.0) != (i in used):
+                    learned **= 1.0 - _FORGOTTEN_SHARE
+                corrections[i] = min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, learned))
         self._seconds[nearest] = _rising([s * c for s, c in zip(self._measured[nearest], corrections, strict=True)])
 
     def _nearest(self, context: int) -> int:

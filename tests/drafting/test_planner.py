@@ -244,8 +244,14 @@ def test_costs_of_many_rows_are_extrapolated_without_a_forward() -> None:
     assert costs.cost_s(512, 100) == pytest.approx(10.0 + 512.0, rel=0.02), "one neighbour's error is not multiplied"
     for _ in range(15):
         costs.refine(512, 100, 300.0)
-    assert costs.cost_s(512, 100) < 420.0
+    chunk_s = costs.cost_s(512, 100)
+    assert chunk_s < 420.0
+    for _ in range(15):
+        costs.refine(200, 100, 190.0)
     assert costs.cost_s(128, 100) == pytest.approx(138.0), "what whole chunks of prompts cost says nothing about trees"
+    before = costs.cost_s(1, 100)
+    costs.refine(1, 100, before)
+    assert costs.cost_s(512, 100) == pytest.approx(chunk_s), "and a step that takes as long as expected changes nothing"
 
 
 def test_costs_follow_what_steps_take() -> None:
@@ -254,10 +260,10 @@ def test_costs_follow_what_steps_take() -> None:
     costs.refine(4, 100, 1000.0)
     assert 2.0 < costs.cost_s(4, 100) < 2.2
     for _ in range(400):
-        costs.refine(4, 100, 2.5)
-        costs.refine(12, 100, 5.0)
-    assert costs.cost_s(4, 100) == pytest.approx(2.5, rel=0.05)
-    assert costs.cost_s(12, 100) == pytest.approx(5.0, rel=0.05)
+        costs.refine(4, 100, 2.4)
+        costs.refine(8, 100, 3.6)
+    assert costs.cost_s(4, 100) == pytest.approx(2.4, rel=0.05)
+    assert costs.cost_s(8, 100) == pytest.approx(3.6, rel=0.05)
     values = [costs.cost_s(n, 100) for n in range(1, 40)]
     assert values == sorted(values)
 
@@ -265,10 +271,10 @@ def test_costs_follow_what_steps_take() -> None:
 def test_a_slower_machine_is_slower_in_steps_of_every_size() -> None:
     """Sizes and contexts not in use kept the costs of the machine before other load came."""
     costs = CostTable({100: [1.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
-    for _ in range(400):
+    for _ in range(100):
         costs.refine(4, 100, 2.4)
-    assert costs.cost_s(8, 100) == pytest.approx(4.8, rel=0.08)
-    assert costs.cost_s(4, 1000) == pytest.approx(7.2, rel=0.08)
+    assert costs.cost_s(8, 100) == pytest.approx(4.8, rel=0.05)
+    assert costs.cost_s(4, 1000) == pytest.approx(7.2, rel=0.05)
 
 
 def test_plain_steps_do_not_forget_what_steps_with_drafts_cost() -> None:
@@ -279,7 +285,7 @@ def test_plain_steps_do_not_forget_what_steps_with_drafts_cost() -> None:
             for _ in range(100):
                 costs.refine(num_rows, 100, seconds)
     assert costs.cost_s(1, 100) == pytest.approx(12.0, rel=0.01)
-    assert costs.cost_s(8, 100) < 13.0
+    assert costs.cost_s(8, 100) < 13.2
 
 
 def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
@@ -288,9 +294,20 @@ def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
     for _ in range(100):
         costs.refine(8, 100, 50.0)
     assert costs.cost_s(8, 100) > 10.0
-    for _ in range(1000):
+    for _ in range(400):
         costs.refine(1, 100, 1.0)
     assert costs.cost_s(8, 100) < 1.5
+
+
+def test_a_forward_of_more_rows_than_the_table_has_says_nothing() -> None:
+    """The line beyond the last size is a guess, and its errors made the last sizes wrong."""
+    costs = CostTable({100: [1.0, 2.0, 4.0]}, rows=(1, 4, 8))
+    for _ in range(50):
+        costs.refine(12, 100, 3.0)
+    assert [costs.cost_s(n, 100) for n in (1, 4, 8)] == [1.0, 2.0, 4.0]
+    single = CostTable({100: [1.0]}, rows=(1,))
+    single.refine(1, 100, 2.0)
+    assert 1.0 < single.cost_s(5, 100) < 2.0
 
 
 def test_acceptance_follows_what_happens() -> None:

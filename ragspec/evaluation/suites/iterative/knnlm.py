@@ -53,7 +53,7 @@ OpenDatastore = Callable[[Path], AbstractContextManager[SlowDatastore]]
 _ARTICLE = re.compile(r"\n (?== [^=])")
 _CONTEXT_TOKENS = 256
 _NUM_KV_SLOTS = 4096
-_NUM_SEARCHES, _LONG_SEARCH_S = 3, 0.1
+_NUM_SEARCHES, _LONG_SEARCH_S = 3, 0.3
 """A longer search is timed once."""
 _LONGEST_STRIDE = 64
 _LEAST_CHARS = 2_000
@@ -80,7 +80,8 @@ class KnnPlan:
 
 @dataclass(frozen=True, slots=True)
 class RemoteKnn:
-    """A datastore in another process, and the plan for it, which mostly waits."""
+    """A datastore in another process, where most of the time is waiting. `plan`: for its rows; its entries and the first of its
+    prompts are the local plan's."""
 
     plan: KnnPlan
     open: OpenDatastore
@@ -140,17 +141,13 @@ class PairedRuns(NamedTuple):
     baseline: Sequence[Sequence[TimedPrompt]]
     speculative: Sequence[Sequence[TimedPrompt]]
 
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step of the baseline."""
-        return total(self.baseline, "step_s") / max(1.0, total(self.baseline, "num_queries"))
-
     def row(self, searches_s: Sequence[float]) -> Result:
         """The row of one setting; `searches_s`: seconds by the numbers of states in `SIZES`."""
         searched_s = total(self.baseline, "verification_s") / total(self.baseline, "num_verifications")
+        step_s = total(self.baseline, "step_s") / max(1.0, total(self.baseline, "num_queries"))
         num_right, num_wrong = total(self.speculative, "num_right"), total(self.speculative, "num_wrong")
         longer_s = np.array(searches_s) - searches_s[0]  # [sizes]
-        timing = StrideTiming(self.step_s, lambda size: searched_s + float(np.interp(size, SIZES, longer_s)))
+        timing = StrideTiming(step_s, lambda size: searched_s + float(np.interp(size, SIZES, longer_s)))
         costs = StrideCosts(timing, num_right / max(1.0, num_right + num_wrong))
         optimum = paper_optimal_plan(costs, _LONGEST_STRIDE, asynchronous=False)
         baseline_s, speculative_s = (
@@ -200,8 +197,8 @@ class _KnnBenchmark:
     def step_ms(self, store: DatastoreLike) -> float:
         """Milliseconds of a step between long searches; such steps are slower than those between short searches."""
         generator = KnnGenerator(self.target, store, KnnConfig(num_neighbours=_TYPICAL_K), threads=self.threads)
-        few = replace(self, plan=replace(self.plan, num_runs=1), prompts=self.prompts[:1])
-        return 1e3 * few._runs("knnlm remote, tried", generator, 0.0).step_s
+        stats = _generate(generator, False, self._requests(0.0)[0]).stats
+        return 1e3 * stats.step_s / stats.num_queries
 
     def rows(self, name: str, store: DatastoreLike) -> Iterator[Result]:
         """Rows of all numbers of neighbours, greedy rows first."""
@@ -215,18 +212,20 @@ class _KnnBenchmark:
                 yield {"store": name, "k": k, "temperature": temperature} | runs.row(searches_s)
 
     def _runs(self, stage: str, generator: KnnGenerator, temperature: float) -> PairedRuns:
+        ways = {PLAIN: partial(_generate, generator, False), SPECULATIVE: partial(_generate, generator, True)}
+        runs = take_turns(ways, self._requests(temperature), self.plan.num_runs, self.tick, stage)
+        return PairedRuns(runs[PLAIN], runs[SPECULATIVE])
+
+    def _requests(self, temperature: float) -> list[Request]:
         plan = self.plan
-        requests = [
+        return [
             Request(f"{i}", ids, SamplingParams(temperature, max_tokens=plan.num_tokens, ignore_eos=True, seed=i))
             for i, ids in enumerate(self.prompts, plan.seed)
         ]
-        ways = {PLAIN: partial(_generate, generator, False), SPECULATIVE: partial(_generate, generator, True)}
-        runs = take_turns(ways, requests, plan.num_runs, self.tick, stage)
-        return PairedRuns(runs[PLAIN], runs[SPECULATIVE])
 
 
 def _search_s(store: DatastoreLike, config: KnnConfig, queries: FloatArray) -> float:
-    """Median seconds of one verification of these states, prefetch included."""
+    """Median seconds of one verification of these states, prefetch included; a long search counts alone."""
     wanted = PrefetchRequest(config.num_following, config.num_followed, np.empty(0, np.int64))
     seconds: list[float] = []
     while len(seconds) < _NUM_SEARCHES and (not seconds or seconds[0] < _LONG_SEARCH_S):

@@ -118,7 +118,7 @@ def iterative_plan(
     if quick:
         knnlm = replace(knnlm, num_entries=20_000, num_neighbours=(64,), num_prompts=2)
         plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(knnlm, num_prompts=1, num_runs=1, num_tokens=32))
-        less = ((0.3, 1), (1.0, 1), (_SLOW, 2), (40.0, 1))
+        less = ((1.0, 1), (_SLOW, 2), (40.0, 1))
         smaller = replace(plan, num_local=2, remote=less, num_extra=1, max_tokens=32)
         plan = replace(smaller, with_hnsw=False, slow_variants=(BASELINE, PSA))
     if num_questions is None:
