@@ -38,9 +38,9 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _MOST_MEASURED = 128
 """More rows are extrapolated at start: their forwards would take seconds. Steps of that size then refine them."""
 _NUM_ROUNDS, _ENOUGH_S = 4, 3.0
-_MACHINE_WEIGHT, _SIZE_WEIGHT = 0.1, 0.03
+_MACHINE_WEIGHT, _SIZE_WEIGHT = 0.08, 0.04
 """Weights of one step in the machine's factor, since other load comes and goes at once, and in the correction of its size."""
-_MOST_CORRECTION, _FORGOTTEN_SHARE = 1.5, 0.005
+_MOST_CORRECTION, _FORGOTTEN_SHARE = 1.5, 0.003
 """The largest correction; and the share that a step forgets where unused sizes seem dear, or used sizes cheap: a slow spell of
 some sizes does not rule them out for good."""
 _SHARE_WEIGHT = 1 / 24

@@ -273,8 +273,8 @@ def test_a_slower_machine_is_slower_in_steps_of_every_size() -> None:
     costs = CostTable({100: [1.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
     for _ in range(100):
         costs.refine(4, 100, 2.4)
-    assert costs.cost_s(8, 100) == pytest.approx(4.8, rel=0.05)
-    assert costs.cost_s(4, 1000) == pytest.approx(7.2, rel=0.05)
+    assert costs.cost_s(8, 100) == pytest.approx(4.6, rel=0.05)
+    assert costs.cost_s(4, 1000) == pytest.approx(6.9, rel=0.05)
 
 
 def test_plain_steps_do_not_forget_what_steps_with_drafts_cost() -> None:
@@ -294,7 +294,7 @@ def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
     for _ in range(100):
         costs.refine(8, 100, 50.0)
     assert costs.cost_s(8, 100) > 10.0
-    for _ in range(400):
+    for _ in range(600):
         costs.refine(1, 100, 1.0)
     assert costs.cost_s(8, 100) < 1.5
 
