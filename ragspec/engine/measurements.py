@@ -3,7 +3,8 @@
 A file's name has the numerics id (a hash of the target's own logits and of all versions), the threads, and hashes of the
 processor's model and of the kernels' source: another kernel may give the same first rows and other large batches. A short
 self-test confirms a kept one, or a whole one runs. Kept costs are not measured again at once: a few forwards tell the speed of
-today, and every start measures one number of rows more, so that costs first measured beside other load come right.
+today, and every start measures one number of rows more in each context, so that costs first measured beside other load come
+right.
 
 >>> tested = kept_self_test(target, num_threads)
 >>> costs = kept_costs(target, tested.numerics_id, num_threads, forward_s, lambda: measure_costs(target, 512))
@@ -79,14 +80,11 @@ def kept_costs(
     kept = _read(path)
     if kept.rows and kept.seconds:
         today = _at_the_speed_of_today(CostTable(kept.seconds, kept.rows), forward_s)
-        corrected = [n for n in kept.rows if n <= _MOST_CORRECTED and n not in _CHECKED_ROWS]
-        if not corrected:
-            return today
-        chosen = kept.rows.index(corrected[kept.num_starts % len(corrected)])
-        change = _change(today, kept.rows[chosen], forward_s)
-        seconds = _changed(kept.seconds, chosen, change)
+        chosen = kept.num_starts % sum(n <= _MOST_CORRECTED for n in kept.rows)
+        changes = _changes(today, kept.rows[chosen], forward_s)
+        seconds = _changed(kept.seconds, chosen, changes)
         _write(path, kept.model_copy(update={"seconds": seconds, "num_starts": kept.num_starts + 1}))
-        return CostTable(_changed(today.measured[1], chosen, change), kept.rows)
+        return CostTable(_changed(today.measured[1], chosen, changes), kept.rows)
     table = measure()
     rows, seconds = table.measured
     _write(path, _read(path).model_copy(update={"rows": rows, "seconds": seconds}))
@@ -135,16 +133,17 @@ def _at_the_speed_of_today(kept: CostTable, forward_s: Callable[[int, int], floa
     return CostTable({c: [s * f for s, f in zip(column, factors, strict=True)] for c, column in seconds.items()}, rows)
 
 
-def _change(today: CostTable, num_rows: int, forward_s: Callable[[int, int], float]) -> float:
-    """By how much the cost of so many rows is to change: half-way to the fastest forward, as a factor."""
-    context = min(today.measured[1])
-    fastest = min(forward_s(num_rows, context) for _ in range(_CHECKED_TIMES))
-    ratio = fastest / today.cost_s(num_rows, context)
-    return math.sqrt(min(_MOST_CHANGE, max(1 / _MOST_CHANGE, ratio)))
+def _changes(today: CostTable, num_rows: int, forward_s: Callable[[int, int], float]) -> dict[int, float]:
+    """By what factor the cost of so many rows is to change, by context: half-way to the fastest forward there."""
+    ratios = {
+        c: min(forward_s(num_rows, c) for _ in range(_CHECKED_TIMES)) / today.cost_s(num_rows, c)
+        for c in today.measured[1]
+    }
+    return {c: math.sqrt(min(_MOST_CHANGE, max(1 / _MOST_CHANGE, ratio))) for c, ratio in ratios.items()}
 
 
-def _changed(seconds: dict[int, list[float]], at: int, factor: float) -> dict[int, list[float]]:
-    return {c: [s * factor if i == at else s for i, s in enumerate(column)] for c, column in seconds.items()}
+def _changed(seconds: dict[int, list[float]], at: int, factors: dict[int, float]) -> dict[int, list[float]]:
+    return {c: [s * factors[c] if i == at else s for i, s in enumerate(column)] for c, column in seconds.items()}
 
 
 def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
