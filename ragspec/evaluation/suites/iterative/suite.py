@@ -54,7 +54,7 @@ _NOTE = (
 class RemoteIndex(NamedTuple):
     """An index in another process. After `slow_down(service_s)` every call takes so many seconds on top of its work."""
 
-    index: IndexLike
+    searchable: IndexLike
     slow_down: Callable[[float], None]
 
 
