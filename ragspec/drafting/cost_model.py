@@ -55,7 +55,8 @@ class CostTable:
     def __init__(self, seconds: dict[int, list[float]], rows: SequenceOf[int] = _BUCKETS) -> None:
         """`seconds[context]` has one entry for each number of rows."""
         self._rows = list(rows)
-        self._measured = seconds
+        self._measured, self._contexts = seconds, sorted(seconds)
+        self._borders = [(low + high) / 2 for low, high in itertools.pairwise(self._contexts)]
         self._machine = 1.0
         self._corrections = {context: [1.0] * len(self._rows) for context in seconds}
         self._seconds = {context: _rising(column) for context, column in seconds.items()}
@@ -125,7 +126,7 @@ class CostTable:
         self._seconds[nearest] = _rising([s * c for s, c in zip(self._measured[nearest], corrections, strict=True)])
 
     def _nearest(self, context: int) -> int:
-        return min(self._measured, key=lambda c: abs(c - context))
+        return self._contexts[bisect_left(self._borders, context)]
 
 
 class OwnShare:
@@ -215,7 +216,10 @@ class StepPlan:
         nodes = sorted((-p, i) for i, tree in enumerate(self.trees) for p in tree.path_probs[1:])[:spare_rows]
         expected = float(len(self.sequences))
         best_rate, best = expected / self._own_s, 0
+        row_s = self._costs.least_row_s(self._num_rows, self._num_rows + len(nodes), self._context)
         for n, (negative_prob, _) in enumerate(nodes, 1):
+            if -negative_prob < best_rate * row_s:
+                break  # neither this node nor a later one raises the rate
             expected -= negative_prob
             rate = expected / (self._own_s + self.nodes_s(n))
             if rate > best_rate:

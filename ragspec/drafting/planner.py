@@ -128,8 +128,9 @@ class Planner:
     def observe(self, sequence: SequenceView, result: StepResult, features: Features) -> None:
         """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
         drafters = self._drafters_of(sequence.request)
-        if result.tree is not None:
-            judged = _judged(self._proposed.get(sequence.key, result.tree), result)
+        proposed = self._proposed.get(sequence.key, result.tree)
+        if proposed is not None and result.tree is not None and (proposed.num_drafted or self._pending):
+            judged = _judged(proposed, result)
             for drafter in drafters:
                 self._learn(sequence, result.tree, result, judged, drafter.name)
                 for node in judged:

@@ -44,36 +44,34 @@ class TokenTable:
 
     def learn(self, tokens: Ints, candidates: Ints) -> None:
         """Shapes: int32 [T]; int64 [T, k], -1 where the target computed no logits."""
-        known = candidates[:, 0] >= 0
-        self._next[tokens[known]] = candidates[known] + 1
+        for row in np.flatnonzero(candidates[:, 0] >= 0).tolist():  # one in most steps
+            self._next[tokens[row]] = candidates[row] + 1
 
     def draft(self, root: int, is_greedy: bool, max_nodes: int, max_depth: int) -> list[Proposal]:
         """The most probable paths from a token, at most `max_nodes` nodes."""
         proposals: list[Proposal] = []
-        order = itertools.count()
-        waiting: list[tuple[float, int, Proposal, int]] = []
-
-        def expand(token: int, parent: int, path_prob: float, depth: int) -> None:
-            for proposal in self._children(token, parent, path_prob, depth, is_greedy):
-                heapq.heappush(waiting, (-proposal.path_prob, next(order), proposal, depth + 1))
-
-        expand(root, -1, 1.0, 0)
-        while waiting and len(proposals) < max_nodes:
-            _, _, proposal, depth = heapq.heappop(waiting)
-            proposals.append(proposal)
+        waiting: list[tuple[float, int, int, int, int, Cell]] = []
+        order = itertools.count()  # of equal paths the one found first
+        token, parent, path_prob, depth = root, -1, 1.0, 0
+        while True:
             if depth < max_depth:
-                expand(proposal.token_id, len(proposals) - 1, proposal.path_prob, depth)
-        return proposals
+                for following, chance, cell in self._children(token, path_prob, depth, is_greedy):
+                    heapq.heappush(waiting, (-chance, next(order), following, parent, depth, cell))
+            if not waiting or len(proposals) == max_nodes:
+                return proposals
+            negative_prob, _, token, above, level, cell = heapq.heappop(waiting)
+            path_prob, parent, depth = -negative_prob, len(proposals), level + 1
+            origin = Origin(RecyclingDrafter.name, feedback=Guess(self._acceptance, cell))
+            proposals.append(Proposal(token, above, path_prob, origin))
 
-    def _children(self, token: int, parent: int, path_prob: float, depth: int, is_greedy: bool) -> Iterator[Proposal]:
-        """The candidates after a node that are probable enough."""
+    def _children(self, token: int, path_prob: float, depth: int, is_greedy: bool) -> Iterator[tuple[int, float, Cell]]:
+        """The candidates after a node that are probable enough, and the probabilities of their paths."""
         for rank, following in enumerate(self._next[token].tolist()):
             cell = self._cell(is_greedy, depth, rank)
             chance = self._acceptance.probability(cell)
             if not following or path_prob * chance < _LEAST_PROB:
                 return
-            guess = Guess(self._acceptance, cell)
-            yield Proposal(following - 1, parent, path_prob * chance, Origin(RecyclingDrafter.name, feedback=guess))
+            yield following - 1, path_prob * chance, cell
             path_prob *= 1.0 - chance
 
     def _cell(self, is_greedy: bool, depth: int, rank: int) -> Cell:

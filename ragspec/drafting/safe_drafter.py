@@ -76,8 +76,12 @@ class SafeDrafter:
             for at, proposal in enumerate(proposals):
                 if not (isinstance(proposal, Proposal) and isinstance(proposal.origin, Origin)):
                     raise TypeError(f"{self.name} proposed {type(proposal).__name__}, which is no proposal")
-                origin, whole = proposal.origin, (int, np.integer)
-                if not all(isinstance(each, whole) for each in (proposal.token_id, origin.source, origin.offset)):
+                token_id, origin, whole = proposal.token_id, proposal.origin, (int, np.integer)
+                if not (
+                    isinstance(token_id, whole)
+                    and isinstance(origin.source, whole)
+                    and isinstance(origin.offset, whole)
+                ):
                     raise TypeError(f"{self.name} proposed a node whose token or origin is no whole number")
                 if not (-1 <= proposal.parent < at and isinstance(proposal.path_prob, float | int)):
                     raise ValueError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Integral
@@ -91,11 +92,14 @@ class Admission:
         if (seed := request.params.seed) is None:
             seed = random_seed()
             request = replace(request, params=replace(request.params, seed=seed))
+        begin = time.perf_counter()
         sequences, prepared = [], prepare(request)
+        prepare_s = (time.perf_counter() - begin) / len(request.choices)
         for choice in request.choices:
             text = self._text(request)
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
+            sequence.stats.prompt_draft_s = prepare_s
             sequence.stats.exactness = "none" if self._uncertainty else request.speculation.exactness
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
             sequences.append(sequence)

@@ -132,12 +132,12 @@ class Engine(EngineClient):
         self._in_step = [sequence for sequence, _ in scheduled]
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
-        logits, features, sampled = self._forward(batch, trees)
+        logits, features, sampled, row_s = self._forward(batch, trees)
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             result = UNDECIDED
             if tree is not None:
                 rows = part.logits(logits)
-                result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s)
+                result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, row_s)
             part.keep(result.path)
             self._planner.observe(sequence, result, part.features(features, result.path))
             if tree is not None:
@@ -152,8 +152,8 @@ class Engine(EngineClient):
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
-    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
-        """Logits, tapped hidden states, and tokens sampled on a device. The time teaches the thread count and the cost table."""
+    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees, float]:
+        """Logits, tapped hidden states, tokens sampled on a device, seconds a row; these teach thread count and cost table."""
         self._size, begin = (len(batch.token_ids), len(batch.logit_rows)), time.perf_counter()
         num_rows = self._size[0]
         self._threads.begin(num_rows)
@@ -163,7 +163,7 @@ class Engine(EngineClient):
         seconds = time.perf_counter() - begin
         self._threads.end(num_rows, seconds)
         self._costs.refine(num_rows, batch.longest_context, seconds)
-        return logits, features, sampled
+        return logits, features, sampled, seconds / num_rows
 
     def _report(self, sequence: Sequence, is_prefilled: bool) -> None:
         """Cache a prompt that is complete, send the step's delta, end a finished sequence."""

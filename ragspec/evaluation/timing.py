@@ -22,8 +22,6 @@ from ragspec.speculation import Speculation, SpeculationGiven
 from ragspec.tenants import cache_salt_of
 
 SPECULATIVE, PLAIN, GENERATE, PROMPT_LOOKUP = "speculative", "plain", "generate", "prompt_lookup"
-_WITHOUT_DRAFT = {SPECULATIVE: PLAIN, PROMPT_LOOKUP: GENERATE}
-"""The same program decoding without a draft."""
 
 Unit = TypeVar("Unit")
 Taken = TypeVar("Taken")
@@ -99,16 +97,8 @@ class Timings:
         return [i for i, column in enumerate(zip(*equal, strict=True)) if all(column)]
 
     def decode_s(self, name: str, number: int) -> float:
-        """Seconds of decoding in one run: first to last token, plus the draft's share of the prompt's step.
-
-        Why the second part: the step that ends the prompt may already accept drafted tokens, which arrive with the
-        first token. Their rows cost the excess of this step over the same program's step without a draft.
-        """
-        decode_s = self.first_to_last_s(name, number)
-        without = _WITHOUT_DRAFT.get(name, "")
-        if without not in self.runs:
-            return decode_s
-        return decode_s + max(0.0, self._first_s(name, number) - self._first_s(without, number))
+        """Seconds of decoding in one run (`TimedGeneration.decoding_s`)."""
+        return sum(run.decoding_s for run in self.runs[name][number])
 
     def first_to_last_s(self, name: str, number: int) -> float:
         """Seconds from first to last token; tokens that arrive with the first token cost nothing."""
@@ -211,6 +201,15 @@ class TimedGeneration(NamedTuple):
     num_steps: int = 0
     text: str = ""
     stats: GenerationStats = GenerationStats()
+
+    @property
+    def decoding_s(self) -> float:
+        """From the first token to the last, plus what drafting took before: tokens drafted there come with the first token.
+
+        Why not the excess over the same prompt without drafts: a prompt's time scatters by more than a short answer takes. Of
+        other programs nothing is added.
+        """
+        return self.decode_s + self.stats.prompt_draft_s
 
 
 Decoder = Callable[[Case], TimedGeneration]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from oracle import Plain, decode
@@ -206,6 +208,28 @@ def test_copied_tokens_are_counted_by_where_they_came_from(target: Target) -> No
     assert 0 < accepted["prediction"] <= min(drafted["prediction"], predicted.stats.num_accepted)
     assert "prediction" not in from_passage.stats.drafted_by_source
     assert sum(drafted.values()) <= predicted.stats.num_drafted
+
+
+def test_rows_drafted_beside_the_prompt_take_their_share_of_its_step(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer accepted whole in the prompt's step took no time to draft."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    request = Request("p", tuple(target.tokenizer("The river").input_ids), params)
+    forward = target.forward_tapped
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return forward(*args)
+
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], fixed_nodes=16) as engine:
+        (plain,) = engine.generate([replace(request, speculation=OFF)])
+        monkeypatch.setattr(target, "forward_tapped", slow)
+        segment = Segment((), None, plain.token_ids)
+        (drafted,) = engine.generate([replace(request, segment=segment)])
+    stats = drafted.stats
+    assert (stats.num_steps, stats.num_first_tokens) == (1, 12)
+    assert stats.prompt_draft_s >= 0.2 * stats.num_drafted / (len(request.prompt_ids) + stats.num_drafted)
 
 
 def test_segments_leave_no_earlier_answers(target: Target) -> None:

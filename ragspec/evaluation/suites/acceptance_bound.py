@@ -48,7 +48,7 @@ class ProbedEngine(Engine):
         self.expected: list[float] = []
         super().__init__(*parts)
 
-    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
+    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees, float]:
         outputs = super()._forward(batch, trees)
         self.expected += [expected_accepted(tree, np.asarray(outputs[0])) for tree in trees if tree is not None]
         return outputs

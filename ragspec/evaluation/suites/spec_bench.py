@@ -201,10 +201,9 @@ def _case(name: str, said: Sequence[Message], prompts: PromptBuilder) -> Case:
 
 
 def _counts(own: Sequence[TimedGeneration], plain: Sequence[TimedGeneration]) -> dict[str, Any]:
-    """Of all turns. `seconds`: of decoding, with the draft's share of the prompt's step (`Timings.decode_s`)."""
-    late_s = sum(run.first_s for run in own) - sum(run.first_s for run in plain)
+    """Of all turns. `seconds`: of decoding (`TimedGeneration.decoding_s`)."""
     return {
-        "seconds": sum(run.decode_s for run in own) + max(0.0, late_s),
+        "seconds": sum(run.decoding_s for run in own),
         "tokens": sum(len(run.token_ids) for run in own),
         "steps": sum(run.num_steps for run in own),
         "accepted": sum(run.stats.num_accepted for run in own),
