@@ -293,13 +293,13 @@ class GenerationStats:
 
     `num_cached_tokens`: of the prompt, not computed. `num_restored_tokens`: read back from KV offloading; each preemption counts
     them again, with the output before it.
-    `num_first_tokens`: tokens of the step that ended the prompt, more than one if a draft was accepted there. `decode_s` begins
-    after that step. `draft_s`: this choice's share of the drafters' time. `prompt_draft_s`: what drafting added to the time
-    before: preparation, the drafters' time, and the rows of the first draft. `positions[drafter][i]`: (steps in which the drafter
-    proposed nodes at depth i of the accepted path, those of them in which one of its nodes was accepted). `expected_accepted`:
-    the expected value of `num_accepted` by the estimated probabilities. `drafted_by_source` and `accepted_by_source` count nodes
-    copied from the request's sources, by kind ("passage", "prediction"); a node proposed by several drafters counts for the most
-    probable proposal.
+    `num_first_tokens`: tokens of the step that ended the prompt, more than one if a draft was accepted there. `decode_s`
+    begins after that step. `draft_s`: this choice's share of the drafters' time. `prompt_draft_s`: what drafting added to the
+    time before: preparation, the drafters' time, and the rows of the first draft, but not their sampling.
+    `positions[drafter][i]`: (steps in which the drafter proposed nodes at depth i of the accepted path, those of them in
+    which one of its nodes was accepted). `expected_accepted`: the expected value of `num_accepted` by the estimated
+    probabilities. `drafted_by_source` and `accepted_by_source` count nodes copied from the request's sources, by kind
+    ("passage", "prediction"); a node proposed by several drafters counts for the most probable proposal.
     `exactness`: what drafts leave unchanged: the "path" of tokens, their "distribution", or "none".
     `num_near_ties`: tokens that another rounding could change; counted under the keyed rule where rows are not invariant,
     without tokens of a lost replica.

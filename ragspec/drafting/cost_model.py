@@ -97,11 +97,16 @@ class CostTable:
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
         rows, column = self._rows, self._seconds[self._nearest(context)]
-        if low >= high or len(rows) == 1:
+        if low >= high or low < rows[0] or len(rows) == 1:
             return 0.0
         first = min(max(0, bisect_right(rows, low) - 1), len(rows) - 2)  # beyond the last bucket the last slope goes on
         end = max(first + 1, min(bisect_left(rows, high), len(rows) - 1))
         return self._machine * min((column[i + 1] - column[i]) / (rows[i + 1] - rows[i]) for i in range(first, end))
+
+    def node_s(self, num_rows: int, num_nodes: int, context: int, seconds: float) -> float:
+        """A drafted node's part of a forward that took so many seconds; 0 without nodes. `num_rows`: nodes included."""
+        rest = self.cost_s(num_rows - num_nodes, context) / self.cost_s(num_rows, context)
+        return seconds * (1.0 - rest) / max(1, num_nodes)
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
         """Learn from the seconds of a forward. More rows than were measured at start correct their own sizes alone."""

@@ -132,12 +132,12 @@ class Engine(EngineClient):
         self._in_step = [sequence for sequence, _ in scheduled]
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
-        logits, features, sampled, row_s = self._forward(batch, trees)
+        logits, features, sampled, node_s = self._forward(batch, trees)
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             result = UNDECIDED
             if tree is not None:
                 rows = part.logits(logits)
-                result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, row_s)
+                result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, node_s)
             part.keep(result.path)
             self._planner.observe(sequence, result, part.features(features, result.path))
             if tree is not None:
@@ -153,9 +153,9 @@ class Engine(EngineClient):
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
     def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees, float]:
-        """Logits, tapped hidden states, tokens sampled on a device, seconds a row; these teach thread count and cost table."""
-        self._size, begin = (len(batch.token_ids), len(batch.logit_rows)), time.perf_counter()
-        num_rows = self._size[0]
+        """Logits, tapped hidden states, tokens sampled on a device, seconds of a drafted node; time teaches threads and costs."""
+        self._size = num_rows, _ = len(batch.token_ids), len(batch.logit_rows)
+        begin, num_nodes = time.perf_counter(), sum(tree.num_drafted for tree in trees if tree is not None)
         self._threads.begin(num_rows)
         logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
         sampled = sample_ahead(logits, self._in_step, trees)
@@ -163,7 +163,7 @@ class Engine(EngineClient):
         seconds = time.perf_counter() - begin
         self._threads.end(num_rows, seconds)
         self._costs.refine(num_rows, batch.longest_context, seconds)
-        return logits, features, sampled, seconds / num_rows
+        return logits, features, sampled, self._costs.node_s(num_rows, num_nodes, batch.longest_context, seconds)
 
     def _report(self, sequence: Sequence, is_prefilled: bool) -> None:
         """Cache a prompt that is complete, send the step's delta, end a finished sequence."""

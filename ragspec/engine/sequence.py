@@ -136,11 +136,12 @@ class Sequence:
         return ScheduledSequence(self.slots, token_ids + tree.token_ids[1:], tree.parents)
 
     def commit(
-        self, tree: DraftTree, verdict: VerifyResult, logits: LogitRows, draft_s: float = 0.0, row_s: float = 0.0
+        self, tree: DraftTree, verdict: VerifyResult, logits: LogitRows, draft_s: float = 0.0, node_s: float = 0.0
     ) -> StepResult:
         """Append decided tokens until one of them ends the output, and count the step.
 
-        Shapes: logits float32 [N, V], row n for node n. `draft_s`: seconds that drafting took; `row_s`: a row's in the forward.
+        Shapes: logits float32 [N, V], row n for node n. `draft_s`: seconds that drafting took; `node_s`: that a node took in the
+        forward.
         """
         params = self.request.params
         self._first_token_s = self._first_token_s or time.perf_counter()
@@ -161,14 +162,14 @@ class Sequence:
             self._logprobs += log_probs(
                 logits, [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
             )
-        self._count(tree, result.path, draft_s, row_s)
+        self._count(tree, result.path, draft_s, node_s)
         return result
 
-    def _count(self, tree: DraftTree, path: list[int], draft_s: float, row_s: float) -> None:
+    def _count(self, tree: DraftTree, path: list[int], draft_s: float, node_s: float) -> None:
         stats = self.stats
         if not stats.num_steps:
             stats.num_first_tokens = self.num_written
-            stats.prompt_draft_s += draft_s + tree.num_drafted * row_s
+            stats.prompt_draft_s += draft_s + tree.num_drafted * node_s
         stats.num_steps += 1
         stats.num_drafted += tree.num_drafted
         stats.num_accepted += len(path)

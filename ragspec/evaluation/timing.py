@@ -181,7 +181,9 @@ class Timings:
 
 def _typical(runs: Sequence[TimedGeneration]) -> TimedGeneration:
     """The first run, with the median times of all runs."""
-    return runs[0]._replace(first_s=median(run.first_s for run in runs), decode_s=median(run.decode_s for run in runs))
+    stats = replace(runs[0].stats, prompt_draft_s=median(run.stats.prompt_draft_s for run in runs))
+    first_s, decode_s = median(run.first_s for run in runs), median(run.decode_s for run in runs)
+    return runs[0]._replace(first_s=first_s, decode_s=decode_s, stats=stats)
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -206,7 +208,7 @@ class TimedGeneration(NamedTuple):
     def decoding_s(self) -> float:
         """From the first token to the last, plus what drafting took before: tokens drafted there come with the first token.
 
-        Why not the excess over the same prompt without drafts: a prompt's time scatters by more than a short answer takes. Of
+        Why not the excess over the same prompt without drafts: a prompt's time scatters by as much as a short answer takes. Of
         other programs nothing is added.
         """
         return self.decode_s + self.stats.prompt_draft_s

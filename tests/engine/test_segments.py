@@ -24,6 +24,7 @@ from ragspec.core import (
     SourceKind,
 )
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
@@ -210,26 +211,47 @@ def test_copied_tokens_are_counted_by_where_they_came_from(target: Target) -> No
     assert sum(drafted.values()) <= predicted.stats.num_drafted
 
 
-def test_rows_drafted_beside_the_prompt_take_their_share_of_its_step(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+class Clock:
+    """`time.perf_counter` of the engine; only what a test says takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def slowed(self, call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            self.now += seconds
+            return call(*args)
+
+        return slow
+
+
+@pytest.mark.parametrize("max_step_tokens", [64, 16])
+def test_what_drafting_adds_before_the_first_token(
+    target: Target, monkeypatch: pytest.MonkeyPatch, max_step_tokens: int
 ) -> None:
-    """An answer accepted whole in the prompt's step took no time to draft."""
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    request = Request("p", tuple(target.tokenizer("The river").input_ids), params)
-    forward = target.forward_tapped
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.2)
-        return forward(*args)
-
-    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], fixed_nodes=16) as engine:
+    """An answer accepted whole in the prompt's step took no time to draft, or plain decoding was charged for drafts."""
+    clock, drafter = Clock(), CopyDrafter(target.tokenizer, target.eos_ids)
+    costs = CostTable({64: [1.0, 1.5, 4.0]}, [1, 16, 64])
+    monkeypatch.setattr(costs, "refine", lambda *_: None)
+    monkeypatch.setattr(drafter, "prepare", clock.slowed(drafter.prepare, 1.0))
+    monkeypatch.setattr(drafter, "propose", clock.slowed(drafter.propose, 2.0))
+    monkeypatch.setattr(target, "forward_tapped", clock.slowed(target.forward_tapped, 8.0))
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    request = Request("p", tuple(range(5, 25)), params)
+    with tiny_engine(target, [drafter], fixed_nodes=6, costs=costs, max_step_tokens=max_step_tokens) as engine:
+        monkeypatch.setattr(time, "perf_counter", clock)
         (plain,) = engine.generate([replace(request, speculation=OFF)])
-        monkeypatch.setattr(target, "forward_tapped", slow)
-        segment = Segment((), None, plain.token_ids)
-        (drafted,) = engine.generate([replace(request, segment=segment)])
-    stats = drafted.stats
-    assert (stats.num_steps, stats.num_first_tokens) == (1, 12)
-    assert stats.prompt_draft_s >= 0.2 * stats.num_drafted / (len(request.prompt_ids) + stats.num_drafted)
+        (drafted,) = engine.generate([replace(request, salt="b", segment=Segment((), None, plain.token_ids))])
+        monkeypatch.undo()
+    num_nodes = drafted.stats.num_drafted
+    node_s = costs.node_s((20 - 1) % max_step_tokens + 1 + num_nodes, num_nodes, 20, 8.0)
+    assert plain.stats.prompt_draft_s == 0.0
+    assert (drafted.stats.num_steps, drafted.stats.num_first_tokens) == (1, 6)
+    assert 0.0 < num_nodes * node_s < 8.0
+    assert drafted.stats.prompt_draft_s == pytest.approx(1.0 + 2.0 + num_nodes * node_s)
 
 
 def test_segments_leave_no_earlier_answers(target: Target) -> None:

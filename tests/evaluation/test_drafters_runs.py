@@ -45,7 +45,7 @@ class MadeUp:
         self.params.append(request.params)
         first_s, decode_s = self._times(request)
         known: dict[str, float] = {"num_output_tokens": 9, "num_first_tokens": 1, "num_steps": 3 if drafters else 9}
-        known["draft_s"] = 0.003 if len(self.asked) > 6 else 3.0
+        known |= {"draft_s": 0.003 if len(self.asked) > 6 else 3.0, "prompt_draft_s": 0.5 if drafters else 0.0}
         stats = GenerationStats(**known, prefill_s=first_s, decode_s=decode_s)  # type: ignore[arg-type]
         ids = (*range(8), 99 if drafters == ("false",) else 8)
         return Completion(request.id, 0, ids, "", FinishReason.LENGTH, (), stats)

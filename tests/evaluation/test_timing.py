@@ -31,7 +31,10 @@ def test_ratio_is_of_the_prompts_medians_over_runs() -> None:
     plain = [
         [TimedGeneration(ABC, 1.0, s), TimedGeneration(ABC, 1.0, t)] for s, t in ((4.0, 90.0), (6.0, 2.0), (90.0, 2.0))
     ]
-    fast = [[TimedGeneration(ABC, 1.0, 2.0), TimedGeneration(ABC, first_s, 2.0)] for first_s in (1.0, 9.0, 1.0)]
+    fast = [
+        [TimedGeneration(ABC, 1.0, 2.0), TimedGeneration(ABC, 1.0, 1.5, stats=GenerationStats(prompt_draft_s=s))]
+        for s in (9.0, 0.5, 0.5)
+    ]
     assert timings(plain=plain, speculative=fast).ratio(PLAIN, SPECULATIVE) == 2.0
 
 

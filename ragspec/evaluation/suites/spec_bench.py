@@ -31,6 +31,7 @@ from ragspec.core import CopySource, Message, SourceKind
 from ragspec.disk import make_folder, saving
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
+from ragspec.evaluation import timing
 from ragspec.evaluation.cases import Case, rag_cases
 from ragspec.evaluation.datasets import json_rows
 from ragspec.evaluation.report import Figures, Metric, Result, Table, at_least, equal_to, new_figure, transposed
@@ -204,6 +205,8 @@ def _counts(own: Sequence[TimedGeneration], plain: Sequence[TimedGeneration]) ->
     """Of all turns. `seconds`: of decoding (`TimedGeneration.decoding_s`)."""
     return {
         "seconds": sum(run.decoding_s for run in own),
+        "first_s": sum(run.first_s for run in own),
+        "prompt_draft_s": sum(run.stats.prompt_draft_s for run in own),
         "tokens": sum(len(run.token_ids) for run in own),
         "steps": sum(run.num_steps for run in own),
         "accepted": sum(run.stats.num_accepted for run in own),
@@ -225,7 +228,8 @@ def _code_digest() -> str:
     for folder in ("drafting", "engine", "numerics", "verification"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    digest.update(Path(__file__).read_bytes())
+    for name in (__file__, timing.__file__):
+        digest.update(Path(name).read_bytes())
     return digest.hexdigest()
 
 
