@@ -183,6 +183,12 @@ def parser() -> argparse.ArgumentParser:
     add("--not-grounded", action="store_true", help="hydra, hydra++: networks do not read the tokens in between")
     add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
     add(
+        "--step-tokens",
+        type=training_run.positive(int),
+        default=DrafterPlan.step_tokens,
+        help="tokens of an optimizer step at least, for each worker; a device takes thousands at once",
+    )
+    add(
         "--max-tokens",
         type=training_run.positive(int, LEAST_TOKENS),
         default=DrafterPlan.max_tokens,
@@ -225,6 +231,7 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         minutes=args.minutes,
         seed=args.seed,
         max_tokens=args.max_tokens,
+        step_tokens=args.step_tokens,
         peak_lr=args.peak_rate,
         answers=args.answers,
         num_answers=0 if args.answers == "dataset" else args.num_answers,

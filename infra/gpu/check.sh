@@ -29,7 +29,7 @@ train() {
         export PYTHONPATH="$PWD/build/gpu/pack/site:${PYTHONPATH:-}"
     fi
     $python -m pipelines.train_target --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" --minutes "$minutes"
-    $python -m pipelines.train_drafter --family eagle3 --data "$data" --out build/gpu/eagle3 --minutes "$minutes"
+    $python -m pipelines.train_drafter --family eagle3 --data "$data" --out build/gpu/eagle3 --step-tokens 4096 --minutes "$minutes"
     for name in adapter eagle3; do cp "build/gpu/$name/curves.png" "$results/$name.png"; done
     $python infra/gpu/pack.py files build/gpu/parts build/gpu/adapter/adapter build/gpu/eagle3/head --part-mib 15
 }

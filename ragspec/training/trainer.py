@@ -50,7 +50,7 @@ class TrainingPlan:
     micro_tokens: int
     peak_lr: float
     final_lr_share: float
-    warmup_steps: int = 100
+    warmup_steps: int = 40
     weight_decay: float = 0.0
     ema_decay: float = 0.997
     checkpoint_every_s: float = 120.0

@@ -27,7 +27,7 @@ class DrafterPlan(TrainingPlan):
 
     objective: Objective
     max_tokens: int = 576  # a question behind three passages fits
-    step_tokens: int = 3_072
+    step_tokens: int = 512
     micro_tokens: int = 1_536
     peak_lr: float = 1e-3
     final_lr_share: float = 0.02

@@ -5,7 +5,7 @@ adapter: its articles, JFLEG, standard-library names, documentation files, and a
 SQuAD articles and dialogues that neither training nor evaluation reads.
 
     >>> sample_text = dataset_sampler(TextSource(data_dir), AnswerEncoder(tokenizer))
-    >>> batches = draw_batches(sample_text, random.Random(0), max_tokens=576, step_tokens=3072, micro_tokens=1536)
+    >>> batches = draw_batches(sample_text, random.Random(0), max_tokens=576, step_tokens=512, micro_tokens=1536)
 """
 
 import random
