@@ -136,6 +136,18 @@ class ForwardContext(Protocol):
         """
 
 
+class LayerModule(Protocol):
+    """A decoder layer that keeps its keys in a pool."""
+
+    shape: AttentionShape
+
+    def __call__(self, stream: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
+        """The stream behind the layer. Shapes: stream [N, H], x [N, inputs] -> [N, H]."""
+
+    def attend(self, x: Tensor, context: ForwardContext) -> object:
+        """Only write the rows' keys and values, and attend."""
+
+
 class Backend(Protocol):
     """See the module. `least_rows`: a forward of fewer rows doubles its row. `kv_itemsize`: bytes of a number in the pool."""
 
@@ -163,6 +175,11 @@ class Backend(Protocol):
 
     def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> nn.Module | None:
         """A decoder of the backend's own for a whole supported model; None: `ragspec.numerics.layers.Decoder` runs it."""
+
+    def make_layer(
+        self, layer: Any, shape: AttentionShape, rotations: tuple[Tensor, Tensor], index: int
+    ) -> LayerModule | None:
+        """A decoder layer of the backend's own over given inputs, with keys under `index`; None: products and norms make one."""
 
     def tokens(self, token_ids: NDArray[np.integer[Any]] | Tensor) -> Tensor:
         """Token ids or row numbers on the device, int64; a tensor is there already."""

@@ -25,6 +25,7 @@ from ragspec.drafting.growing.beam import PickedLevel
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.cpu.int8 import Int8Layer
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.speculation import ON, AcceptanceRule, Speculation
 from ragspec.tree import Proposal
@@ -108,14 +109,24 @@ DIALECTS: dict[str, dict[str, Any]] = {
 }
 
 
+def differs(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Beyond what rounding to float32, or weights and inputs in int8, explain."""
+    if dtype == torch.int8:
+        return bool(torch.linalg.norm(found.double() - wanted) > 0.15 * torch.linalg.norm(wanted))
+    return not torch.allclose(found.double(), wanted, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", DIALECTS)
-@pytest.mark.parametrize("path_length", [0, 1, 3])
-def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, name: str, path_length: int) -> None:
+@pytest.mark.parametrize(("path_length", "dtype"), [(n, torch.float32) for n in (0, 1, 3)] + [(3, torch.int8)])
+def test_a_tree_of_nodes_is_what_each_path_alone_would_give(
+    tiny: Tiny, name: str, path_length: int, dtype: torch.dtype
+) -> None:
     """A node saw its sibling, not its parent, or stood at another rotary position; a specialist attended to keys that another
     specialist computed."""
     target = tiny()
     head = head_for(target, **DIALECTS[name])
-    network = EagleNetwork(head, target, 300)
+    network = EagleNetwork(head, target, 300, dtype)
+    assert all(isinstance(layer, Int8Layer) == (dtype == torch.int8) for layer in network._layers)
     tokens = [9, 30, 31, 32, 200, 7, 8, 120]
     features = features_of(target, tokens, network.taps)
     num_pairs = len(tokens) - 1
@@ -124,7 +135,7 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, name: st
     slots = np.array([3, 40, 41, 5, 200, 201, 77, *range(300, 320)], np.int32)
     rows = DraftBatch([ScheduledDraft(slots[:num_pairs], num_pairs, num_pairs, slots[num_pairs:])])
     states = network.first(np.array(tokens[1:], np.int32), features[:-1], cache, rows.chains())
-    assert torch.allclose(states.double(), naive_outputs(target, head, tokens, network.taps), rtol=0, atol=1e-5)
+    assert not differs(states, naive_outputs(target, head, tokens, network.taps), dtype)
     parents, drafted = [-1, -1, 0, 0, 1, 3], [11, 12, 13, 14, 15, 16]
     levels = [[0, 1], [2, 3, 4], [5]]
     paths = {0: (0,), 1: (1,), 2: (0, 2), 3: (0, 3), 4: (1, 4), 5: (0, 3, 5)}
@@ -137,9 +148,9 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, name: st
         out = network.further(ids, above, cache, rows.level([[paths[node] for node in level]]), depth)
         below |= {node: out[i] for i, node in enumerate(level)}
         for node in level:
-            assert torch.allclose(below[node].double(), wanted[node], rtol=0, atol=2e-5)
+            assert not differs(below[node], wanted[node], dtype)
     if head.config.family is EagleFamily.EAGLE3:
-        assert np.allclose(network.logits(states), head_logits(head, states.double()).numpy(), atol=1e-3)
+        assert not differs(torch.tensor(network.logits(states)), head_logits(head, states.double()), dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -210,8 +210,9 @@ def test_a_target_is_the_model_with_its_quantised_weights(kind: str, tmp_path: P
     assert error(tapped[FINAL], theirs.hidden_states[2][0]) < 0.1
 
 
-def test_threads_change_no_bit(tmp_path: Path) -> None:
+def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More threads than processors, so that helpers come late and leave in the middle."""
+    monkeypatch.setattr(thread_pool, "LEAST_SHARED", 0)
     target = Target.load(target_config(str(save_model("llama", tmp_path)), "int8"), 512)
     text = np.random.default_rng(6).integers(0, target.vocab_size, 70).astype(np.int32)
     set_num_threads(1)
@@ -230,6 +231,7 @@ def test_a_helper_that_comes_late_finds_nothing_to_do(tmp_path: Path, monkeypatc
         late.extend(lambda: thread_pool.work(*arguments) for _ in range(count))
 
     monkeypatch.setattr(thread_pool._POOL, "submit", submit)
+    monkeypatch.setattr(thread_pool, "LEAST_SHARED", 0)
     target = Target.load(target_config(str(save_model("llama", tmp_path)), "int8"), 512)
     set_num_threads(2)
     rng = np.random.default_rng(7)

@@ -25,6 +25,7 @@ from ragspec.numerics.cpu.llvm_code import TAKEN
 from ragspec.numerics.kv_cache import SequenceSlots
 
 torch.set_num_threads(2)
+thread_pool.LEAST_SHARED = 0
 target = Target.load(target_config(str(save_model("llama", Path(sys.argv[2]))), "int8"), num_kv_slots=1024)
 tokens = np.arange(64, dtype=np.int32)
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.heads.layer import HeadLayer, make_cache, make_norm, normed
+from ragspec.drafting.heads.layer import make_cache, make_layer, make_norm
 from ragspec.drafting.heads.target import FINAL, HeadTarget, float_dtype
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
-from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.backend import ForwardContext, LayerModule, LogitRows
 from ragspec.numerics.kv_cache import KvPool
 
 
@@ -48,7 +48,8 @@ class EagleNetwork:
         self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
         dtype = dtype or target.embedding.dtype
-        self._target, self.backend, dtype = target, target.backend.for_head(dtype), float_dtype(dtype)
+        self._target, self.backend, self._product_dtype = target, target.backend.for_head(dtype), dtype
+        dtype = float_dtype(dtype)
         self._ids_on_device = self.backend.tokens(self.draft_ids)
         self._dtype, self._rotations = dtype, _rotations(config, max_positions)
         weights = self._weights_of(tensors)
@@ -60,6 +61,7 @@ class EagleNetwork:
     def relearned(self, tensors: Mapping[str, Tensor]) -> EagleNetwork:
         """The same head with other weights of its layers. Embedding, output layer and rotations are shared."""
         other = copy.copy(self)
+        other.backend = self._target.backend.for_head(self._product_dtype)
         other._build(self._weights_of(tensors))
         return other
 
@@ -87,7 +89,7 @@ class EagleNetwork:
             if self._lm_head is None:
                 values = self._target.logits_of(hidden.to(self._target.embedding.dtype))
             else:
-                values = self._product(self._lm_head, hidden if self.config.norm_output else normed(self._norm, hidden))
+                values = self._product(self._lm_head, hidden if self.config.norm_output else self._norm(hidden))
             return self.backend.logits(values, self._ids_on_device, self.config.vocab_size)
 
     def _weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,28 +108,26 @@ class EagleNetwork:
         shape = AttentionShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.window
         )
-        self._layers, self._input_norms = [], {}
+        self._layers, self._input_norms = list[LayerModule](), {}
         for i in range(config.num_layers):
             prefix = layer_prefix(config.family, i)
             layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-            self._layers.append(HeadLayer(layer, shape, config.rms_norm_eps, self._rotations, self.backend, i))
+            self._layers.append(make_layer(layer, shape, config.rms_norm_eps, self._rotations, self.backend, i))
             if i and not config.positions_per_layer:
                 self._input_norms[i] = make_norm(self.backend, layer["input_layernorm.weight"], config.rms_norm_eps)
 
-    def _through_layers(
-        self, residual: Tensor, x: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
-    ) -> Tensor:
+    def _through_layers(self, residual: Tensor, x: Tensor, context: ForwardContext, depth: int) -> Tensor:
         """A stack's layers all run. Of specialists that of the position runs; later specialists only keep the rows' keys."""
         positions = self.config.positions_per_layer
         if not positions:
-            hidden = self._layers[0].forward(residual, x, cache, metadata)
+            hidden = self._layers[0](residual, x, context)
             for i, norm in self._input_norms.items():
-                hidden = self._layers[i].forward(hidden, normed(norm, hidden), cache, metadata)
+                hidden = self._layers[i](hidden, norm(hidden), context)
             return hidden
         specialist, *later = self._layers[min(depth // positions, self.config.num_layers - 1) :]
         for layer in later:
-            layer.attend(x, cache, metadata)
-        return specialist.forward(residual, x, cache, metadata)
+            layer.attend(x, context)
+        return specialist(residual, x, context)
 
     def _build_norms(self, weights: dict[str, Tensor]) -> None:
         """EAGLE-3 norms the embedding, the state and the output, and perhaps the features."""
@@ -150,9 +150,9 @@ class EagleNetwork:
         embedded = F.embedding(tokens, self.embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
         residual, x = build(embedded, states, depth == 0)
-        hidden = self._through_layers(residual, x, cache, metadata, depth)
+        hidden = self._through_layers(residual, x, self.backend.context(cache, metadata), depth)
         if self.config.norm_output:
-            hidden = normed(self._norm, hidden)
+            hidden = self._norm(hidden)
         return hidden[:num_rows]
 
     def _input_1(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
@@ -164,9 +164,9 @@ class EagleNetwork:
         """EAGLE-3: several layers of the target are projected to one state; both halves normed, side by side."""
         if is_first:
             states = self._product(self._fc, self._normed_features(states))
-        normalised = normed(self._state_norm, states)
+        normalised = self._state_norm(states)
         residual = normalised if self.config.norm_before_residual else states
-        return residual, torch.cat([normed(self._token_norm, embedded), normalised], 1)
+        return residual, torch.cat([self._token_norm(embedded), normalised], 1)
 
     def _normed_features(self, features: Tensor) -> Tensor:
         if self._fc_norm is None:

@@ -24,7 +24,7 @@ from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings
 from ragspec.drafting.growing.drafter import Levels
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.heads.layer import HeadLayer, make_cache, make_norm, normed
+from ragspec.drafting.heads.layer import make_cache, make_layer, make_norm
 from ragspec.drafting.heads.target import HeadTarget
 from ragspec.drafting.medusa.checkpoint import PositionHeads
 from ragspec.drafting.medusa.drafter import levels_of
@@ -52,7 +52,7 @@ class PrefixNetwork(PositionNetwork):
             if name.startswith(section)
         }
         rotations = RotaryTable(LlamaRotaryEmbedding(config), max_positions, torch.zeros(1)).rotations
-        self._layer = HeadLayer(weights, prefix_attention(target), config.rms_norm_eps, rotations, self.backend)
+        self._layer = make_layer(weights, prefix_attention(target), config.rms_norm_eps, rotations, self.backend)
         self._input_norm = make_norm(self.backend, weights["input_layernorm.weight"], config.rms_norm_eps)
         self._norm = make_norm(self.backend, weights["norm.weight"], config.rms_norm_eps)
 
@@ -65,8 +65,9 @@ class PrefixNetwork(PositionNetwork):
         with torch.inference_mode():
             if num_rows < self.backend.least_rows:
                 features = features.repeat(2, 1)
-            x = normed(self._input_norm, features)
-            return normed(self._norm, self._layer.forward(features, x, cache, metadata))[:num_rows]
+            x = self._input_norm(features)
+            hidden: Tensor = self._norm(self._layer(features, x, self.backend.context(cache, metadata)))
+            return hidden[:num_rows]
 
 
 class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints, attend
-from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
+from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Layer, Int8Linear, are_whole_blocks, has_int8_shape
 from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.cpu.top_tokens import top_tokens
 from ragspec.numerics.kv_cache import KvPool
@@ -42,8 +42,6 @@ class CpuBackend:
     """
 
     name, device = "cpu", torch.device("cpu")
-    least_rows = 2
-    """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
     def __init__(
         self,
@@ -54,13 +52,16 @@ class CpuBackend:
     ) -> None:
         self.arena, self._ranks, self._kv_dtype, self._kv_dir = arena, ranks, kv_dtype, kv_dir
         self.kv_itemsize = np.dtype(kv_dtype).itemsize
+        self.least_rows = 2 if arena is None else 1
+        """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
     @property
     def alone(self) -> CpuBackend:
         return CpuBackend(WeightArena() if self.arena is not None else None)
 
     def for_head(self, dtype: torch.dtype) -> CpuBackend:
-        return CpuBackend(WeightArena() if dtype == torch.int8 else None)
+        """Keys beside int8 are bfloat16, as the target's are: so both run the same compiled step."""
+        return CpuBackend(WeightArena(), kv_dtype=np.uint16) if dtype == torch.int8 else CpuBackend()
 
     def place(self, model: nn.Module) -> None: ...
 
@@ -79,6 +80,14 @@ class CpuBackend:
         if self.arena is None or not has_int8_shape(model):
             return None
         return Int8Decoder(model, *rotations, ranks, self.arena)
+
+    def make_layer(
+        self, layer: Any, shape: AttentionShape, rotations: tuple[Tensor, Tensor], index: int
+    ) -> Int8Layer | None:
+        width, num_inputs = layer.self_attn.o_proj.weight.shape[0], layer.self_attn.q_proj.weight.shape[1]
+        if self.arena is None or not are_whole_blocks(width, num_inputs, shape.head_dim):
+            return None
+        return Int8Layer(layer, shape, rotations, index, self.arena)
 
     def tokens(self, token_ids: NDArray[np.integer[Any]] | Tensor) -> Tensor:
         return torch.from_numpy(np.array(token_ids, np.int64))

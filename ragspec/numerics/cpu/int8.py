@@ -1,4 +1,4 @@
-"""Decoders and linear layers with int8 weights: each builds its table of phases from a transformers module, and runs it.
+"""Decoders, layers and linears with int8 weights: each builds its table of phases from a transformers module, and runs it.
 
     >>> decoder = Int8Decoder(model.model, rotary, ranks)
     >>> hidden, tapped = decoder(token_ids, context)
@@ -23,7 +23,7 @@ from ragspec.numerics.cpu.int8_weights import WeightArena, with_zeros
 from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
 from ragspec.numerics.cpu.llvm_code import LANES
 from ragspec.numerics.cpu.phases import Buffers, PhaseTable
-from ragspec.numerics.cpu.thread_pool import run
+from ragspec.numerics.cpu.thread_pool import Phases, run
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import FFN_MULTIPLE, without_padding
 
@@ -40,67 +40,25 @@ _OWN = {Buffer.HEADS: Buffer.OWN_HEADS, Buffer.INNER: Buffer.OWN_INNER, Buffer.B
 """Where a rank's part of a gathered buffer is. On one rank both are the same memory."""
 
 
-class Int8Decoder(nn.Module):
-    """Layers and final norm of a Llama, Mistral, Qwen2 or Qwen3 model. Same interface as `ragspec.numerics.layers.Decoder`.
+class _LayerPhases(nn.Module):
+    """The phases of decoder layers, and the arrays between them. `shape`: of a rank's attention. `width`: of the stream."""
 
-    Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and by tap the stream, [N, H].
-    """
-
-    def __init__(self, model: Any, cos: Tensor, sin: Tensor, ranks: Ranks, arena: WeightArena) -> None:
+    def __init__(self, shape: AttentionShape, width: int, ranks: Ranks, arena: WeightArena) -> None:
         super().__init__()
-        self.embedding, self._ranks = model.embed_tokens, ranks
-        self._width = int(model.config.hidden_size)
-        self._shape = shape_of(model.layers[0].self_attn, ranks.size)
-        self._arena = arena
-        self._table = table = PhaseTable(ranks, arena)
-        self._tap_phases: list[int] = []
+        self._shape, self._width, self._ranks, self._arena = shape, width, ranks, arena
+        self._table = PhaseTable(ranks, arena)
         self._segments: list[_Segment] = []
-        for layer in model.layers:
-            self._add_attention(layer)
-            self._add_feed_forward(layer)
-            arena.end_layer()
-        self._tap_phases.append(len(table))
-        table.add(Kind.FINAL_NORM, width=self._width, norm_weight=table.add_norm(model.norm))
-        self._close_segment(None)
-        if arena.streams:
-            bounds = itertools.pairwise([*self._tap_phases, len(table)])
-            self._segments = [_Segment(first, last, None) for first, last in bounds]
-        self._phases = table.finish()
-        self.rotations = (cos.float(), sin.float())
-        """Cosines and sines. Shapes: [positions, head_dim]."""
-        self._rotations = tuple(table.numpy() for table in self.rotations)
-        self._room = self._make_room()
 
-    def forward(self, token_ids: Tensor, context: Any, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        num_rows, metadata, pool, shape = len(token_ids), context.metadata, context.pool, self._shape
-        states, tapped = (np.empty((*lead, num_rows, self._width), np.float32) for lead in ((), (len(taps),)))
-        floats, quantised = self._room.of(num_rows, {Buffer.STATES: states, Buffer.TAPS: tapped})
-        floats[Buffer.STREAM][:] = self.embedding(token_ids).float().numpy().reshape(-1)
-        floats[Buffer.BLOCK][:] = 0.0
-        phases = self._phases.copy() if taps else self._phases
-        for place, tap in enumerate(taps):
-            phases[self._tap_phases[tap], Column.TAP] = place
-        num_tiles = len(metadata.tiles) * shape.num_kv_heads
-        attention = attention_arguments(metadata, (pool.keys, pool.values), shape)
-        arguments = (*self._arena.arrays, self._rotations, floats, quantised, *attention)
-        for number, segment in enumerate(self._segments):
-            with self._arena.layer(number):
-                run(phases[segment.first : segment.last], num_rows, num_tiles, *arguments)
-            if segment.gathered is not None:
-                self._gather(segment.gathered, floats, num_rows)
-        return torch.from_numpy(states), {tap: torch.from_numpy(tapped[place]) for place, tap in enumerate(taps)}
-
-    def _add_attention(self, layer: Any) -> None:
-        table, attention, index = self._table, layer.self_attn, layer.self_attn.layer_idx
-        self._tap_phases.append(len(table))
-        norm = table.add(Kind.NORM, norm_weight=table.add_norm(layer.input_layernorm))
+    def _add_attention(self, layer: Any, index: int, window: int, source: dict[Column, int]) -> None:
+        """`source`: the phase that quantises the layer's input."""
+        table, attention = self._table, layer.self_attn
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
         weight = torch.cat([p.weight.detach() for p in projections])
-        table.add_product(Kind.PRODUCT, norm, Buffer.QKV, weight, bias)
+        table.add_product(Kind.PRODUCT, source, Buffer.QKV, weight, bias)
         norms = [table.add_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
         table.add(Kind.ROTATE, layer=index, norm_weight=norms[0], key_norm=norms[1])
-        table.add(Kind.ATTEND, layer=index, window=shape_of(attention, self._ranks.size).window)
+        table.add(Kind.ATTEND, layer=index, window=window)
         self._close_segment(Buffer.HEADS)
         self._add_output(Buffer.HEADS, attention.o_proj)
 
@@ -133,12 +91,7 @@ class Int8Decoder(nn.Module):
             self._segments, first, gathered = [], 0, None
         self._segments.append(_Segment(first, len(self._table), gathered))
 
-    def _gather(self, buffer: Buffer, floats: Sequence[Floats], num_rows: int) -> None:
-        own = torch.from_numpy(floats[_OWN[buffer]]).view(num_rows, -1)
-        whole = torch.from_numpy(floats[buffer]).view(num_rows, -1)
-        whole.copy_(without_padding(self._ranks.all_gather(own), whole.shape[1]))
-
-    def _make_room(self) -> Buffers:
+    def _make_room(self, widest_input: int = 0) -> Buffers:
         shape = self._shape
         own = {
             Buffer.OWN_HEADS: shape.num_heads * shape.head_dim,
@@ -153,7 +106,102 @@ class Int8Decoder(nn.Module):
             Buffer.INNER: self._inner,
             Buffer.ROW_SCALES: 1,
         }
-        return Buffers(own | whole, max(whole.values()), _OWN if self._ranks.size == 1 else {})
+        return Buffers(own | whole, max(widest_input, *whole.values()), _OWN if self._ranks.size == 1 else {})
+
+    def _attention_of(self, context: Any) -> tuple[int, tuple[Any, ...]]:
+        """The number of attention tiles, and the last arguments of the compiled step."""
+        metadata, pool = context.metadata, context.pool
+        arguments = attention_arguments(metadata, (pool.keys, pool.values), self._shape)
+        return len(metadata.tiles) * self._shape.num_kv_heads, arguments
+
+
+class Int8Decoder(_LayerPhases):
+    """Layers and final norm of a Llama, Mistral, Qwen2 or Qwen3 model. Same interface as `ragspec.numerics.layers.Decoder`.
+
+    Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and by tap the stream, [N, H].
+    """
+
+    def __init__(self, model: Any, cos: Tensor, sin: Tensor, ranks: Ranks, arena: WeightArena) -> None:
+        shape = shape_of(model.layers[0].self_attn, ranks.size)
+        super().__init__(shape, int(model.config.hidden_size), ranks, arena)
+        self.embedding, table = model.embed_tokens, self._table
+        self._tap_phases: list[int] = []
+        for layer in model.layers:
+            self._tap_phases.append(len(table))
+            norm = table.add(Kind.NORM, norm_weight=table.add_norm(layer.input_layernorm))
+            window = shape_of(layer.self_attn, ranks.size).window
+            self._add_attention(layer, layer.self_attn.layer_idx, window, norm)
+            self._add_feed_forward(layer)
+            arena.end_layer()
+        self._tap_phases.append(len(table))
+        table.add(Kind.FINAL_NORM, width=self._width, norm_weight=table.add_norm(model.norm))
+        self._close_segment(None)
+        if arena.streams:
+            bounds = itertools.pairwise([*self._tap_phases, len(table)])
+            self._segments = [_Segment(first, last, None) for first, last in bounds]
+        self._phases = table.finish()
+        self.rotations = (cos.float(), sin.float())
+        """Cosines and sines. Shapes: [positions, head_dim]."""
+        self._rotations = tuple(table.numpy() for table in self.rotations)
+        self._room = self._make_room()
+
+    def forward(self, token_ids: Tensor, context: Any, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        num_rows = len(token_ids)
+        states, tapped = (np.empty((*lead, num_rows, self._width), np.float32) for lead in ((), (len(taps),)))
+        floats, quantised = self._room.of(num_rows, {Buffer.STATES: states, Buffer.TAPS: tapped})
+        floats[Buffer.STREAM][:] = self.embedding(token_ids).float().numpy().reshape(-1)
+        floats[Buffer.BLOCK][:] = 0.0
+        phases = self._phases.copy() if taps else self._phases
+        for place, tap in enumerate(taps):
+            phases[self._tap_phases[tap], Column.TAP] = place
+        num_tiles, attention = self._attention_of(context)
+        arguments = (*self._arena.arrays, self._rotations, floats, quantised, *attention)
+        for number, segment in enumerate(self._segments):
+            with self._arena.layer(number):
+                run(phases[segment.first : segment.last], num_rows, num_tiles, *arguments)
+            if segment.gathered is not None:
+                self._gather(segment.gathered, floats, num_rows)
+        return torch.from_numpy(states), {tap: torch.from_numpy(tapped[place]) for place, tap in enumerate(taps)}
+
+    def _gather(self, buffer: Buffer, floats: Sequence[Floats], num_rows: int) -> None:
+        own = torch.from_numpy(floats[_OWN[buffer]]).view(num_rows, -1)
+        whole = torch.from_numpy(floats[buffer]).view(num_rows, -1)
+        whole.copy_(without_padding(self._ranks.all_gather(own), whole.shape[1]))
+
+
+class Int8Layer(_LayerPhases):
+    """One decoder layer over inputs of its own, of another width than the stream perhaps. `index`: of its keys in the pool.
+
+    Shapes: stream [N, H], x [N, inputs] -> [N, H], float32.
+    """
+
+    def __init__(
+        self, layer: Any, shape: AttentionShape, rotations: tuple[Tensor, Tensor], index: int, arena: WeightArena
+    ) -> None:
+        super().__init__(shape, layer.self_attn.o_proj.weight.shape[0], ONE_RANK, arena)
+        self.shape = shape
+        quantiser = self._table.add(Kind.QUANTISE, source=Buffer.STATES)
+        self._add_attention(layer, index, shape.window, quantiser)
+        self._num_attention = len(self._table) - 2  # without the output product
+        self._add_feed_forward(layer)
+        self._phases = self._table.finish()
+        self._rotations = tuple(table.numpy() for table in rotations)
+        self._room = self._make_room(layer.self_attn.q_proj.weight.shape[1])
+
+    def forward(self, stream: Tensor, x: Tensor, context: Any) -> Tensor:
+        floats = self._run(self._phases, x, context, stream)
+        return torch.from_numpy((floats[Buffer.STREAM] + floats[Buffer.BLOCK]).reshape(-1, self._width))
+
+    def attend(self, x: Tensor, context: Any) -> None:
+        """Only write the rows' keys and values, and attend."""
+        self._run(self._phases[: self._num_attention], x, context, x[:, : self._width])
+
+    def _run(self, phases: Phases, x: Tensor, context: Any, stream: Tensor) -> tuple[Floats, ...]:
+        floats, quantised = self._room.of(len(x), {Buffer.STATES: x.contiguous().numpy()})
+        floats[Buffer.STREAM][:] = stream.numpy().reshape(-1)
+        num_tiles, attention = self._attention_of(context)
+        run(phases, len(x), num_tiles, *self._arena.arrays, self._rotations, floats, quantised, *attention)
+        return floats
 
 
 def _padded_outputs(part: Tensor) -> Tensor:
@@ -169,9 +217,11 @@ def has_int8_shape(model: Any) -> bool:
     """Whether the kernels can run this decoder: SiLU, and widths that are multiples of 16."""
     config, attention = model.config, model.layers[0].self_attn
     heads = config.num_attention_heads * attention.head_dim
-    return config.hidden_act == "silu" and not any(
-        width % 16 for width in (config.hidden_size, heads, attention.head_dim)
-    )
+    return config.hidden_act == "silu" and are_whole_blocks(config.hidden_size, heads, attention.head_dim)
+
+
+def are_whole_blocks(*widths: int) -> bool:
+    return not any(width % LANES for width in widths)
 
 
 _NO_ROWS = AttentionMetadata._make([*[np.empty(0, np.int32)] * 12, np.empty((0, 3), np.int32)])

@@ -71,6 +71,7 @@ class WeightArena:
 
     def add_product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Quantise a weight; outputs are padded with zeros to a multiple of 16. Shapes: weight [out, in], bias [out]."""
+        assert self.is_saved or "tensors" not in vars(self), "kernels read unchecked"
         weight = with_zeros(weight.detach(), -weight.shape[0] % LANES)
         scales = weight[:, 0]
         if self.is_saved:

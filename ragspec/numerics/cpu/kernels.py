@@ -201,9 +201,17 @@ def rotate_rows(
 
 
 @compiled(nogil=True)
-def number_chunks(phases: Any, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Any, int]:
-    """The table with its chunks numbered, and their number. A copy: helpers that are late still read the table of their call."""
-    phases, num_chunks = phases.copy(), 0
+def number_chunks(
+    phases: Any, num_rows: int, num_tiles: int, num_threads: int, least_shared: int
+) -> tuple[Any, int, int]:
+    """The table with its chunks numbered, their number, and that of the threads: one for fewer than `least_shared` products of a
+    weight and a row. A copy: helpers that are late still read the table of their call."""
+    phases, num_chunks, num_weights = phases.copy(), 0, 0
+    for phase in phases:
+        if phase[_KIND] in (_PRODUCT, _GATED):
+            num_weights += phase[_COUNT] * LANES * phase[_WIDTH]
+    if num_weights * num_rows < least_shared:
+        num_threads = 1
     shares = 1 if num_threads == 1 else _CHUNKS_A_THREAD * num_threads
     for phase in phases:
         kind = phase[_KIND]
@@ -212,7 +220,7 @@ def number_chunks(phases: Any, num_rows: int, num_tiles: int, num_threads: int) 
         phase[_SIZE] = 1 if kind == _ATTEND else max(1, -(-phase[_COUNT] // shares))
         phase[_FIRST] = num_chunks
         num_chunks += -(-phase[_COUNT] // phase[_SIZE])
-    return phases, num_chunks
+    return phases, num_chunks, num_threads
 
 
 @compiled(nogil=True)

@@ -27,6 +27,8 @@ Phases = NDArray[np.int64]
 _COUNTERS = 2
 """The place of the counters among the arguments of `work`."""
 _FAILED_WAIT_S = 0.001
+LEAST_SHARED = 4_000_000
+"""Products of a weight and a row: fewer are computed by one thread before another is awake."""
 
 
 class _ThreadPool:
@@ -58,12 +60,15 @@ _POOL = _ThreadPool()
 
 
 def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
-    """Compute all phases, with as many threads as torch would use in the calling thread. `arguments`: the rest of `work`'s.
+    """Compute all phases, with as many threads as torch would use in the calling thread; little work with one thread.
+
+    `arguments`: the rest of `work`'s.
 
     Raises: what a chunk raised in this thread; MemoryError if one failed in another, since compiled code raises little else.
     """
-    num_threads = torch.get_num_threads()
-    numbered, num_chunks = number_chunks(phases, num_rows, num_tiles, num_threads)
+    numbered, num_chunks, num_threads = number_chunks(
+        phases, num_rows, num_tiles, torch.get_num_threads(), LEAST_SHARED
+    )
     counters = np.zeros(16, np.int64)
     try:
         if num_threads > 1:

@@ -110,6 +110,9 @@ class TorchBackend:
     def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> None:
         return None
 
+    def make_layer(self, layer: Any, shape: AttentionShape, rotations: tuple[Tensor, Tensor], index: int) -> None:
+        return None
+
     def tokens(self, token_ids: NDArray[np.integer[Any]] | Tensor) -> Tensor:
         if isinstance(token_ids, Tensor):
             return token_ids
