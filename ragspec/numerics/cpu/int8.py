@@ -194,11 +194,12 @@ class Int8Layer(_LayerPhases):
 
     def attend(self, x: Tensor, context: Any) -> None:
         """Only write the rows' keys and values, and attend."""
-        self._run(self._phases[: self._num_attention], x, context, x[:, : self._width])
+        self._run(self._phases[: self._num_attention], x, context)
 
-    def _run(self, phases: Phases, x: Tensor, context: Any, stream: Tensor) -> tuple[Floats, ...]:
+    def _run(self, phases: Phases, x: Tensor, context: Any, stream: Tensor | None = None) -> tuple[Floats, ...]:
         floats, quantised = self._room.of(len(x), {Buffer.STATES: x.contiguous().numpy()})
-        floats[Buffer.STREAM][:] = stream.numpy().reshape(-1)
+        if stream is not None:
+            floats[Buffer.STREAM][:] = stream.numpy().reshape(-1)
         num_tiles, attention = self._attention_of(context)
         run(phases, len(x), num_tiles, *self._arena.arrays, self._rotations, floats, quantised, *attention)
         return floats
