@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
         "--step-tokens",
         type=training_run.positive(int),
         default=DrafterPlan.step_tokens,
-        help="tokens of an optimizer step at least, for each worker; a device takes thousands at once",
+        help="an optimizer step ends with the text that reaches so many tokens, of each worker",
     )
     add(
         "--max-tokens",

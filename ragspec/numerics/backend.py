@@ -144,8 +144,8 @@ class LayerModule(Protocol):
     def __call__(self, stream: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
         """The stream behind the layer. Shapes: stream [N, H], x [N, inputs] -> [N, H]."""
 
-    def attend(self, x: Tensor, context: ForwardContext) -> object:
-        """Only write the rows' keys and values, and attend."""
+    def write(self, x: Tensor, context: ForwardContext) -> None:
+        """Only write the rows' keys and values."""
 
 
 class Backend(Protocol):

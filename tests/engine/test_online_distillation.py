@@ -273,7 +273,7 @@ def test_relearned_weights_are_those_that_draft(tiny: Tiny, dtype: torch.dtype) 
     drafts = []
     for network in (loaded, expected, loaded):
         drafter = drafter_for(target)
-        drafter._loaded = network.relearned(trained) if len(drafts) == 2 else network
+        drafter._loaded = drafter.network = network.relearned(trained) if len(drafts) == 2 else network
         drafts.append(drafts_of(target, drafter, [], requests_of(target, SamplingParams(max_tokens=6))))
     assert drafts[0] != drafts[1] == drafts[2]
 

@@ -126,7 +126,7 @@ class EagleNetwork:
             return hidden
         specialist, *later = self._layers[min(depth // positions, self.config.num_layers - 1) :]
         for layer in later:
-            layer.attend(x, context)
+            layer.write(x, context)
         return specialist(residual, x, context)
 
     def _build_norms(self, weights: dict[str, Tensor]) -> None:

@@ -23,10 +23,10 @@ def make_layer(
     backend: Backend,
     index: int = 0,
 ) -> LayerModule:
-    """`weights`: by their names inside a layer; biases and norms of queries and keys may be absent. `rotations`: cosines and
-    sines, float32 [positions, head_dim] each. `index`: of its keys in the head's cache.
+    """The backend's own layer, or one of its products and norms. Everything between products is in float32.
 
-    Products are in the dtype of the weights, everything between them in float32.
+    `weights`: by their names inside a layer; biases and norms of queries and keys may be absent. `rotations`: cosines and sines,
+    float32 [positions, head_dim] each. `index`: of the layer's keys in the head's cache.
     """
     cos, sin = rotations
     rotations = cos.to(backend.device), sin.to(backend.device)
@@ -44,7 +44,7 @@ def make_layer(
 
 
 class HeadLayer:
-    """See `make_layer`."""
+    """See `make_layer`. Products are in the dtype of the weights, or in int8 where the backend's are."""
 
     def __init__(
         self, layer: Any, shape: AttentionShape, rotations: tuple[Tensor, Tensor], backend: Backend, index: int
@@ -62,12 +62,16 @@ class HeadLayer:
         self._feed_forward_norm = backend.make_norm(backend.make_norm(layer.post_attention_layernorm), residual=True)
 
     def __call__(self, stream: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
-        attended = self.attend(x, context)
+        attended = self._attend(x, context)
         stream, normalised = self._feed_forward_norm(stream, self._product(self._out, attended.flatten(1)))
         return stream + self._product(self._feed_forward, normalised)
 
-    def attend(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Write the rows' keys and values, and attend. Shapes: x [N, inputs] -> [N, heads, head_dim]."""
+    def write(self, x: Tensor, context: ForwardContext) -> None:
+        """Write the rows' keys and values. They are attended to in vain: no backend only writes."""
+        self._attend(x, context)
+
+    def _attend(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Shapes: x [N, inputs] -> [N, heads, head_dim]."""
         shape = self.shape
         qkv = self._product(self._qkv, x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         if self._head_norms:

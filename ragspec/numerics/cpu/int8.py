@@ -58,6 +58,7 @@ class _LayerPhases(nn.Module):
         table.add_product(Kind.PRODUCT, source, Buffer.QKV, weight, bias)
         norms = [table.add_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
         table.add(Kind.ROTATE, layer=index, norm_weight=norms[0], key_norm=norms[1])
+        self._num_writing = len(table)
         table.add(Kind.ATTEND, layer=index, window=window)
         self._close_segment(Buffer.HEADS)
         self._add_output(Buffer.HEADS, attention.o_proj)
@@ -182,7 +183,6 @@ class Int8Layer(_LayerPhases):
         self.shape = shape
         quantiser = self._table.add(Kind.QUANTISE, source=Buffer.STATES)
         self._add_attention(layer, index, shape.window, quantiser)
-        self._num_attention = len(self._table) - 2  # without the output product
         self._add_feed_forward(layer)
         self._phases = self._table.finish()
         self._rotations = tuple(table.numpy() for table in rotations)
@@ -192,9 +192,9 @@ class Int8Layer(_LayerPhases):
         floats = self._run(self._phases, x, context, stream)
         return torch.from_numpy((floats[Buffer.STREAM] + floats[Buffer.BLOCK]).reshape(-1, self._width))
 
-    def attend(self, x: Tensor, context: Any) -> None:
-        """Only write the rows' keys and values, and attend."""
-        self._run(self._phases[: self._num_attention], x, context)
+    def write(self, x: Tensor, context: Any) -> None:
+        """Only write the rows' keys and values."""
+        self._run(self._phases[: self._num_writing], x, context)
 
     def _run(self, phases: Phases, x: Tensor, context: Any, stream: Tensor | None = None) -> tuple[Floats, ...]:
         floats, quantised = self._room.of(len(x), {Buffer.STATES: x.contiguous().numpy()})

@@ -71,7 +71,6 @@ class WeightArena:
 
     def add_product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Quantise a weight; outputs are padded with zeros to a multiple of 16. Shapes: weight [out, in], bias [out]."""
-        assert self.is_saved or "tensors" not in vars(self), "kernels read unchecked"
         weight = with_zeros(weight.detach(), -weight.shape[0] % LANES)
         scales = weight[:, 0]
         if self.is_saved:
@@ -93,6 +92,7 @@ class WeightArena:
         return self.add_parameter(torch.cat([weight.new_full((1,), norm.variance_epsilon), weight])) + 1
 
     def add_parameter(self, values: Tensor) -> int:
+        assert "arrays" not in vars(self), "kernels read unchecked"
         at = self._num_parameters
         self._num_parameters += len(values)
         if not self.is_saved:

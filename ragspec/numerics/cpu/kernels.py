@@ -204,13 +204,13 @@ def rotate_rows(
 def number_chunks(
     phases: Any, num_rows: int, num_tiles: int, num_threads: int, least_shared: int
 ) -> tuple[Any, int, int]:
-    """The table with its chunks numbered, their number, and that of the threads: one for fewer than `least_shared` products of a
-    weight and a row. A copy: helpers that are late still read the table of their call."""
+    """The table with its chunks numbered, their number, and that of the threads: one if there are products, but fewer than
+    `least_shared` of a weight and a row. A copy: helpers that are late still read the table of their call."""
     phases, num_chunks, num_weights = phases.copy(), 0, 0
     for phase in phases:
         if phase[_KIND] in (_PRODUCT, _GATED):
-            num_weights += phase[_COUNT] * LANES * phase[_WIDTH]
-    if num_weights * num_rows < least_shared:
+            num_weights += phase[_COUNT] * LANES * phase[_WIDTH] * (2 if phase[_KIND] == _GATED else 1)
+    if 0 < num_weights * num_rows < least_shared:
         num_threads = 1
     shares = 1 if num_threads == 1 else _CHUNKS_A_THREAD * num_threads
     for phase in phases:

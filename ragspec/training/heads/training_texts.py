@@ -85,7 +85,7 @@ def dataset_sampler(source: TextSource, encoder: AnswerEncoder) -> TextSampler:
 def draw_batches(
     sample_text: TextSampler, rng: random.Random, max_tokens: int, step_tokens: int, micro_tokens: int
 ) -> list[MicroBatch]:
-    """One optimizer step's texts, about `step_tokens` tokens.
+    """One optimizer step's texts, up to the text that reaches `step_tokens` tokens.
 
     Why texts with much and with little loss are batched apart: a head computes only rows that carry loss, so a short answer
     beside a page of prose would be mostly padding.
