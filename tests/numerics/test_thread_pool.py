@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ragspec.numerics.cpu.kernels import Column, Kind, number_chunks
+from ragspec.numerics.cpu.phases import make_table
+
 PROGRAM = """
 import sys, threading
 from pathlib import Path
@@ -62,6 +65,19 @@ for jobs in thread_pool._POOL._queues:  # the helper is back at its queue: it ta
     assert seen.wait(30.0), "the helper never came back"
 print("goes on")
 """
+
+
+def test_little_work_has_one_thread_and_attention_alone_has_all() -> None:
+    """Attention of float targets, a call without products, had come to run in one thread."""
+    product = {Column.KIND: int(Kind.PRODUCT), Column.COUNT: 4, Column.WIDTH: 32}
+    gated = product | {Column.KIND: int(Kind.GATED_PRODUCT)}
+    attend = {Column.KIND: int(Kind.ATTEND)}
+    weights = 4 * 16 * 32
+    for phases, least, expected in (
+        ([attend], 10**9, 2), ([product, attend], 3 * weights, 2), ([product, attend], 3 * weights + 1, 1),
+        ([gated], 6 * weights, 2), ([gated], 6 * weights + 1, 1),
+    ):  # fmt: skip
+        assert number_chunks(make_table(phases), 3, 8, 2, least)[2] == expected
 
 
 @pytest.mark.parametrize("fails", ["helper", "caller"])

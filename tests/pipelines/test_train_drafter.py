@@ -40,12 +40,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_options_reach_the_plan(tmp_path: Path) -> None:
     """An ablation that is silently the default run."""
-    ablation = ["--inputs", "feature+unshifted-token", "--position-decay", "0.5", "--ttt-steps", "6"]
+    ablation = [
+        "--inputs",
+        "feature+unshifted-token",
+        "--position-decay",
+        "0.5",
+        "--ttt-steps",
+        "6",
+        "--step-tokens",
+        "99",
+    ]
     where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
     run = run_of(parser().parse_args(["--family", "eagle3", *where, *ablation, "--aux-layers", "1", "2", "3"]))
     assert (run.family, run.aux_layers) == (EagleFamily.EAGLE3, (1, 2, 3))
     assert run.plan.objective.inputs is Inputs.UNSHIFTED
-    assert (run.plan.objective.position_decay, run.plan.objective.num_steps) == (0.5, 6)
+    assert (run.plan.objective.position_decay, run.plan.objective.num_steps, run.plan.step_tokens) == (0.5, 6, 99)
     steps = {}
     for family in ("eagle", "eagle2"):
         run = run_of(parser().parse_args(["--family", family, *where]))

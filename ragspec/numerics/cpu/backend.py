@@ -60,7 +60,7 @@ class CpuBackend:
         return CpuBackend(WeightArena() if self.arena is not None else None)
 
     def for_head(self, dtype: torch.dtype) -> CpuBackend:
-        """Keys beside int8 are bfloat16, as the target's are: so both run the same compiled step."""
+        """Keys beside int8 are bfloat16, as the target's are unless configured: so both run the same compiled step."""
         return CpuBackend(WeightArena(), kv_dtype=np.uint16) if dtype == torch.int8 else CpuBackend()
 
     def place(self, model: nn.Module) -> None: ...
