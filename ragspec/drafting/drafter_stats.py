@@ -31,6 +31,8 @@ _PRIOR_SEQUENCE = 0.5
 """Tokens that a new sequence is credited with having gained, out of as many expected."""
 _SEQUENCE_MEMORY = 0.9
 _MAX_FACTOR = 8.0
+_MOST_PAUSE_STEPS = 4
+"""Most steps without a look at what drafts are worth. Why not more: a copied match may end in between."""
 _MIN_TRIAL_STEPS, _MAX_TRIAL_STEPS = 3, 48
 """Steps before the first trial of a sequence if all trials succeed, and at most. Later intervals double."""
 _PRIOR_SUCCESS, _SUCCESS_MEMORY = 0.25, 0.95
@@ -86,20 +88,41 @@ class AcceptanceRatio:
 
 
 class Backoff:
-    """After some misses in a row a drafter is asked again after 1, 2, 4 and then every 8 steps."""
+    """After some misses in a row a drafter is asked again after 1, 2, 4 and then every 8 steps, `most_steps` at most."""
 
-    def __init__(self) -> None:
-        self._steps_left = self._num_misses = 0
+    def __init__(self, most_steps: int = _MAX_BACKOFF_STEPS) -> None:
+        self._most_steps, self._steps_left, self._num_misses = most_steps, 0, 0
 
     def due(self) -> bool:
         """Whether to ask in this step. Counts the step as waited."""
         self._steps_left -= self._steps_left > 0
         return self._steps_left == 0
 
+    def end(self) -> None:
+        """The next step may ask."""
+        self._steps_left = 0
+
     def note(self, accepted: bool) -> None:
         self._num_misses = 0 if accepted else self._num_misses + 1
         beyond = self._num_misses - _FREE_MISSES
-        self._steps_left = min(_MAX_BACKOFF_STEPS, 2 ** (beyond - 1)) + 1 if beyond > 0 else 0
+        self._steps_left = min(self._most_steps, 2 ** (beyond - 1)) + 1 if beyond > 0 else 0
+
+
+class Pause(Backoff):
+    """After some steps in which no draft was worth its time, the worth of drafts is computed in every second to fifth step."""
+
+    def __init__(self) -> None:
+        super().__init__(_MOST_PAUSE_STEPS)
+        self.num_steps = self._num_waited = 0
+        """Steps that the last step without pause stands for."""
+
+    def is_over(self) -> bool:
+        """Whether this step is without pause. Call once a step."""
+        self._num_waited += 1
+        if not self.due():
+            return False
+        self.num_steps, self._num_waited = self._num_waited, 0
+        return True
 
 
 class SequenceStats:
@@ -127,9 +150,9 @@ class SequenceStats:
         if num_added:
             self._steps_left = self._interval = _MIN_TRIAL_STEPS
 
-    def trial_due(self) -> bool:
-        """Whether to try one level in this step. Counts the step as waited."""
-        self._steps_left -= 1
+    def trial_due(self, num_steps: int = 1) -> bool:
+        """Whether to try one level in this step. Counts so many steps as waited, this one included."""
+        self._steps_left -= num_steps
         if self._steps_left >= 0:
             return False
         self._steps_left, self._interval = self._interval, min(_MAX_TRIAL_STEPS, 2 * self._interval)
@@ -158,9 +181,9 @@ class DrafterStats:
     def note_trial(self, success: bool) -> None:
         self._success = self._success * _SUCCESS_MEMORY + success * (1.0 - _SUCCESS_MEMORY)
 
-    def joint_trial_due(self) -> bool:
-        """Whether to try all sequences of a step together, where a draft for one sequence alone could not pay."""
-        self._joint_steps_left -= 1
+    def joint_trial_due(self, num_steps: int = 1) -> bool:
+        """Whether to try all sequences of a step together, where a draft for one sequence alone could not pay. Counts steps."""
+        self._joint_steps_left -= num_steps
         if self._joint_steps_left > 0:
             return False
         self._joint_steps_left = self.first_trial_steps

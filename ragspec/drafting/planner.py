@@ -30,6 +30,7 @@ from ragspec.drafting.drafter_stats import (
     DrafterStats,
     FirstSteps,
     HeadChoice,
+    Pause,
     PendingDraft,
     SequenceStats,
     select_paying,
@@ -64,6 +65,7 @@ class Planner:
         self._choices: dict[tuple[str, int], HeadChoice] = {}
         self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
         self._proposed: dict[tuple[str, int], DraftTree] = {}  # of this step, before the trees were cut
+        self._pauses: defaultdict[str, Pause] = defaultdict(Pause)  # by group
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs, self._share = costs, OwnShare()
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
@@ -84,6 +86,7 @@ class Planner:
     def start(self, sequence: SequenceView) -> None:
         self._note_open(self._open | {sequence.key})
         for drafter in self._drafters_of(sequence.request):
+            self._pauses[_group(drafter)].end()
             drafter.start(sequence)
 
     def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
@@ -104,7 +107,9 @@ class Planner:
             return step.trees
         proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
         chosen: dict[int, str] = {}
-        for drafter in sorted(self._drafters, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
+        groups = [group for group in {_group(drafter) for drafter in self._drafters} if self._pauses[group].is_over()]
+        active = [drafter for drafter in self._drafters if _group(drafter) in groups and not drafter.disabled]
+        for drafter in sorted(active, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
             if drafter.is_head and self._num_heads > 1 and not chosen:
                 chosen = self._choose_heads(step)
             depths = self._depths(drafter, step, chosen)
@@ -215,8 +220,6 @@ class Planner:
 
     def _depths(self, drafter: SafeDrafter, step: StepPlan, chosen: dict[int, str]) -> dict[int, int]:
         """The sequences to ask a drafter for, by number, and how many levels each draft may have. `chosen`: heads."""
-        if drafter.disabled:
-            return {}
         ready = {
             i: cost_s
             for i, sequence in enumerate(step.sequences)
@@ -234,7 +237,8 @@ class Planner:
         `alone_s`: seconds of a draft for each sequence that may be asked for, alone.
         """
         ready = list(alone_s)
-        overall, stats = self._stats[drafter.name], {i: self._stats_in(step.sequences[i], drafter.name) for i in ready}
+        overall, pause = self._stats[drafter.name], self._pauses[_group(drafter)]
+        stats = {i: self._stats_in(step.sequences[i], drafter.name) for i in ready}
         others = {i: sum(step.trees[i].path_probs[1:]) for i in ready}
         gains = [overall.gain(others[i]) * stats[i].factor for i in ready]
         gains = [max(gain, TRIAL_HIT_GAIN * stats[i].trial_hit) for gain, i in zip(gains, ready, strict=True)]
@@ -248,10 +252,11 @@ class Planner:
         full = {ready[n] for n in select_paying(gains, step.saved_s, cost_s)}
         hit_s = step.saved_s([TRIAL_HIT_GAIN])
         hopeful = [i for n, i in enumerate(ready) if i not in full and hit_s > cost_s([n])]
-        trials = {i for i in hopeful if stats[i].trial_due()}
-        if not full and not hopeful and overall.joint_trial_due():
+        trials = {i for i in hopeful if stats[i].trial_due(pause.num_steps)}
+        if not full and not hopeful and overall.joint_trial_due(pause.num_steps):
             all_hit_s = step.saved_s([TRIAL_HIT_GAIN] * len(ready))
             trials = set(ready) if all_hit_s > cost_s(range(len(ready))) else set()
+        pause.note(bool(full or trials))
         for i in full | trials:
             self._pending[step.sequences[i].key, drafter.name] = PendingDraft(
                 others[i], i in trials, stats[i].trial_hit
@@ -339,6 +344,11 @@ def _judged(proposed: DraftTree, result: StepResult) -> list[Judged]:
         node = proposed.child(node, token)
         drafted = None if drafted is None else tree.child(drafted, token)
     return found
+
+
+def _group(drafter: SafeDrafter) -> str:
+    """Drafters that pause together: all heads, of which one at most drafts, or a drafter alone."""
+    return "" if drafter.is_head else drafter.name
 
 
 def _has_nodes_of(tree: DraftTree, name: str) -> bool:

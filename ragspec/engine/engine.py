@@ -31,7 +31,7 @@ from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
 from ragspec.numerics.ranks import HEARTBEAT_S
 from ragspec.numerics.threads import AdaptiveThreads
-from ragspec.tree import UNDECIDED, DraftTree
+from ragspec.tree import UNDECIDED, DraftTree, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -126,22 +126,31 @@ class Engine(EngineClient):
 
     def step(self) -> None:
         """One decode step for every scheduled sequence."""
-        self._in_step = []
-        if not (scheduled := self._scheduler.schedule()):
-            return
+        scheduled = self._scheduler.schedule()
         self._in_step = [sequence for sequence, _ in scheduled]
+        if not scheduled:
+            return
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
         logits, features, sampled, node_s = self._forward(batch, trees)
+        results = list[StepResult]()
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
-            result = UNDECIDED
+            rows, result = part.logits(logits), UNDECIDED
             if tree is not None:
-                rows = part.logits(logits)
                 result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, node_s)
             part.keep(result.path)
-            self._planner.observe(sequence, result, part.features(features, result.path))
-            if tree is not None:
-                self._report(sequence, part.num_known > 1)
+            results.append(result)
+        kept = batch.features(features, [result.path for result in results])
+        for sequence, part, result, own in zip(self._in_step, batch.sequences, results, kept, strict=True):
+            self._planner.observe(sequence, result, own)
+            if result.tree is None:
+                continue
+            if part.num_known > 1:
+                self._scheduler.remember_prompt(sequence)
+            if sequence.finish_reason is not None:
+                self._end(sequence, sequence.finish_reason)
+            elif not sequence.emit():
+                self.cancel(sequence.request.id)
 
     def _draft(self, scheduled: list[tuple[Sequence, int]]) -> tuple[list[DraftTree | None], float]:
         """A tree for each sequence, None for a chunk of a prompt that goes on; seconds that a tree took."""
@@ -164,15 +173,6 @@ class Engine(EngineClient):
         self._threads.end(num_rows, seconds)
         self._costs.refine(num_rows, batch.longest_context, seconds)
         return logits, features, sampled, self._costs.node_s(num_rows, num_nodes, batch.longest_context, seconds)
-
-    def _report(self, sequence: Sequence, is_prefilled: bool) -> None:
-        """Cache a prompt that is complete, send the step's delta, end a finished sequence."""
-        if is_prefilled:
-            self._scheduler.remember_prompt(sequence)
-        if sequence.finish_reason is not None:
-            self._end(sequence, sequence.finish_reason)
-        elif not sequence.emit():
-            self.cancel(sequence.request.id)
 
     def _enqueue(self, admitted: dict[str, list[Sequence]]) -> None:
         for request_id, sequences in admitted.items():

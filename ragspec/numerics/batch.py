@@ -53,28 +53,16 @@ class ScheduledSequence:
         rows: LogitRows = logits[self.first_logit : self.first_logit + len(self.parents)]
         return rows
 
-    def features(self, features: Mapping[int, Tensor], path: Sequence[int]) -> dict[int, Tensor]:
-        """Features of the known tokens and of the nodes on `path`, by tap, each where it is; of `NODES` all nodes, with their
-        tokens and parents.
-
-        Shapes: [N, H] of the batch -> [T, H]; of `NODES` [N, 1] -> [nodes, 3].
-        """
-        if not features:
-            return {}
+    def judged_nodes(self, following: Tensor) -> Tensor:
+        """Token, parent and following token of every node. Shapes: int64 [N, 1] of the batch -> [nodes, 3]."""
         root = self.first_row + self.num_known - 1
-        kept = np.array([*range(self.first_row, root + 1), *(root + node for node in path)])
-        states = {tap: stream for tap, stream in features.items() if tap not in (TOP_TOKENS, NODES)}
-        own: dict[int, Tensor] = {}
-        if states:
-            rows = to_device(kept, next(iter(states.values())).device)
-            own = {tap: stream[rows] for tap, stream in states.items()}
-        if TOP_TOKENS in features:
-            own[TOP_TOKENS] = torch.from_numpy(features[TOP_TOKENS].numpy()[kept])
-        if NODES in features:
-            following = features[NODES].numpy()[root : root + len(self.parents)]
-            nodes = np.column_stack([self.token_ids[self.num_known - 1 :], self.parents, following])
-            own[NODES] = torch.from_numpy(nodes)
-        return own
+        tokens = following.numpy()[root : root + len(self.parents)]
+        return torch.from_numpy(np.column_stack([self.token_ids[self.num_known - 1 :], self.parents, tokens]))
+
+    def kept_rows(self, path: Sequence[int]) -> list[int]:
+        """The batch's rows of the known tokens and of the nodes on `path`."""
+        root = self.first_row + self.num_known - 1
+        return [*range(self.first_row, root + 1), *(root + node for node in path)]
 
     def keep(self, path: Sequence[int] = ()) -> None:
         """Keep the known tokens and the tree's nodes on `path`, in order; all other slots are spare again."""
@@ -106,6 +94,35 @@ class Batch:
         self.logit_rows = np.array(logit_rows, np.int32)
         self.longest_context = max(s.slots.length + s.num_known for s in sequences)
         self.metadata = _metadata(sequences)
+
+    def features(self, features: Mapping[int, Tensor], paths: Sequence[Sequence[int]]) -> list[dict[int, Tensor]]:
+        """Each sequence's features of its known tokens and of the nodes on its path, by tap; of `NODES` all nodes, with their
+        tokens and parents.
+
+        Shapes: [N, H] -> [T, H] each; of `NODES` [N, 1] -> [nodes, 3].
+        """
+        own: list[dict[int, Tensor]] = [{} for _ in self.sequences]
+        if not features:
+            return own
+        kept = [scheduled.kept_rows(path) for scheduled, path in zip(self.sequences, paths, strict=True)]
+        states = {tap: stream for tap, stream in features.items() if tap not in (TOP_TOKENS, NODES)}
+        # Why prompts apart: the states of one sequence would keep those of another's prompt in memory
+        prompts = [[n] for n, scheduled in enumerate(self.sequences) if scheduled.num_known > 1]
+        decoding = [n for n, scheduled in enumerate(self.sequences) if scheduled.num_known == 1]
+        for together in [*prompts, *([decoding] if decoding else [])] if states else ():
+            sizes = [len(kept[n]) for n in together]
+            index = np.array([row for n in together for row in kept[n]], np.int64)
+            rows = to_device(index, next(iter(states.values())).device)
+            for tap, stream in states.items():
+                parts = stream.index_select(0, rows).split(sizes)
+                for n, part in zip(together, parts, strict=True):
+                    own[n][tap] = part
+        for scheduled, rows_of_one, found in zip(self.sequences, kept, own, strict=True):
+            if TOP_TOKENS in features:
+                found[TOP_TOKENS] = torch.from_numpy(features[TOP_TOKENS].numpy()[rows_of_one])
+            if NODES in features:
+                found[NODES] = scheduled.judged_nodes(features[NODES])
+        return own
 
 
 def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:

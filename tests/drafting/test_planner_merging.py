@@ -143,3 +143,30 @@ def test_what_others_guessed_too_is_no_gain_of_a_costly_drafter(num_known: int, 
         accept(planner, sequence, tree, range(10, 14))
     share = costly.asked_for["a"] / NUM_STEPS
     assert share > 0.9 if is_asked else share < 0.3
+
+
+def test_the_worth_of_a_head_that_does_not_pay_is_seldom_computed() -> None:
+    """It was computed in every step of every sequence; or trials came later for it, or a new sequence waited."""
+    times = Counter[str]()
+
+    class Timed(Head):
+        def cost_s(self, sequences: Sequence[SequenceView]) -> float:
+            times.update(sequence.key[0] for sequence in sequences)
+            return super().cost_s(sequences)
+
+    head = Timed(range(10, 14), 0.9, 2.0)
+    planner, first = Planner([head], FREE, 12), Running("first")
+    for _ in range(NUM_STEPS):
+        (tree,) = plan(planner, first)
+        accept(planner, first, tree, ())
+    assert times["first"] < NUM_STEPS / 2  # twice a step, if it were computed in each
+    assert 3 <= head.asked_for["first"] <= 7  # after 3, 6, 12 and more steps
+    planner.start(first)  # as another request's first step does
+    plan(planner, first, Running("new"))
+    assert times["new"]
+    good = Head(range(10, 14), 0.9, 0.1)
+    planner = Planner([good], FREE, 12)
+    for _ in range(NUM_STEPS):
+        (tree,) = plan(planner, first)
+        accept(planner, first, tree, range(10, 14))
+    assert good.asked_for["first"] == NUM_STEPS

@@ -42,8 +42,8 @@ def test_every_node_has_the_targets_token_behind_it(tiny: Tiny) -> None:
     batch = Batch(parts)
     logits, features = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (NODES,))
     best = np.asarray(logits).argmax(1).reshape(2, 4)
-    for i, part in enumerate(parts):
-        nodes = part.features(features, [3])[NODES].numpy()
+    for i, own in enumerate(batch.features(features, [[3], [3]])):
+        nodes = own[NODES].numpy()
         assert nodes.tolist() == [[11 + i + n, parents[n], best[i, n]] for n in range(4)]
 
 

@@ -86,11 +86,11 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         self._memories: dict[tuple[str, int], HeadMemory] = {}
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
-        slots, states = sequence.slots, torch.cat([features[tap] for tap in self.taps], 1)
-        if slots is None or not len(states):
+        slots, states = sequence.slots, tuple(features[tap] for tap in self.taps)
+        if slots is None or not states[0].shape[0]:
             return
         memory = self._memories.get(sequence.key)
-        start = slots.length - len(states)
+        start = slots.length - states[0].shape[0]
         if memory is None or memory.slots is not slots or memory.end != start:
             memory = HeadMemory(slots, self._slot_memory(slots.pool), self._window, self._max_read)
             memory.share(sequence.tokens, start)
@@ -98,8 +98,8 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         memory.append(states)
         self._note_states(sequence, start, states)
 
-    def _note_states(self, sequence: SequenceView, start: int, states: Tensor) -> None:
-        """States of the positions from `start`. Shape: float32 [T, F]."""
+    def _note_states(self, sequence: SequenceView, start: int, states: tuple[Tensor, ...]) -> None:
+        """States of the positions from `start`. Shape: float32 [T, H] a tap."""
 
     def finish(self, sequence: SequenceView) -> None:
         super().finish(sequence)

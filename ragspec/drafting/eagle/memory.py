@@ -63,6 +63,17 @@ class Pairs(NamedTuple):
     next_tokens: list[int]
 
 
+class Piece(NamedTuple):
+    """States of the positions from `start`, where they are. Shape: float32 [T, H] a tap."""
+
+    start: int
+    end: int
+    states: tuple[Tensor, ...]
+
+    def last(self, count: int) -> Piece:
+        return Piece(self.end - count, self.end, tuple(part[len(part) - count :] for part in self.states))
+
+
 class HeadMemory:
     """One sequence: which positions of [0, end) are read, and the states that wait. `window`: positions attended to.
 
@@ -75,7 +86,7 @@ class HeadMemory:
         self._memory = memory
         self._window, self._max_read = window, max_read
         self._read = np.zeros(256, np.bool_)
-        self._pieces: list[tuple[int, Tensor]] = []  # (position of the first state, states), rising
+        self._pieces: list[Piece] = []  # rising
         self._num_states = 0  # of all pieces
         self.end = 0
 
@@ -86,33 +97,36 @@ class HeadMemory:
             self._read[:length] = self._memory.known(self.slots.slots[:length], tokens[1 : length + 1])
         self.end = length
 
-    def append(self, features: Tensor) -> None:
-        """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, F]."""
-        self._pieces.append((self.end, features))
-        self.end += len(features)
-        self._num_states += len(features)
-        self._grow(self.end)
-        while self._pieces[0][0] + len(self._pieces[0][1]) <= self.end - self._window:
-            self._num_states -= len(self._pieces.pop(0)[1])
+    def append(self, states: tuple[Tensor, ...]) -> None:
+        """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, H] a tap."""
+        end = self.end + states[0].shape[0]
+        self._pieces.append(Piece(self.end, end, states))
+        self._num_states += end - self.end
+        self.end = end
+        self._grow(end)
+        while self._pieces[0].end <= end - self._window:
+            first = self._pieces.pop(0)
+            self._num_states -= first.end - first.start
 
     @property
     def num_waiting(self) -> int:
         """Pairs of the window that are not read; 0 also where the last pair is read."""
-        if not self._pieces or self._pieces[-1][0] + len(self._pieces[-1][1]) < self.end:
+        if not self._pieces or self._pieces[-1].end < self.end:
             return 0
-        return self._num_states - max(0, self.end - self._window - self._pieces[0][0])
+        return self._num_states - max(0, self.end - self._window - self._pieces[0].start)
 
     def pairs(self, tokens: Sequence[int]) -> Pairs:
         """The last waiting pairs; the last pair is that of the last token."""
-        left, positions, features = min(self.num_waiting, self._max_read), [], []
-        for start, states in reversed(self._pieces):
-            if (count := min(left, len(states))) == 0:
+        left, pieces = min(self.num_waiting, self._max_read), list[Piece]()
+        for piece in reversed(self._pieces):
+            if left == 0:
                 break
-            positions.append(np.arange(start + len(states) - count, start + len(states)))
-            features.append(states[len(states) - count :])
-            left -= count
-        at = np.concatenate(positions[::-1])
-        return Pairs(at, torch.cat(features[::-1]), [tokens[position + 1] for position in at.tolist()])
+            pieces.append(piece.last(min(left, piece.end - piece.start)))
+            left -= pieces[-1].end - pieces[-1].start
+        pieces.reverse()
+        at = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
+        features = torch.cat([torch.cat(parts) for parts in zip(*(piece.states for piece in pieces), strict=True)], 1)
+        return Pairs(at, features, [tokens[position + 1] for position in at.tolist()])
 
     def context(self, pairs: Pairs) -> tuple[Ints, NewRows]:
         """Slots that the head attends to when these pairs are read too, in order, and the pairs' places among them."""
@@ -129,12 +143,12 @@ class HeadMemory:
         left = len(pairs.positions)
         self._num_states -= left
         while left:
-            start, states = self._pieces.pop()
-            num_kept = max(0, len(states) - left)
-            left -= len(states) - num_kept
-            self._pieces += (
-                [(start, states[:num_kept].clone())] if num_kept else []
-            )  # a view would keep the whole piece
+            piece = self._pieces.pop()
+            num_kept = max(0, piece.end - piece.start - left)
+            left -= piece.end - piece.start - num_kept
+            if num_kept:  # copied, since a view would keep the whole piece
+                states = tuple(part[:num_kept].clone() for part in piece.states)
+                self._pieces.append(Piece(piece.start, piece.start + num_kept, states))
 
     def _grow(self, length: int) -> None:
         if length > len(self._read):

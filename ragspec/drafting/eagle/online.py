@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ragspec.config import OnlineConfig
@@ -57,9 +58,9 @@ class OnlineEagleDrafter(EagleDrafter):
         super().start(sequence)
         self._recordings[sequence.key] = Recording(sequence.request.salt)
 
-    def _note_states(self, sequence: SequenceView, start: int, states: Tensor) -> None:
+    def _note_states(self, sequence: SequenceView, start: int, states: tuple[Tensor, ...]) -> None:
         if (recording := self._recordings.get(sequence.key)) is not None:
-            recording.append(start, states)
+            recording.append(start, torch.cat(states, 1))
 
     def finish(self, sequence: SequenceView) -> None:
         super().finish(sequence)
