@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragspec.numerics.compiled import compiled, inner
@@ -18,23 +19,37 @@ from ragspec.numerics.cpu.llvm_code import LANES
 
 
 @inner
-def add_and_normalise(
-    stream: Any, block: Any, weight: Any, epsilon: Any, total: Any, normalised: Any, squares: Any
-) -> None:
+def normalise(x: Any, weight: Any, epsilon: Any, normalised: Any, squares: Any) -> None:
     """One row. Shapes: [H], a multiple of 16, each; `squares` [16] is overwritten: sixteen running sums of squares."""
     squares[:] = 0.0
-    for start in range(0, stream.shape[0], LANES):
+    for start in range(0, x.shape[0], LANES):
         for lane in range(LANES):
-            x = stream[start + lane] + block[start + lane]
-            total[start + lane] = x
-            squares[lane] += x * x
+            squares[lane] += x[start + lane] * x[start + lane]
     mean = np.float32(0.0)
     for lane in range(LANES):
         mean += squares[lane]
-    mean /= np.float32(stream.shape[0])
+    mean /= np.float32(x.shape[0])
     scale = np.float32(1.0) / np.sqrt(mean + epsilon)
+    for column in range(x.shape[0]):
+        normalised[column] = x[column] * scale * weight[column]
+
+
+@inner
+def add_and_normalise(
+    stream: Any, block: Any, weight: Any, epsilon: Any, total: Any, normalised: Any, squares: Any
+) -> None:
+    """As `normalise`, of the sum of two rows, which `total` keeps."""
     for column in range(stream.shape[0]):
-        normalised[column] = total[column] * scale * weight[column]
+        total[column] = stream[column] + block[column]
+    normalise(total, weight, epsilon, normalised, squares)
+
+
+@compiled(nogil=True)
+def _normalise(x: Any, weight: Any, epsilon: Any, normalised: Any) -> None:
+    """Shapes: [N, H], [H] -> [N, H]."""
+    squares = np.empty(LANES, np.float32)
+    for row in range(x.shape[0]):
+        normalise(x[row], weight, epsilon, normalised[row], squares)
 
 
 @compiled(nogil=True)
@@ -46,15 +61,21 @@ def _add_and_normalise(stream: Any, block: Any, weight: Any, epsilon: Any, total
 
 
 class RootMeanSquareNorm(nn.Module):
-    """`x / rms(x) * weight` in one operator; statistics in float32."""
+    """`x / rms(x) * weight`; statistics in float32. Compiled for rows in float32."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = norm.weight
         self.epsilon = norm.variance_epsilon
+        self._compiled_weight = _compiled_weight(norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+        if self._compiled_weight is None or x.dim() != 2:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+        x = x.contiguous()
+        normalised = torch.empty_like(x)
+        _normalise(x.numpy(), self._compiled_weight, np.float32(self.epsilon), normalised.numpy())
+        return normalised
 
 
 class ResidualNorm(nn.Module):
@@ -65,16 +86,19 @@ class ResidualNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.norm = norm
-        weight: Tensor = norm.weight.detach()
-        self._compiled = weight.dtype == torch.float32 and len(weight) % LANES == 0
-        self._weight = weight.numpy() if self._compiled else None
+        self.norm, self._weight = norm, _compiled_weight(norm.weight)
 
     def forward(self, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._compiled:
+        if self._weight is None:
             total = x + block
             return total, self.norm(total)
         total, normalised = torch.empty_like(x), torch.empty_like(x)
         epsilon = np.float32(self.norm.epsilon)
         _add_and_normalise(x.numpy(), block.numpy(), self._weight, epsilon, total.numpy(), normalised.numpy())
         return total, normalised
+
+
+def _compiled_weight(weight: Tensor) -> NDArray[np.float32] | None:
+    """None for a dtype or width that the compiled norms do not take."""
+    is_taken = weight.dtype == torch.float32 and len(weight) % LANES == 0
+    return weight.detach().numpy() if is_taken else None

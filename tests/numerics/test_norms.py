@@ -35,6 +35,8 @@ def test_it_adds_and_normalises(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(total, x + block)
     expected = F.rms_norm(total, (width,), norm.norm.weight, 1e-5)
     torch.testing.assert_close(normalised, expected)
+    torch.testing.assert_close(norm.norm(total), expected)
+    torch.testing.assert_close(norm.norm(total.t().contiguous().t()), expected)
 
 
 @torch.inference_mode()
@@ -44,6 +46,7 @@ def test_a_row_is_the_same_in_any_company() -> None:
     together = norm(x, block)[1]
     for row in (0, 1, 33, 69):
         assert torch.equal(norm(x[row : row + 1], block[row : row + 1])[1][0], together[row])
+        assert torch.equal(norm.norm(x[row : row + 1])[0], norm.norm(x)[row])
 
 
 @torch.inference_mode()

@@ -71,7 +71,8 @@ class Piece(NamedTuple):
     states: tuple[Tensor, ...]
 
     def last(self, count: int) -> Piece:
-        return Piece(self.end - count, self.end, tuple(part[len(part) - count :] for part in self.states))
+        num_left_out = self.end - self.start - count
+        return Piece(self.end - count, self.end, tuple(s[num_left_out:] for s in self.states)) if num_left_out else self
 
 
 class HeadMemory:
@@ -125,16 +126,18 @@ class HeadMemory:
             left -= pieces[-1].end - pieces[-1].start
         pieces.reverse()
         at = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
-        features = torch.cat([torch.cat(parts) for parts in zip(*(piece.states for piece in pieces), strict=True)], 1)
+        features = torch.cat([torch.cat(piece.states, 1) for piece in pieces])
         return Pairs(at, features, [tokens[position + 1] for position in at.tolist()])
 
     def context(self, pairs: Pairs) -> tuple[Ints, NewRows]:
         """Slots that the head attends to when these pairs are read too, in order, and the pairs' places among them."""
         first = max(0, self.end - self._window)
+        slots, indices = self.slots.slots[first : self.end], pairs.positions - first
         attended = self._read[first : self.end].copy()
-        attended[pairs.positions - first] = True
-        indices = np.cumsum(attended)[pairs.positions - first] - 1
-        return np.asarray(self.slots.slots[first : self.end][attended]), NewRows(indices, pairs.positions)
+        attended[indices] = True
+        if not attended.all():
+            slots, indices = slots[attended], np.cumsum(attended)[indices] - 1
+        return slots, NewRows(indices, pairs.positions)
 
     def read(self, pairs: Pairs) -> None:
         """Record that the head has computed these pairs, the last that wait."""
