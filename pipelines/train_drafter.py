@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-tokens",
         type=training_run.positive(int, LEAST_TOKENS),
         default=DrafterPlan.max_tokens,
-        help="texts are cut to this many tokens; one whose answers stand behind them is left out",
+        help="texts are cut to this many tokens",
     )
     add("--answers", choices=("dataset", "target", "both"), default="dataset", help="source of the answers")
     add(

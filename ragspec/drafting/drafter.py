@@ -17,7 +17,7 @@ from ragspec.tree import DraftTree, Proposal
 
 Features = Mapping[int, Tensor]
 """Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
-float32 [T, H].
+float32 [T, H]. Sequences of a step share their memory: never write to them, and copy states that are kept for long.
 
 On the host are `TOP_TOKENS`, int64 [T, NUM_TOP_TOKENS]: the target's most probable next tokens, falling; -1 where it computed no
 logits, as inside a prompt. And `NODES`, int64 [N, 3], of every node of the step's tree, accepted or not: its token, its parent,

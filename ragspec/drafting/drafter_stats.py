@@ -31,8 +31,7 @@ _PRIOR_SEQUENCE = 0.5
 """Tokens that a new sequence is credited with having gained, out of as many expected."""
 _SEQUENCE_MEMORY = 0.9
 _MAX_FACTOR = 8.0
-_MOST_PAUSE_STEPS = 4
-"""Most steps without a look at what drafts are worth. Why not more: a copied match may end in between."""
+_PAUSE_STEPS = 5
 _MIN_TRIAL_STEPS, _MAX_TRIAL_STEPS = 3, 48
 """Steps before the first trial of a sequence if all trials succeed, and at most. Later intervals double."""
 _PRIOR_SUCCESS, _SUCCESS_MEMORY = 0.25, 0.95
@@ -88,41 +87,50 @@ class AcceptanceRatio:
 
 
 class Backoff:
-    """After some misses in a row a drafter is asked again after 1, 2, 4 and then every 8 steps, `most_steps` at most."""
+    """After some misses in a row a drafter is asked again after 1, 2, 4 and then every 8 steps."""
 
-    def __init__(self, most_steps: int = _MAX_BACKOFF_STEPS) -> None:
-        self._most_steps, self._steps_left, self._num_misses = most_steps, 0, 0
+    def __init__(self) -> None:
+        self._steps_left = self._num_misses = 0
 
     def due(self) -> bool:
         """Whether to ask in this step. Counts the step as waited."""
         self._steps_left -= self._steps_left > 0
         return self._steps_left == 0
 
-    def end(self) -> None:
-        """The next step may ask."""
-        self._steps_left = 0
-
     def note(self, accepted: bool) -> None:
         self._num_misses = 0 if accepted else self._num_misses + 1
         beyond = self._num_misses - _FREE_MISSES
-        self._steps_left = min(self._most_steps, 2 ** (beyond - 1)) + 1 if beyond > 0 else 0
+        self._steps_left = min(_MAX_BACKOFF_STEPS, 2 ** (beyond - 1)) + 1 if beyond > 0 else 0
 
 
-class Pause(Backoff):
-    """After some steps in which no draft was worth its time, the worth of drafts is computed in every second to fifth step."""
+class Pause:
+    """When the worth of drafts that take time is computed: in every step; after some steps without such a draft, in every fifth.
+
+    A pause ends where a sequence is new or where less is expected of the other drafters than before, since drafts may pay again.
+    """
 
     def __init__(self) -> None:
-        super().__init__(_MOST_PAUSE_STEPS)
-        self.num_steps = self._num_waited = 0
-        """Steps that the last step without pause stands for."""
+        self._num_misses = self._num_steps = 0
+        self._seen: Mapping[tuple[str, int], int] = {}
+        self.num_steps = 1
+        """Steps since the last computation, this step included."""
 
-    def is_over(self) -> bool:
-        """Whether this step is without pause. Call once a step."""
-        self._num_waited += 1
-        if not self.due():
+    def begin_step(self, expected_of_others: Mapping[tuple[str, int], float]) -> bool:
+        """Whether to compute in this step. `expected_of_others`: accepted tokens by sequence. Call once a step."""
+        self._num_steps += 1
+        classes = {key: _class_of(expected) for key, expected in expected_of_others.items()}
+        may_pay = any(key not in self._seen or found < self._seen[key] for key, found in classes.items())
+        self._seen = classes
+        if may_pay:
+            self._num_misses = 0
+        elif self._num_misses >= _FREE_MISSES and self._num_steps < _PAUSE_STEPS:
             return False
-        self.num_steps, self._num_waited = self._num_waited, 0
+        self.num_steps, self._num_steps = self._num_steps, 0
         return True
+
+    def note(self, was_asked: bool) -> None:
+        """Whether a draft was worth its time in this step, or tried."""
+        self._num_misses = 0 if was_asked else min(_FREE_MISSES, self._num_misses + 1)
 
 
 class SequenceStats:
@@ -150,7 +158,7 @@ class SequenceStats:
         if num_added:
             self._steps_left = self._interval = _MIN_TRIAL_STEPS
 
-    def trial_due(self, num_steps: int = 1) -> bool:
+    def trial_due(self, num_steps: int) -> bool:
         """Whether to try one level in this step. Counts so many steps as waited, this one included."""
         self._steps_left -= num_steps
         if self._steps_left >= 0:
@@ -181,7 +189,7 @@ class DrafterStats:
     def note_trial(self, success: bool) -> None:
         self._success = self._success * _SUCCESS_MEMORY + success * (1.0 - _SUCCESS_MEMORY)
 
-    def joint_trial_due(self, num_steps: int = 1) -> bool:
+    def joint_trial_due(self, num_steps: int) -> bool:
         """Whether to try all sequences of a step together, where a draft for one sequence alone could not pay. Counts steps."""
         self._joint_steps_left -= num_steps
         if self._joint_steps_left > 0:
@@ -211,9 +219,9 @@ class HeadChoice:
         self._asked: Counter[str] = Counter()
         self._steps_left = self._interval = _MIN_TRIAL_STEPS
 
-    def pick(self, worth: Mapping[str, float]) -> str:
-        """`worth`: seconds that a draft of each head is expected to save."""
-        self._steps_left -= 1
+    def pick(self, worth: Mapping[str, float], num_steps: int) -> str:
+        """`worth`: seconds that a draft of each head is expected to save. `num_steps`: since the last choice."""
+        self._steps_left -= num_steps
         if self._steps_left >= 0:
             name = max(worth, key=worth.__getitem__)
         else:

@@ -5,8 +5,8 @@ nodes is; the planner scales these probabilities by the drafter's record in the 
 tenant's other sequences. It merges all proposals into one tree and cuts the trees to the best size. Nodes that were cut are
 judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. The likeliest path
 may be as long as it pays; beside it stand at most `max_tree_nodes` nodes. A drafter that takes time itself is asked only where
-its drafts save more time. Of several trained heads one is asked: that whose drafts save most time, by its record in the
-sequences at hand and in other requests.
+its drafts save more time; while none do, that is computed in every fifth step only. Of several trained heads one is asked: that
+whose drafts save most time, by its record in the sequences at hand and in other requests.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
@@ -44,6 +44,7 @@ from ragspec.verification.rejection import check_draft
 log = logging.getLogger(__name__)
 
 _ANY_DEPTH = 2**31
+_HEADS = ""
 _SUREST = 0.98
 """Hardly any draft is surer: where only a surer draft pays, drafters are not asked."""
 
@@ -65,7 +66,7 @@ class Planner:
         self._choices: dict[tuple[str, int], HeadChoice] = {}
         self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
         self._proposed: dict[tuple[str, int], DraftTree] = {}  # of this step, before the trees were cut
-        self._pauses: defaultdict[str, Pause] = defaultdict(Pause)  # by group
+        self._pauses: defaultdict[str, Pause] = defaultdict(Pause)  # by group; of drafters that take time
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs, self._share = costs, OwnShare()
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
@@ -86,7 +87,6 @@ class Planner:
     def start(self, sequence: SequenceView) -> None:
         self._note_open(self._open | {sequence.key})
         for drafter in self._drafters_of(sequence.request):
-            self._pauses[_group(drafter)].end()
             drafter.start(sequence)
 
     def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
@@ -107,9 +107,13 @@ class Planner:
             return step.trees
         proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
         chosen: dict[int, str] = {}
-        groups = [group for group in {_group(drafter) for drafter in self._drafters} if self._pauses[group].is_over()]
-        active = [drafter for drafter in self._drafters if _group(drafter) in groups and not drafter.disabled]
-        for drafter in sorted(active, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
+        paused: dict[str, bool] = {}  # by group
+        for drafter in sorted(self._drafters, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
+            if (group := _group(drafter)) in self._pauses and group not in paused:
+                others = {s.key: sum(tree.path_probs[1:]) for s, tree in zip(sequences, step.trees, strict=True)}
+                paused[group] = not self._pauses[group].begin_step(others)
+            if drafter.disabled or paused.get(group, False):
+                continue
             if drafter.is_head and self._num_heads > 1 and not chosen:
                 chosen = self._choose_heads(step)
             depths = self._depths(drafter, step, chosen)
@@ -215,7 +219,7 @@ class Planner:
             name: sum(worth.get(name, 0.0) for worth in worths.values()) for worth in worths.values() for name in worth
         }
         choice = self._choices.setdefault(step.sequences[min(worths)].key, HeadChoice())
-        leader = choice.pick({name: total[name] for name in worths[min(worths)]})
+        leader = choice.pick({name: total[name] for name in worths[min(worths)]}, self._pauses[_HEADS].num_steps)
         return {i: leader if leader in worth else max(worth, key=worth.__getitem__) for i, worth in worths.items()}
 
     def _depths(self, drafter: SafeDrafter, step: StepPlan, chosen: dict[int, str]) -> dict[int, int]:
@@ -348,7 +352,7 @@ def _judged(proposed: DraftTree, result: StepResult) -> list[Judged]:
 
 def _group(drafter: SafeDrafter) -> str:
     """Drafters that pause together: all heads, of which one at most drafts, or a drafter alone."""
-    return "" if drafter.is_head else drafter.name
+    return _HEADS if drafter.is_head else drafter.name
 
 
 def _has_nodes_of(tree: DraftTree, name: str) -> bool:

@@ -126,14 +126,13 @@ class Engine(EngineClient):
 
     def step(self) -> None:
         """One decode step for every scheduled sequence."""
-        scheduled = self._scheduler.schedule()
-        self._in_step = [sequence for sequence, _ in scheduled]
-        if not scheduled:
+        self._in_step = []
+        if not (scheduled := self._scheduler.schedule()):
             return
+        self._in_step = [sequence for sequence, _ in scheduled]
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
-        logits, features, sampled, node_s = self._forward(batch, trees)
-        results = list[StepResult]()
+        (logits, features, sampled, node_s), results = self._forward(batch, trees), list[StepResult]()
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             rows, result = part.logits(logits), UNDECIDED
             if tree is not None:
@@ -186,7 +185,8 @@ class Engine(EngineClient):
             self._end(sequence, FinishReason.CANCELLED)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
-        sequence.finish_reason = reason
+        finished = sequence.finish_reason  # in a step that failed for another sequence
+        sequence.finish_reason, error = (finished, "") if finished else (reason, error)
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)
         for retire in (self._scheduler.retire, self._planner.finish):

@@ -143,25 +143,26 @@ class Sequence:
         Shapes: logits float32 [N, V], row n for node n. `draft_s`: seconds that drafting took; `node_s`: that a node took in the
         forward.
         """
-        params = self.request.params
+        params, reason = self.request.params, None
         self._first_token_s = self._first_token_s or time.perf_counter()
         num_kept = 0
         for token in verdict.tokens:
             self.tokens.append(token)
             num_kept += 1
             if token in self.limits.eos_ids and not params.ignore_eos:
-                self.finish_reason = FinishReason.STOP
+                reason = FinishReason.STOP
             elif self._text.push(token, may_stop=self.num_output > params.min_tokens):
-                self.finish_reason = FinishReason.STOP
+                reason = FinishReason.STOP
             elif self.num_output >= self.limits.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
-            if self.finish_reason:
+                reason = FinishReason.LENGTH
+            if reason:
                 break
         result = StepResult(tree, verdict.path, verdict.tokens[:num_kept])
         if params.logprobs is not None:
             self._logprobs += log_probs(
                 logits, [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
             )
+        self.finish_reason = reason
         self._count(tree, result.path, draft_s, node_s)
         return result
 

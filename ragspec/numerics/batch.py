@@ -109,20 +109,25 @@ class Batch:
         # Why prompts apart: the states of one sequence would keep those of another's prompt in memory
         prompts = [[n] for n, scheduled in enumerate(self.sequences) if scheduled.num_known > 1]
         decoding = [n for n, scheduled in enumerate(self.sequences) if scheduled.num_known == 1]
-        for together in [*prompts, *([decoding] if decoding else [])] if states else ():
-            sizes = [len(kept[n]) for n in together]
-            index = np.array([row for n in together for row in kept[n]], np.int64)
-            rows = to_device(index, next(iter(states.values())).device)
-            for tap, stream in states.items():
-                parts = stream.index_select(0, rows).split(sizes)
+        for together in filter(None, [*prompts, decoding]):
+            for tap, parts in _split(states, [kept[n] for n in together]).items():
                 for n, part in zip(together, parts, strict=True):
                     own[n][tap] = part
-        for scheduled, rows_of_one, found in zip(self.sequences, kept, own, strict=True):
+        for scheduled, rows, found in zip(self.sequences, kept, own, strict=True):
             if TOP_TOKENS in features:
-                found[TOP_TOKENS] = torch.from_numpy(features[TOP_TOKENS].numpy()[rows_of_one])
+                found[TOP_TOKENS] = torch.from_numpy(features[TOP_TOKENS].numpy()[rows])
             if NODES in features:
                 found[NODES] = scheduled.judged_nodes(features[NODES])
         return own
+
+
+def _split(states: Mapping[int, Tensor], kept: Sequence[Sequence[int]]) -> dict[int, Sequence[Tensor]]:
+    """One copy of several sequences' rows by tap, split into each sequence's. Shapes: [N, H] -> [T, H] each."""
+    if not states:
+        return {}
+    index = np.array([row for rows in kept for row in rows], np.int64)
+    at, sizes = to_device(index, next(iter(states.values())).device), [len(rows) for rows in kept]
+    return {tap: stream.index_select(0, at).split(sizes) for tap, stream in states.items()}
 
 
 def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:

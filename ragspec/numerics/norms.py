@@ -70,7 +70,7 @@ class RootMeanSquareNorm(nn.Module):
         self._compiled_weight = _compiled_weight(norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._compiled_weight is None or x.dim() != 2:
+        if self._compiled_weight is None or x.dim() != 2 or x.dtype != torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
         x = x.contiguous()
         normalised = torch.empty_like(x)

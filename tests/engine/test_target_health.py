@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tiny_target import tiny_engine
 
-from ragspec.core import Request, SamplingParams
+from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.engine.sequence import Sequence
 from ragspec.engine.target import Target
 from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
 from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.tree import StepResult
 
 Tiny = Callable[..., Target]
 
@@ -61,6 +64,56 @@ def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch:
                     engine.generate([ask(f"b{number}")])
         assert engine.generate([ask("c")])[0].token_ids == before and not engine.lost
         assert target.pool.num_free_pages == free
+
+
+def test_requests_end_when_scheduling_fails_while_others_wait(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of the step before ended; the others waited for ever while every step failed."""
+    deltas, ended = dict[str, Delta](), threading.Event()
+
+    def listen(delta: Delta) -> None:
+        if delta.finish_reason:
+            deltas[delta.request_id] = delta
+        if len(deltas) == 2:
+            ended.set()
+
+    with tiny_engine(tiny(), max_running=1) as engine:
+        schedule, num_steps = engine._scheduler.schedule, 0
+
+        def failing() -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            return schedule() if num_steps < 3 else broken()
+
+        monkeypatch.setattr(engine._scheduler, "schedule", failing)
+        engine.submit_all([ask("a"), ask("b")], listen)
+        assert ended.wait(30.0) and num_steps < 6
+    assert all(delta.finish_reason is FinishReason.ERROR for delta in deltas.values())
+
+
+def test_an_answer_that_is_complete_stays_so_when_another_of_its_step_fails(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last tokens were decided, and it ended with the other's error."""
+    deltas, ended = dict[str, list[Delta]]({"a": [], "b": []}), threading.Event()
+
+    def listen(delta: Delta) -> None:
+        deltas[delta.request_id].append(delta)
+        if all(own and own[-1].finish_reason for own in deltas.values()):
+            ended.set()
+
+    commit = Sequence.commit
+
+    def failing(self: Sequence, *args: Any, **options: Any) -> StepResult:
+        return broken() if self.request.id == "b" and self.num_output == 3 else commit(self, *args, **options)
+
+    with tiny_engine(tiny()) as engine:
+        expected = engine.generate([ask("c")])[0].token_ids
+        monkeypatch.setattr(Sequence, "commit", failing)
+        engine.submit_all([ask("a"), ask("b")], listen)
+        assert ended.wait(30.0)
+    assert deltas["a"][-1].finish_reason is FinishReason.LENGTH and not deltas["a"][-1].error
+    assert tuple(token for delta in deltas["a"] for token in delta.token_ids) == tuple(expected)
+    assert deltas["b"][-1].finish_reason is FinishReason.ERROR and "primitive" in deltas["b"][-1].error
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 1), (7, 7), (9, 0), (64, 64)])

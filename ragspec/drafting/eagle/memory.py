@@ -21,6 +21,8 @@ from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 _NONE = -1
 _MOST_DRAFTS = 256
+_MOST_VIEWS = 16
+"""Steps whose states are views of the step's."""
 
 
 class KeepsKeys(Protocol):
@@ -64,7 +66,7 @@ class Pairs(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """States of the positions from `start`, where they are. Shape: float32 [T, H] a tap."""
+    """States of the positions from `start` to before `end`. Shape: float32 [T, H] a tap."""
 
     start: int
     end: int
@@ -88,7 +90,7 @@ class HeadMemory:
         self._window, self._max_read = window, max_read
         self._read = np.zeros(256, np.bool_)
         self._pieces: list[Piece] = []  # rising
-        self._num_states = 0  # of all pieces
+        self._num_states = self._num_views = 0  # of all pieces; steps since states were copied together
         self.end = 0
 
     def share(self, tokens: Sequence[int], length: int) -> None:
@@ -99,15 +101,29 @@ class HeadMemory:
         self.end = length
 
     def append(self, states: tuple[Tensor, ...]) -> None:
-        """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, H] a tap."""
-        end = self.end + states[0].shape[0]
-        self._pieces.append(Piece(self.end, end, states))
-        self._num_states += end - self.end
-        self.end = end
+        """Add states of the next positions, without a copy. States beyond the window are dropped.
+
+        After some steps they are copied together, since a view keeps the states of its step's other sequences in memory. Shape:
+        float32 [T, H] a tap.
+        """
+        count, end = states[0].shape[0], self.end + states[0].shape[0]
+        self._pieces.append(Piece(self.end, end, states).last(min(count, self._window)))
+        self._num_states += min(count, self._window)
+        self._num_views, self.end = self._num_views + 1, end
         self._grow(end)
+        if self._num_views == _MOST_VIEWS:
+            self._copy_views()
         while self._pieces[0].end <= end - self._window:
             first = self._pieces.pop(0)
             self._num_states -= first.end - first.start
+
+    def _copy_views(self) -> None:
+        """Make one piece of the last pieces, up to a gap of pairs that are read."""
+        at = len(self._pieces) - 1
+        while at > 0 and at > len(self._pieces) - _MOST_VIEWS and self._pieces[at - 1].end == self._pieces[at].start:
+            at -= 1
+        copied = tuple(torch.cat(parts) for parts in zip(*(piece.states for piece in self._pieces[at:]), strict=True))
+        self._pieces[at:], self._num_views = [Piece(self._pieces[at].start, self.end, copied)], 0
 
     @property
     def num_waiting(self) -> int:

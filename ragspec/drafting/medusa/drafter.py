@@ -52,7 +52,7 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         states = features[self.taps[0]]
         if sequence.slots is not None and states.shape[0]:
-            self._states[sequence.key] = LastState(sequence.slots.length, states[-1:])
+            self._states[sequence.key] = LastState(sequence.slots.length, states[-1:].clone())
 
     def finish(self, sequence: SequenceView) -> None:
         super().finish(sequence)

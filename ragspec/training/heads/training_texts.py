@@ -1,4 +1,7 @@
-"""The texts that a head is trained and probed on: the adapter's mixture, half of it prose and chat, with loss on answers only.
+"""The texts that a head is trained and probed on: the adapter's mixture, half of it prose and chat.
+
+A head learns the target's predictions of all tokens, the prompts' too: the target has computed them anyway, and a head that
+learnt as many texts was right more often, also in answers (`infra/results/heads.md`). Probes count answers alone.
 
 Owns the mixture, the micro-batches, the draft vocabulary and the probes' texts. Evaluation data are held out as for the
 adapter: its articles, JFLEG, standard-library names, documentation files, and all dialogues but the file `train`. Probes read
@@ -33,7 +36,7 @@ PROBE_DIALOGUE_EVERY = 50
 """Probes read the second of every fifty dialogues of the file."""
 MIN_TOKENS = 8
 TextSampler = Callable[[random.Random], Encoded]
-"""Samples one training text: its tokens, with weight 1 for tokens whose prediction is learnt."""
+"""Samples one training text: its tokens, with weight 1 for those of answers."""
 
 
 class TextSource:
@@ -85,18 +88,13 @@ def dataset_sampler(source: TextSource, encoder: AnswerEncoder) -> TextSampler:
 def draw_batches(
     sample_text: TextSampler, rng: random.Random, max_tokens: int, step_tokens: int, micro_tokens: int
 ) -> list[MicroBatch]:
-    """One optimizer step's texts, up to the text that reaches `step_tokens` tokens.
-
-    Why texts with much and with little loss are batched apart: a head computes only rows that carry loss, so a short answer
-    beside a page of prose would be mostly padding.
-    """
+    """One optimizer step's texts, up to the text that reaches `step_tokens` tokens. All tokens are learnt."""
     texts: list[Encoded] = []
     while sum(len(text.ids) for text in texts) < step_tokens:
-        text = sample_text(rng)
-        cut = Encoded(text.ids[:max_tokens], text.weights[:max_tokens])
-        if len(cut.ids) >= MIN_TOKENS and any(cut.weights[2:]):
-            texts.append(cut)
-    texts.sort(key=lambda text: (sum(text.weights) > len(text.ids) / 2, len(text.ids)))
+        ids = sample_text(rng).ids[:max_tokens]
+        if len(ids) >= MIN_TOKENS:
+            texts.append(Encoded(ids, [1.0] * len(ids)))
+    texts.sort(key=lambda text: len(text.ids))
     groups: list[list[Encoded]] = [[]]
     for text in texts:
         if groups[-1] and (len(groups[-1]) + 1) * max(len(t.ids) for t in [*groups[-1], text]) > micro_tokens:
@@ -106,7 +104,7 @@ def draw_batches(
 
 
 def draft_vocabulary(sample_text: TextSampler, seed: int, size: int, vocab_size: int, num_texts: int) -> Tensor:
-    """The `size` most frequent learnt tokens of the training texts, as ascending token ids. Shape: int64 [Vd]."""
+    """The `size` most frequent tokens of the training texts' answers, as ascending token ids. Shape: int64 [Vd]."""
     counts: Counter[int] = Counter()
     rng = random.Random(seed)
     for _ in range(num_texts):
