@@ -106,27 +106,37 @@ class Backoff:
 class Pause:
     """When the worth of drafts that take time is computed: in every step; after some steps without such a draft, in every fifth.
 
-    A pause ends where a sequence is new or where less is expected of the other drafters than before, since drafts may pay again.
+    It is also computed in the first steps of a sequence, and where less is expected of the other drafters than in the step
+    before, since drafts may pay there.
     """
 
     def __init__(self) -> None:
-        self._num_misses = self._num_steps = 0
-        self._seen: Mapping[tuple[str, int], int] = {}
+        self._num_misses = self._num_waited = 0
+        self._classes: dict[tuple[str, int], int] = {}
+        self._num_steps: Counter[tuple[str, int]] = Counter()
         self.num_steps = 1
         """Steps since the last computation, this step included."""
 
     def begin_step(self, expected_of_others: Mapping[tuple[str, int], float]) -> bool:
         """Whether to compute in this step. `expected_of_others`: accepted tokens by sequence. Call once a step."""
-        self._num_steps += 1
-        classes = {key: _class_of(expected) for key, expected in expected_of_others.items()}
-        may_pay = any(key not in self._seen or found < self._seen[key] for key, found in classes.items())
-        self._seen = classes
-        if may_pay:
-            self._num_misses = 0
-        elif self._num_misses >= _FREE_MISSES and self._num_steps < _PAUSE_STEPS:
+        self._num_waited += 1
+        may_pay = False
+        if len(self._classes) > 2 * len(expected_of_others) + 64:  # most have ended
+            self._classes = {key: self._classes[key] for key in expected_of_others if key in self._classes}
+            self._num_steps = Counter({key: self._num_steps[key] for key in self._classes})
+        for key, expected in expected_of_others.items():
+            found = _class_of(expected)
+            may_pay |= self._num_steps[key] < _FREE_MISSES or found < self._classes[key]
+            self._classes[key] = found
+            self._num_steps[key] += 1
+        if not may_pay and self._num_misses >= _FREE_MISSES and self._num_waited < _PAUSE_STEPS:
             return False
-        self.num_steps, self._num_steps = self._num_steps, 0
+        self.num_steps, self._num_waited = self._num_waited, 0
         return True
+
+    def num_steps_of(self, key: tuple[str, int]) -> int:
+        """As `num_steps`, of a sequence: no more than it has had."""
+        return min(self.num_steps, max(1, self._num_steps[key]))
 
     def note(self, was_asked: bool) -> None:
         """Whether a draft was worth its time in this step, or tried."""

@@ -110,8 +110,7 @@ class Planner:
         paused: dict[str, bool] = {}  # by group
         for drafter in sorted(self._drafters, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
             if (group := _group(drafter)) in self._pauses and group not in paused:
-                others = {s.key: sum(tree.path_probs[1:]) for s, tree in zip(sequences, step.trees, strict=True)}
-                paused[group] = not self._pauses[group].begin_step(others)
+                paused[group] = not self._pauses[group].begin_step(self._expected_of_others(group, step))
             if drafter.disabled or paused.get(group, False):
                 continue
             if drafter.is_head and self._num_heads > 1 and not chosen:
@@ -201,6 +200,14 @@ class Planner:
             stats[name] = SequenceStats(first_steps, self._stats[name].first_trial_steps)
         return stats[name]
 
+    def _expected_of_others(self, group: str, step: StepPlan) -> dict[tuple[str, int], float]:
+        """Accepted tokens of the trees so far, of the sequences that drafters of the group may draft for."""
+        found = {}
+        for sequence, tree in zip(step.sequences, step.trees, strict=True):
+            if any(_group(drafter) == group for drafter in self._drafters_of(sequence.request)):
+                found[sequence.key] = sum(tree.path_probs[1:])
+        return found
+
     def _choose_heads(self, step: StepPlan) -> dict[int, str]:
         """The head for each sequence, by number: of most worth to all of them together, since two heads take twice the time.
 
@@ -218,8 +225,11 @@ class Planner:
         total = {
             name: sum(worth.get(name, 0.0) for worth in worths.values()) for worth in worths.values() for name in worth
         }
-        choice = self._choices.setdefault(step.sequences[min(worths)].key, HeadChoice())
-        leader = choice.pick({name: total[name] for name in worths[min(worths)]}, self._pauses[_HEADS].num_steps)
+        first = step.sequences[min(worths)].key
+        choice = self._choices.setdefault(first, HeadChoice())
+        leader = choice.pick(
+            {name: total[name] for name in worths[min(worths)]}, self._pauses[_HEADS].num_steps_of(first)
+        )
         return {i: leader if leader in worth else max(worth, key=worth.__getitem__) for i, worth in worths.items()}
 
     def _depths(self, drafter: SafeDrafter, step: StepPlan, chosen: dict[int, str]) -> dict[int, int]:
@@ -256,7 +266,7 @@ class Planner:
         full = {ready[n] for n in select_paying(gains, step.saved_s, cost_s)}
         hit_s = step.saved_s([TRIAL_HIT_GAIN])
         hopeful = [i for n, i in enumerate(ready) if i not in full and hit_s > cost_s([n])]
-        trials = {i for i in hopeful if stats[i].trial_due(pause.num_steps)}
+        trials = {i for i in hopeful if stats[i].trial_due(pause.num_steps_of(step.sequences[i].key))}
         if not full and not hopeful and overall.joint_trial_due(pause.num_steps):
             all_hit_s = step.saved_s([TRIAL_HIT_GAIN] * len(ready))
             trials = set(ready) if all_hit_s > cost_s(range(len(ready))) else set()

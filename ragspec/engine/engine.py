@@ -185,7 +185,7 @@ class Engine(EngineClient):
             self._end(sequence, FinishReason.CANCELLED)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
-        finished = sequence.finish_reason  # in a step that failed for another sequence
+        finished = sequence.finish_reason  # where its step failed after its last token
         sequence.finish_reason, error = (finished, "") if finished else (reason, error)
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)

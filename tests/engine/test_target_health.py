@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny_target import tiny_engine
 
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
-from ragspec.engine.sequence import Sequence
+from ragspec.engine import sequence
 from ragspec.engine.target import Target
 from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.tree import StepResult
 
 Tiny = Callable[..., Target]
 
@@ -93,7 +93,7 @@ def test_requests_end_when_scheduling_fails_while_others_wait(tiny: Tiny, monkey
 def test_an_answer_that_is_complete_stays_so_when_another_of_its_step_fails(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last tokens were decided, and it ended with the other's error."""
+    """Its last tokens were decided, and it ended with the other's error; or the other ended as if it had all of its own."""
     deltas, ended = dict[str, list[Delta]]({"a": [], "b": []}), threading.Event()
 
     def listen(delta: Delta) -> None:
@@ -101,15 +101,11 @@ def test_an_answer_that_is_complete_stays_so_when_another_of_its_step_fails(
         if all(own and own[-1].finish_reason for own in deltas.values()):
             ended.set()
 
-    commit = Sequence.commit
-
-    def failing(self: Sequence, *args: Any, **options: Any) -> StepResult:
-        return broken() if self.request.id == "b" and self.num_output == 3 else commit(self, *args, **options)
-
     with tiny_engine(tiny()) as engine:
         expected = engine.generate([ask("c")])[0].token_ids
-        monkeypatch.setattr(Sequence, "commit", failing)
-        engine.submit_all([ask("a"), ask("b")], listen)
+        monkeypatch.setattr(sequence, "log_probs", lambda *_: [] if len(deltas["b"]) < 3 else broken())
+        with_logprobs = replace(ask("b").params, logprobs=0)
+        engine.submit_all([ask("a"), replace(ask("b"), params=with_logprobs)], listen)
         assert ended.wait(30.0)
     assert deltas["a"][-1].finish_reason is FinishReason.LENGTH and not deltas["a"][-1].error
     assert tuple(token for delta in deltas["a"] for token in delta.token_ids) == tuple(expected)

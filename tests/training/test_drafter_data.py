@@ -36,8 +36,8 @@ def encoder() -> AnswerEncoder:
     return AnswerEncoder(chat_tokenizer())
 
 
-def test_only_answers_and_prose_are_learnt() -> None:
-    """A head that learns to draft questions spends itself on text that is never generated."""
+def test_only_tokens_of_answers_and_prose_have_weight() -> None:
+    """Draft vocabularies and probes would count questions, which are never generated."""
     turns = [message("user", "The cat?"), message("assistant", "at noon"), message("user", "mat?")]
     encoded = encoder().encode(Conversation([*turns, message("assistant", "on the mat")]))
     tokenizer = encoder().tokenizer

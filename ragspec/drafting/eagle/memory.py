@@ -22,7 +22,7 @@ from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 _NONE = -1
 _MOST_DRAFTS = 256
 _MOST_VIEWS = 16
-"""Steps whose states are views of the step's."""
+"""Most steps whose states are kept as views; then they are copied."""
 
 
 class KeepsKeys(Protocol):
@@ -77,6 +77,11 @@ class Piece(NamedTuple):
         return Piece(self.end - count, self.end, tuple(s[num_left_out:] for s in self.states)) if num_left_out else self
 
 
+def _joined(run: Sequence[Piece]) -> Piece:
+    states = tuple(torch.cat(parts) for parts in zip(*(piece.states for piece in run), strict=True))
+    return Piece(run[0].start, run[-1].end, states)
+
+
 class HeadMemory:
     """One sequence: which positions of [0, end) are read, and the states that wait. `window`: positions attended to.
 
@@ -106,9 +111,12 @@ class HeadMemory:
         After some steps they are copied together, since a view keeps the states of its step's other sequences in memory. Shape:
         float32 [T, H] a tap.
         """
-        count, end = states[0].shape[0], self.end + states[0].shape[0]
-        self._pieces.append(Piece(self.end, end, states).last(min(count, self._window)))
-        self._num_states += min(count, self._window)
+        end = self.end + states[0].shape[0]
+        if end > self.end + self._window:
+            states = tuple(part[-self._window :].clone() for part in states)
+        count = states[0].shape[0]
+        self._pieces.append(Piece(end - count, end, states))
+        self._num_states += count
         self._num_views, self.end = self._num_views + 1, end
         self._grow(end)
         if self._num_views == _MOST_VIEWS:
@@ -118,12 +126,14 @@ class HeadMemory:
             self._num_states -= first.end - first.start
 
     def _copy_views(self) -> None:
-        """Make one piece of the last pieces, up to a gap of pairs that are read."""
-        at = len(self._pieces) - 1
-        while at > 0 and at > len(self._pieces) - _MOST_VIEWS and self._pieces[at - 1].end == self._pieces[at].start:
-            at -= 1
-        copied = tuple(torch.cat(parts) for parts in zip(*(piece.states for piece in self._pieces[at:]), strict=True))
-        self._pieces[at:], self._num_views = [Piece(self._pieces[at].start, self.end, copied)], 0
+        """Make one piece of each run of positions without a gap among the last pieces."""
+        runs: list[list[Piece]] = []
+        for piece in self._pieces[-_MOST_VIEWS:]:
+            if runs and runs[-1][-1].end == piece.start:
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        self._pieces[-_MOST_VIEWS:], self._num_views = [_joined(run) for run in runs], 0
 
     @property
     def num_waiting(self) -> int:

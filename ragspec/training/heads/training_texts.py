@@ -1,7 +1,8 @@
 """The texts that a head is trained and probed on: the adapter's mixture, half of it prose and chat.
 
-A head learns the target's predictions of all tokens, the prompts' too: the target has computed them anyway, and a head that
-learnt as many texts was right more often, also in answers (`infra/results/heads.md`). Probes count answers alone.
+A head learns the target's predictions of all tokens, the prompts' too: the target has computed their states anyway, and from as
+many texts a head is right more often, also in answers (`infra/results/heads.md`). Probes and draft vocabularies count answers
+alone, which is where heads draft.
 
 Owns the mixture, the micro-batches, the draft vocabulary and the probes' texts. Evaluation data are held out as for the
 adapter: its articles, JFLEG, standard-library names, documentation files, and all dialogues but the file `train`. Probes read
