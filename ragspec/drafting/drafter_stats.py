@@ -112,23 +112,23 @@ class Pause:
 
     def __init__(self) -> None:
         self._num_misses = self._num_waited = 0
-        self._classes: dict[tuple[str, int], int] = {}
-        self._num_steps: Counter[tuple[str, int]] = Counter()
+        self._seen: dict[
+            tuple[str, int], tuple[int, int]
+        ] = {}  # of each sequence the last class, and the number of steps
         self.num_steps = 1
         """Steps since the last computation, this step included."""
 
     def begin_step(self, expected_of_others: Mapping[tuple[str, int], float]) -> bool:
         """Whether to compute in this step. `expected_of_others`: accepted tokens by sequence. Call once a step."""
         self._num_waited += 1
+        if len(self._seen) > 2 * len(expected_of_others) + 64:  # most have ended
+            self._seen = {key: self._seen[key] for key in expected_of_others if key in self._seen}
         may_pay = False
-        if len(self._classes) > 2 * len(expected_of_others) + 64:  # most have ended
-            self._classes = {key: self._classes[key] for key in expected_of_others if key in self._classes}
-            self._num_steps = Counter({key: self._num_steps[key] for key in self._classes})
         for key, expected in expected_of_others.items():
-            found = _class_of(expected)
-            may_pay |= self._num_steps[key] < _FREE_MISSES or found < self._classes[key]
-            self._classes[key] = found
-            self._num_steps[key] += 1
+            last, count = self._seen.get(key, (0, 0))
+            found = _class_of(expected) if expected else 0
+            may_pay |= found < last or count < _FREE_MISSES
+            self._seen[key] = found, count + 1
         if not may_pay and self._num_misses >= _FREE_MISSES and self._num_waited < _PAUSE_STEPS:
             return False
         self.num_steps, self._num_waited = self._num_waited, 0
@@ -136,7 +136,7 @@ class Pause:
 
     def num_steps_of(self, key: tuple[str, int]) -> int:
         """As `num_steps`, of a sequence: no more than it has had."""
-        return min(self.num_steps, max(1, self._num_steps[key]))
+        return min(self.num_steps, max(1, self._seen.get(key, (0, 0))[1]))
 
     def note(self, was_asked: bool) -> None:
         """Whether a draft was worth its time in this step, or tried."""

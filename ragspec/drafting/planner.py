@@ -202,9 +202,11 @@ class Planner:
 
     def _expected_of_others(self, group: str, step: StepPlan) -> dict[tuple[str, int], float]:
         """Accepted tokens of the trees so far, of the sequences that drafters of the group may draft for."""
+        names = {drafter.name for drafter in self._drafters if _group(drafter) == group}
         found = {}
         for sequence, tree in zip(step.sequences, step.trees, strict=True):
-            if any(_group(drafter) == group for drafter in self._drafters_of(sequence.request)):
+            speculation = sequence.request.speculation
+            if speculation and (speculation.drafters is None or not names.isdisjoint(speculation.drafters)):
                 found[sequence.key] = sum(tree.path_probs[1:])
         return found
 
