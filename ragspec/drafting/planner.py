@@ -105,6 +105,23 @@ class Planner:
         least_prob = 0.0 if any(map(draws_children, wanted)) else step.least_prob(spare_rows)
         if spare_rows <= 0 or not wanted or least_prob >= _SUREST:
             return step.trees
+        proposing = self._ask(step, spare_rows, least_prob)
+        for i, drafters in proposing.items():
+            tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
+            step.trees[i] = self.limited(tree, sequences[i])
+            step.trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
+            self._proposed[sequences[i].key] = step.trees[i]
+        if not proposing:
+            return step.trees
+        trees = step.fit(spare_rows)
+        for i, drafters in proposing.items():
+            for drafter in drafters:
+                if not _has_nodes_of(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._pending:
+                    self._stats_in(sequences[i], drafter.name).backoff.note(False)
+        return trees
+
+    def _ask(self, step: StepPlan, spare_rows: int, least_prob: float) -> dict[int, list[SafeDrafter]]:
+        """Ask drafters, and merge their proposals into the step's trees. Returns the drafters of each sequence, by number."""
         proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
         chosen: dict[int, str] = {}
         paused: dict[str, bool] = {}  # by group
@@ -119,19 +136,7 @@ class Planner:
             for i in depths:
                 proposing[i].append(drafter)
             self._merge(drafter, depths, step, spare_rows, least_prob)
-        for i, drafters in proposing.items():
-            tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
-            step.trees[i] = self.limited(tree, sequences[i])
-            step.trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
-            self._proposed[sequences[i].key] = step.trees[i]
-        if not proposing:
-            return step.trees
-        trees = step.fit(spare_rows)
-        for i, drafters in proposing.items():
-            for drafter in drafters:
-                if not _has_nodes_of(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._pending:
-                    self._stats_in(sequences[i], drafter.name).backoff.note(False)
-        return trees
+        return proposing
 
     def observe(self, sequence: SequenceView, result: StepResult, features: Features) -> None:
         """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
