@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,8 +38,12 @@ from tiny_target import save_model, tiny_engine
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
 from ragspec.core import Request, SamplingParams
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
+from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
+from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError
@@ -256,3 +261,16 @@ def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path, form: str) -> No
         drafted_as_plainly(engine)
     with pytest.raises(ConfigError, match=rf"drafting\.{name}\.path"):
         load_engine(config, engine_config, DraftingConfig(drafters=(name,)))
+
+
+def test_a_draft_of_one_level_costs_one_level(tiny: Tiny, tmp_path: Path) -> None:
+    """It was taken for two, and such heads were asked where two would have paid."""
+    target = tiny()
+    network = PositionNetwork(read_medusa(save_medusa(tmp_path, medusa_tensors(with_output=False)), target), target)
+    costs = CostTable({0: [1.0, 1.0]}, rows=(1, 2))
+    for max_depth, expected_s in ((1, 1.0), (2, 2.0), (6, 2.0)):
+        drafter = MedusaDrafter(network, make_shape("dynamic", 1, 1, max_depth), costs)
+        seen = SimpleNamespace(key=("a", 0), tokens=[1, 2], most_tokens=9, slots=SimpleNamespace(length=1))
+        sequence = cast(SequenceView, seen)
+        drafter.observe(sequence, [2], {drafter.taps[0]: torch.zeros(1, target.hidden_size)})
+        assert drafter.cost_s([sequence]) == expected_s

@@ -78,7 +78,7 @@ class GrowingDrafter(Drafter, Generic[D]):
         self._costs = costs
         self._coupling = Coupling(draft_ids, vocab_size, coupled)
         self._failed: set[tuple[str, int]] = set()
-        self._num_levels = 2.0
+        self._num_levels = min(2.0, shape.max_depth)
 
     def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> D | None:
         """A new draft of at most so many levels, or None."""
