@@ -106,12 +106,12 @@ class Backoff:
 class Pause:
     """When the worth of drafts that take time is computed: in every step; after some steps without such a draft, in every fifth.
 
-    It is also computed in the first steps of a sequence, and where less is expected of the other drafters than in the step
-    before, since drafts may pay there.
+    It is also computed in the first steps of a sequence, where sequences have ended, and where less is expected of the other
+    drafters than in the step before, since drafts may pay there.
     """
 
     def __init__(self) -> None:
-        self._num_misses = self._num_waited = 0
+        self._num_misses = self._num_waited = self._num_sequences = 0
         self._seen: dict[
             tuple[str, int], tuple[int, int]
         ] = {}  # of each sequence the last class, and the number of steps
@@ -123,7 +123,7 @@ class Pause:
         self._num_waited += 1
         if len(self._seen) > 2 * len(expected_of_others) + 64:  # most have ended
             self._seen = {key: self._seen[key] for key in expected_of_others if key in self._seen}
-        may_pay = False
+        may_pay, self._num_sequences = len(expected_of_others) < self._num_sequences, len(expected_of_others)
         for key, expected in expected_of_others.items():
             last, count = self._seen.get(key, (0, 0))
             found = _class_of(expected) if expected else 0

@@ -192,6 +192,19 @@ def test_a_pause_of_many_sequences_is_a_pause() -> None:
     assert not any(name.startswith("plain") for name in head.times)
 
 
+def test_a_pause_ends_where_a_sequence_has_ended() -> None:
+    """The last of a batch, for which a draft would have paid, ended in the pause."""
+    pause, both = Pause(), {("a", 0): 0.0, ("b", 0): 0.0}
+    for _ in range(20):
+        pause.begin_step(both)
+        pause.note(False)
+    while not pause.begin_step(both):
+        pass
+    assert not pause.begin_step(both)
+    assert pause.begin_step({("b", 0): 0.0})
+    assert not pause.begin_step({("b", 0): 0.0})
+
+
 def test_steps_before_a_sequence_do_not_count_for_its_trials() -> None:
     """A sequence that began in a pause was tried in its first step."""
     pause = Pause()

@@ -104,7 +104,8 @@ def test_a_narrower_head_begins_with_the_largest_neurons_of_the_target(target: s
     assert isinstance(config, HeadConfig) and config.intermediate_size == 5
     own, theirs = fresh_head(config, loaded, None, seed=5).layer().mlp, loaded.model.model.layers[-1].mlp
     norms = [
-        weight.norm(dim=1) for weight in (theirs.gate_proj.weight, theirs.up_proj.weight, theirs.down_proj.weight.T)
+        weight.float().norm(dim=1)
+        for weight in (theirs.gate_proj.weight, theirs.up_proj.weight, theirs.down_proj.weight.T)
     ]
     kept = sorted((norms[0] * norms[1] * norms[2]).argsort()[-5:].tolist())
     assert torch.equal(own.gate_proj.weight, theirs.gate_proj.weight[kept])
