@@ -160,11 +160,20 @@ def draw(outcome: Outcome, title: str) -> Figures:
     """Acceptance by position, and speed by the number of requests."""
     shown = tables(outcome.result)
     figures: Figures = {}
-    for name, prefix in (("drafters_pos_acc", "pos_acc"), ("drafters_batch", "side by side")):
+    for name, prefix, label in (
+        ("drafters_pos_acc", "pos_acc", "accepted, of steps that accepted all before (prose, T = 0)"),
+        ("drafters_batch", "side by side", "plain over drafted, prompts included, T = 0"),
+    ):
         table = next((table for key, table in shown.items() if key.startswith(prefix)), {})
         figure, axes = new_figure(7, 4, title)
         for head, cells in table.items():
-            axes.plot(list(cells), list(cells.values()), marker="o", label=head)
+            lines: dict[str, dict[str, Any]] = {}  # "rag, 4" is a point of the line of rag
+            for where, value in cells.items():
+                task, _, size = where.rpartition(", ")
+                lines.setdefault(f"{head}, {task}" if task else head, {})[size] = value
+            for line, points in lines.items():
+                axes.plot(list(points), list(points.values()), marker="o", label=line)
+        axes.set_ylabel(label, fontsize=8)
         axes.legend(fontsize=7)
         figures[name] = figure
     return figures
