@@ -112,9 +112,8 @@ class Pause:
 
     def __init__(self) -> None:
         self._num_misses = self._num_waited = self._num_sequences = 0
-        self._seen: dict[
-            tuple[str, int], tuple[int, int]
-        ] = {}  # of each sequence the last class, and the number of steps
+        self._seen: dict[tuple[str, int], tuple[int, int]] = {}
+        """Of each sequence the class in its last step, and the number of its steps."""
         self.num_steps = 1
         """Steps since the last computation, this step included."""
 
