@@ -54,7 +54,9 @@ class RagTask(Task):
             yield config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
     def config_of_begun(self, config: PipelineConfig, begun: Mapping[str, Any]) -> PipelineConfig:
-        """Jobs from before there was a learned fusion name none, and go on by rank."""
+        """Jobs from before there were a learned fusion and a second layout name none: they go on by rank, and quote."""
+        if begun and "layout" not in begun and config.prompts.layout == "auto":
+            config = config.model_copy(update={"prompts": config.prompts.model_copy(update={"layout": "quote"})})
         retriever, before = config.retriever, begun.get("retriever")
         named = not isinstance(before, dict) or "fusion" in before
         if named or retriever.mode != "hybrid" or "fusion" in retriever.model_fields_set:
@@ -68,6 +70,7 @@ class RagTask(Task):
             "encoder": config.encoder.model,
             "retriever": retriever.model_dump(exclude=_CHANGES_NO_TEXT | _unset(retriever)),
             "index_generation": manifest.generation_id,
+            **({"layout": "short"} if config.wording.layout == "short" else {}),
         }
 
     def stages(self, runtime: Runtime) -> StagedPipeline:

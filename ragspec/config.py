@@ -462,8 +462,15 @@ class PromptConfig(ConfigSection):
     """The words of prompts, for other targets than the default; empty: the words that the default's adapter was trained on.
 
     `instruction`: how to answer from passages; `question`: stands before the question; `grammar`: before a sentence to correct.
+
+    `layout`: "quote" asks for a verbatim quote and a short answer behind it; "short" asks for one sentence, and each sentence
+    is shown with the passage's exact words it rests on; "auto": quote for the default target and for a target with an adapter,
+    short for others. `require_support`: an answer from passages of which no sentence is quoted, supported or related is replaced
+    by a sentence that says so; its text is then streamed whole, at its end.
     """
 
+    layout: Literal["auto", "quote", "short"] = "auto"
+    require_support: bool = False
     instruction: str = ""
     question: str = ""
     grammar: str = ""
@@ -481,6 +488,15 @@ class PipelineConfig(ConfigSection):
     generation: GenerationConfig = GenerationConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     prompts: PromptConfig = PromptConfig()
+
+    @property
+    def wording(self) -> PromptConfig:
+        """`prompts` with the layout that "auto" stands for."""
+        if self.prompts.layout != "auto":
+            return self.prompts
+        target = self.target
+        is_plain = target.adapter == "none" or (target.adapter == "auto" and target.model != DEFAULT_TARGET)
+        return self.prompts.model_copy(update={"layout": "short" if is_plain else "quote"})
 
 
 Settings = TypeVar("Settings", bound=PipelineConfig)

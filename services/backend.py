@@ -80,7 +80,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = batching or retriever
         self.encoder: TextEncoder = retriever.encoder
-        self.prompts = PromptBuilder(tokenizer, engine.max_context_tokens, config.prompts)
+        self.prompts = PromptBuilder(tokenizer, engine.max_context_tokens, config.wording)
         self.chat = Chat(self.retriever, self.prompts, conversations, config.chat, engine)
         self.library = open_library(config, self.encoder, self.chat.forget)
         self.dictionaries = open_dictionaries(config)

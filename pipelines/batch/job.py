@@ -147,11 +147,18 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
         **({"weights": "int8"} if config.target.is_int8 else {}),
         **({"numerics": numerics} if numerics not in _FIRST_NUMERICS else {}),
         **({"target_files": digest} if digest else {}),
-        **({"prompts": config.prompts.model_dump()} if config.prompts != PromptConfig() else {}),
+        **_words(config.prompts),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed", *(_WHERE_FREE if is_free else ())}),
         **task.text_settings(config),
     }
+
+
+def _words(prompts: PromptConfig) -> dict[str, Any]:
+    """The prompts' own words. Why without the layout: jobs from before there were two name none."""
+    words = prompts.model_dump(exclude_defaults=True, exclude={"layout"})
+    names = ("instruction", "question", "grammar")
+    return {"prompts": dict.fromkeys(names, "") | words} if words else {}
 
 
 def _check(rows: JobInput, output: OutputFolder) -> int:

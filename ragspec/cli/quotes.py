@@ -54,10 +54,11 @@ def support_lines(answer: Answer, numbers: Mapping[str, int]) -> Iterator[Text]:
         text = _flat(answer.text[sentence.start : sentence.end])
         if sentence.label == "unsupported":
             yield Text.assemble(("not found in the passages: ", UNSUPPORTED), text)
-        elif sentence.label == "supported":
+        elif sentence.label != "quoted":
             number = numbers[sentence.passage_id]
             source = _flat(answer.passages[number].text[sentence.passage_start : sentence.passage_end])
-            yield Text.assemble((f"supported by [{number + 1}]: ", "bold"), text, (f"  ({source})", "dim"))
+            verdict = "supported by" if sentence.label == "supported" else "compare with"
+            yield Text.assemble((f"{verdict} [{number + 1}]: ", "bold"), text, (f"  ({source})", "dim"))
 
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:

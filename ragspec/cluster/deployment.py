@@ -157,7 +157,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
         config = self.config
         with self.engine() as engine, closing(self.retriever()) as retriever:
-            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.prompts)
+            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording)
             num_passages = config.retriever.num_passages
             yield Pipeline(retriever, engine, prompts, num_passages=num_passages, generation=config.generation)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
+from ragspec.rag.wording import abstains
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +15,14 @@ class AnswerSentence:
 
     "quoted": without quotation marks, passage numbers and full stop it equals `passage.text[passage_start:passage_end]`.
     "supported": its words and numbers stand in the sentence `passage.text[passage_start:passage_end]`, which is no quote.
-    "unsupported": neither, which does not make it wrong; `passage_id` is then empty.
+    "related": most of its words and all its numbers stand in `passage.text[passage_start:passage_end]` and the question; ragspec
+    does not check whether the passage says the same. "unsupported": none of these, which does not make it wrong; `passage_id` is
+    then empty.
     """
 
     start: int
     end: int
-    label: Literal["quoted", "supported", "unsupported"]
+    label: Literal["quoted", "supported", "related", "unsupported"]
     passage_id: str = ""
     passage_start: int = 0
     passage_end: int = 0
@@ -96,6 +99,11 @@ class Answer:
     stats: AnswerStats
     sentences: tuple[AnswerSentence, ...] = ()
     unknown_quotations: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def abstained(self) -> bool:
+        """Whether it says that the documents hold no answer."""
+        return abstains(self.text)
 
     @property
     def is_partial(self) -> bool:

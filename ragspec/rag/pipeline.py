@@ -99,7 +99,7 @@ class Pipeline(Closeable):
         config = settings_of(config)
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         settings = config.retriever
         return cls(
             retriever,
@@ -152,9 +152,12 @@ class Pipeline(Closeable):
         deltas: list[Delta] = []
         async for delta in self.engine.stream(prepared.request):
             deltas.append(delta)
-            if delta.text:
+            if delta.text and not prepared.require_support:
                 yield delta.text
-        yield build_answer(prepared, completion_of(deltas))
+        answer = build_answer(prepared, completion_of(deltas))
+        if prepared.require_support:
+            yield answer.text
+        yield answer
 
     def close(self) -> None:
         self.engine.close()

@@ -21,7 +21,15 @@ from jinja2 import TemplateError
 from ragspec.config import PromptConfig
 from ragspec.core import Message, Passage, check_text
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.wording import GRAMMAR_REQUEST, INSTRUCTION, QUESTION, numbered, system_text, user_text
+from ragspec.rag.wording import (
+    GRAMMAR_REQUEST,
+    INSTRUCTION,
+    QUESTION,
+    SHORT_INSTRUCTION,
+    numbered,
+    system_text,
+    user_text,
+)
 from ragspec.retrieval.expansion import widths
 
 _ROLES = frozenset({"system", "user", "assistant", "context"})
@@ -56,7 +64,10 @@ class PromptBuilder:
 
     def __init__(self, tokenizer: Any, max_context_tokens: int, words: PromptConfig | None = None) -> None:
         words = words or PromptConfig()
-        self._instruction = words.instruction or INSTRUCTION
+        self.quotes_first = words.layout != "short"
+        """Whether answers begin with a verbatim quote."""
+        self.require_support = words.require_support
+        self._instruction = words.instruction or (INSTRUCTION if self.quotes_first else SHORT_INSTRUCTION)
         self._label, self._grammar_request = words.question or QUESTION, words.grammar or GRAMMAR_REQUEST
         self.tokenizer = tokenizer
         self._encoding = threading.Lock()

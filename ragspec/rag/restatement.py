@@ -84,7 +84,7 @@ _NEGATIONS = frozenset(words_of(word)[-1].text for word in _NEGATION_WORDS.split
 """As they are compared: casefolding and tokens change some of them."""
 
 
-def _is_negation(text: str) -> bool:
+def is_negation(text: str) -> bool:
     """Why beginnings: Korean verbs carry their negation."""
     return text in _NEGATIONS or text.startswith(("않", "못"))
 
@@ -134,7 +134,7 @@ def _is_whole(source: Sequence[Word], places: Sequence[int]) -> bool:
         left -= 1
     while right < len(texts) and texts[right] not in _CLAUSE_ENDS:
         right += 1
-    if any(_is_negation(texts[i]) for i in range(left, right) if i not in taken):
+    if any(is_negation(texts[i]) for i in range(left, right) if i not in taken):
         return False
     if any(texts[i] in _CONDITIONS for i in places) and _said(source[places[-1] + 1 : right]):
         return False

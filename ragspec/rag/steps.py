@@ -32,9 +32,9 @@ from ragspec.engine.client import completion_of
 from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.support import find_support
+from ragspec.rag.support import Support, find_support
 from ragspec.rag.verbatim_quotes import answer_grammar
-from ragspec.rag.wording import nothing_close
+from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import SearchResult
@@ -105,10 +105,18 @@ class RetrievedQuestion:
     closeness: float | None = None
 
 
+class AnswerRules(TypedDict):
+    """Fields of `PreparedQuestion`."""
+
+    wants_evidence: bool
+    require_support: bool
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
     """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `said`: the
-    answer where no passage is close to the question, which no engine has to write."""
+    answer where no passage is close to the question, which no engine has to write. `wants_evidence`: the answer is in free words,
+    and passages' words are found for its sentences. `require_support` as in `PromptConfig`."""
 
     user_question: str
     prompt: Prompt
@@ -118,6 +126,8 @@ class PreparedQuestion:
     retrieve_s: float
     prompt_s: float
     said: str = field(default="", kw_only=True)
+    wants_evidence: bool = field(default=False, kw_only=True)
+    require_support: bool = field(default=False, kw_only=True)
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -157,12 +167,20 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
-        grammar=answer_grammar(question.params, question.speculation, prompt.passages),
+        grammar=answer_grammar(
+            question.params, question.speculation, prompt.passages, quotes_first=prompts.quotes_first
+        ),
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
     index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
-    return PreparedQuestion(question.text, prompt, request, *index, retrieved.retrieve_s, prompt_s, said=said)
+    times = retrieved.retrieve_s, prompt_s
+    return PreparedQuestion(question.text, prompt, request, *index, *times, said=said, **answer_rules(prompts))
+
+
+def answer_rules(prompts: PromptBuilder) -> AnswerRules:
+    """How the answers to a builder's prompts are checked."""
+    return {"wants_evidence": not prompts.quotes_first, "require_support": prompts.require_support}
 
 
 def abstention(
@@ -209,7 +227,10 @@ async def collect_completions(engine: EngineLike, request: Request) -> list[Comp
 def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
     """The answer of one choice, with citations of the prompt's passages, by their numbers there."""
     passages, times = prepared.prompt.passages, (prepared.retrieve_s, prepared.prompt_s)
-    support = find_support(completion.text, () if prepared.said else passages)
+    asked = prepared.user_question if prepared.wants_evidence else None
+    support = find_support(completion.text, () if prepared.said else passages, asked)
+    if prepared.require_support and support.sentences and not support.is_found:
+        completion, support = replace(completion, text=NOT_SUPPORTED, token_ids=(), logprobs=()), Support((), (), ())
     return Answer(
         prepared.user_question,
         completion.text,

@@ -2,8 +2,9 @@
 
 Owns the rule. A sentence is `quoted` if it stands in a passage, character for character. It is `supported` if all its words and
 numbers stand in one sentence of a passage, in their order, and nothing between them was left out that could change their
-meaning: negations, numbers, names, conjunctions. Any other sentence is `unsupported`, also one that is true. Never calls a
-sentence a quote that is not string-identical to its source.
+meaning: negations, numbers, names, conjunctions. It is `related` to the words of a passage that `ragspec.rag.evidence` finds
+for it. Any other sentence is `unsupported`, also one that is true. Never calls a sentence a quote that is not string-identical
+to its source.
 
     >>> [each.label for each in label_sentences("The mill opens at nine [1]. It never closes.", passages, citations)]
     ['supported', 'unsupported']
@@ -21,8 +22,9 @@ from typing import NamedTuple
 from ragspec.core import Citation, Passage
 from ragspec.rag.answer import AnswerSentence
 from ragspec.rag.citations import find_citations, find_words
+from ragspec.rag.evidence import Evidence
 from ragspec.rag.restatement import Word, content_words, restates, words_of
-from ragspec.rag.wording import ABSTENTION
+from ragspec.rag.wording import abstains
 from ragspec.retrieval.chunking import Span, sentences
 
 _MARKERS = re.compile(r"(?:[\s,;]*\[\d{1,3}\])+[.;:]?")
@@ -68,21 +70,34 @@ class Support(NamedTuple):
     sentences: tuple[AnswerSentence, ...]
     unknown_quotations: tuple[Span, ...]
 
+    @property
+    def is_found(self) -> bool:
+        """Whether a passage holds the words of some sentence."""
+        return any(sentence.label != "unsupported" for sentence in self.sentences)
 
-def find_support(answer: str, passages: Sequence[Passage], *, numbered: bool = True) -> Support:
+
+def find_support(
+    answer: str, passages: Sequence[Passage], question: str | None = None, *, numbered: bool = True
+) -> Support:
     """Citations, labelled sentences and invented quotations; without passages nothing is labelled.
 
+    `question`: of an answer in free words, whose sentences get evidence; None: no sentence becomes `related`.
     `numbered`: `[2]` in the answer means `passages[1]`.
     """
     if not passages:
         return Support((), (), ())
     citations = find_citations(answer, passages, numbered=numbered)
-    labelled = label_sentences(answer, passages, citations, numbered=numbered)
+    labelled = label_sentences(answer, passages, citations, question, numbered=numbered)
     return Support(tuple(citations), tuple(labelled), tuple(unknown_quotations(answer, passages)))
 
 
 def label_sentences(
-    answer: str, passages: Sequence[Passage], citations: Sequence[Citation], *, numbered: bool = True
+    answer: str,
+    passages: Sequence[Passage],
+    citations: Sequence[Citation],
+    question: str | None = None,
+    *,
+    numbered: bool = True,
 ) -> list[AnswerSentence]:
     """Every sentence with its label, in order. A sentence that says that the passages hold no answer has none.
 
@@ -92,19 +107,22 @@ def label_sentences(
     by_id = {passage.id: passage for passage in passages}
     cited = dict.fromkeys(by_id[citation.passage_id] for citation in citations)
     sources = [source for passage in dict.fromkeys([*cited, *passages]) for source in _sentences_of(passage)]
+    evidence = Evidence(() if question is None else passages, question or "")
     labelled: list[AnswerSentence] = []
     for start, end, numbers, is_short in _statements(answer):
         left, right = _core(answer, start, end)
-        if left == right or answer[left:right] == ABSTENTION.rstrip("."):
+        if left == right or abstains(answer[left:right]):
             continue
         named = {passages[number - 1].id for number in numbers if 0 < number <= len(passages)} if numbered else set()
         usable = [source for source in sources if not named or source.passage.id in named]
         if is_short and labelled and labelled[-1].label == "quoted":
             usable = [source for source in usable if source.holds(labelled[-1])]
-        if place := _quoted(answer, left, right, citations, by_id):
-            labelled.append(AnswerSentence(start, end, "quoted", *place))
+        if quoted := _quoted(answer, left, right, citations, by_id):
+            labelled.append(AnswerSentence(start, end, "quoted", *quoted))
         elif found := _supported(answer[left:right], usable):
             labelled.append(AnswerSentence(start, end, "supported", found.passage.id, found.start, found.end))
+        elif not is_short and (place := evidence.find(answer[left:right])):
+            labelled.append(AnswerSentence(start, end, "related", place.passage.id, place.start, place.end))
         else:
             labelled.append(AnswerSentence(start, end, "unsupported"))
     return labelled

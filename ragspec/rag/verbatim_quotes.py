@@ -21,12 +21,17 @@ REST: /(.|\n)*/
 """
 
 
-def answer_grammar(params: SamplingParams, speculation: Speculation, passages: Sequence[Passage]) -> str:
+def answer_grammar(
+    params: SamplingParams, speculation: Speculation, passages: Sequence[Passage], *, quotes_first: bool = True
+) -> str:
     """The grammar of an answer from passages; empty where quotes are free.
 
-    They are free if they are asked to be, beside a JSON schema or `ignore_eos`, and under the published acceptance rules.
+    They are free if they are asked to be, where answers do not begin with quotes, beside a JSON schema or `ignore_eos`, and under
+    the published acceptance rules.
     """
-    is_free = params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
+    is_free = (
+        not quotes_first or params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
+    )
     if is_free or not params.verbatim_quotes or not passages:
         return ""
     return quote_grammar([passage.text for passage in passages])

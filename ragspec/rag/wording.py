@@ -12,6 +12,9 @@ conversation reads it once. Passages stand before their question, so many questi
     assistant  "The sentence." [1] – short answer.
 
 The caller's own system message stands before the instruction. A conversation without passages has no instruction.
+
+A target without an adapter answers in the layout "short": one sentence of its own, to which `ragspec.rag.evidence` adds the exact
+words of a passage.
 """
 
 from __future__ import annotations
@@ -25,11 +28,25 @@ INSTRUCTION = (
     "and the short answer. If no passage answers the question, say: The passages do not say."
 )
 ABSTENTION = "The passages do not say."
+SHORT_INSTRUCTION = (
+    "You answer questions about documents. Use only the passages. Answer in one short sentence. If the passages do not contain "
+    f"the answer, reply: {ABSTENTION}"
+)
 NOTHING_CLOSE = "Nothing in your documents is close to this question."
+NOT_SUPPORTED = "Nothing in your documents supports an answer to this question."
 GRAMMAR_REQUEST = "Correct the grammar: "
 QUESTION = "Question: "
 _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
+
+_ABSTAINS = re.compile(
+    r"(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
+    r"(?:passages?|documents?|sources?|context)(?: \[?\d+\]?)?(?: provided| given)? "
+    r"(?:(?:do(?:es)?|did)(?: not|n't)(?: \w+ly)? (?:say|contain|mention|provide|specify|state|include|give|answer|indicate|"
+    r"describe|discuss|address|explain|hold|have|list|cover|define|name|refer)|(?:says?|contains?|mentions?|provides?|states?|answers?)\b)",
+    re.IGNORECASE,
+)
+"""A model's own words for `ABSTENTION`; "the passage says" counts behind "none of" alone."""
 
 _ANSWER = re.compile(rf'^"(?P<quote>.*)" \[(?P<passage>\d+)\](?:\s*{_DASH})?\s*(?P<short>.*)$', re.DOTALL)
 
@@ -40,6 +57,15 @@ class QuotedAnswer(NamedTuple):
     quote: str
     passage: int
     short: str
+
+
+def abstains(text: str) -> bool:
+    """Whether an answer begins by saying that the passages hold no answer, in these words or in a model's own."""
+    text = text.strip()
+    if text.startswith((ABSTENTION.rstrip("."), NOTHING_CLOSE, NOT_SUPPORTED)):
+        return True
+    found = _ABSTAINS.match(text)
+    return found is not None and re.search(r"\b(?:not|none|neither)\b|n't", found.group(), re.IGNORECASE) is not None
 
 
 def nothing_close(titles: Sequence[str]) -> str:

@@ -159,12 +159,15 @@ class ChatFormat(AnswerFormat):
         return chunks
 
     def delta_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        if self._ready.require_support:  # the text comes with the last choice, once its support is known
+            return _chunk_choice(self.indices[delta.key], {"content": ""})
         return _chunk_choice(self.indices[delta.key], {"content": delta.text}, self._logprobs(delta.logprobs))
 
     async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
         index, completion = self.indices[key], self.stream.completion(key)
         (answer,) = await self._answers([completion])
-        choice = _chunk_choice(index, self._citations(answer)) | {"finish_reason": answer.finish_reason.value}
+        whole = {"content": answer.text} if self._ready.require_support else {}
+        choice = _chunk_choice(index, whole | self._citations(answer)) | {"finish_reason": answer.finish_reason.value}
         kept = self._kept_field() if completion.choice == 0 else {}
         return choice, {"ragspec": self._support(answer, index) | kept}
 

@@ -175,10 +175,11 @@ class ResponsesFormat(ChatFormat):
         async for delta in streaming.immediate(self.stream):
             if delta is None:
                 await sender.event(streaming.KEEP_ALIVE)
-            elif delta.text:
-                fields = spot | {"delta": delta.text, "logprobs": []}
-                await send(_Event("response.output_text.delta", fields, padded=self._body.options.include_obfuscation))
+            elif delta.text and not self._ready.require_support:
+                await send(self._text_event(spot, delta.text))
         (answer,) = await self._answers([self.stream.completion(self.stream.keys[0])])
+        if self._ready.require_support:
+            await send(self._text_event(spot, answer.text))
         self._count()
         response = self._response(answer)
         part, status = response["output"][0]["content"][0], response["status"]
@@ -194,6 +195,10 @@ class ResponsesFormat(ChatFormat):
             _Event(f"response.{status}", {"response": response}),
         )
         await sender.event(b"", is_last=True)
+
+    def _text_event(self, spot: Mapping[str, Any], text: str) -> _Event:
+        fields = {**spot, "delta": text, "logprobs": []}
+        return _Event("response.output_text.delta", fields, padded=self._body.options.include_obfuscation)
 
     @property
     def _item_id(self) -> str:

@@ -110,16 +110,18 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
 
 
 def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
-    """A half-done job was refused after an update, for a setting that nobody had made; or went on in another order."""
+    """A half-done job was refused after an update, for a setting that nobody had made; or went on in another order or layout."""
     inputs, out = write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out"
     run_job(job(place, inputs, out), RagTask())
     settings = json.loads((out / "job.json").read_text())
     assert settings["retriever"].pop("fusion") == "learned"
+    assert settings.pop("layout") == "short"
     (out / "job.json").write_text(json.dumps(settings))
     run_job(job(place, inputs, out), RagTask())
     assert json.loads((out / "job.json").read_text()) == settings
     config = job(place, inputs, out).config
-    assert RagTask().config_of_begun(config, settings).retriever.fusion == "rank"
+    before = RagTask().config_of_begun(config, settings)
+    assert (before.retriever.fusion, before.wording.layout) == ("rank", "quote")
     asked = config.retriever.model_validate({**config.retriever.model_dump(exclude_unset=True), "fusion": "learned"})
     begun = job(place, inputs, out)
     with pytest.raises(ConfigError, match="holds a job with retriever"):

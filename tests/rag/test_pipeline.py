@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_parts import CONTEXT, DOCUMENTS, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Recording, Switch
 
-from ragspec.config import RetrieverConfig
+from ragspec.config import PipelineConfig, PromptConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -17,8 +17,8 @@ from ragspec.errors import Cancelled, InputError, PromptTooLong
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Question, SamplingOptions
-from ragspec.rag.wording import NOTHING_CLOSE
+from ragspec.rag.steps import Question, SamplingOptions, build_request, retrieve_passages
+from ragspec.rag.wording import NOT_SUPPORTED, NOTHING_CLOSE
 from ragspec.retrieval.retriever import Retriever
 
 
@@ -265,3 +265,42 @@ async def test_questions_in_flight_abstain_too(retriever: Retriever, engine: Eng
 
     told = {result.id: result.result()[0].text async for result in flow.run(questions)}
     assert told[FAR].startswith(NOTHING_CLOSE) and not told[QUESTION].startswith(NOTHING_CLOSE)
+
+
+@pytest.fixture
+def careful(retriever: Retriever, engine: Engine, target: Target) -> Pipeline:
+    """Answers in free words, and withholds what no passage supports."""
+    words = PromptConfig(layout="short", require_support=True)
+    return Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT, words), num_passages=2)
+
+
+@pytest.mark.parametrize(
+    "answer, label", [("The people of the valley built the mill in 1874.", "related"), ("Carp swim upstream.", "")]
+)
+def test_an_answer_without_support_is_withheld(careful: Pipeline, switch: Switch, answer: str, label: str) -> None:
+    """A stream that shows what the whole answer then withholds; a supported answer that is withheld."""
+    switch.answer = answer
+    whole = careful.ask(QUESTION, QUOTING)
+    text, last = asyncio.run(streamed(careful, QUESTION, QUOTING))
+    assert text == last.text == whole.text == (answer if label else NOT_SUPPORTED)
+    assert [each.label for each in whole.sentences] == ([label] if label else [])
+    assert whole.abstained == (not label)
+
+
+def test_a_target_without_an_adapter_is_asked_for_a_short_answer(retriever: Retriever, target: Target) -> None:
+    """A larger model that is asked in the words of the default's adapter and abstains from nearly everything."""
+    (passages,) = retriever.retrieve([QUESTION], 2).passages
+    for given, layout in (
+        ({}, "quote"),
+        ({"model": "other"}, "short"),
+        ({"model": "other", "adapter": "folder"}, "quote"),
+        ({"adapter": "none"}, "short"),
+    ):
+        words = PipelineConfig(target=TargetConfig(**given)).wording
+        prompts = PromptBuilder(target.tokenizer, CONTEXT, words)
+        shown = target.tokenizer.decode(prompts.build(QUESTION, passages, 16).prompt_ids)
+        assert words.layout == layout
+        assert ("Quote the sentence" in shown) == (layout == "quote") == ("one short sentence" not in shown)
+        question = Question("q", QUESTION, QUOTING, 2)
+        (retrieved,) = retrieve_passages(retriever, [question])
+        assert bool(build_request(retrieved, prompts).request.grammar) == (layout == "quote")

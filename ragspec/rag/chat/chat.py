@@ -29,7 +29,7 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, answer_rules, copy_sources
 from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.tenants import TenantCaches
 
@@ -107,14 +107,26 @@ class Chat:
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
-            grammar=answer_grammar(turn.params, turn.speculation, prompt.passages),
+            grammar=answer_grammar(
+                turn.params, turn.speculation, prompt.passages, quotes_first=self._prompts.quotes_first
+            ),
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s
         said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
         return PreparedTurn(
-            user_question, prompt, request, *found, prompt_s, turn, question, history, num_deletions, said=said
+            user_question,
+            prompt,
+            request,
+            *found,
+            prompt_s,
+            turn,
+            question,
+            history,
+            num_deletions,
+            said=said,
+            **answer_rules(self._prompts),
         )
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:

@@ -85,7 +85,7 @@ class Grammar(Closeable):
         """
         config = settings_of(config)
         engine = load_engine(config.target, config.engine, config.drafting)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         return cls(engine, prompts, max_in_flight=config.engine.max_running)
 
     def correct(

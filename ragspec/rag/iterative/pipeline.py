@@ -20,7 +20,7 @@ from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig, 
 from ragspec.core import GenerationStats, Passage, SamplingParams
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import IncrementalDetokenizer, detokenize
-from ragspec.errors import InputError
+from ragspec.errors import ConfigError, InputError
 from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.iterative.policies import InContextRalm, Policy
@@ -86,9 +86,13 @@ class IterativePipeline(Closeable):
         Raises: ConfigError, StoreError, ModelError.
         """
         config = settings_of(config)
+        if config.prompts.require_support:
+            raise ConfigError(
+                "prompts.require_support withholds one-shot and chat answers; iterative ones are not withheld"
+            )
         index = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.prompts)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         return cls(index, engine, prompts, policy=policy, speculation=config.speculation, generation=config.generation)
 
     @property
@@ -223,7 +227,8 @@ class IterativePipeline(Closeable):
         dropped = _distinct(replace(p, score=score_of[p.id]) for prompt in prompts for p in prompt.dropped)
         generation = _generation_stats(steps, request, len(final.output_ids))
         missing = tuple(sorted(run.missing))
-        support = find_support(text, passages, numbered=False)
+        asked = None if self._components.prompts.quotes_first else request.question
+        support = find_support(text, passages, asked, numbered=False)
         return Answer(
             request.question,
             text,

@@ -15,11 +15,13 @@ export function verdictText(reply, numQuotes) {
   const quoted = new Set(reply.citations.map((citation) => citation.passage)).size;
   const count = (label) => (reply.sentences ?? []).filter((sentence) => sentence.label === label).length;
   const supported = count("supported");
+  const related = count("related");
   const unsupported = count("unsupported");
   const unknown = (reply.unknownQuotations ?? []).length;
   const said = [
     numQuotes ? `Quoted from ${plural(quoted, "source")}.` : "Nothing in this answer is quoted word for word.",
     supported && `${plural(supported, "sentence")} supported by a source.`,
+    related && `${plural(related, "sentence")} to compare with a source.`,
     unsupported && `${plural(unsupported, "sentence")} not found in the sources.`,
     unknown && `${plural(unknown, "quotation")} found in no source.`,
   ];
@@ -47,7 +49,8 @@ function sentenceItem(sentence, answer, passages) {
   const source = passage && new Characters(passage.text);
   if (!source?.holds(sentence.passage_start, sentence.passage_end)) return itemOf("unsupported", "Not found in the sources", text);
   const place = el("span", { class: "said" }, source.slice(sentence.passage_start, sentence.passage_end));
-  return itemOf("supported", `Supported by source ${passage.number}`, text, place);
+  const verdict = sentence.label === "supported" ? "Supported by" : "Compare with";
+  return itemOf(sentence.label, `${verdict} source ${passage.number}`, text, place);
 }
 
 const itemOf = (kind, label, text, ...more) =>

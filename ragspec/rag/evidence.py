@@ -1,0 +1,113 @@
+"""Finds the words of a passage that a free sentence of an answer rests on: the exact text that a reader checks it against.
+
+Owns the choice by overlap. A word counts by how rare it is in the passages; words of the question count less. Evidence is a run
+of at most `_MAX_UNITS` sentences, table rows or list items of one passage, and a sentence that ends in a colon brings the block
+that it announces. Evidence is no proof: whether it says the same as the sentence is for the reader to judge.
+
+    >>> Evidence(passages, "When does the mill open?").find("At nine o'clock.")
+    Place(passage=..., start=0, end=34)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from ragspec.core import Passage
+from ragspec.rag.restatement import content_words, is_negation, words_of
+from ragspec.retrieval.chunking import Span, sentences
+
+_MAX_UNITS = 3
+_QUESTION_WEIGHT = 0.4
+"""Of a word of the question beside one of the answer."""
+_UNIT_COST = 0.5
+"""What another sentence must add to the overlap, in the weight of a word that stands in one sentence only."""
+_LEAST_COVERED = 0.6
+"""The share of the statement's words, by weight, that evidence and question hold together."""
+_BLOCK_END = re.compile(r"\n[ \t]*\n")
+_STEM_CHARS = 6
+
+
+class Place(NamedTuple):
+    """`passage.text[start:end]`."""
+
+    passage: Passage
+    start: int
+    end: int
+
+
+class _Window(NamedTuple):
+    place: Place
+    stems: frozenset[str]
+    num_units: int
+
+
+class Evidence:
+    """The sentences of some passages, as evidence for answers to one question."""
+
+    def __init__(self, passages: Sequence[Passage], question: str = "") -> None:
+        units = [[(span, _stems(passage.text[slice(*span)])) for span in _units(passage.text)] for passage in passages]
+        holding = Counter(stem for own in units for _, stems in own for stem in stems)
+        self._num_units = sum(map(len, units))
+        self._holding = holding
+        self._question = _stems(question)
+        self._windows = [
+            window for passage, own in zip(passages, units, strict=True) for window in _windows(passage, own)
+        ]
+
+    def find(self, statement: str) -> Place | None:
+        """The window of greatest overlap; None where it lacks a number, a negation or too many words of the statement."""
+        stems = _stems(statement)
+        if not stems or not self._windows:
+            return None
+        cost = _UNIT_COST * self._weight("")
+        best = max(self._windows, key=lambda each: self._overlap(each.stems, stems) - cost * each.num_units)
+        return best.place if self._covers(best, statement, stems) else None
+
+    def _overlap(self, held: Collection[str], stems: frozenset[str]) -> float:
+        answered = sum(self._weight(stem) for stem in stems if stem in held)
+        asked = sum(self._weight(stem) for stem in self._question - stems if stem in held)
+        return answered + _QUESTION_WEIGHT * asked
+
+    def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
+        held = window.stems | self._question
+        place = window.place
+        if _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
+            return False
+        if any(stem not in held for stem in stems if any(map(str.isdigit, stem))):
+            return False
+        found = sum(self._weight(stem) for stem in stems if stem in held)
+        return found >= _LEAST_COVERED * sum(map(self._weight, stems)) and bool(stems & window.stems)
+
+    def _weight(self, stem: str) -> float:
+        return math.log(1 + self._num_units / max(1, self._holding[stem]))
+
+
+def _units(text: str) -> Iterator[Span]:
+    """Sentences; one that ends in a colon reaches to the end of the block behind it."""
+    for start, end in sentences(text):
+        if text[end - 1] == ":":
+            begins = end + len(text[end:]) - len(text[end:].lstrip())
+            found = _BLOCK_END.search(text, begins)
+            end = len(text[: found.start() if found else len(text)].rstrip())
+        yield start, end
+
+
+def _windows(passage: Passage, units: Sequence[tuple[Span, frozenset[str]]]) -> Iterator[_Window]:
+    for first, ((start, _), _) in enumerate(units):
+        for after in range(first + 1, min(first + _MAX_UNITS, len(units)) + 1):
+            taken = units[first:after]
+            held = frozenset().union(*(stems for _, stems in taken))
+            yield _Window(Place(passage, start, max(end for (_, end), _ in taken)), held, len(taken))
+
+
+def _stems(text: str) -> frozenset[str]:
+    """The words that carry meaning, cut to their beginnings: "encrypts" and "encrypted" are one."""
+    return frozenset(word[:_STEM_CHARS] if word.isalpha() else word for word in content_words(words_of(text)))
+
+
+def _is_negated(text: str) -> bool:
+    return any(is_negation(word.text) for word in words_of(text))
