@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -21,6 +21,9 @@ from ragspec.errors import InputError
 from ragspec.speculation import ON, Speculation
 
 MAX_SEED = 2**64 - 1
+
+Say = Callable[[str], None]
+"""Gets a line for each part of a start."""
 
 
 class Heading(NamedTuple):

@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragspec.core import Request
+from ragspec.core import Request, Say
 from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
-from ragspec.numerics.self_test import Say
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore

@@ -60,9 +60,9 @@ def run_ask(
         note(errors, STANDARD_LIBRARY)
         encoder = Encoder.load(settings.encoder)
         settings = _with_standard_library(errors, settings, encoder, corpus)
-    with errors.status(Text("Opening the index and the target …", "dim")):
+    with errors.status(Text("Opening the index and the target …", "dim")) as status:
         load = partial(IterativePipeline.from_config, policy=policy) if policy else Pipeline.from_config
-        pipeline = load(settings, encoder=encoder)
+        pipeline = load(settings, encoder=encoder, say=lambda text: status.update(Text(f"{text} …", "dim")))
     if policy:
         options["guessing"] = options["speculation"]
     with pipeline:

@@ -28,6 +28,7 @@ from ragspec.config import (
     TargetConfig,
     TreeHeadConfig,
 )
+from ragspec.core import Say
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
@@ -59,7 +60,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.numerics.self_test import Say, SelfTest, self_test
+from ragspec.numerics.self_test import SelfTest, self_test
 from ragspec.numerics.threads import AdaptiveThreads, run_in_thread, set_num_threads
 from ragspec.verification.sampling import compile_samplers
 
@@ -93,7 +94,7 @@ def load_engine(
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         say("reading the weights")
-        target = load_rank(target_config, config, ranks)
+        target = load_rank(target_config, config, ranks, say)
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
         compile_samplers(tested.uncertainty)

@@ -26,12 +26,13 @@ import torch
 from pydantic import BaseModel
 
 from ragspec import numerics
+from ragspec.core import Say
 from ragspec.disk import make_folder, write_atomically
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.self_test import CHUNKS, QUICK_CHUNKS, QUICK_ROWS, Say, SelfTest, self_test
+from ragspec.numerics.self_test import CHUNKS, QUICK_CHUNKS, QUICK_ROWS, SelfTest, self_test
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ alone.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from ragspec.config import EngineConfig, TargetConfig
+from ragspec.core import Say
 from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
 from ragspec.engine.kv_offload.kv_offload import make_kv_offload
 from ragspec.engine.rank_messages import MessageKind, receive
@@ -25,6 +27,8 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
+
+log = logging.getLogger(__name__)
 
 
 class Follower:
@@ -58,7 +62,7 @@ def load_follower(target_config: TargetConfig, config: EngineConfig, ranks: Rank
     return Follower(target, BlockStore(target.pool, config.kv_offload_dir, ranks) if config.kv_offload_bytes else None)
 
 
-def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -> Target:
+def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, say: Say = log.info) -> Target:
     """Load this rank's part of the target. All ranks of a group call this together.
 
     Checks that all ranks serve the same target and computes a first forward, which compiles the kernels. Raises: ModelError for
@@ -74,7 +78,7 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))
-        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes)
+        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes, say)
         make_kv_offload(target.pool, config, ranks)  # a budget below a block is reported before forwards are measured
         if ranks.size > 1:
             with ranks.without_timeout():

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from ragspec.config import TargetConfig
+from ragspec.core import Say
 from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
@@ -95,19 +96,24 @@ class Target:
 
     @classmethod
     def load(
-        cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK, max_kv_bytes: int | None = None
+        cls,
+        config: TargetConfig,
+        num_kv_slots: int,
+        ranks: Ranks = ONE_RANK,
+        max_kv_bytes: int | None = None,
+        say: Say = log.info,
     ) -> Self:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
         The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
-        part. Raises: ModelError, SaveError.
+        part. `say` as for `target_folder`. Raises: ModelError, SaveError.
         """
         dtype = getattr(torch, config.dtype)
         if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         if config.max_weight_bytes and ranks.size > 1:
             raise ModelError("target.max_weight_bytes reads weights from disk, which a target on one rank alone does")
-        folder = target_folder(config)
+        folder = target_folder(config, say)
         tokenizer = read_tokenizer(folder)
         is_saved = config.is_int8 and config.backend_name == "cpu"
         saved = SavedWeights(folder, config, ranks) if is_saved else None
@@ -125,7 +131,7 @@ class Target:
             if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:
                 del target, model, arena
                 return_freed()  # Why: with the saved weights alone, a target takes half the memory
-                return cls.load(config, num_kv_slots, ranks, max_kv_bytes)
+                return cls.load(config, num_kv_slots, ranks, max_kv_bytes, say)
         if config.max_weight_bytes and arena and not arena.streams:
             if not isinstance(target._model.model, Int8Decoder):
                 raise ModelError(

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import math
 import platform
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numba
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 
+from ragspec.core import Say
 from ragspec.numerics.attention import AttentionMetadata, Floats, Ints
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
@@ -28,8 +28,6 @@ from ragspec.numerics.threads import set_num_threads
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
-"""Is told what a start does now."""
 SAMPLING_VERSION = 1
 """Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""
 

@@ -14,6 +14,7 @@ the index share a call. The number of questions in the pipeline is bounded: it r
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, Unpack, runtime_checkable
 
 from ragspec.config import GenerationConfig, PipelineConfig, settings_of
-from ragspec.core import Completion, Delta, SamplingParams
+from ragspec.core import Completion, Delta, SamplingParams, Say
 from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
@@ -54,6 +55,8 @@ from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
+
+log = logging.getLogger(__name__)
 
 Questions = Iterable[Question] | AsyncIterable[Question]
 
@@ -89,16 +92,20 @@ class Pipeline(Closeable):
 
     @classmethod
     def from_config(
-        cls, config: PipelineConfig | str | Path | None = None, *, encoder: TextEncoder | None = None
+        cls,
+        config: PipelineConfig | str | Path | None = None,
+        *,
+        encoder: TextEncoder | None = None,
+        say: Say = log.info,
     ) -> Self:
         """Open the index, load encoder and target, test the numerics, measure the costs.
 
-        `config`: settings, or a YAML file. `encoder`: the settings' encoder, if it is loaded already.
+        `config`: settings, or a YAML file. `encoder`: the settings' encoder, if it is loaded already. `say` as for `load_engine`.
         Raises: ConfigError, StoreError, ModelError.
         """
         config = settings_of(config)
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder)
-        engine = load_engine(config.target, config.engine, config.drafting)
+        engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         settings = config.retriever
         return cls(

@@ -216,21 +216,29 @@ class RowInvariantModel(ABC):
 
 @contextmanager
 def model_loading(what: str) -> Iterator[None]:
-    """Loads a model inside the block: hides progress bars of transformers, and restores the setting afterwards.
+    """Loads a model inside the block, without progress bars of transformers.
 
     Raises: ModelError, naming `what`, for any error of the libraries.
     """
+    try:
+        with without_progress_bars():
+            yield
+    except RagspecError:
+        raise
+    except Exception as cause:  # safetensors, tokenizers and pickle raise classes of their own
+        first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise ModelError(f"{what}: {first_line}") from cause
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hides the progress bars of transformers inside the block."""
     from transformers.utils import logging  # Why: seconds of imports, only when a model is wanted
 
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
-    except RagspecError:
-        raise
-    except Exception as cause:  # safetensors, tokenizers and pickle raise classes of their own
-        first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise ModelError(f"{what}: {first_line}") from cause
     finally:
         if were_on:
             logging.enable_progress_bar()

@@ -16,6 +16,7 @@ import gc
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import time
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
+from ragspec.core import Say
 from ragspec.disk import TEMPORARY, saving
 from ragspec.errors import ModelError
 
@@ -33,15 +35,18 @@ _FORMAT = 1
 """Of converted folders."""
 MAX_UNUSED_DAYS = 30
 
+log = logging.getLogger(__name__)
+
 _STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
 """Files that decide a target's hidden states and tokens."""
 _TEXTS = ("chat_template*", "generation_config.json")
 """Files that also decide prompts and where texts end."""
 
 
-def target_folder(config: TargetConfig) -> str:
+def target_folder(config: TargetConfig, say: Say = log.info) -> str:
     """The Hugging Face folder of a target, or its name on the hub. Converts a GGUF file, or merges an adapter, the first time.
 
+    `say` gets a line for each part of a conversion.
     Raises: ModelError if a file is missing, damaged or of a kind that is not served; SaveError if the cache cannot be written.
     """
     model, adapter = _model_file(config), _adapter_folder(config)
@@ -56,7 +61,7 @@ def target_folder(config: TargetConfig) -> str:
     elif not is_path:
         model = _hub_snapshot(model)
     cache = Path(config.cache_dir).expanduser()
-    return str(_converted(model, adapter, config.dtype, cache))
+    return str(_converted(model, adapter, config.dtype, cache, say))
 
 
 def is_local(config: TargetConfig) -> bool:
@@ -102,14 +107,14 @@ def _adapter_folder(config: TargetConfig) -> Path | None:
     return folder
 
 
-def _converted(model: str, adapter: Path | None, dtype: str, cache: Path) -> Path:
+def _converted(model: str, adapter: Path | None, dtype: str, cache: Path, say: Say) -> Path:
     """The folder in the cache that holds the converted target. Folders that nobody used for `MAX_UNUSED_DAYS` are removed."""
     with saving(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = cache / _conversion_key(model, adapter, dtype)
         with _conversion_lock(folder):
             if not folder.exists():
-                _convert(model, adapter, dtype, folder)
+                _convert(model, adapter, dtype, folder, say)
                 _remove_unused(cache)
             folder.touch()
     return folder
@@ -123,13 +128,13 @@ def _remove_unused(cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
+def _convert(model: str, adapter: Path | None, dtype: str, folder: Path, say: Say) -> None:
     from ragspec.engine.checkpoints.conversion import convert_target  # Why here: seconds of imports
 
     building = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     try:
-        convert_target(model, adapter, dtype, building)
+        convert_target(model, adapter, dtype, building, say)
         os.replace(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -10,6 +10,7 @@ The text equals that of waiting for every retrieval (`guessing=False`), for any 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig, settings_of
-from ragspec.core import GenerationStats, Passage, SamplingParams
+from ragspec.core import GenerationStats, Passage, SamplingParams, Say
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import IncrementalDetokenizer, detokenize
 from ragspec.errors import ConfigError, InputError
@@ -36,6 +37,8 @@ from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
+
+log = logging.getLogger(__name__)
 
 
 class IterativeOptions(SamplingOptions, total=False):
@@ -80,6 +83,7 @@ class IterativePipeline(Closeable):
         policy: Policy | None = None,
         *,
         encoder: TextEncoder | None = None,
+        say: Say = log.info,
     ) -> Self:
         """As `Pipeline.from_config`, except that the policy sets the number of passages.
 
@@ -91,7 +95,7 @@ class IterativePipeline(Closeable):
                 "prompts.require_support withholds one-shot and chat answers; iterative ones are not withheld"
             )
         index = Retriever.from_config(config.retriever, encoder or config.encoder)
-        engine = load_engine(config.target, config.engine, config.drafting)
+        engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         return cls(index, engine, prompts, policy=policy, speculation=config.speculation, generation=config.generation)
 
