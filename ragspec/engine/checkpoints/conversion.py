@@ -12,7 +12,9 @@ Source: LoRA 2106.09685; rsLoRA 2312.03732.
 from __future__ import annotations
 
 import json
+import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,30 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ragspec.engine.checkpoints.gguf_reader import quick_gguf
 from ragspec.engine.checkpoints.model_config import check_servable
 from ragspec.engine.checkpoints.weights import check_complete, load_whole, model_errors
 from ragspec.engine.target import read_tokenizer
 from ragspec.errors import ModelError
+from ragspec.numerics.self_test import Say
+
+log = logging.getLogger(__name__)
 
 _MAX_FILE = "4GB"
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 
 
-def convert_target(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
+def convert_target(model: str, adapter: Path | None, dtype: str, folder: Path, say: Say = log.info) -> None:
     """Write the target's folder: weights in `dtype`, tokenizer, chat template and generation settings.
 
-    Raises: ModelError.
+    `say` gets the progress. Raises: ModelError.
     """
-    with model_errors(model):
+    with model_errors(model), quick_gguf(Path(model), say) if model.endswith(".gguf") else nullcontext():
         kind = getattr(torch, dtype)
         loaded = _read_gguf(Path(model), kind) if model.endswith(".gguf") else load_whole(model, kind)
         if adapter is not None:
             merge_adapter(loaded, adapter)
+        say("writing the converted model")
         loaded.save_pretrained(folder, max_shard_size=_MAX_FILE)
         _source_tokenizer(model).save_pretrained(folder)
 
