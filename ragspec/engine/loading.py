@@ -93,7 +93,7 @@ def load_engine(
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         say("reading the weights")
-        target = load_rank(target_config, config, ranks)
+        target = load_rank(target_config, config, ranks, say)
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
         compile_samplers(tested.uncertainty)

@@ -8,6 +8,7 @@ alone.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from ragspec.config import EngineConfig, TargetConfig
+from ragspec.engine.checkpoints.target_files import with_known_weights
 from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
 from ragspec.engine.kv_offload.kv_offload import make_kv_offload
 from ragspec.engine.rank_messages import MessageKind, receive
@@ -24,7 +26,10 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import Ranks
+from ragspec.numerics.self_test import Say
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
+
+log = logging.getLogger(__name__)
 
 
 class Follower:
@@ -58,8 +63,8 @@ def load_follower(target_config: TargetConfig, config: EngineConfig, ranks: Rank
     return Follower(target, BlockStore(target.pool, config.kv_offload_dir, ranks) if config.kv_offload_bytes else None)
 
 
-def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -> Target:
-    """Load this rank's part of the target. All ranks of a group call this together.
+def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, say: Say = log.info) -> Target:
+    """Load this rank's part of the target. All ranks of a group call this together. `say` gets the progress of a conversion.
 
     Checks that all ranks serve the same target and computes a first forward, which compiles the kernels. Raises: ModelError for
     a target that so many ranks cannot serve, ConfigError, SaveError, RankLost when another rank failed.
@@ -71,10 +76,11 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -
             )
         if config.kv_offload_dir:
             FileBlocks(Path(config.kv_offload_dir), 0)  # a folder that is missing is reported before weights are read
+        target_config = with_known_weights(target_config)
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))
-        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes)
+        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes, say)
         make_kv_offload(target.pool, config, ranks)  # a budget below a block is reported before forwards are measured
         if ranks.size > 1:
             with ranks.without_timeout():

