@@ -153,10 +153,10 @@ class TargetConfig(ConfigSection):
     else is a Hugging Face directory or name, or a GGUF file.
 
     `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
-    others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output; "auto": int8 for the
-    default model on backend cpu, none for others. `cache_dir`: where dequantised, merged and quantised weights are kept.
-    `max_weight_bytes`: of int8 weights in memory on backend cpu; layers beyond it are read from `cache_dir` in every step. The
-    first start, which quantises, has all of them in memory.
+    others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output; "auto": int8 on backend cpu, except
+    for models that the release lists as float by the hash of their file; none on other backends. `cache_dir`: where dequantised,
+    merged and quantised weights are kept. `max_weight_bytes`: of int8 weights in memory on backend cpu; layers beyond it are
+    read from `cache_dir` in every step. The first start, which quantises, has all of them in memory.
 
     `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
     "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and
@@ -202,8 +202,8 @@ class TargetConfig(ConfigSection):
 
     @property
     def is_int8(self) -> bool:
-        automatic = self.quantization == "auto" and self.model == DEFAULT_TARGET and self.backend_name == "cpu"
-        return self.quantization == "int8" or automatic
+        """ "auto" counts as int8 on backend cpu; `with_known_weights` replaces it for models that are listed as float."""
+        return self.quantization == "int8" or (self.quantization == "auto" and self.backend_name == "cpu")
 
     @property
     def collectives(self) -> Literal["gloo", "nccl"]:

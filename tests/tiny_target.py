@@ -141,7 +141,7 @@ def target_config(model: str, dtype: Any) -> TargetConfig:
     backend, _, dtype = str(dtype).rpartition("-")
     if dtype == "int8":
         return TargetConfig(model=model, quantization="int8", backend=backend or "auto", cache_dir=cache)
-    return TargetConfig(model=model, dtype=dtype, backend=backend or "auto", cache_dir=cache)
+    return TargetConfig(model=model, dtype=dtype, quantization="none", backend=backend or "auto", cache_dir=cache)
 
 
 _FOLDER: list[Path] = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +34,9 @@ from pipelines.batch.output import OutputFolder
 from pipelines.batch.records import error_record, recorded_row
 from pipelines.batch.summary import Summary
 from pipelines.batch.task import RowLoop, Task
-from ragspec.config import PipelineConfig, PromptConfig
+from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
 from ragspec.core import SamplingParams
-from ragspec.engine.checkpoints.target_files import files_digest, target_folder
+from ragspec.engine.checkpoints.target_files import files_digest, target_folder, with_known_weights
 from ragspec.errors import ConfigError, ModelError
 
 _console = Console(stderr=True)
@@ -97,7 +98,8 @@ def check_paths(inputs: Path, out: Path) -> None:
 def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: OutputFolder) -> Summary:
     summary = Summary(task.row_noun, price_per_hour=job.price_per_hour)
     begun = output.begun() if job.resume else {}
-    backend = backend._replace(config=task.config_of_begun(backend.config, begun))
+    config = task.config_of_begun(backend.config, begun)
+    backend = backend._replace(config=config.model_copy(update={"target": _target_of_begun(config.target, begun)}))
     output.open_job(_text_settings(job.seed, task, backend.config), job.resume)
     answered = {}
     for record in output.answers():
@@ -112,6 +114,16 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     output.finish()
     summary.show(_console, job.out / "errors.jsonl")
     return summary
+
+
+def _target_of_begun(target: TargetConfig, begun: Mapping[str, Any]) -> TargetConfig:
+    """The target with its weights' type settled: where the configuration leaves it open, the type that the job began with.
+
+    Jobs in float weights name no type. Those from before int8 was automatic for every model go on in float32.
+    """
+    if begun and target.quantization == "auto" and target.backend_name == "cpu":
+        return target.model_copy(update={"quantization": begun.get("weights", "none")})
+    return with_known_weights(target)
 
 
 _NOT_OF_TEXTS = {

@@ -21,6 +21,7 @@ from ragspec.cli.cluster import cluster
 from ragspec.cli.doctor import doctor
 from ragspec.cli.index import index
 from ragspec.cli.keys import keys
+from ragspec.cli.models import models
 from ragspec.cli.options import (
     HELP,
     PASSED_ON,
@@ -48,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-for commands in (index, cluster, keys):
+for commands in (index, cluster, keys, models):
     app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
 

@@ -176,7 +176,7 @@ def _show(status: Status, *, as_json: bool) -> None:
     if as_json:
         replicas = [replica._asdict() for replica in status.replicas]
         shown = {"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "replicas": replicas}
-        print(json.dumps(shown))
+        print(json.dumps(shown | {"weights": status.weights}))
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("replica", "kind", "state", "node", "pid", "started", "numerics", "load", "last error"):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -39,9 +39,6 @@ _MARKS: dict[Status, str] = {"ok": "✓", "warning": "!", "broken": "✗"}
 _PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "numba", "numpy", "pyarrow", "ray")
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _KV_TOKENS = 4096
-_TEXT_TOKENS = 8192
-_MOST_WORSE = 0.01
-"""Quantised weights that raise the perplexity by more are a warning."""
 _MIN_MEMORY_GB, _MIN_DISK_GB = 3.5, 1.0
 
 
@@ -50,19 +47,12 @@ class Finding(NamedTuple):
     detail: str
 
 
-def doctor(
-    target: Target = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A text file: adds the perplexity of int8 weights beside float.")
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+def doctor(target: Target = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
     model = target or DEFAULT_TARGET
     stay_offline(TargetConfig(model=model))
     console, found = stdout_console(), {}
-    for name, check in _checks(model, text):
+    for name, check in _checks(model):
         with console.status(Text(f"{name} …", "dim")) if not as_json else contextlib.nullcontext():
             try:
                 found[name] = check()
@@ -88,7 +78,7 @@ def _print_row(console: Console, name: str, finding: Finding) -> None:
     console.print(grid)
 
 
-def _checks(model: str, text: Path | None) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def _checks(model: str) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "python", _python
     yield "packages", _packages
     yield "processor", _processor
@@ -99,8 +89,6 @@ def _checks(model: str, text: Path | None) -> Iterator[tuple[str, Callable[[], F
     yield "encoder", _encoder
     yield "target", lambda: _target(model)
     yield "threads", _threads
-    if text is not None:
-        yield "perplexity", lambda: _perplexity(model, text)
 
 
 def _python() -> Finding:
@@ -198,21 +186,6 @@ def _context(target: EngineTarget) -> str:
         f"context {longest} tokens, {a_token / 1024:.1f} KiB each: {longest * a_token / 2**20:.0f} MiB for a whole context, "
         f"{pool * a_token / 2**20:.0f} MiB for a pool of engine.max_kv_tokens {pool}"
     )
-
-
-def _perplexity(model: str, text: Path) -> Finding:
-    from ragspec.engine.target import Target
-    from ragspec.evaluation.metrics import perplexity
-
-    found = {}
-    for quantization in ("none", "int8"):
-        config = TargetConfig(model=model, quantization=quantization, exactness="fast")
-        target = Target.load(config, _KV_TOKENS)
-        tokens = target.tokenizer(_read(str(text)))["input_ids"][:_TEXT_TOKENS]
-        found[quantization] = perplexity(target, tokens)
-    change = found["int8"] / found["none"] - 1
-    detail = f"{found['int8']:.3f} with int8 weights, {found['none']:.3f} without ({change:+.2%}), {len(tokens)} tokens"
-    return Finding("ok" if change < _MOST_WORSE else "warning", detail)
 
 
 def _threads() -> Finding:

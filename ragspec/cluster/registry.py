@@ -49,11 +49,12 @@ class ReplicaStatus(NamedTuple):
 
 
 class Status(NamedTuple):
-    """`nodes`: the ids of the nodes that Ray considers alive."""
+    """`nodes`: the ids of the nodes that Ray considers alive. `weights`: the type in which every engine holds the target's."""
 
     name: str
     nodes: tuple[str, ...]
     replicas: tuple[ReplicaStatus, ...]
+    weights: str = ""
 
     @property
     def is_complete(self) -> bool:
@@ -151,7 +152,8 @@ def status_of(deployment: str) -> Status:
     if answers:
         ray.wait(list(answers.values()), num_returns=len(answers), timeout=_STATUS_S)
     replicas = (_replica_status(name, answers.get(name), is_up) for name in replica_names(spec.topology))
-    return Status(deployment, tuple(node.name for node in alive_nodes()), tuple(replicas))
+    weights = spec.config.target.weight_dtype
+    return Status(deployment, tuple(node.name for node in alive_nodes()), tuple(replicas), weights)
 
 
 def _replica_status(name: str, call: Any, is_up: bool) -> ReplicaStatus:

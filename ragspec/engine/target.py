@@ -30,7 +30,7 @@ from ragspec.core import Say
 from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
-from ragspec.engine.checkpoints.target_files import return_freed, target_folder
+from ragspec.engine.checkpoints.target_files import return_freed, target_folder, with_known_weights
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
@@ -108,7 +108,7 @@ class Target:
         The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
         part. `say` as for `target_folder`. Raises: ModelError, SaveError.
         """
-        dtype = getattr(torch, config.dtype)
+        config, dtype = with_known_weights(config), getattr(torch, config.dtype)
         if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         if config.max_weight_bytes and ranks.size > 1:
@@ -120,6 +120,8 @@ class Target:
         arena = saved.load() if saved else None
         model, shards = load_saved(folder, dtype, arena, saved.config) if saved and ranks.size == 1 else None, None
         if model is None and ranks.size == 1 and not (arena and arena.is_saved):
+            if saved:
+                say("quantising the weights")
             model = load_whole(folder, dtype)
         elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))

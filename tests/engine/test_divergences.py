@@ -30,7 +30,7 @@ def test_every_divergence_is_a_counted_near_tie(
 ) -> None:
     """A count that misses what happened tells operators that their texts would come again."""
     monkeypatch.setattr(PackedLinear, "forward", depends_on_company)
-    config = TargetConfig(model=str(save_model("llama", tmp_path)), exactness="fast")
+    config = TargetConfig(model=str(save_model("llama", tmp_path)), quantization="none", exactness="fast")
     num_diverged = num_near = 0
     drafting = DraftingConfig(drafters=("copy",), max_tree_nodes=4)
     with load_engine(config, EngineConfig(max_kv_tokens=2048), drafting, planner_class=FixedTreePlanner) as engine:

@@ -282,7 +282,7 @@ def test_a_configured_model_drafts_and_changes_nothing(folder: Path) -> None:
         completions = drafted_as_plainly(engine)
         assert names_of(engine) == ["copy", "draft_model"]
         pool = engine._planner._drafters[1]._drafter.cache.pool  # type: ignore[attr-defined]
-        assert pool.num_slots == 384
+        assert pool.num_slots == 768
     assert all("draft_model" in done.stats.positions for done in completions)
 
 

@@ -127,7 +127,7 @@ def test_logits_are_those_of_transformers(
     """Replaced layers compute something else: a bias, a norm, a window or a rotation lost."""
     folder = save_model(kind, tmp_path_factory.mktemp(kind) / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    target = Target.load(TargetConfig(model=str(folder), backend=backend), num_kv_slots=512)
+    target = Target.load(TargetConfig(model=str(folder), backend=backend, quantization="none"), num_kv_slots=512)
     tokens = np.random.default_rng(1).integers(0, target.vocab_size, 120).astype(np.int32)
     with torch.inference_mode():
         theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()

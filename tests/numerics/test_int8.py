@@ -363,7 +363,7 @@ def test_weights_on_disk_are_refused_where_they_cannot_be(tmp_path: Path) -> Non
     """All weights in memory, against the setting."""
     folder = save_model("llama", tmp_path)
     with pytest.raises(ValidationError, match="max_weight_bytes needs int8 weights"):
-        TargetConfig(model=str(folder), max_weight_bytes=2**20)
+        TargetConfig(model=str(folder), quantization="none", max_weight_bytes=2**20)
     config = target_config(str(folder), "int8")
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="could not be kept there"):

