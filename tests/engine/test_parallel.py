@@ -291,6 +291,17 @@ def test_an_engine_is_loaded_on_several_ranks(followers: Followers, models: Mode
     assert followers.outcomes(2) == ["stopped"]
 
 
+@pytest.mark.parametrize("name", ["tied", "biases"])
+def test_ranks_start_again_from_their_saved_weights(followers: Followers, models: Models, name: str) -> None:
+    """The second start of an int8 target on several ranks took the shapes of the whole weights, and failed."""
+    config = target_config(models(name), "int8")
+    expected = outputs(Target.load(config, ENGINE.max_kv_tokens))
+    for _ in range(2):
+        with followers.target(2, config, ENGINE) as target:
+            found = outputs(target)
+        assert all(np.array_equal(found[what], values) for what, values in expected.items())
+
+
 def test_every_rank_has_its_part_of_the_pool(followers: Followers, models: Models) -> None:
     """A group's keys and values took the memory of one rank on every rank."""
     config = TargetConfig(model=models("llama"))

@@ -130,10 +130,16 @@ class Checkpoint:
         return part
 
     def fill(self, model: Any, ranks: Ranks, only: str = "") -> None:
-        """Set the parameters of `model` whose names contain `only` to this rank's part of the tensor."""
-        for name, shape in ((name, shape) for name, shape in self._shapes.items() if only in name):
+        """Set the parameters of `model` to this rank's part of the tensor; those whose names lack `only` to its shape alone."""
+        for name, shape in self._shapes.items():
             owner, _, leaf = name.rpartition(".")
-            part = self.part(name, weight_slice(name, shape, ranks))
+            cut = weight_slice(name, shape, ranks)
+            if only in name:
+                part = self.part(name, cut)
+            elif cut and ranks.size > 1:
+                part = torch.empty((*shape[: cut.dim], cut.width, *shape[cut.dim + 1 :]), device="meta")
+            else:
+                continue
             setattr(model.get_submodule(owner), leaf, nn.Parameter(part, requires_grad=False))
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
