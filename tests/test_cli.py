@@ -578,13 +578,24 @@ def test_the_doctor_examines_and_reports(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     well = json.loads(run("doctor", "--target", model, "--json").out)
     assert well["ok"] and "self-test passed" in well["checks"]["target"]["detail"]
-    text = tmp_path / "text.txt"
-    text.write_text("The river rises in the northern hills and flows past the old mill. " * 30)
     assert re.search(r"context \d+ tokens, [\d.]+ KiB each", well["checks"]["target"]["detail"])
-    quality = json.loads(run("doctor", "--target", model, "--text", text, "--json").out)["checks"]["perplexity"]
-    assert re.search(r"^\d+\.\d{3} with int8 weights, \d+\.\d{3} without \([+-]", quality["detail"])
     ill = run("doctor", "--target", tmp_path / "nothing")
     assert ill.code == 1 and "broken: target" in ill.out
+
+
+def test_a_models_int8_weights_are_measured_beside_float(
+    run: Callable[..., Ended], model: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A ratio of two different texts, or a warning that never comes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = json.loads(run("models", "check", model, "--json").out)
+    assert found["num_tokens"] == 2048 and found["int8"] != found["float32"]
+    assert found["ratio"] == found["int8"] / found["float32"]
+    assert 0.9 < found["ratio"] < 1.1
+    shown = run("models", "check", model)
+    assert re.search(r"[\d.]+ in int8, [\d.]+ in float32: ratio\s\d\.\d{4}, 2048 tokens", shown.out)
+    monkeypatch.setattr("ragspec.cli.models._MOST_RATIO", 0.5)
+    assert "above 0.5: target.quantization: none" in run("models", "check", model).err
 
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

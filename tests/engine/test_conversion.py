@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
+from ragspec.engine.checkpoints import conversion
+from ragspec.engine.checkpoints.conversion import convert_target
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, PACKAGE_REQUIREMENT, target_folder
 from ragspec.engine.parallel import load_rank
 from ragspec.engine.target import Target
@@ -119,6 +122,21 @@ def test_a_gguf_file_is_the_model_with_dequantised_weights(
     with tiny_engine(target) as engine:
         answer = engine.generate([Request("a", (5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True))])[0]
     assert len(answer.token_ids) == 4
+
+
+def test_quick_reading_writes_the_files_that_transformers_writes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dequantising ahead of transformers changed a bit, a name or the tokenizer."""
+    path, said = tmp_path / "tiny.gguf", list[str]()
+    write_gguf(llama, path, gguf.GGMLQuantizationType.Q8_0)
+    convert_target(str(path), None, "float32", tmp_path / "quick", said.append)
+    monkeypatch.setattr(conversion, "_quick_reading", lambda path, say: contextlib.nullcontext())
+    convert_target(str(path), None, "float32", tmp_path / "plain")
+    quick, plain = ({file.name: file.read_bytes() for file in (tmp_path / n).iterdir()} for n in ("quick", "plain"))
+    assert quick == plain
+    assert [line.partition(":")[0] for line in dict.fromkeys(said)][1::9] == ["dequantising the weights"] * 2
+    assert said[-1] == "writing the converted weights"
 
 
 def test_a_gguf_file_that_cannot_be_served_is_refused(

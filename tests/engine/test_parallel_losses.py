@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_process import Followers
-from tiny_target import save_model, tiny_engine
+from tiny_target import save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
@@ -38,7 +38,7 @@ def followers() -> Iterator[Followers]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
-    return TargetConfig(model=str(save_model("llama", tmp_path_factory.mktemp("losses") / "model")))
+    return target_config(str(save_model("llama", tmp_path_factory.mktemp("losses") / "model")), "float32")
 
 
 @pytest.fixture

@@ -109,6 +109,27 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
     return texts_of(place / "straight")
 
 
+def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
+    """An update made int8 automatic: half of a begun job's texts came from other weights, or the job was refused."""
+    inputs, config = write_lines(tmp_path / "q.jsonl", uneven_rows(8)), load_config(place / "config.yaml")
+    floats = config.model_copy(update={"target": config.target.model_copy(update={"quantization": "none"})})
+    for name, settings in (("float", floats), ("int8", config)):
+        run_job(replace(job(place, inputs, tmp_path / name), config=settings), RagTask())
+    expected, settings = texts_of(tmp_path / "float"), json.loads((tmp_path / "float" / "job.json").read_text())
+    assert texts_of(tmp_path / "int8") != expected and "weights" not in settings
+    assert json.loads((tmp_path / "int8" / "job.json").read_text())["weights"] == "int8"
+    for name in ("float", "int8"):  # the begun job, with half of its answers
+        [answers] = (tmp_path / name).glob("answers-*.jsonl")
+        whole = texts_of(tmp_path / name)
+        answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:4]))
+        summary = run_job(job(place, inputs, tmp_path / name), RagTask())
+        assert (summary.num_skipped, summary.num_answered) == (4, 4)
+        assert texts_of(tmp_path / name) == whole
+    asked = config.model_copy(update={"target": config.target.model_copy(update={"quantization": "int8"})})
+    with pytest.raises(ConfigError, match="holds a job"):
+        run_job(replace(job(place, inputs, tmp_path / "float"), config=asked), RagTask())
+
+
 def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
     """A half-done job was refused after an update, for a setting that nobody had made; or went on in another order or layout."""
     inputs, out = write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out"

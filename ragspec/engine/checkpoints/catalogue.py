@@ -32,3 +32,13 @@ MODELS = (
 
 def listed(sha256: str) -> ListedModel | None:
     return next((model for model in MODELS if model.sha256 == sha256), None)
+
+
+def any_float() -> bool:
+    """Whether any model is listed with float weights; without one, no file needs to be hashed."""
+    return any(model.quantization == "none" for model in MODELS)
+
+
+def sha256_of(name: str) -> str:
+    """The hash of the listed model of that name."""
+    return next(model.sha256 for model in MODELS if model.name == name)

