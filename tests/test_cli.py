@@ -107,8 +107,8 @@ def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
     monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: [])
-    monkeypatch.setattr("ragspec.cli.ask._with_standard_library", lambda console, settings, *others: settings)
-    monkeypatch.setattr(Pipeline, "from_config", lambda settings, encoder: pipeline)
+    monkeypatch.setattr("ragspec.cli.ask.with_standard_library", lambda console, settings, *others: settings)
+    monkeypatch.setattr(Pipeline, "from_config", lambda settings, encoder, say: pipeline)
     monkeypatch.setattr(Pipeline, "close", lambda self: None)
     return pipeline
 
@@ -139,7 +139,7 @@ def test_a_missing_index_is_told_before_torch_loads(args: list[str], tmp_path: P
     assert subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["demo", "ask", "doctor", "index", "bench"])
+@pytest.mark.parametrize("command", ["demo", "ask", "evaluate", "doctor", "index", "bench"])
 def test_every_command_explains_itself(run: Callable[..., Ended], command: str) -> None:
     """A command that is listed and cannot even start."""
     ended = run(command, "--help")
@@ -593,7 +593,7 @@ def test_a_models_int8_weights_are_measured_beside_float(
     assert found["ratio"] == found["int8"] / found["float32"]
     assert 0.9 < found["ratio"] < 1.1
     shown = run("models", "check", model)
-    assert re.search(r"[\d.]+ in int8, [\d.]+ in float32: ratio\s\d\.\d{4}, 2048 tokens", shown.out)
+    assert re.search(r"[\d.]+ in int8, [\d.]+ in float32: ratio \d\.\d{4}, 2048 tokens", " ".join(shown.out.split()))
     monkeypatch.setattr("ragspec.cli.models._MOST_RATIO", 0.5)
     assert "above 0.5: target.quantization: none" in run("models", "check", model).err
 

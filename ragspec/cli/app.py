@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +36,7 @@ from ragspec.cli.options import (
     pass_on,
 )
 from ragspec.cli.terminal import cache_folder, one_line, prepare_process, print_error
-from ragspec.config import load_config
+from ragspec.config import PipelineConfig, load_config, load_settings
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import RagspecError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
@@ -169,17 +169,73 @@ def ask(
         "generation.max_tokens": max_tokens,
     }
     options = {"speculation": speculation, "tenant": tenant, "filter": filter}
-    settings, corpus = load_config(config, **overrides), None
-    if settings.retriever.index_dir:
-        read_pointer(configured_index_dir(settings.retriever))  # Why first: the import below takes seconds
-    else:
-        from ragspec.training.stdlib_corpus import kept_documents
-
-        corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
+    settings = load_config(config, **overrides)
+    corpus = _corpus_for([settings])
     from ragspec.cli.ask import run_ask
 
     policy = iterative and iterative.value
     run_ask(question, settings, options, num_passages=k, iterative=policy, as_json=as_json, corpus=corpus)
+
+
+def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[str, str]] | None:
+    """The docstrings of the standard library, if one of the configurations has no index of its own.
+
+    Raises: StoreError for an index that is not there, before torch is imported, which takes seconds.
+    """
+    for settings in configurations:
+        if settings.retriever.index_dir:
+            read_pointer(configured_index_dir(settings.retriever))
+    if all(settings.retriever.index_dir for settings in configurations):
+        return None
+    from ragspec.training.stdlib_corpus import kept_documents
+
+    return kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
+
+
+@app.command()
+def evaluate(
+    files: Annotated[list[Path], typer.Argument(metavar="QUESTIONS", help="JSON lines (ragspec/rag/README.md).")],
+    index: Annotated[
+        Path | None,
+        typer.Option(help="The index's folder; default: Python's standard library.", show_default=False),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A YAML configuration; the options win. Twice: two of them side by side.", show_default=False
+        ),
+    ] = None,
+    target: Target = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many lines.", min=1, show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write every answer here, as JSON lines.", show_default=False)
+    ] = None,
+    check_drafts: Annotated[
+        bool, typer.Option("--check-drafts", help="Also answer without speculation; exits with 1 if a token differs.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure your own questions: passages found, answers right, quotes, abstentions, corrections."""
+    from ragspec.evaluation.questions import questions_of, read_lines
+    from services.settings import ServiceConfig
+
+    if len(config or ()) > 2:
+        raise typer.BadParameter("at most two configurations can be compared")
+    lines = read_lines(files)[:limit]
+    overrides = {
+        "retriever.index_dir": index and str(index),
+        "target.model": target,
+        "generation.temperature": temperature,
+        "generation.seed": seed,
+    }
+    settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **overrides) for path in config or (None,)}
+    corpus = _corpus_for(settings.values()) if questions_of(lines) else None
+    from ragspec.cli.evaluate import Configuration, EvaluateOptions, run_evaluate
+
+    configurations = [Configuration(name, each) for name, each in settings.items()]
+    raise typer.Exit(run_evaluate(lines, configurations, EvaluateOptions(out, check_drafts), corpus))
 
 
 @app.command()

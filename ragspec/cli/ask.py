@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ragspec.cli.quotes import print_sources
 from ragspec.cli.terminal import note, safe, stay_offline, stderr_console, stdout_console
-from ragspec.config import PipelineConfig
+from ragspec.config import PipelineConfig, Settings
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
@@ -59,7 +59,7 @@ def run_ask(
     if corpus is not None:
         note(errors, STANDARD_LIBRARY)
         encoder = Encoder.load(settings.encoder)
-        settings = _with_standard_library(errors, settings, encoder, corpus)
+        settings = with_standard_library(errors, settings, encoder, corpus)
     with errors.status(Text("Opening the index and the target …", "dim")) as status:
         load = partial(IterativePipeline.from_config, policy=policy) if policy else Pipeline.from_config
         pipeline = load(settings, encoder=encoder, say=lambda text: status.update(Text(f"{text} …", "dim")))
@@ -79,9 +79,9 @@ def run_ask(
     errors.print(Text(summary(answer), "dim"))
 
 
-def _with_standard_library(
-    console: Console, settings: PipelineConfig, encoder: Encoder, corpus: Sequence[tuple[str, str]]
-) -> PipelineConfig:
+def with_standard_library(
+    console: Console, settings: Settings, encoder: Encoder, corpus: Sequence[tuple[str, str]]
+) -> Settings:
     """The settings with the index of the docstrings, which is built once. Raises: SaveError."""
     from ragspec.cli.demo import standard_library_index  # Why here: the demo imports this module
 

@@ -17,9 +17,8 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Document, Passage, SamplingParams
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
-from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
-from ragspec.rag.wording import ABSTENTION
+from ragspec.rag.wording import abstains
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
@@ -104,7 +103,7 @@ def measure_together(
             answer = pipeline.ask(asked.question, ANSWER_PARAMS, filter=left_out)
             scope = SearchScope("", parse_filter(left_out)) if left_out else SearchScope()
             is_close = retriever.retrieve([asked.question], TOP, scope).closeness[0] >= abstain_below
-            replies = not _abstains(answer)
+            replies = not abstains(answer.text)
             ways = {"target": replies, "together": replies and is_close}
             if left_out:
                 answered.update(ways)
@@ -117,11 +116,6 @@ def measure_together(
         found |= {f"wrongly_answered_{way}": answered[way] / len(questions)}
         found |= {f"good_answers_lost_{way}": lost[way] / max(num_found, 1)}
     return found
-
-
-def _abstains(answer: Answer) -> bool:
-    """Without tokens nothing was close to the question, and the target was not asked."""
-    return not answer.token_ids or answer.text.strip().startswith(ABSTENTION)
 
 
 def rank_of(asked: DocumentationQuestion, passages: Sequence[Passage]) -> int:

@@ -1,0 +1,262 @@
+"""`ragspec evaluate`: asks a user's own questions and prints a line for each, a table, and one line of JSON.
+
+Owns the command's output. Asking and judging are `ragspec.evaluation`'s. Lines and table go to stderr, the JSON to stdout. Of two
+configurations the first is loaded, asked and closed, then the second; the second's keys end in `_second`.
+
+    $ ragspec evaluate questions.jsonl --index my-index --config small.yaml --config large.yaml
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.benchmark import commit
+from ragspec.cli.ask import STANDARD_LIBRARY, with_standard_library
+from ragspec.cli.terminal import note, safe, stay_offline, stderr_console
+from ragspec.disk import saving
+from ragspec.engine.checkpoints.target_files import return_freed
+from ragspec.evaluation.asking import Asker
+from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.question_scores import (
+    AnsweredQuestion,
+    CorrectedSentence,
+    LineResult,
+    only_right,
+    p50_s,
+    shares,
+    wilson,
+)
+from ragspec.evaluation.questions import CheckedSentence, Dialogue, Line, RoutedText, questions_of
+from ragspec.evaluation.report import rounded
+from ragspec.retrieval.encoder import Encoder
+from services.settings import ServiceConfig
+
+_MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
+_QUESTION_CHARS = 34
+_MOST_ID_CHARS = 16
+_CHECK_SEED = 7
+"""Of the check of drafts where no seed is configured."""
+
+
+class Configuration(NamedTuple):
+    name: str
+    settings: ServiceConfig
+
+
+class EvaluateOptions(NamedTuple):
+    """`out`: a file for every answer; `check_drafts`: compare with decoding without speculation."""
+
+    out: Path | None = None
+    check_drafts: bool = False
+
+
+class Measured(NamedTuple):
+    """`changed`: answers that drafts changed, by temperature; None if that was not checked. Units: 10^6 bytes."""
+
+    name: str
+    settings: ServiceConfig
+    results: list[LineResult]
+    peak_mb: float
+    changed: dict[float, int] | None
+
+    @property
+    def num_questions(self) -> int:
+        return sum(isinstance(result, AnsweredQuestion) for result in self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat keys, for JSON."""
+        settings = self.settings
+        row: dict[str, Any] = {}
+        for share in shares(self.results):
+            row |= {share.key: share.num, f"{share.key}_of": share.of}
+        if self.changed is not None:
+            row |= {f"changed_by_drafts_t{temperature:g}": num for temperature, num in self.changed.items()}
+        return {
+            "config": self.name,
+            "target": Path(settings.target.model).name,
+            "index": settings.retriever.index_dir,
+            "seed": settings.generation.seed,
+            "temperature": settings.generation.temperature,
+            **row,
+            "p50_s": rounded(p50_s(self.results)),
+            "peak_pss_mb": rounded(self.peak_mb),
+        }
+
+
+def run_evaluate(
+    lines: Sequence[Line],
+    configurations: Sequence[Configuration],
+    options: EvaluateOptions,
+    corpus: Sequence[tuple[str, str]] | None = None,
+) -> int:
+    """Returns the exit code: 1 if drafts changed an answer. `corpus`: the standard library's docstrings, where no index is
+    configured. Raises: RagspecError.
+    """
+    measured_commit = commit()  # Why now: the checkout may move on before a long run ends
+    console = stderr_console()
+    runs = []
+    with _answer_file(options.out) as write:
+        for configuration in configurations:
+            if len(configurations) > 1:
+                console.print(Text(f"\n{configuration.name}", "bold"))
+            runs.append(_measure(console, lines, configuration, options, corpus, write))
+    console.print()
+    console.print(table_of(runs))
+    counts = _counts(lines)
+    if counts["num_routes"]:
+        note(console, f"texts for routing, which this version does not measure: {counts['num_routes']}")
+    result = counts | runs[0].to_dict()
+    if len(runs) > 1:
+        result |= {f"{name}_second": value for name, value in runs[1].to_dict().items()}
+        result["only_first_right"], result["only_second_right"] = only_right(runs[0].results, runs[1].results)
+    print(json.dumps(result | {"commit": measured_commit}), flush=True)
+    return int(any(any((run.changed or {}).values()) for run in runs))
+
+
+def _counts(lines: Sequence[Line]) -> dict[str, Any]:
+    asked, dialogues = questions_of(lines), [line for line in lines if isinstance(line, Dialogue)]
+    return {
+        "num_questions": len(asked),
+        "num_follow_ups": sum(len(dialogue.turns) - 1 for dialogue in dialogues),
+        "num_sentences": sum(isinstance(line, CheckedSentence) for line in lines),
+        "num_routes": sum(isinstance(line, RoutedText) for line in lines),
+    }
+
+
+def _measure(
+    console: Console,
+    lines: Sequence[Line],
+    configuration: Configuration,
+    options: EvaluateOptions,
+    corpus: Sequence[tuple[str, str]] | None,
+    write: Callable[[dict[str, Any]], None],
+) -> Measured:
+    name, settings = configuration
+    retrieves, encoder, memory = bool(questions_of(lines)), None, PeakMemory()
+    return_freed()  # Why: else the peak counts what is left of an earlier configuration
+    stay_offline(settings.target)
+    if retrieves and not settings.retriever.index_dir:
+        note(console, STANDARD_LIBRARY)
+        encoder = Encoder.load(settings.encoder)
+        settings = with_standard_library(console, settings, encoder, corpus or ())
+    with console.status(Text("Opening the index and the target …", "dim")):
+        asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=retrieves)
+    id_chars = _id_chars(lines)
+    results: list[LineResult] = []
+    changed = None
+    with asker, console.status(Text("Asking …", "dim")) as status:
+        for result in asker.results(lines):
+            results.append(result)
+            memory.look()
+            write({"config": name} | result.to_dict())
+            console.print(result_line(result, id_chars), no_wrap=True, overflow="ellipsis")
+        if options.check_drafts:
+            seed = _CHECK_SEED if settings.generation.seed is None else settings.generation.seed
+            changed = asker.num_changed_by_drafts(lines, seed, lambda *ticked: _say(status, *ticked))
+            memory.look()
+    return Measured(name, settings, results, memory.peak_mb, changed)
+
+
+def _id_chars(lines: Sequence[Line]) -> int:
+    """The width of the column of ids; a turn's id is its conversation's with the number of the turn."""
+    return min(_MOST_ID_CHARS, max((len(str(line.id)) + 2 * isinstance(line, Dialogue) for line in lines), default=0))
+
+
+def _say(status: Status, _: str, done: int, total: int) -> None:
+    status.update(Text(f"Comparing with plain decoding: {done} of {total} …", "dim"))
+
+
+@contextmanager
+def _answer_file(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Writes each row as a line at once, so that a run that is stopped leaves its answers. Raises: SaveError."""
+    if path is None:
+        yield lambda row: None
+        return
+    with saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+
+    def write(row: dict[str, Any]) -> None:
+        with saving(path):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+
+    with file:
+        yield write
+
+
+def result_line(result: LineResult, id_chars: int) -> Text:
+    """Mark, id, verdict, seconds, the question or sentence, and its answer or correction."""
+    right, verdict, given, written = _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
+    mark, style = _MARKS[right]
+    return Text.assemble(
+        (f"{mark} ", style),
+        f"{_cut(result.id, id_chars):<{id_chars}}  ",
+        (f"{verdict:<24}", style),
+        (f"{result.seconds:5.1f} s  ", "dim"),
+        f"{_cut(given, _QUESTION_CHARS):<{_QUESTION_CHARS}}  ",
+        (_flat(written), "dim"),
+    )
+
+
+def _question_parts(result: AnsweredQuestion) -> tuple[bool | None, str, str, str]:
+    verdict, text = result.verdict, result.question.question
+    if result.answer is None:
+        return False, "refused", text, result.refused
+    if verdict.abstained or verdict.right is None or not result.question.answerable:
+        said = "abstained" if verdict.abstained else "answered"
+    else:
+        said = ("right, quoted" if verdict.quoted else "right") if verdict.right else "wrong"
+    return verdict.right, f"{said}, not shown" if verdict.shown is False else said, text, result.answer.text
+
+
+def _parts(result: CorrectedSentence) -> tuple[bool, str, str, str]:
+    if result.output is None:
+        return False, "refused", result.sentence.text, result.refused
+    words = ("changed", "unchanged") if result.sentence.right else ("not corrected", "corrected")
+    return result.is_right, words[result.is_right], result.sentence.text, result.output
+
+
+def _cut(text: str, num_chars: int) -> str:
+    text = _flat(text)
+    return text if len(text) <= num_chars else f"{text[: num_chars - 1]}…"
+
+
+def _flat(text: str) -> str:
+    return " ".join(safe(text).split())
+
+
+def table_of(runs: Sequence[Measured]) -> Table:
+    """A row for each measure, a column for each configuration."""
+    table = Table("95 % intervals in brackets", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for run in runs:
+        table.add_column(_cut(run.name, 30), no_wrap=True)
+    cells = [dict(_cells(run)) for run in runs]
+    for name in dict.fromkeys(name for column in cells for name in column):
+        table.add_row(name, *(column.get(name, "") for column in cells))
+    if len(runs) > 1:
+        only = only_right(runs[0].results, runs[1].results)
+        table.add_row("right here, not there", *(f"{num:>4}" for num in only))
+    return table
+
+
+def _cells(run: Measured) -> Iterator[tuple[str, str]]:
+    """The measures of one configuration by their names. A share comes with its 95 % interval."""
+    for share in shares(run.results):
+        low, high = (f"{100 * end:.0f}" for end in wilson(share.num, share.of))
+        yield share.meaning, f"{share.num:>4} of {share.of:<4} {100 * share.num / share.of:>3.0f} % ({low} to {high})"
+    for temperature, num in (run.changed or {}).items():
+        yield f"changed by drafts, temperature {temperature:g}", f"{num:>4} of {run.num_questions}"
+    if seconds := p50_s(run.results):
+        yield "seconds of a question, median", f"{seconds:>4.1f}"
+    yield "peak memory, MB", f"{run.peak_mb:>4,.0f}"
