@@ -28,8 +28,7 @@ from rich.console import Console
 from tiny_target import save_model
 
 from ragspec.cli import main
-from ragspec.cli.demo import QUESTIONS, demo_retriever
-from ragspec.cli.demo_view import AnswerPair, Totals
+from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, demo_retriever
 from ragspec.cli.quotes import answer_text, excerpt, print_sources
 from ragspec.cli.terminal import cache_folder, safe, stage
 from ragspec.config import EncoderConfig, IndexConfig, load_config

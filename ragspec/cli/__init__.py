@@ -4,9 +4,10 @@ app.py        the commands and their exit codes; options.py the options that sev
 terminal.py   consoles, quiet libraries, text made safe for a terminal
 ask.py        `ask`; quotes.py prints its sources
 correct.py    `correct`
-demo.py       `demo` and its index; demo_view.py prints it
+demo.py       `demo`, its index and its screen output
 doctor.py     `doctor`
-index.py      `index`; keys.py `keys`
+evaluate.py   `evaluate`
+index.py      `index`; keys.py `keys`; models.py `models`
 cluster.py    `cluster`; serve.py `serve`
 """
 
