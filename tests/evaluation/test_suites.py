@@ -132,7 +132,8 @@ def test_target_suite_lets_the_engine_answer(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template, tokenizer.pad_token = CHATML, tokenizer.eos_token
     tokenizer.save_pretrained(folder)
-    settings = dataclasses.replace(settings, target=TargetConfig(model=str(folder)))
+    floats = TargetConfig(model=str(folder), quantization="none")  # as transformers' own
+    settings = dataclasses.replace(settings, target=floats)
     monkeypatch.setattr(target_suite, "evaluate_target", evaluate)
     names = {"x.floor": "x.floor(): Floors.", "x.ceil": "x.ceil(): Lifts.", "y": "y: Another thing."}
     documents = [Document(name, text, title=name) for name, text in names.items()]
