@@ -122,7 +122,10 @@ def _target_of_begun(target: TargetConfig, begun: Mapping[str, Any]) -> TargetCo
     Jobs in float weights name no type. Those from before int8 was automatic for every model go on in float32.
     """
     if begun and target.quantization == "auto" and target.backend_name == "cpu":
-        return target.model_copy(update={"quantization": begun.get("weights", "none")})
+        weights = begun.get("weights", "none")
+        if weights == "none" and target.max_weight_bytes:
+            raise ConfigError("max_weight_bytes needs int8 weights, and this job was begun in float weights")
+        return target.model_copy(update={"quantization": weights})
     return with_known_weights(target)
 
 

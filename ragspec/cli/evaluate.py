@@ -162,7 +162,7 @@ def _measure(
             console.print(result_line(result, id_chars), no_wrap=True, overflow="ellipsis")
         if options.check_drafts:
             seed = _CHECK_SEED if settings.generation.seed is None else settings.generation.seed
-            changed = asker.num_changed_by_drafts(lines, seed, lambda *ticked: _say(status, *ticked))
+            changed = asker.num_changed_by_drafts(results, seed, lambda *ticked: _say(status, *ticked))
             memory.look()
     return Measured(name, settings, results, memory.peak_mb, changed)
 

@@ -25,7 +25,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.evaluation.question_scores import AnsweredQuestion, CorrectedSentence, LineResult
-from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, judge, questions_of
+from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, judge
 from ragspec.evaluation.timing import Tick, no_tick
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import Chat
@@ -84,14 +84,16 @@ class Asker(Closeable):
             elif isinstance(line, CheckedSentence):
                 yield self._corrected(line)
 
-    def num_changed_by_drafts(self, lines: Sequence[Line], seed: int, tick: Tick = no_tick) -> dict[float, int]:
+    def num_changed_by_drafts(self, results: Sequence[LineResult], seed: int, tick: Tick = no_tick) -> dict[float, int]:
         """How many answers have other tokens with speculation than without, by temperature; 0 everywhere unless there is a bug.
 
-        The turns of conversations are asked alone.
+        Asks the answered questions of `results` again, the turns of conversations alone. Nothing is withheld.
         """
-        texts = [each.question for each in questions_of(lines)]
+        answered = [each for each in results if isinstance(each, AnsweredQuestion) and each.answer is not None]
+        texts = [each.question.question for each in answered]
         changed = dict.fromkeys(CHECKED_TEMPERATURES, 0)
-        pipeline = self._pipeline()
+        words = self._config.wording.model_copy(update={"require_support": False})
+        pipeline = self._pipeline(PromptBuilder(self._prompts.tokenizer, self._prompts.max_context_tokens, words))
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)
             for begin in range(0, len(texts), _CHECKED_TOGETHER):
@@ -104,13 +106,13 @@ class Asker(Closeable):
     def close(self) -> None:
         self._engine.close()
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self, prompts: PromptBuilder | None = None) -> Pipeline:
         assert self._retriever is not None, "questions need an index"
         settings = self._config.retriever
         return Pipeline(
             self._retriever,
             self._engine,
-            self._prompts,
+            prompts or self._prompts,
             num_passages=settings.num_passages,
             generation=self._config.generation,
             abstain_below=settings.abstain_below,

@@ -133,11 +133,14 @@ def read_lines(paths: Sequence[Path]) -> list[Line]:
     """
     lines: list[Line] = []
     seen = Counter[str]()
-    for path in dict.fromkeys(paths):
+    paths = list(dict.fromkeys(paths))
+    stems = Counter(path.stem for path in paths)
+    for path in paths:
+        file = path.stem if stems[path.stem] == 1 else str(path)
         for number, text in _numbered_lines(path):
             where = f"{path}, line {number}"
             line = parse_line(text, where)
-            name = str(line.id) if line.id != "" else f"{path.stem}:{number}" if len(paths) > 1 else str(number)
+            name = str(line.id) if line.id != "" else f"{file}:{number}" if len(paths) > 1 else str(number)
             seen[name] += 1
             if seen[name] > 1:
                 raise InputError(f"{where}: an earlier line has the id {name!r}, too")

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ragspec.core import Passage
 from ragspec.rag.restatement import content_words, is_negation, words_of
 from ragspec.retrieval.chunking import Span, sentences
+from ragspec.retrieval.chunking.sentence_boundaries import lstrip, rstrip
 
 _MAX_UNITS = 3
 _QUESTION_WEIGHT = 0.4
@@ -28,6 +29,8 @@ _UNIT_COST = 0.5
 _LEAST_COVERED = 0.6
 """The share of the statement's words, by weight, that evidence and question hold together."""
 _BLOCK_END = re.compile(r"\n[ \t]*\n")
+_MAX_BLOCK_CHARS = 2000
+"""A longer block is not shown with the sentence before it."""
 _STEM_CHARS = 6
 
 
@@ -52,7 +55,7 @@ class Evidence:
         units = [[(span, _stems(passage.text[slice(*span)])) for span in _units(passage.text)] for passage in passages]
         holding = Counter(stem for own in units for _, stems in own for stem in stems)
         self._num_units = sum(map(len, units))
-        self._holding = holding
+        self._holding, self._weights = holding, dict[str, float]()
         self._question = _stems(question)
         self._windows = [
             window for passage, own in zip(passages, units, strict=True) for window in _windows(passage, own)
@@ -64,13 +67,12 @@ class Evidence:
         if not stems or not self._windows:
             return None
         cost = _UNIT_COST * self._weight("")
-        best = max(self._windows, key=lambda each: self._overlap(each.stems, stems) - cost * each.num_units)
+        asked = self._question - stems
+        best = max(self._windows, key=lambda each: self._overlap(each.stems, stems, asked) - cost * each.num_units)
         return best.place if self._covers(best, statement, stems) else None
 
-    def _overlap(self, held: Collection[str], stems: frozenset[str]) -> float:
-        answered = sum(self._weight(stem) for stem in stems if stem in held)
-        asked = sum(self._weight(stem) for stem in self._question - stems if stem in held)
-        return answered + _QUESTION_WEIGHT * asked
+    def _overlap(self, held: frozenset[str], stems: frozenset[str], asked: frozenset[str]) -> float:
+        return sum(map(self._weight, held & stems)) + _QUESTION_WEIGHT * sum(map(self._weight, held & asked))
 
     def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
         held = window.stems | self._question
@@ -83,16 +85,19 @@ class Evidence:
         return found >= _LEAST_COVERED * sum(map(self._weight, stems)) and bool(stems & window.stems)
 
     def _weight(self, stem: str) -> float:
-        return math.log(1 + self._num_units / max(1, self._holding[stem]))
+        if (weight := self._weights.get(stem)) is None:
+            weight = self._weights[stem] = math.log(1 + self._num_units / max(1, self._holding[stem]))
+        return weight
 
 
 def _units(text: str) -> Iterator[Span]:
     """Sentences; one that ends in a colon reaches to the end of the block behind it."""
     for start, end in sentences(text):
         if text[end - 1] == ":":
-            begins = end + len(text[end:]) - len(text[end:].lstrip())
-            found = _BLOCK_END.search(text, begins)
-            end = len(text[: found.start() if found else len(text)].rstrip())
+            begins, limit = lstrip(text, end, len(text)), min(len(text), end + _MAX_BLOCK_CHARS)
+            found = _BLOCK_END.search(text, begins, limit)
+            if found or limit == len(text):
+                end = rstrip(text, end, found.start() if found else limit)
         yield start, end
 
 

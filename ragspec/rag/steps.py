@@ -175,12 +175,15 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
     times = retrieved.retrieve_s, prompt_s
-    return PreparedQuestion(question.text, prompt, request, *index, *times, said=said, **answer_rules(prompts))
+    return PreparedQuestion(
+        question.text, prompt, request, *index, *times, said=said, **answer_rules(prompts, question.params)
+    )
 
 
-def answer_rules(prompts: PromptBuilder) -> AnswerRules:
-    """How the answers to a builder's prompts are checked."""
-    return {"wants_evidence": not prompts.quotes_first, "require_support": prompts.require_support}
+def answer_rules(prompts: PromptBuilder, params: SamplingParams) -> AnswerRules:
+    """How the answers to a builder's prompts are checked. JSON is never withheld: the sentence would not follow its schema."""
+    withholds = prompts.require_support and not params.json_schema
+    return {"wants_evidence": not prompts.quotes_first, "require_support": withholds}
 
 
 def abstention(
@@ -230,7 +233,9 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
     asked = prepared.user_question if prepared.wants_evidence else None
     support = find_support(completion.text, () if prepared.said else passages, asked)
     if prepared.require_support and support.sentences and not support.is_found:
-        completion, support = replace(completion, text=NOT_SUPPORTED, token_ids=(), logprobs=()), Support((), (), ())
+        stop = FinishReason.STOP
+        completion = replace(completion, text=NOT_SUPPORTED, token_ids=(), logprobs=(), finish_reason=stop)
+        support = Support((), (), ())
     return Answer(
         prepared.user_question,
         completion.text,

@@ -111,7 +111,7 @@ def label_sentences(
     labelled: list[AnswerSentence] = []
     for start, end, numbers, is_short in _statements(answer):
         left, right = _core(answer, start, end)
-        if left == right or abstains(answer[left:right]):
+        if left == right:
             continue
         named = {passages[number - 1].id for number in numbers if 0 < number <= len(passages)} if numbered else set()
         usable = [source for source in sources if not named or source.passage.id in named]
@@ -121,6 +121,8 @@ def label_sentences(
             labelled.append(AnswerSentence(start, end, "quoted", *quoted))
         elif found := _supported(answer[left:right], usable):
             labelled.append(AnswerSentence(start, end, "supported", found.passage.id, found.start, found.end))
+        elif abstains(answer[left:right]):
+            continue
         elif not is_short and (place := evidence.find(answer[left:right])):
             labelled.append(AnswerSentence(start, end, "related", place.passage.id, place.start, place.end))
         else:

@@ -48,6 +48,10 @@ _ABSTAINS = re.compile(
 )
 """A model's own words for `ABSTENTION`; "the passage says" counts behind "none of" alone."""
 
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s")
+_GOES_ON = re.compile(r"\b(?:but|however|though|although|yet)\b|[;:]", re.IGNORECASE)
+"""Behind these a sentence may claim what no passage says."""
+
 _ANSWER = re.compile(rf'^"(?P<quote>.*)" \[(?P<passage>\d+)\](?:\s*{_DASH})?\s*(?P<short>.*)$', re.DOTALL)
 
 
@@ -60,9 +64,14 @@ class QuotedAnswer(NamedTuple):
 
 
 def abstains(text: str) -> bool:
-    """Whether an answer begins by saying that the passages hold no answer, in these words or in a model's own."""
+    """Whether an answer's first sentence says that the passages hold no answer, and nothing else, in any known words."""
     text = text.strip()
-    if text.startswith((ABSTENTION.rstrip("."), NOTHING_CLOSE, NOT_SUPPORTED)):
+    if text.startswith((NOTHING_CLOSE, NOT_SUPPORTED)):
+        return True
+    sentence = _SENTENCE_END.split(text, 1)[0]
+    if _GOES_ON.search(sentence):
+        return False
+    if text.startswith(ABSTENTION.rstrip(".")):
         return True
     found = _ABSTAINS.match(text)
     return found is not None and re.search(r"\b(?:not|none|neither)\b|n't", found.group(), re.IGNORECASE) is not None

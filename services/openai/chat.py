@@ -166,8 +166,11 @@ class ChatFormat(AnswerFormat):
     async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
         index, completion = self.indices[key], self.stream.completion(key)
         (answer,) = await self._answers([completion])
-        whole = {"content": answer.text} if self._ready.require_support else {}
-        choice = _chunk_choice(index, whole | self._citations(answer)) | {"finish_reason": answer.finish_reason.value}
+        whole, logprobs = ({"content": answer.text}, answer.logprobs) if self._ready.require_support else ({}, None)
+        told = None if logprobs is None else self._logprobs(logprobs)
+        choice = _chunk_choice(index, whole | self._citations(answer), told) | {
+            "finish_reason": answer.finish_reason.value
+        }
         kept = self._kept_field() if completion.choice == 0 else {}
         return choice, {"ragspec": self._support(answer, index) | kept}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,10 +326,13 @@ def test_drafts_that_change_a_token_are_counted(opened: Opened) -> None:
     lines: list[Line] = [AskedQuestion(id="1", question=QUESTION), Dialogue(id="2", turns=(question(),))]
     ticks: list[tuple[str, int, int]] = []
     check = opened.asker.num_changed_by_drafts
-    assert check(lines, 7, lambda *ticked: ticks.append(ticked)) == {0.0: 0, 1.0: 0}
+    results = list(opened.asker.results(lines))
+    assert check(results, 7, lambda *ticked: ticks.append(ticked)) == {0.0: 0, 1.0: 0}
     assert ticks[-1][1:] == (4, 4)
     opened.switch.answer, opened.switch.lies = "Never.", True
-    assert check(lines, 7) == {0.0: 2, 1.0: 2}
+    assert check(results, 7) == {0.0: 2, 1.0: 2}
+    refused = replace(results[0], answer=None, refused="too long")
+    assert check([refused, results[1]], 7) == {0.0: 1, 1.0: 1}
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------

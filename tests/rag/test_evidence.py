@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragspec.core import Passage
+from ragspec.rag import evidence
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.support import find_support
 from ragspec.rag.wording import abstains
@@ -78,6 +79,8 @@ def test_only_answers_in_free_words_are_related() -> None:
         ("None of the passages mentions a limit.", True),
         ("Sorry, the documents don't mention that.", True),
         ("The passage says that the mill is old.", False),
+        ("The passages do not say, but it was built in 1850 by John.", False),
+        ("The passages do not mention the mill; it was built in 1850.", False),
         ("The document is not encrypted.", False),
         ("Nothing is kept.", False),
     ],
@@ -85,3 +88,28 @@ def test_only_answers_in_free_words_are_related() -> None:
 def test_a_model_abstains_in_its_own_words(text: str, is_abstention: bool) -> None:
     """An abstention that was counted as an answer, and an answer as an abstention."""
     assert abstains(text) == is_abstention
+
+
+def test_a_quote_that_sounds_like_an_abstention_is_labelled() -> None:
+    """A quoted sentence without a label, because it begins as a model does that finds no answer."""
+    said = "The document does not contain confidential data."
+    passage = Passage("rules", 0, said, 0, len(said))
+    (sentence,) = find_support(f'"{said}" [1]', [passage]).sentences
+    assert sentence.label == "quoted"
+    assert find_support("The passages do not say.", [passage], "").sentences == ()
+
+
+def test_a_claim_behind_an_abstention_is_labelled() -> None:
+    """An invented claim that no label marks, because its sentence begins by saying that nothing is known."""
+    for answer in (
+        "The passages do not say, but it was built in 1850.",
+        "The passages do not say. It was built in 1850.",
+    ):
+        assert [each.label for each in find_support(answer, PASSAGES, "When?").sentences] == ["unsupported"]
+
+
+def test_many_announced_blocks_take_time_in_proportion() -> None:
+    """A list of items that end in colons was read to its end for each item."""
+    text = "".join(f"- word{number}:\n" for number in range(3000))
+    units = list(evidence._units(text))
+    assert sum(end - start for start, end in units) <= len(units) * 2100

@@ -285,6 +285,8 @@ def test_an_answer_without_support_is_withheld(careful: Pipeline, switch: Switch
     assert text == last.text == whole.text == (answer if label else NOT_SUPPORTED)
     assert [each.label for each in whole.sentences] == ([label] if label else [])
     assert whole.abstained == (not label)
+    structured = careful.ask(QUESTION, QUOTING, json_schema='{"type": "string"}', max_tokens=4)
+    assert structured.text != NOT_SUPPORTED  # which is no JSON
 
 
 def test_a_target_without_an_adapter_is_asked_for_a_short_answer(retriever: Retriever, target: Target) -> None:

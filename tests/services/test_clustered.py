@@ -31,9 +31,10 @@ def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
         engine=EngineConfig(max_running=3),
         generation=GenerationConfig(temperature=0.5),
     )
-    given = load_settings(ServiceConfig, **{"service.port": 1, "chat.max_carried": 2, "generation.max_tokens": 7})
+    said = {"service.port": 1, "chat.max_carried": 2, "generation.max_tokens": 7, "prompts.require_support": True}
+    given = load_settings(ServiceConfig, **said)
     settled = settled_config(deployed, given)
-    assert (settled.service.port, settled.chat.max_carried) == (1, 2)
+    assert (settled.service.port, settled.chat.max_carried, settled.prompts.require_support) == (1, 2, True)
     assert (
         settled.target == deployed.target and settled.retriever.index_dir == "there" and settled.engine.max_running == 3
     )

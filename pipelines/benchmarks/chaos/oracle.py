@@ -72,7 +72,7 @@ def expected_results(work: ChaosWorkload, config: PipelineConfig) -> ExpectedRes
     retriever = Retriever.from_config(config.retriever, config.encoder)
     lookups = retriever.retrieve(work.lookups, config.retriever.num_passages, PUBLIC_SCOPE).passages
     with load_engine(config.target, config.engine, config.drafting) as engine:
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
 
         def completed(questions: Iterable[Any]) -> list[tuple[PreparedQuestion, Completion]]:
             plain = [replace(question, speculation=OFF) for question in questions]

@@ -123,7 +123,7 @@ class ChaosRun:
         chosen = faults(plan.num_faults, work.seed, KINDS if has_ranks else [kind for kind in KINDS if kind != "rank"])
         rows: list[Result] = []
         with self.deployment.engine() as engine, closing(self.deployment.retriever()) as retriever:
-            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
+            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording)
             with (
                 BatchLoad(job, self.folder) as batch,
                 LookupLoad(retriever, work.lookups, expected.lookups, config.retriever.num_passages) as lookups,

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import re
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,9 @@ from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.row_invariant import without_progress_bars
 
 log = logging.getLogger(__name__)
+
+_READING = threading.Lock()
+"""Held while names of the library gguf stand for a file's own, which one thread at a time can do."""
 
 _MAX_FILE = "4GB"
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
@@ -99,9 +103,9 @@ def _quick_reading(path: str, say: Say) -> Iterator[None]:
     say("reading the GGUF file")
     library: Any = gguf
     caller: Any = modeling_gguf_pytorch_utils
-    kept = library.GGUFReader, library.dequantize, caller.tqdm
     reader = _Reader(path)
-    with ThreadPoolExecutor(num_processors()) as pool:
+    with _READING, ThreadPoolExecutor(num_processors()) as pool:
+        kept = library.GGUFReader, library.dequantize, caller.tqdm
         library.GGUFReader, caller.tqdm = lambda _: reader, lambda tensors, **_: tensors
         library.dequantize = _Dequantiser(reader.tensors, pool, num_processors() + 1, say)
         try:
@@ -121,7 +125,8 @@ class _Dequantiser:
 
     def __call__(self, data: Any, kind: Any) -> Any:
         number = self._num_started - len(self._ahead)
-        assert data is self._tensors[number].data, "transformers takes the tensors in their order"
+        if data is not self._tensors[number].data:
+            raise ModelError("this version of transformers reads a GGUF file's tensors in another order")
         for tensor in self._tensors[self._num_started : number + self._num_ahead]:
             self._ahead.append(self._pool.submit(self._dequantize, tensor.data, tensor.tensor_type))
             self._num_started += 1

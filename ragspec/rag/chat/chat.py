@@ -126,7 +126,7 @@ class Chat:
             history,
             num_deletions,
             said=said,
-            **answer_rules(self._prompts),
+            **answer_rules(self._prompts, turn.params),
         )
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
