@@ -68,7 +68,8 @@ def test_greedy_equals_generate(
     sources = (CopySource(SourceKind.PASSAGE, TEXT, "story"),)
     params = SamplingParams(max_tokens=NUM_TOKENS)
     requests = [Request(str(i), prompt, params, sources) for i, prompt in enumerate(prompts)]
-    config, settings = TargetConfig(model=str(folder)), EngineConfig(max_kv_tokens=8192)
+    config = TargetConfig(model=str(folder), quantization="none")  # as transformers' own
+    settings = EngineConfig(max_kv_tokens=8192)
     with load_engine(config, settings, drafting, planner_class=FixedTreePlanner) as engine:
         completions = engine.generate(requests)
     assert [completion.token_ids for completion in completions] == theirs
