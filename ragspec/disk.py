@@ -48,6 +48,14 @@ def writer_lock(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """Holds the lock file `path`, after waiting for whoever holds it; the system drops it when the holder dies."""
+    with open(path, "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its missing parents, and flush their names to the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ragspec.cli.models import better_reader_command
 from ragspec.cli.quotes import print_sources
 from ragspec.cli.terminal import note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import PipelineConfig, Settings
@@ -77,6 +78,8 @@ def run_ask(
         names = ", ".join(passage.id for passage in answer.dropped_passages)
         note(errors, f"{len(answer.dropped_passages)} retrieved passages did not fit the context: {names}")
     errors.print(Text(summary(answer), "dim"))
+    if command := better_reader_command(settings.target.model):
+        errors.print(Text(f"a larger model answers more questions right: {command}", "dim"))
 
 
 def with_standard_library(

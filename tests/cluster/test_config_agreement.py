@@ -13,7 +13,7 @@ from ragspec.cluster.engine_server import check_weights
 from ragspec.cluster.launch import with_full_paths
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.engine.checkpoints import catalogue
-from ragspec.engine.checkpoints.catalogue import ListedModel
+from ragspec.engine.checkpoints.catalogue import KnownModel, Shape
 from ragspec.errors import ConfigError, ModelError
 
 SECTIONS = ("target", "engine.max_kv_tokens", "encoder", "retriever")
@@ -66,7 +66,15 @@ def test_a_replica_that_holds_other_weights_is_refused(tmp_path: Path, monkeypat
     assert published.weight_dtype == "int8"
     path.write_bytes(b"listed")
     check_weights(published)
-    listed = ListedModel("listed", hashlib.sha256(b"listed").hexdigest(), "none", "measured")
+    listed = KnownModel(
+        "listed",
+        "",
+        "",
+        Shape(1, 1, 1, 1),
+        sha256=hashlib.sha256(b"listed").hexdigest(),
+        quantization="none",
+        reason="measured",
+    )
     monkeypatch.setattr(catalogue, "MODELS", (*catalogue.MODELS, listed))
     with pytest.raises(ModelError, match=r"would hold .* in float32, and the deployment has published int8"):
         check_weights(published)

@@ -10,7 +10,7 @@ from tiny_target import save_model
 
 from ragspec.config import TargetConfig
 from ragspec.engine.checkpoints import catalogue
-from ragspec.engine.checkpoints.catalogue import ListedModel
+from ragspec.engine.checkpoints.catalogue import KnownModel, Shape
 from ragspec.engine.checkpoints.target_files import with_known_weights
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError
@@ -26,7 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`folder`, listed as float by the hash of its weights."""
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    monkeypatch.setattr(catalogue, "MODELS", (*catalogue.MODELS, ListedModel("tiny", digest, "none", "it is tiny")))
+    monkeypatch.setattr(
+        catalogue,
+        "MODELS",
+        (
+            *catalogue.MODELS,
+            KnownModel("tiny", "", "", Shape(1, 1, 1, 1), sha256=digest, quantization="none", reason="it is tiny"),
+        ),
+    )
     return folder
 
 

