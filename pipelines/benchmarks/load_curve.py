@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from pipelines.benchmarks.clients import Answer, chat_body
+from pipelines.benchmarks.harness import Result
 from pipelines.benchmarks.service import Service
 from ragspec.errors import EngineError
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.measures import Tick
 from ragspec.rag.wording import GRAMMAR_REQUEST
 
 Body = dict[str, Any]

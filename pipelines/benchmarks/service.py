@@ -24,12 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.benchmarks.clients import Answer
+from pipelines.benchmarks.harness import Run
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList
-from ragspec.evaluation.suite import Settings
-from ragspec.evaluation.timing import Tick
-from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
 from services.backend import ServiceBackend
@@ -94,22 +92,21 @@ def service_here(
 
 
 @contextmanager
-def backend_of(settings: Settings, tick: Tick, **service: Any) -> Iterator[tuple[ServiceBackend, RagList]]:
+def backend_of(run: Run, **service: Any) -> Iterator[tuple[ServiceBackend, RagList]]:
     """A backend over a copy of the usual corpus's index with an engine for many requests at once, and the questions to ask.
 
     `service`: further settings of the service.
 
     Raises: ConfigError, ModelError, StoreError.
     """
-    count = settings.num_prompts or NUM_QUESTIONS
-    listed = settings.questions(count)
-    store = settings.store(listed.documents, Encoder.load(settings.encoder), tick)
+    listed = run.questions(run.num_prompts or NUM_QUESTIONS)
+    store = run.store(listed.documents)
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
         index_dir = Path(folder) / "index"
         shutil.copytree(store.index_dir, index_dir)
         config = ServiceConfig(
-            encoder=settings.encoder,
-            target=settings.target,
+            encoder=run.encoder,
+            target=run.target,
             engine=EngineConfig(max_running=32),
             retriever=RetrieverConfig(index_dir=str(index_dir)),
             service=ServiceSettings(port=0, data_dir=f"{folder}/data", **service),

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipelines.benchmarks.random_models import SMALL, engine_over, random_target
 from ragspec.config import EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Document
 from ragspec.drafting.cost_model import CostTable
-from ragspec.engine.engine import Engine
-from ragspec.evaluation.suite import engine_over
-from ragspec.evaluation.suites.backends.models import SMALL, random_target
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever, build_index
 from services.backend import ServiceBackend
@@ -43,6 +41,6 @@ def small_backend(folder: Path, costs: CostTable | None = None, **service: Any) 
         build_index(DOCUMENTS, folder / "index", encoder)
     retriever = Retriever.from_config(settings.retriever, encoder)
     target = random_target(SMALL._replace(hidden=64), TargetConfig(quantization="none"))
-    engine = engine_over(Engine, target, EngineConfig(max_kv_tokens=16_384, num_threads=1), costs)
+    engine = engine_over(target, EngineConfig(max_kv_tokens=16_384, num_threads=1), costs)
     with ServiceBackend(engine, target.tokenizer, retriever, settings, engine.close) as backend:
         yield backend

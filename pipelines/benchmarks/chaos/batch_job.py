@@ -19,8 +19,8 @@ from pipelines.batch.text_files import whole_lines
 from pipelines.benchmarks.chaos.check import Verdict, judge_rows
 from pipelines.benchmarks.chaos.load import Load
 from pipelines.benchmarks.chaos.oracle import comparable_row
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.timing import Tick
+from pipelines.benchmarks.harness import Result
+from ragspec.evaluation.measures import Tick
 
 ROOT = Path(__file__).resolve().parents[3]
 _LOOK_S = 0.05

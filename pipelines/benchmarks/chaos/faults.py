@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from pipelines.benchmarks.chaos.check import StreamLog, slowest_gap_s
 from pipelines.benchmarks.chaos.load import Probe
+from pipelines.benchmarks.harness import Result
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.errors import EngineError, RagspecError
-from ragspec.evaluation.report import Result
 
 KINDS = ("engine", "rank", "shard", "encoder", "node")
 SIGNALS = (SIGKILL, SIGSTOP)
