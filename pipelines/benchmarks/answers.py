@@ -22,10 +22,15 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from pipelines.benchmarks.follow_ups import FollowUpSet, follow_up_cases, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.follow_ups import FollowUpSet, follow_up_cases, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.labels import (
+    measure_alterations,
+    sentences_to_read,
+    supported_precision,
+    write_sentences,
+)
+from pipelines.benchmarks.cases.workloads import RAG_PASSAGES
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
-from pipelines.benchmarks.labels import measure_alterations, sentences_to_read, supported_precision, write_sentences
-from pipelines.benchmarks.workloads import RAG_PASSAGES
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipelines.benchmarks.random_models import SMALL, engine_over, random_target
+from pipelines.benchmarks.gpu import SMALL, engine_over, random_target
 from ragspec.config import EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Document
 from ragspec.drafting.cost_model import CostTable
