@@ -281,7 +281,8 @@ def _follow_ups(read: Callable[[Path], FollowUpSet], path: str, bench: Answers) 
     with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
         index = Path(folder) / "index"
         build_index(known.documents, index, bench.encoder)
-        retriever = Retriever(bench.encoder, Store.open(index, bench.encoder.identity), follow=False)
+        store = Store.open(index, bench.encoder.identity)
+        retriever = Retriever(bench.encoder, store, RetrieverConfig(), follow=False)
         for writer, texts in queries.items():
             num_found = 0
             for first in range(0, len(texts), _AT_ONCE):
