@@ -31,6 +31,7 @@ from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import Message, Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
+from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
@@ -38,7 +39,6 @@ from ragspec.engine.loading import measure_costs
 from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.datasets import stdlib_list
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.rag.prompt import PromptBuilder
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,8 +1,8 @@
 """The frame of the benchmark suites: the choices of a run, rows that survive a stop, metrics with goals, the JSON line.
 
 A suite is a module of this folder with a constant `SUITE`. `Suite.run` takes a `Run` and yields rows, flat dictionaries, each
-with its `row` (a name that is unique in the suite). `Suite.summarise` turns all rows into the flat figures of the JSON line. A suite
-measures every row through `Run.row`, so that a run which was stopped goes on after its last row:
+with its `row`: a name that is unique in the suite. `Suite.summarise` turns all rows into the flat figures of the JSON line. A
+suite measures every row through `Run.row`, so that a run which was stopped goes on after its last row:
 
     def run(run: Run) -> Iterator[Row]:
         for workload in ("rag", "grammar"):
@@ -19,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,14 +156,14 @@ class Run:
         encoder = Encoder.load(self.encoder)
         return Retriever(encoder, self.store(documents, encoder), follow=False)
 
-    def row_file(self, suite: str, commit: str) -> RowFile:
-        """The file of rows for this suite, commit, machine and these choices. A checkout with changes keeps no rows."""
+    def resumed(self, suite: str, commit: str) -> Run:
+        """With the rows of this suite, commit and machine and of the same choices. A checkout with changes keeps no rows."""
         if commit == "unknown" or commit.endswith("-dirty"):
-            return RowFile()
+            return self
         choices = [self.target.model_dump_json(), self.encoder.model_dump_json(), self.data_dir, self.heads, machine()]
         choices += [self.quick, self.num_runs, self.num_prompts, self.seed, self.peers]
         digest = hashlib.sha256("\n".join(map(str, choices)).encode()).hexdigest()[:12]
-        return RowFile(self.cache_dir / "rows" / f"{suite}-{commit[:12]}-{digest}.jsonl")
+        return replace(self, kept=RowFile(self.cache_dir / "rows" / f"{suite}-{commit[:12]}-{digest}.jsonl"))
 
 
 def _no_figures(rows: Sequence[Row], title: str) -> Mapping[str, Any]:

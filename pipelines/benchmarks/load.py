@@ -162,7 +162,12 @@ def _attack_rows(run: Run, service: Service, questions: Sequence[str]) -> Iterat
 def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
     """Outcomes of mixed clients, and everything that they left: KV slots, requests counted as running."""
     backend = service.backend
-    orders: Row = {"url": service.url, "keys": list(service.keys.values()), "model": backend.model, "questions": questions}
+    orders: Row = {
+        "url": service.url,
+        "keys": list(service.keys.values()),
+        "model": backend.model,
+        "questions": questions,
+    }
     orders |= {"seconds": 10.0 if run.quick else 60.0, "num_clients": _NUM_CLIENTS, "seed": run.seed}
     found: Row = run_clients(orders)
     assert isinstance(backend.engine, Engine)

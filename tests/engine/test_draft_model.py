@@ -31,6 +31,7 @@ from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, Targe
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.draft_model import drafter as module
 from ragspec.drafting.draft_model.drafter import ModelDrafter
+from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine import target as targets
@@ -39,7 +40,6 @@ from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 

@@ -40,6 +40,7 @@ from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConf
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
+from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
@@ -47,7 +48,6 @@ from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.speculation import AcceptanceRule, Speculation

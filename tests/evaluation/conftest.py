@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from letter_encoder import WordEncoder
+from ragspec.evaluation.suite import Repetitions, Settings
 from tiny_target import save_model
 
 from ragspec.config import TargetConfig
 from ragspec.evaluation import cases
-from ragspec.evaluation.suite import Repetitions, Settings
 from ragspec.retrieval.encoder import Encoder
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from pipelines import benchmark
 from ragspec.evaluation.report import KEYS
 from ragspec.evaluation.suite import Outcome, Settings, Suite, find_suite
 from ragspec.evaluation.suites.generation import MeasuredGeneration
 from ragspec.evaluation.timing import TimedGeneration, Timings
+from typer.testing import CliRunner
+
+from pipelines import benchmark
 
 
 def outcome(settings: Settings) -> Outcome:

@@ -161,10 +161,13 @@ def over_a_network(test: Callable[[Network, aiohttp.ClientSession], Awaitable[No
         return web.json_response({})
 
     async def run() -> None:
-        async with serving("POST", "/", answer) as url, Network(int(url.rpartition(":")[2])) as network:
-            async with aiohttp.ClientSession(network.url) as session:
-                assert await asked(session) == 200
-                await test(network, session)
+        async with (
+            serving("POST", "/", answer) as url,
+            Network(int(url.rpartition(":")[2])) as network,
+            aiohttp.ClientSession(network.url) as session,
+        ):
+            assert await asked(session) == 200
+            await test(network, session)
 
     asyncio.run(run())
 

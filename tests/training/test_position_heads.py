@@ -19,6 +19,7 @@ from transformers import LlamaModel
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
 from ragspec.core import Completion, Request, SamplingParams
+from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.learning.head import LossWeights, Objective
 from ragspec.drafting.learning.losses import collate
 from ragspec.drafting.medusa.checkpoint import read_medusa
@@ -26,7 +27,6 @@ from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, PositionHead, fresh_position_head

@@ -5,16 +5,16 @@ import math
 from pathlib import Path
 
 import pytest
+from ragspec.evaluation.suites import target
+from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
+from ragspec.evaluation.suites.target import abstention_scores, follow_up_scores, question_scores
+from ragspec.evaluation.suites.target_cases import QuestionCase, follow_up_cases, passage_with
 from tiny_target import chat_tokenizer
 
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import Sentence
 from ragspec.evaluation.metrics import answer_f1
-from ragspec.evaluation.suites import target
-from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
-from ragspec.evaluation.suites.target import abstention_scores, follow_up_scores, question_scores
-from ragspec.evaluation.suites.target_cases import QuestionCase, follow_up_cases, passage_with
 from ragspec.rag.chat.prompt import PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, quoted_answer
