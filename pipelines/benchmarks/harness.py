@@ -111,6 +111,7 @@ class Run:
     num_prompts: int | None = None
     seed: int = 0
     peers: bool = True
+    minutes: float = 0.0
     heads: Path | None = None
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     tick: Tick = no_tick
