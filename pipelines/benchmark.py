@@ -73,6 +73,7 @@ def main(
     runs: Annotated[int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick.")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each list.")] = None,
     peers: Annotated[bool, typer.Option(help="Run transformers and llama.cpp beside.")] = True,
+    minutes: Annotated[float, typer.Option(min=0, help="Faults: further rounds until the time is over.")] = 0.0,
     heads: Annotated[Path | None, typer.Option(help="A folder with a folder for each trained head.")] = None,
     resume: Annotated[bool, typer.Option(help="Read rows back that were measured at this commit.")] = False,
 ) -> None:
@@ -95,6 +96,7 @@ def main(
                 num_prompts=num_prompts,
                 seed=seed,
                 peers=peers,
+                minutes=minutes,
                 heads=heads,
                 tick=tick,
             )

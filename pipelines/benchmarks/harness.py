@@ -100,7 +100,7 @@ class Run:
     """The choices of the command line, and what every suite needs.
 
     `num_runs`: timed repetitions, whose median counts. `num_prompts`: shortens every list. `peers`: run other programs beside.
-    `heads`: a folder with a folder for each trained head.
+    `minutes`: how long the suite `faults` goes on with further rounds. `heads`: a folder with a folder for each trained head.
     """
 
     target: TargetConfig
