@@ -31,8 +31,8 @@ from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import Message, Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
-from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import measure_costs

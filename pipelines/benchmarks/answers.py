@@ -22,10 +22,15 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from pipelines.benchmarks.follow_ups import FollowUpSet, follow_up_cases, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.follow_ups import FollowUpSet, follow_up_cases, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.labels import (
+    measure_alterations,
+    sentences_to_read,
+    supported_precision,
+    write_sentences,
+)
+from pipelines.benchmarks.cases.workloads import RAG_PASSAGES
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
-from pipelines.benchmarks.labels import measure_alterations, sentences_to_read, supported_precision, write_sentences
-from pipelines.benchmarks.workloads import RAG_PASSAGES
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
@@ -276,7 +281,8 @@ def _follow_ups(read: Callable[[Path], FollowUpSet], path: str, bench: Answers) 
     with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
         index = Path(folder) / "index"
         build_index(known.documents, index, bench.encoder)
-        retriever = Retriever(bench.encoder, Store.open(index, bench.encoder.identity), follow=False)
+        store = Store.open(index, bench.encoder.identity)
+        retriever = Retriever(bench.encoder, store, RetrieverConfig(), follow=False)
         for writer, texts in queries.items():
             num_found = 0
             for first in range(0, len(texts), _AT_ONCE):

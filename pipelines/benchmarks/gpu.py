@@ -11,17 +11,24 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from pipelines.benchmarks.cases.timing import Case, EngineDecoder, take_turns
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most
-from pipelines.benchmarks.random_models import KV_SLOTS, SHAPES, Shape, engine_over, random_target
-from pipelines.benchmarks.timing import Case, EngineDecoder, take_turns
-from ragspec.config import EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, SourceKind
+from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
 from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.checkpoints.weights import model_classes
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import make_drafters, measure_costs
 from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
@@ -35,6 +42,36 @@ _BUDGET_S = 400.0
 """No model is begun after so many seconds, so that a machine which is lent for ten minutes gives a result."""
 
 BackendName = Literal["torch", "cuda"]
+KV_SLOTS = 4096
+MAX_CONTEXT_TOKENS = 2048
+
+
+class Shape(NamedTuple):
+    """A Llama of random weights."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, intermediate_size=self.inner, vocab_size=self.vocab,
+            max_position_embeddings=MAX_CONTEXT_TOKENS, tie_word_embeddings=False, eos_token_id=None,
+        )  # fmt: skip
+
+
+SMALL = Shape("small", 128, 2, 4, 2, 256, 49_152)
+SHAPES = (
+    Shape("0.1 B", 576, 30, 9, 3, 1536, 49_152),
+    Shape("1 B", 2048, 16, 32, 8, 8192, 128_256),
+    Shape("8 B", 4096, 32, 32, 8, 14_336, 128_256),
+    Shape("32 B", 5120, 64, 40, 8, 27_648, 152_064),
+)
 
 
 def run_gpu(run: Run) -> Iterator[Row]:
@@ -132,6 +169,39 @@ def on_over_off(target: Target) -> float:
         pairs = [(on.wall_s, off.wall_s) for (on,), (off,) in zip(taken[True][1:], taken[False][1:], strict=True)]
         ratios.append(median(off_s / on_s for on_s, off_s in pairs))
     return min(ratios)
+
+
+def random_model(shape: Shape, config: TargetConfig) -> Any:
+    """The same weights every time on one device, ready to become a `Target`."""
+    with torch.random.fork_rng(), torch.device(config.device):
+        torch.manual_seed(0)
+        return (
+            model_classes()
+            .from_config(shape.config(), dtype=getattr(torch, config.dtype), attn_implementation="ragspec")
+            .eval()
+        )
+
+
+def random_target(shape: Shape, config: TargetConfig) -> Target:
+    """The first 256 tokens are bytes; no other has text."""
+    return Target(random_model(shape, config), _byte_tokenizer(), config, KV_SLOTS)
+
+
+def engine_over(target: Target, config: EngineConfig, costs: CostTable | None = None) -> Engine:
+    """An engine with the default drafters over a loaded target, whose pool it replaces. Measures `costs` if none are given."""
+    drafting = DraftingConfig()
+    target.reset_pool(config.max_kv_tokens)
+    drafters, costs = make_drafters(target, drafting), costs or measure_costs(target, config.max_step_tokens)
+    planner = Planner(drafters, costs, drafting.max_tree_nodes, target.vocab_size)
+    return Engine(target, planner, Admission(target, "benchmark"), config)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def summarise(rows: Sequence[Row]) -> Result:

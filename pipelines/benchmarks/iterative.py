@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipelines.benchmarks.cases.timing import take_turns
 from pipelines.benchmarks.harness import (
     INK,
     OTHER,
@@ -36,7 +37,6 @@ from pipelines.benchmarks.harness import (
     equal_to,
     new_figure,
 )
-from pipelines.benchmarks.timing import take_turns
 from ragspec.cluster.actors import ActorPool
 from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from pipelines.benchmarks.timing import GENERATE, PROMPT_LOOKUP, Case, Decoder, TimedGeneration
+from pipelines.benchmarks.cases.timing import GENERATE, PROMPT_LOOKUP, Case, Decoder, TimedGeneration
 from ragspec.config import TargetConfig
 from ragspec.disk import saving
 from ragspec.engine.checkpoints.target_files import target_folder

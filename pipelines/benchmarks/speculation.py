@@ -23,6 +23,31 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
+from pipelines.benchmarks.cases.timing import (
+    GENERATE,
+    PLAIN,
+    PROMPT_LOOKUP,
+    SPECULATIVE,
+    Case,
+    Decoder,
+    EngineDecoder,
+    Timings,
+    take_turns,
+)
+from pipelines.benchmarks.cases.workloads import (
+    CHAT,
+    GRAMMAR,
+    PROSE,
+    RAG,
+    SPEC_BENCH_TASKS,
+    chat_cases,
+    grammar_cases,
+    mixed_sentences,
+    nothing_to_copy_cases,
+    prose_cases,
+    rag_cases,
+    spec_bench_cases,
+)
 from pipelines.benchmarks.harness import (
     INK,
     OTHER,
@@ -38,31 +63,6 @@ from pipelines.benchmarks.harness import (
     new_figure,
 )
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
-from pipelines.benchmarks.timing import (
-    GENERATE,
-    PLAIN,
-    PROMPT_LOOKUP,
-    SPECULATIVE,
-    Case,
-    Decoder,
-    EngineDecoder,
-    Timings,
-    take_turns,
-)
-from pipelines.benchmarks.workloads import (
-    CHAT,
-    GRAMMAR,
-    PROSE,
-    RAG,
-    SPEC_BENCH_TASKS,
-    chat_cases,
-    grammar_cases,
-    mixed_sentences,
-    nothing_to_copy_cases,
-    prose_cases,
-    rag_cases,
-    spec_bench_cases,
-)
 from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HydraConfig, TreeHeadConfig
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine

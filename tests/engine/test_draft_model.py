@@ -31,9 +31,9 @@ from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, Targe
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.draft_model import drafter as module
 from ragspec.drafting.draft_model.drafter import ModelDrafter
-from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import target as targets
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine, make_draft_model

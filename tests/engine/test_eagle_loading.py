@@ -17,7 +17,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
-from ragspec.drafting.fixed_trees import FixedTreePlanner
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine

@@ -40,11 +40,11 @@ from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConf
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
 from ragspec.drafting.medusa.network import PositionNetwork
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
-from ragspec.drafting.fixed_trees import FixedTreePlanner
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
 
 TEXT = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.benchmarks.labels import alterations, is_equal, measure_alterations, statements
+from pipelines.benchmarks.cases.labels import alterations, is_equal, measure_alterations, statements
 from ragspec.core import Passage
 from ragspec.rag.support import find_support
 

@@ -19,11 +19,11 @@ from transformers import LlamaModel
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
 from ragspec.core import Completion, Request, SamplingParams
-from ragspec.drafting.fixed_trees import FixedTreePlanner
 from ragspec.drafting.learning.head import LossWeights, Objective
 from ragspec.drafting.learning.losses import collate
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError

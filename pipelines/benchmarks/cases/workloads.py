@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipelines.benchmarks.timing import Case
+from pipelines.benchmarks.cases.timing import Case
 from ragspec.core import CopySource, Message, SourceKind
 from ragspec.evaluation.datasets import (
     CLEAN,
