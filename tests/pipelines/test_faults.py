@@ -355,7 +355,7 @@ def test_every_possible_fault_comes_in_the_order_of_its_seed(tmp_path: Path, mon
     assert set(chosen(replace(run, quick=True), 2, True)) == set(QUICK) < set(FAULTS)
     assert {fault.part for fault in FAULTS} - {fault.part for fault in chosen(run, 1, False)} == {"rank", "disk"}
     clock = iter([0.0, 61.0, 119.0, 121.0])
-    monkeypatch.setattr(faults.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert Counter(chosen(replace(run, minutes=2.0), 2, True)) == dict.fromkeys(FAULTS, 3)
 
 
