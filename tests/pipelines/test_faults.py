@@ -99,6 +99,24 @@ def test_an_acknowledged_turn_is_there_once_and_unchanged(kept: list[tuple[str, 
     assert +asyncio.run(counted()) == ({} if mark is None else {mark: 1})
 
 
+def test_an_answer_is_remembered_as_its_conversation_keeps_it() -> None:
+    """A target of random weights wrote NUL, which no conversation keeps, and its turn counted as changed."""
+
+    async def reply(request: web.Request) -> web.Response:
+        message = {"choices": [{"message": {"content": "a\0b"}}], "ragspec": {"kept": True}}
+        return web.json_response(message)
+
+    async def remembered() -> list[tuple[str, str]]:
+        async with serving("POST", "/v1/chat/completions", reply) as url:
+            clients = clients_of(url)
+            clients.turns["conv"] = []
+            async with clients._session() as session:
+                await clients._turn(session)
+            return clients.turns["conv"]
+
+    assert asyncio.run(remembered()) == [("Question 1?", "a\ufffdb")]
+
+
 @pytest.mark.parametrize(
     ("pieces", "end", "counts"),
     [
