@@ -21,8 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from pipelines.benchmarks.clients import chat_body
-from pipelines.benchmarks.fault_targets import MODEL
+from pipelines.benchmarks.fault_injection.targets import MODEL
+from pipelines.benchmarks.users.clients import chat_body
 
 OPERATIONS = ("streams", "turns")
 _NUM_STREAMS = 4
@@ -142,7 +142,8 @@ class FaultClients:
         if not answer["ragspec"]["kept"]:
             raise Refused("the turn was not kept")
         self.unsure.discard(question)
-        self.turns[name].append((question, answer["choices"][0]["message"]["content"]))
+        text = answer["choices"][0]["message"]["content"].replace("\0", "\ufffd")  # as conversations keep it
+        self.turns[name].append((question, text))
 
     async def _call(self, session: aiohttp.ClientSession, method: str, path: str, **body: Any) -> Any:
         """Raises: Refused, aiohttp.ClientError, TimeoutError."""
