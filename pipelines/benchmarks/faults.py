@@ -1,0 +1,276 @@
+"""The suite `faults`: users, conversations and a batch job go on while processes, the network and the disk fail.
+
+    python -m pipelines.benchmark --suite faults --quick
+    python -m pipelines.benchmark --suite faults --minutes 600          a soak: rounds of all faults until the time is over
+
+A deployment of engines, shards and encoders runs on several Ray nodes of this machine, with `ragspec serve --cluster` in front.
+Every answer is compared with the answer to the same request before the first fault. One injector strikes one part after the
+other; the next fault comes after everything has recovered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from transformers import AutoConfig
+
+from pipelines.batch.ray_session import ray_session
+from pipelines.benchmarks.fault_injection.clients import FaultClients
+from pipelines.benchmarks.fault_injection.injector import NODE_CPUS, REPLICAS, Fault, Injector
+from pipelines.benchmarks.fault_injection.targets import (
+    BatchJob,
+    GatewayProcess,
+    Judged,
+    Network,
+    SmallDisk,
+    comparable_rows,
+    judge_rows,
+    small_disk,
+)
+from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_most, equal_to
+from ragspec.cluster.local_cluster import LocalCluster
+from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
+from ragspec.core import Document
+from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.index.writer import IndexWriter
+from services.keys import add_key
+
+if TYPE_CHECKING:
+    from ragspec.cluster.deployment import Deployment
+    from ragspec.cluster.topology import Topology
+
+_DEPLOYMENT = "faults"
+_ENGINE = EngineConfig(num_threads=1, max_running=8, max_kv_tokens=16_384)
+"""One thread an engine, because all processes share the machine's cores."""
+_NUM_SEGMENTS = 4
+_START_S = 900.0
+_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+"""Settings of another cluster, which would win over this suite's."""
+
+
+FAULTS = (
+    *(Fault(part, how) for part in (*REPLICAS, "node") for how in ("kill", "stop")),
+    *(Fault("service", how) for how in ("kill", "stop", "restart")),
+    *(Fault("network", how) for how in ("cut", "part", "delay")),
+    Fault("disk", "full"),
+    Fault("job", "kill"),
+)
+QUICK = tuple(
+    Fault(*words.split())
+    for words in ("engine kill", "shard stop", "service kill", "network cut", "disk full", "job kill")
+)
+
+
+class Sizes(NamedTuple):
+    """`num_workers`: Ray nodes that may die."""
+
+    num_workers: int
+    num_questions: int
+    num_rows: int
+    num_documents: int
+    max_tokens: int
+
+
+def run_faults(run: Run) -> Iterator[Row]:
+    """One row a fault, then one row about all answers. Raises: EngineError, ModelError, SaveError."""
+    sizes = Sizes(2, 8, 12, 60, 24) if run.quick else Sizes(3, 40, 120, 600, 48)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragspec-faults-")))
+        nodes = stack.enter_context(LocalCluster(folder / "nodes", os.environ))
+        nodes.add(num_cpus=0)
+        workers = [nodes.add(num_cpus=NODE_CPUS) for _ in range(sizes.num_workers)]
+        environment = stack.enter_context(_connected(nodes))
+        deployment = stack.enter_context(_deployment(run, sizes, folder / "index"))
+        disk = stack.enter_context(small_disk(folder / "disk"))
+        cluster = ("--cluster", _DEPLOYMENT, "--address", nodes.address)
+        service = stack.enter_context(GatewayProcess(folder, disk.folder, cluster, environment))
+        key, _ = add_key(service.keys_file, "ann", trusted=True)
+        service.start()
+        loop = stack.enter_context(_event_loop())
+
+        def call(function: Callable[[], Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(_called(function), loop).result()
+
+        network = Network(service.port)
+        asyncio.run_coroutine_threadsafe(network.__aenter__(), loop).result()
+        stack.callback(call, network.cut)
+        questions = [question.text for question in run.questions(sizes.num_questions).questions]
+        clients = FaultClients(network.url, key, questions, sizes.max_tokens)
+        asyncio.run_coroutine_threadsafe(clients.learn(), loop).result()
+        rows = _job_rows(questions, sizes)
+        job = BatchJob(rows, folder / "job", (*cluster, "--seed", str(run.seed), "--strict"), environment)
+        expected = job.undisturbed()
+        draw = random.Random(run.seed)
+        injector = Injector(nodes, workers, deployment.status, service, network, disk, job, clients, call, draw)
+        load = asyncio.run_coroutine_threadsafe(clients.run(), loop)
+        with job:
+            injector.wait_for_clients()
+            for number, fault in enumerate(_chosen(run, deployment.topology, disk), 1):
+                yield run.row(f"{number} {fault.part} {fault.how}", partial(injector.strike, fault))
+                run.tick("faults", number, number + 1)
+            job.finish()
+        load.cancel()
+        with contextlib.suppress(CancelledError):
+            load.result()
+        asyncio.run_coroutine_threadsafe(clients.check(), loop).result()
+        judged = [judge_rows(expected, list(comparable_rows(out))) for out in job.passes]
+        yield {"row": "answers"} | _answers(clients, judged, len(expected), job.num_failures, injector.num_service_ends)
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _job_rows(questions: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
+    """Half greedy, half sampled. The rows ask for log-probabilities, which name the tokens behind a text."""
+    shared = {"max_tokens": sizes.max_tokens, "logprobs": 0}
+    texts = [questions[number % len(questions)] for number in range(sizes.num_rows)]
+    return [{"id": f"r{n}", "question": text, "temperature": float(n % 2), **shared} for n, text in enumerate(texts)]
+
+
+def _chosen(run: Run, topology: Topology, disk: SmallDisk) -> Iterator[Fault]:
+    """Every possible fault once in a seeded order; again, in other orders, until the minutes are over."""
+    left_out = set()
+    if topology.tensor_parallel == 1:
+        left_out.add("rank")
+    if not disk.is_mounted:
+        left_out.add("disk")
+    faults = [fault for fault in (QUICK if run.quick else FAULTS) if fault.part not in left_out]
+    draw, end_s = random.Random(run.seed), time.monotonic() + 60 * run.minutes
+    while True:
+        draw.shuffle(faults)
+        yield from faults
+        if time.monotonic() >= end_s:
+            return
+
+
+def _answers(clients: FaultClients, judged: Sequence[Judged], num_rows: int, num_failures: int, num_ends: int) -> Row:
+    return {
+        "streams": clients.counts["streams"],
+        "turns": clients.counts["turns"],
+        "lost": clients.counts["lost"],
+        "doubled": clients.counts["doubled"],
+        "changed": clients.counts["changed"],
+        "job_rows": num_rows * len(judged),
+        "driver_lost": sum(len(each.lost) for each in judged),
+        "driver_doubled": sum(len(each.doubled) for each in judged),
+        "driver_changed": sum(len(each.changed) for each in judged),
+        "driver_failures": num_failures,
+        "service_ends": num_ends,
+    }
+
+
+@contextlib.contextmanager
+def _connected(nodes: LocalCluster) -> Iterator[Mapping[str, str]]:
+    """Connect this process to the nodes. Yields the environment for other processes that connect.
+
+    Why Ray is imported later: Ray reads its environment at its import.
+    """
+    before = dict(os.environ)
+    for variable in _RAY_VARIABLES:
+        os.environ.pop(variable, None)
+    os.environ.update(nodes.environment)
+    try:
+        with ray_session(nodes.address):
+            yield dict(os.environ)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _deployment(run: Run, sizes: Sizes, index_dir: Path) -> Iterator[Deployment]:
+    """Two of everything, over an index of several segments. Raises: EngineError, ModelError, SaveError."""
+    from ragspec.cluster.deployment import Deployment
+    from ragspec.cluster.topology import Topology
+
+    _build_index(run.questions(sizes.num_questions).documents[: sizes.num_documents], index_dir, run)
+    retriever = RetrieverConfig(index_dir=str(index_dir))
+    config = PipelineConfig(target=run.target, encoder=run.encoder, engine=_ENGINE, retriever=retriever)
+    ranks = num_ranks(run.target)
+    topology = Topology(
+        replicas=2, tensor_parallel=ranks, num_shards=2, shard_replicas=2, num_encoders=2, cpus_per_rank=1 / ranks
+    )
+    with Deployment.up(topology, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
+        yield deployment
+
+
+def num_ranks(target: TargetConfig) -> Literal[1, 2]:
+    """Two ranks an engine, or one where two cannot share the target's heads. Raises: ModelError."""
+    config = AutoConfig.from_pretrained(target_folder(target)).get_text_config()
+    return 1 if config.num_attention_heads % 2 or config.num_key_value_heads % 2 else 2
+
+
+def _build_index(documents: Sequence[Document], folder: Path, run: Run) -> None:
+    """Several segments, so that shards hold different documents."""
+    with IndexWriter(folder, Encoder.load(run.encoder)) as writer:
+        for number in range(_NUM_SEGMENTS):
+            for document in documents[number::_NUM_SEGMENTS]:
+                writer.upsert(document)
+            writer.commit()
+
+
+@contextlib.contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="fault-clients", daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def summarise(rows: Sequence[Row]) -> Result:
+    """Sums over all faults and answers; times of all faults."""
+    faults = [row for row in rows if "fault" in row]
+    (answers,) = [row for row in rows if "fault" not in row]
+    found: Result = {
+        "faults": len(faults),
+        "recovered": sum(row["recovered"] for row in faults),
+        "driver_kills": sum(row["fault"] == "job kill" for row in faults),
+    }
+    for name in ("answered", "live_again"):
+        seconds = [row[f"{name}_s"] for row in faults if row[f"{name}_s"] is not None]
+        found |= {
+            f"{name}_p50_s": median(seconds) if seconds else None,
+            f"{name}_max_s": max(seconds, default=None),
+        }
+    found |= {key: value for key, value in answers.items() if key not in ("row", "commit")}
+    return found | {"lost": answers["lost"] + sum(row["lost"] for row in faults)}
+
+
+METRICS = (
+    Metric("faults", "faults injected under load"),
+    Metric("recovered", "faults after which every operation and every replica went on"),
+    Metric(
+        "lost", "acknowledged turns missing; streams cut or requests refused where no fault excuses it", equal_to(0)
+    ),
+    Metric("doubled", "turns kept twice", equal_to(0)),
+    Metric("changed", "streams and turns with another text than without faults", equal_to(0)),
+    Metric("driver_kills", "kill -9 of a batch job's driver, which was then started again"),
+    Metric("driver_lost", "rows that the job's output lacks", equal_to(0)),
+    Metric("driver_doubled", "rows that the output holds twice", equal_to(0)),
+    Metric("driver_changed", "rows with another answer than without faults", equal_to(0)),
+    Metric("answered_p50_s", "seconds from a fault until requests sent after it were answered, median"),
+    Metric("answered_max_s", "the same, the slowest", at_most(60)),
+    Metric("live_again_p50_s", "seconds from a fault until every replica was live, median"),
+    Metric("live_again_max_s", "the same, the slowest"),
+    Metric("service_ends", "how often the service ended although no fault had killed it", equal_to(0)),
+)
+SUITE = Suite("faults", run_faults, summarise, METRICS)
