@@ -34,7 +34,6 @@ from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
-from ragspec.drafting.draft_model.translated import TranslatedDrafter, Vocabularies
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import reachable, read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
@@ -162,7 +161,7 @@ def _accepted(tested: SelfTest, config: TargetConfig) -> SelfTest:
 
 def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     """The configured drafters. Raises: ConfigError for an unknown drafter, ModelError for an unusable or foreign head."""
-    known: dict[str, Callable[[], Drafter]] = {
+    known: dict[str, Callable[[], Drafter | None]] = {
         "copy": lambda: CopyDrafter(
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
         ),
@@ -185,10 +184,11 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
-    return [known[name]() for name in names] if drafting.speculation else []
+    made = [known[name]() for name in names] if drafting.speculation else []
+    return [drafter for drafter in made if drafter is not None]
 
 
-def _add(known: dict[str, Callable[[], Drafter]], name: str, make: Callable[[], Drafter]) -> None:
+def _add(known: dict[str, Callable[[], Drafter | None]], name: str, make: Callable[[], Drafter | None]) -> None:
     if name in known:
         raise ConfigError(f"drafting names {name!r}, the name of another drafter")
     known[name] = make
@@ -282,8 +282,11 @@ def _fastest_dtype(
     return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
-def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter:
-    """Load a small model beside the target, on the same device, and measure its costs. Raises: ModelError."""
+def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter | None:
+    """Load a small model beside the target, on the same device, and measure its costs. None: see `vocabulary`.
+
+    Raises: ConfigError, ModelError.
+    """
     if not config.path:
         section = name if name == "draft_model" else f"draft_models.{name}"
         raise ConfigError(f"drafting.{section}.path is empty: it names a small language model")
@@ -294,20 +297,20 @@ def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draf
     others["max_weight_bytes"] = None
     others["device"] = target.ranks.device(target.config.device)
     settings = TargetConfig(**{**target.config.model_dump(), **others})
-    tokenizer, any_vocabulary = load_tokenizer(settings), config.vocabulary == "any"
-    if not any_vocabulary:
+    tokenizer = load_tokenizer(settings)
+    try:
         check_vocabulary(config.path, tokenizer, target.tokenizer)
+    except ModelError as difference:
+        if config.vocabulary == "target":
+            raise
+        log.warning("drafting.%s does not draft: %s", name, difference)
+        return None
     num_slots = min(config.max_kv_tokens, target.pool.num_slots)
     model = Target.load(settings, num_slots, max_kv_bytes=config.max_kv_bytes)
     context = min(model.max_context_tokens, model.pool.num_slots - PAGE, 2048) // 2
     costs = CostTable.measure(partial(forward_s, model), [context], min(64, context))
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
     prefixes = PrefixCache(model.pool)
-    if any_vocabulary:
-        vocabularies, chain = Vocabularies(tokenizer, target.tokenizer), make_shape("chain", 1, 1, config.max_depth)
-        return TranslatedDrafter(
-            vocabularies, model, model.vocab_size, chain, costs, prefixes, coupled=False, name=name
-        )
     return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled, name=name)
 
 
