@@ -31,18 +31,23 @@ from torch import Tensor
 
 from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig
-from ragspec.drafting.learning.eagle_model import EagleHead
-from ragspec.drafting.learning.head import Head, Inputs, LossWeights, Objective
-from ragspec.drafting.learning.losses import MicroBatch
+from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads.learning import Head, Inputs, LossWeights, MicroBatch, Objective
+from ragspec.drafting.medusa.network import PositionConfig, PositionFamily
 from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers, start_from
-from ragspec.training.heads.position_model import PositionConfig, PositionFamily, fresh_position_head
+from ragspec.training.heads.initialisation import (
+    fresh_head,
+    fresh_position_head,
+    head_config,
+    spread_aux_layers,
+    start_from,
+)
 from ragspec.training.heads.target_answers import (
     PromptSource,
     answer_sampler,
@@ -295,7 +300,7 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionCon
     """The head's shape, by the options and by the target. Raises: ModelError, ConfigError."""
     if isinstance(run.family, PositionFamily):
         num_heads = run.plan.objective.num_steps
-        others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix)
+        others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix, run.has_prefix)
         return PositionConfig(run.family, target.hidden_size, target.vocab_size, num_heads, *others)
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)

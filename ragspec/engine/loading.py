@@ -35,18 +35,17 @@ from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.eagle.checkpoint import reachable, read_head
-from ragspec.drafting.eagle.drafter import EagleDrafter
-from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.drafter import EagleDrafter, PairTimer
+from ragspec.drafting.eagle.layout import reachable
+from ragspec.drafting.eagle.learner import trainable_head
+from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import OnlineEagleDrafter
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
-from ragspec.drafting.learning.online import trainable_head
 from ragspec.drafting.lookahead import LookaheadDrafter
-from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
-from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
-from ragspec.drafting.medusa.hydra import read_hydra
-from ragspec.drafting.medusa.network import PositionNetwork
-from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork, PrefixTimer
+from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
+from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter
+from ragspec.drafting.medusa.network import PositionCheckpoint, PositionNetwork, PrefixNetwork
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
@@ -205,8 +204,8 @@ def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
     window = min(config.window, checkpoint.config.window or config.window)
     context = min(target.max_context_tokens, window, target.pool.num_slots) // 2
 
-    def build(dtype: torch.dtype) -> HeadTimer:
-        return HeadTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
+    def build(dtype: torch.dtype) -> PairTimer[EagleNetwork]:
+        return PairTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
     make: Callable[..., EagleDrafter] = EagleDrafter
@@ -227,14 +226,14 @@ def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
 def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydraDrafter:
     """As `make_eagle`, for Hydra's heads."""
     heads = read_hydra(_path_of(config, "hydra"), target)
-    if not heads.has_prefix:
+    if not heads.config.has_prefix:
         network, shape, costs = _measured(target, config, heads)
         return HydraDrafter(network, shape, costs, coupled=config.coupled)
     shape = _shape(config, MEDUSA_TREE)
     context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
 
-    def build(dtype: torch.dtype) -> PrefixTimer:
-        return PrefixTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
+    def build(dtype: torch.dtype) -> PairTimer[PrefixNetwork]:
+        return PairTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
     return PrefixHydraDrafter(
@@ -243,7 +242,7 @@ def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydr
 
 
 def _measured(
-    target: Target, config: TreeHeadConfig, heads: PositionHeads
+    target: Target, config: TreeHeadConfig, heads: PositionCheckpoint
 ) -> tuple[PositionNetwork, TreeShape, CostTable]:
     shape = _shape(config, MEDUSA_TREE)
     network, costs = _fastest_dtype(target, config, lambda dtype: PositionNetwork(heads, target, dtype), 0, 64)

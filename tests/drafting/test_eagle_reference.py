@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
+from ragspec.drafting.eagle.layout import HeadCheckpoint
 
 TOKENS = [3, 60, 7, 7, 21, 0, 44]
 HEADS: list[dict[str, Any]] = [

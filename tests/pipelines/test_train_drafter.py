@@ -14,16 +14,17 @@ from tiny_target import save_model, tiny_tokenizer
 from pipelines import train_drafter
 from pipelines.train_drafter import parser, run_of
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, read_head
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
 from ragspec.drafting.heads.files import read_tensors
-from ragspec.drafting.learning.head import Inputs, LossWeights, Objective
-from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.heads.learning import Inputs, LossWeights, Objective
+from ragspec.drafting.medusa.checkpoint import read_hydra
+from ragspec.drafting.medusa.network import PositionConfig
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.initialisation import fresh_head, head_config, start_from
-from ragspec.training.heads.position_model import PositionConfig
+from ragspec.training.heads.initialisation import fresh_head, head_config, start_from, write_trained
 from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,7 @@ def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, 
     """Specialists began at random, or a head of another shape was half copied."""
     loaded = FrozenTarget.load(TargetConfig(model=target))
     first = fresh_head(head_config(loaded, EagleFamily.EAGLE), loaded, None, seed=5)
-    first.write(tmp_path / "first", first.state_dict(), "target")
+    write_trained(tmp_path / "first", first, first.state_dict(), "target")
     poss = fresh_head(head_config(loaded, EagleFamily.EAGLE, (), None, 3, 2), loaded, None, seed=6)
     start_from(poss, tmp_path / "first")
     given = first.state_dict()
@@ -237,7 +238,7 @@ def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
     assert (tmp_path / "curves.png").stat().st_size > 1000
     if "hydra" in options:
         heads = read_hydra(tmp_path / "head", Target.load(TargetConfig(model=target), 64))
-        assert (heads.num_heads, heads.num_blocks, heads.is_grounded) == (4, 2, True)
+        assert (heads.config.num_heads, heads.config.num_blocks, heads.config.is_grounded) == (4, 2, True)
     else:
         assert read_head(tmp_path / "head").config.aux_layers == (2, 4, 6)
     command(tmp_path, target, *options, "--tokens", "9000", "--resume")

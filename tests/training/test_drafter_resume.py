@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from test_drafter_training import make_trainer
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily
-from ragspec.drafting.learning.head import Inputs, LossWeights
+from ragspec.drafting.eagle.layout import EagleFamily
+from ragspec.drafting.heads.learning import Inputs, LossWeights
 from ragspec.errors import ConfigError
 from ragspec.training.heads.trainer import DrafterPlan
 from ragspec.training.trainer import WorkerGroup

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragspec.drafting.learning.head import Head, Objective
-from ragspec.drafting.learning.losses import MicroBatch, StepScores, TokenPredictions, draft_indices, step_scores
+from ragspec.drafting.heads.learning import (
+    Head,
+    MicroBatch,
+    Objective,
+    StepScores,
+    TokenPredictions,
+    draft_indices,
+    step_scores,
+    total_loss,
+)
 from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.initialisation import write_trained
 from ragspec.training.heads.training_texts import TextSampler, draw_batches
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 
@@ -70,8 +79,7 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         """Add a micro-batch's gradients; returns its sums for `step_rates`."""
         with mixed_precision(self.device):
             scores = batch_scores(self.head, self.target, batch, self.plan.objective, noise)
-            decay = self.plan.objective.position_decay
-            loss = torch.stack([decay**i * step.loss for i, step in enumerate(scores)]).sum() / num_rows
+            loss = total_loss(scores, self.plan.objective, num_rows)
         torch.autograd.backward(loss)
         return _flat(scores)
 
@@ -100,7 +108,7 @@ class DrafterTrainer(Trainer[DrafterPlan]):
 
     def write_head(self, directory: Path) -> None:
         """Write the averaged head in the published layout. Raises: ModelError, SaveError."""
-        self.head.write(directory, self.exported(), self.target.name)
+        write_trained(directory, self.head, self.exported(), self.target.name)
 
     def _model_config(self) -> dict[str, Any]:
         return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}

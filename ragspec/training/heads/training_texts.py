@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragspec.drafting.learning.losses import MicroBatch, collate
+from ragspec.drafting.heads.learning import MicroBatch, collate
 from ragspec.rag.wording import question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
 from ragspec.training.reference.mixture import Mixture
