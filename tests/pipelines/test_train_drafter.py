@@ -41,16 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_options_reach_the_plan(tmp_path: Path) -> None:
     """An ablation that is silently the default run."""
-    ablation = [
-        "--inputs",
-        "feature+unshifted-token",
-        "--position-decay",
-        "0.5",
-        "--ttt-steps",
-        "6",
-        "--step-tokens",
-        "99",
-    ]
+    ablation = "--inputs feature+unshifted-token --position-decay 0.5 --ttt-steps 6 --step-tokens 99".split()
     where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
     run = run_of(parser().parse_args(["--family", "eagle3", *where, *ablation, "--aux-layers", "1", "2", "3"]))
     assert (run.family, run.aux_layers) == (EagleFamily.EAGLE3, (1, 2, 3))
@@ -193,17 +184,7 @@ def test_what_cannot_fit_the_target_ends_in_one_line(
     options: list[str], reason: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A traceback, or a head that is refused only when it is served."""
-    arguments = [
-        "train_drafter",
-        "--family",
-        "eagle3",
-        "--data",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "out"),
-        "--target",
-        target,
-    ]
+    arguments = f"train_drafter --family eagle3 --data {tmp_path} --out {tmp_path}/out --target {target}".split()
     monkeypatch.setattr(sys, "argv", [*arguments, *options])
     with pytest.raises(SystemExit, match=reason):
         train_drafter.main()
@@ -230,8 +211,8 @@ def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
 
     The little tokenizer makes 750 tokens of a question behind a passage.
     """
-    options += ("--answers", "both", "--num-answers", "12")
-    command(tmp_path, target, *options, "--tokens", "7000")
+    options += ("--answers", "both", "--num-answers", "12", "--checkpoint-minutes", "0.01")
+    command(tmp_path, target, *options, "--tokens", "7000", "--data-workers", "0")
     record = json.loads((tmp_path / "history.json").read_text())
     assert record["history"][-1]["tokens"] >= 7000
     assert probes <= record["probes"][-1].keys()
@@ -259,22 +240,13 @@ def test_two_workers_write_the_same_head_twice(family: str, target: str, tmp_pat
     assert heads[0] and all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "--tokens -1",
-        "--tokens 0",
-        "--minutes 0",
-        "--minutes nan",
-        "--steps 0",
-        "--layers 0",
-        "--loss-weights 0 -1 nan",
-        "--max-tokens 7",
-        "--num-answers 0",
-    ],
-)
-def test_lengths_that_cannot_be_meant_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+WRONG = """--tokens -1; --tokens 0; --minutes 0; --minutes nan; --steps 0; --layers 0; --loss-weights 0 -1 nan; --max-tokens 7;
+    --num-answers 0; --data-workers -1; --checkpoint-minutes 0"""
+
+
+def test_lengths_that_cannot_be_meant_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A run without an end, one that looked for texts short enough for ever, a division by nothing, or the option was ignored."""
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--family", "eagle", "--data", "d", "--out", "o", *wrong.split()])
-    assert wrong.split()[0] in capsys.readouterr().err
+    for wrong in WRONG.split(";"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--family", "eagle", "--data", "d", "--out", "o", *wrong.split()])
+        assert wrong.split()[0] in capsys.readouterr().err

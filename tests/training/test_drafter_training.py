@@ -58,7 +58,7 @@ def make_trainer(
     return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
 
 
-T = TypeVar("T", bound=Trainer[Any])
+T = TypeVar("T", bound=Trainer[Any, Any, Any])
 
 
 def unbroken_and_resumed(

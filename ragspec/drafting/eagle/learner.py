@@ -42,8 +42,12 @@ from ragspec.errors import ModelError
 
 MAX_TEXT_TOKENS = 128
 """The last positions of a request that are kept."""
-_LEAST_LEARNT, _MAX_WAITING, _MAX_KEPT = 8, 32, 32
-"""Tokens of a text worth learning; texts that wait to be learned, and earlier texts that are learned again beside a new one."""
+_LEAST_LEARNT = 8
+"""Output tokens of a text that is worth learning."""
+_MAX_WAITING = 32
+"""Texts that wait to be learned; further texts push out the oldest."""
+_MAX_KEPT = 32
+"""Learned texts that are kept, to be learned again beside a new text."""
 _STEPS = Objective(num_steps=3)
 _TOKENS = LossWeights(token=1.0)
 _CLIP = 0.5

@@ -115,6 +115,10 @@ class MicroBatch(NamedTuple):
     ids: Tensor
     positions: Tensor
 
+    @property
+    def num_learnt(self) -> int:
+        return len(self.positions)
+
 
 def collate(texts: Sequence[LearntText]) -> MicroBatch:
     """Pads with id 0."""
