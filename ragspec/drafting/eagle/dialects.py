@@ -102,25 +102,21 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         **{key: getattr(config, name) for name, key in _SIZES.items()},
     }
-    if config.head_dim * config.num_heads != config.hidden_size:
-        raw["head_dim"] = config.head_dim
-    if config.rope_theta != DEFAULT_ROPE_THETA:
-        raw["rope_theta"] = config.rope_theta
-    if config.rope:
-        raw["rope_scaling"] = dict(config.rope)
-    if config.window:
-        raw |= {"layer_types": ["sliding_attention"] * config.num_layers, "sliding_window": config.window}
-    if config.positions_per_layer:
-        raw[_POSITIONS_KEY] = config.positions_per_layer
-    if config.fc_bias or config.family is EagleFamily.EAGLE:
-        raw["bias"] = config.fc_bias
-    if config.family is EagleFamily.EAGLE3:
-        raw["draft_vocab_size"] = config.draft_vocab_size
-        raw |= {name: True for name in _FLAGS if getattr(config, name)}
-    if config.target_hidden_size != config.hidden_size:
-        raw["target_hidden_size"] = config.target_hidden_size
-    if config.aux_layers:
-        raw[_AUX_KEY] = list(config.aux_layers)
+    is_eagle3, width = config.family is EagleFamily.EAGLE3, config.hidden_size
+    optional = {
+        "bias": config.fc_bias,
+        "draft_vocab_size": config.draft_vocab_size if is_eagle3 else 0,
+        "head_dim": config.head_dim if config.head_dim * config.num_heads != width else 0,
+        "layer_types": ["sliding_attention"] * config.num_layers if config.window else [],
+        "rope_scaling": dict(config.rope),
+        "rope_theta": config.rope_theta if config.rope_theta != DEFAULT_ROPE_THETA else 0,
+        "sliding_window": config.window,
+        "target_hidden_size": config.target_hidden_size if config.target_hidden_size != width else 0,
+        _AUX_KEY: list(config.aux_layers),
+        _POSITIONS_KEY: config.positions_per_layer,
+        **{name: getattr(config, name) for name in _FLAGS},
+    }
+    raw |= {key: value for key, value in optional.items() if value or (key == "bias" and not is_eagle3)}
     if (norms := tensors.pop("fc_norm.weight", None)) is not None:
         raw["fc_norm" if len(norms) > 1 else "norm_before_fc"] = True
         names = _norms_of_taps(len(norms)) if len(norms) > 1 else [_NORM]

@@ -39,7 +39,7 @@ from ragspec.drafting.heads.layer import (
     serve,
 )
 from ragspec.drafting.heads.learning import Head, Inputs, LossWeights, Objective, Projection, rows_of
-from ragspec.drafting.heads.target import FINAL, HeadTarget, float_dtype
+from ragspec.drafting.heads.target import FINAL, DraftTarget, float_dtype
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import ForwardContext, LogitRows
@@ -195,7 +195,7 @@ class EagleNetwork:
     """
 
     def __init__(
-        self, checkpoint: HeadCheckpoint, target: HeadTarget, max_positions: int, dtype: torch.dtype | None = None
+        self, checkpoint: HeadCheckpoint, target: DraftTarget, max_positions: int, dtype: torch.dtype | None = None
     ) -> None:
         config, tensors = checkpoint
         check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)

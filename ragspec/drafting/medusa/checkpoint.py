@@ -41,7 +41,7 @@ from ragspec.drafting.heads.files import (
     truth,
     write_files,
 )
-from ragspec.drafting.heads.target import FINAL, HeadTarget
+from ragspec.drafting.heads.target import FINAL, DraftTarget
 from ragspec.drafting.medusa.network import (
     EMBEDDING,
     MAX_HEADS,
@@ -58,7 +58,7 @@ _SECTION = "medusa_head."
 _ARCH_KEY, _PREFIX_ARCH = "hydra_head_arch", "prefix-mlp"
 
 
-def read_medusa(directory: str | Path, target: HeadTarget) -> PositionCheckpoint:
+def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
     """Read and check the heads in a directory: every tensor is there, fits the target and is finite.
 
     Raises: ModelError with the reason, naming the tensor or the key.
@@ -75,7 +75,7 @@ def read_medusa(directory: str | Path, target: HeadTarget) -> PositionCheckpoint
         raise ModelError(f"{directory}: {cause}") from cause
 
 
-def read_hydra(directory: str | Path, target: HeadTarget) -> PositionCheckpoint:
+def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
     """As `read_medusa`."""
     directory = Path(directory)
     try:
@@ -128,7 +128,7 @@ def write_positions(directory: Path, checkpoint: PositionCheckpoint, target: str
 def _checked(
     family: PositionFamily,
     stored: dict[str, Tensor],
-    target: HeadTarget,
+    target: DraftTarget,
     num_heads: int,
     num_blocks: int,
     **fields: Any,
@@ -162,7 +162,7 @@ def _num_stored(names: Collection[str], pattern: str, family: str) -> int:
     return max(found) + 1
 
 
-def _tap(raw: Raw, target: HeadTarget) -> int:
+def _tap(raw: Raw, target: DraftTarget) -> int:
     """`hidden_state_offset` counts layers below the last state; 0 is the output of the final norm."""
     offset = integer(raw, "hidden_state_offset", 0)
     if not 0 <= offset <= target.num_layers:

@@ -42,7 +42,7 @@ from ragspec.drafting.heads.layer import (
     serve,
 )
 from ragspec.drafting.heads.learning import Head, LossWeights, Objective, Projection, rows_of
-from ragspec.drafting.heads.target import FINAL, HeadTarget, float_dtype
+from ragspec.drafting.heads.target import FINAL, DraftTarget, float_dtype
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import LogitRows
@@ -215,7 +215,7 @@ class PositionHead(Head):
 class PositionNetwork:
     """The weights of all heads, products in `dtype` (None: the target's), everything between them in float32."""
 
-    def __init__(self, checkpoint: PositionCheckpoint, target: HeadTarget, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, checkpoint: PositionCheckpoint, target: DraftTarget, dtype: torch.dtype | None = None) -> None:
         config, tensors = checkpoint
         self.num_heads, self.vocab_size, self.width = config.num_heads, target.vocab_size, target.hidden_size
         self.is_grounded = config.is_grounded
@@ -263,7 +263,7 @@ class PositionNetwork:
         return time.perf_counter() - begin
 
 
-def _embedding(tensors: Mapping[str, Tensor], target: HeadTarget, dtype: torch.dtype) -> Tensor:
+def _embedding(tensors: Mapping[str, Tensor], target: DraftTarget, dtype: torch.dtype) -> Tensor:
     """The target's embedding, or a head's own that differs from it."""
     own = tensors.get(EMBEDDING)
     if own is None:
@@ -276,7 +276,7 @@ class PrefixNetwork(PositionNetwork):
     """Hydra++. Raises: ModelError for rotary positions that depend on the length of the text."""
 
     def __init__(
-        self, checkpoint: PositionCheckpoint, target: HeadTarget, max_positions: int, dtype: torch.dtype | None = None
+        self, checkpoint: PositionCheckpoint, target: DraftTarget, max_positions: int, dtype: torch.dtype | None = None
     ) -> None:
         self._max_positions = max_positions
         super().__init__(checkpoint, target, dtype)
