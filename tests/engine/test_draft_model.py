@@ -141,7 +141,7 @@ def test_states_are_those_of_a_fresh_reading(
     tiny: Tiny, folder: Path, options: dict[str, Any], num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of rejected nodes stayed, an accepted node was kept at another's place, a preempted or evicted text lost its keys."""
-    monkeypatch.setattr(module, "_MOST_WAITING", 8)
+    monkeypatch.setattr(module, "_MAX_WAITING", 8)
     monkeypatch.setattr(module, "_CHUNK", 7)
     target, model = tiny(), model_at(folder / "small", "float32")
     requests = requests_of(target, PARAMS["T=1"])
