@@ -17,8 +17,8 @@ from tiny_target import Free, tiny_engine
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.beam import PickedLevel
