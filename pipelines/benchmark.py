@@ -1,32 +1,24 @@
-"""Measure ragspec: against its own plain decoding, against transformers, and every output token for equality.
+"""Measure ragspec by one of six suites; every suite takes any target.
 
-    python -m pipelines.benchmark --suite rag --quick
-    python -m pipelines.benchmark --suite grammar --json grammar.json --plots plots
-    python -m pipelines.benchmark --suite rag --forced gold
-    python -m pipelines.benchmark --suite cpu --quick
-    python -m pipelines.benchmark --suite retrieval
-    python -m pipelines.benchmark --suite iterative --plots plots
-    python -m pipelines.benchmark --suite drafters
-    python -m pipelines.benchmark --suite spec_bench --plots plots
-    python -m pipelines.benchmark --suite heads --heads heads
-    python -m pipelines.benchmark --suite cluster --quick
-    python -m pipelines.benchmark --suite chaos
-    python -m pipelines.benchmark --suite chat
-    python -m pipelines.benchmark --suite load
-    python -m pipelines.benchmark --suite attack --quick
+    python -m pipelines.benchmark --suite speculation --quick     drafts against plain decoding, transformers and llama.cpp
+    python -m pipelines.benchmark --suite answers                 what answers, citations and abstentions are worth
+    python -m pipelines.benchmark --suite iterative               retrieval while an answer is written, speculated
+    python -m pipelines.benchmark --suite load                    the service under users and attacks
+    python -m pipelines.benchmark --suite faults                  the service and jobs while processes die
+    python -m pipelines.benchmark --suite gpu                     steps of models of 0.1 to 32 billion parameters
 
-The last line on stdout is one JSON object. Tables and progress go to stderr.
+The last line on stdout is one JSON object of flat keys; `--json FILE` holds the same and every row. Tables and progress go to
+stderr. With `--resume`, rows that were measured at this commit with the same options are read back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
-import subprocess
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -34,116 +26,114 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers.utils import logging as transformers_logging
 
 from pipelines.batch.ray_session import ray_session
+from pipelines.benchmarks.harness import Result, Row, Run, Suite, measure, tables
 from ragspec.cli.terminal import cache_folder
 from ragspec.config import DEFAULT_TARGET, load_config
-from ragspec.errors import ConfigError, RagspecError, SaveError
-from ragspec.evaluation.report import complete, render, write_figures
-from ragspec.evaluation.suite import SUITES as LIBRARY_SUITES
-from ragspec.evaluation.suite import Outcome, Repetitions, Settings, Suite, find_suite
-from ragspec.evaluation.timing import Tick
-from ragspec.numerics.threads import num_processors
+from ragspec.disk import make_folder, saving
+from ragspec.errors import ConfigError, RagspecError
+from ragspec.evaluation.measures import Tick, commit
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
-_IN_RAY = {"iterative": "iterative", "cluster": "cluster.suite", "chat": "chat.suite"}
-"""Suites that run in a Ray of their own on this machine. Ray's session must be set up before Ray is imported."""
-_OWN = _IN_RAY | {"chaos": "chaos.suite", "load": "load", "attack": "attack"}
-SUITES = LIBRARY_SUITES | {name: f"pipelines.benchmarks.{module}" for name, module in _OWN.items()}
-"""The module of each suite."""
+
+
+class Registered(NamedTuple):
+    """A suite's module. `needs_ray`: Ray runs on this machine before the module is imported."""
+
+    module: str
+    needs_ray: bool = False
+
+
+SUITES = {
+    "speculation": Registered("pipelines.benchmarks.speculation"),
+    "answers": Registered("pipelines.benchmarks.answers"),
+    "iterative": Registered("pipelines.benchmarks.iterative", needs_ray=True),
+    "load": Registered("pipelines.benchmarks.load"),
+    "faults": Registered("pipelines.benchmarks.faults"),
+    "gpu": Registered("pipelines.benchmarks.gpu"),
+}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
 
 
-def _weight_settings(dtype: str | None) -> dict[str, str]:
-    if dtype is None:
-        return {}
-    if dtype == "int8":
-        return {"target.quantization": "int8"}
-    return {"target.quantization": "none", "target.dtype": dtype}
-
-
 @app.command()
 def main(
     suite: Annotated[str, typer.Option(help=f"What to measure: {', '.join(SUITES)}.")],
-    quick: Annotated[bool, typer.Option(help="Short prompt lists, one run.")] = False,
-    forced: Annotated[str, typer.Option(help='JSON lines {id, answer} to decode, not own answers; or "gold".')] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Data folder; by default shared/data beside the checkout.")] = None,
+    quick: Annotated[bool, typer.Option(help="Short prompt lists, one run: at most 5 minutes.")] = False,
     target: Annotated[str, typer.Option(help="Model directory, name or GGUF file.")] = DEFAULT_TARGET,
     dtype: Annotated[
         Literal["float32", "bfloat16", "int8"] | None,
         typer.Option(help="Of the weights; default: as the target is served."),
     ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result and its rows here, too.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Data folder; by default shared/data beside the checkout.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,
     runs: Annotated[int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Shorter lists (grammar: of each part).")] = None,
-    peers: Annotated[bool, typer.Option(help="Run transformers beside, in the suite cpu llama.cpp too.")] = True,
-    full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
-    reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
-    heads: Annotated[
-        Path | None, typer.Option(help="Drafters, Spec-Bench: a folder with a folder for each head.")
-    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each list.")] = None,
+    peers: Annotated[bool, typer.Option(help="Run transformers and llama.cpp beside.")] = True,
+    minutes: Annotated[float, typer.Option(min=0, help="Faults: further rounds until the time is over.")] = 0.0,
+    heads: Annotated[Path | None, typer.Option(help="A folder with a folder for each trained head.")] = None,
+    resume: Annotated[bool, typer.Option(help="Read rows back that were measured at this commit.")] = False,
 ) -> None:
-    """Run one suite and print what it found."""
+    """Run one suite and print its figures."""
     transformers_logging.disable_progress_bar()
     measured_commit = commit()  # Why now: the checkout may move on before a long run ends
-    quick_plan = Repetitions(runs or 1, num_nothing=2, num_nothing_runs=3, seed=seed, num_warm_up=1)
+    weights = (
+        {"target.quantization": "int8"} if dtype == "int8" else {"target.quantization": "none", "target.dtype": dtype}
+    )
     try:
-        config = load_config(None, **{"target.model": target, **_weight_settings(dtype)})
-        settings = Settings(
-            target=config.target,
-            data_dir=data_folder(data),
-            cache_dir=cache_folder() / "benchmark",
-            plan=quick_plan if quick else Repetitions(runs or 3, seed=seed),
-            quick=quick,
-            forced=forced,
-            peers=peers,
-            num_prompts=num_prompts,
-            full=full,
-            reranker=reranker,
-            heads=heads,
-            verdicts=ROOT / "infra/results",
-        )
+        registered = _registered(suite)
+        config = load_config(None, **{"target.model": target, **(weights if dtype else {})})
         with progress_ticks() as tick:
-            measured_suite, outcome = measure_suite(suite, settings, tick)
-        result = complete(outcome.result | {"commit": measured_commit, "threads": num_processors()})
-        for table in render(result, measured_suite.metrics, measured_suite.notes, measured_suite.tables(result)):
+            run = Run(
+                target=config.target,
+                cache_dir=cache_folder() / "benchmark",
+                data_dir=data_folder(data),
+                quick=quick,
+                num_runs=runs or (1 if quick else 3),
+                num_prompts=num_prompts,
+                seed=seed,
+                peers=peers,
+                minutes=minutes,
+                heads=heads,
+                tick=tick,
+            )
+            run = run.resumed(suite, measured_commit) if resume else run
+            measured, result, rows = measure_suite(registered, run, measured_commit)
+        for table in tables(measured, result, rows):
             _console.print(table)
         print(json.dumps(result), flush=True)
-        save(measured_suite, replace(outcome, result=result), json_path, plots)
+        save(measured, result, rows, json_path, plots)
     except (RagspecError, FileNotFoundError) as error:
         _console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 
-def measure_suite(name: str, settings: Settings, tick: Tick) -> tuple[Suite, Outcome]:
+def _registered(name: str) -> Registered:
+    if name not in SUITES:
+        raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(SUITES)}")
+    return SUITES[name]
+
+
+def measure_suite(registered: Registered, run: Run, commit: str) -> tuple[Suite, Result, list[Row]]:
     """Raises: the errors of the suite."""
-    with ray_session("local") if name in _IN_RAY else contextlib.nullcontext():
-        suite = find_suite(name, SUITES)
-        return suite, suite.measure(settings, tick)
+    with ray_session("local") if registered.needs_ray else contextlib.nullcontext():
+        suite: Suite = importlib.import_module(registered.module).SUITE
+        return suite, *measure(suite, run, commit)
 
 
 def data_folder(given: Path | None) -> Path | None:
-    """The folder named, the usual one if it exists, or none. Raises: ConfigError if the one named is no folder."""
+    """The named folder, the usual one if it exists, or none. Raises: ConfigError if the named one is no folder."""
     if given is not None and not given.is_dir():
         raise ConfigError(f"--data {given} is not a folder")
     return given or (DEFAULT_DATA if DEFAULT_DATA.is_dir() else None)
 
 
-def commit() -> str:
-    """The commit of this checkout, with "-dirty" if files differ from it; "unknown" outside a checkout."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 @contextlib.contextmanager
 def progress_ticks() -> Iterator[Tick]:
-    """A bar for each stage, made when the stage is first heard of."""
+    """A bar for each stage, made at the stage's first tick."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=_console) as bars:
@@ -156,19 +146,19 @@ def progress_ticks() -> Iterator[Tick]:
         yield tick
 
 
-def save(suite: Suite, outcome: Outcome, json_path: Path | None, plots: Path | None) -> None:
+def save(suite: Suite, result: Result, rows: Sequence[Row], json_path: Path | None, plots: Path | None) -> None:
     """Write the requested files. Raises: SaveError, ConfigError without matplotlib."""
-    result = outcome.result
     if json_path is not None:
-        try:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        except OSError as cause:
-            raise SaveError(f"cannot write {json_path}: {cause.strerror}") from cause
+        with saving(json_path):
+            make_folder(json_path.parent)
+            json_path.write_text(json.dumps(result | {"rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
     if plots is not None:
-        title = f"{result['suite']}: {result['label']}, {result['threads']} threads"
-        for path in write_figures(lambda: suite.draw(outcome, title), plots):
-            _console.print(f"plot: {path}", highlight=False)
+        title = f"{suite.name}: {result['target']}, {result['dtype']}, {result['machine']}"
+        with saving(plots):
+            make_folder(plots)
+            for name, figure in suite.draw(rows, title).items():
+                figure.savefig(plots / f"{name}.png", dpi=150)
+                _console.print(f"plot: {plots / name}.png", highlight=False)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ from ragspec.core import Message, Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import measure_costs
 from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.datasets import stdlib_list
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.rag.prompt import PromptBuilder
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

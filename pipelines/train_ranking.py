@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Document, Passage
+from ragspec.evaluation.collections import WHOLE, WholeTexts, squad_collection
 from ragspec.evaluation.datasets import cached_store, fixed_sample, json_rows
-from ragspec.evaluation.suites.retrieval.collections import WholeTexts, squad_collection
-from ragspec.evaluation.suites.retrieval.quality import WHOLE
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file

@@ -24,8 +24,7 @@ from pipelines.train import training_run
 from pipelines.train.training_run import absolute_path, positive
 from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.disk import write_atomically
-from ragspec.evaluation.suites import target as target_suite
-from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, question_cases
+from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, case_scores, model_generate, question_cases
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.reference.mixture import LONG, SHARES, Mixture
@@ -67,9 +66,9 @@ class TargetRun(training_run.TrainingRun):
             return
         target = self.unadapted("cuda" if torch.cuda.is_available() else "cpu")
         prompts = [[message("user", text)] for text in chat_requests(self.data_dir)]
-        answers, rows = target_suite.model_generate(target.model, target.tokenizer)(prompts), list[str]()
+        answers, rows = model_generate(target.model, target.tokenizer)(prompts), list[str]()
         for prompt, answer in zip(prompts, answers, strict=True):
-            is_cut = len(target.tokenizer(answer)["input_ids"]) >= target_suite.MAX_NEW_TOKENS - 2
+            is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
             rows.append(json.dumps({"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut}))
         write_atomically(self.out / CHATS, "".join(f"{row}\n" for row in rows))
 
@@ -142,7 +141,7 @@ def probe(trainer: AdapterTrainer, tokenizer: Any, data_dir: Path) -> dict[str, 
     """Scores of the averaged adapter on two articles that are neither trained nor evaluated on."""
     cases = question_cases(data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
     with trainer.averaged_model() as model:
-        return target_suite.case_scores(target_suite.model_generate(model, tokenizer), *cases)
+        return case_scores(model_generate(model, tokenizer), *cases)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
+from forced_sampler import ForcedSampler
+
 from ragspec.core import Document, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.overrides import ForcedSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 CONTEXT = 1024

@@ -34,11 +34,10 @@ from transformers import (
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.planner import Planner
+from ragspec.drafting.planner import FixedTreePlanner, Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.overrides import FixedTreePlanner
 
 CONTEXT = 256
 SENTENCES = (

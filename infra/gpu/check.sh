@@ -2,8 +2,8 @@
 # The first hour with a GPU, in parts of ten minutes each. With a network, install first: make setup (it sees the GPU). Without,
 # the packages that `import ragspec.engine` needs, Triton and pytest are enough; `python3` runs if there is no .venv.
 #
-#   infra/gpu/check.sh tests     the tests marked gpu
-#   infra/gpu/check.sh kernels   promises of both GPU backends; steps of 0.1 to 8 billion parameters
+#   infra/gpu/check.sh tests     the tests marked gpu: the promises of both GPU backends
+#   infra/gpu/check.sh kernels   steps of models of 0.1 to 8 billion parameters by both GPU backends
 #   infra/gpu/check.sh speed     the same, first with 8 and 32 billion, which need 80 GB
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
 #                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
@@ -17,7 +17,7 @@ results=infra/results/gpu
 mkdir -p "$results"
 
 benchmark() {  # the last line is the result as JSON
-    $python -m pipelines.benchmark --suite backends "$@" | tee "$results/$part.txt"
+    $python -m pipelines.benchmark --suite gpu "$@" | tee "$results/$part.txt"
     tail -n 1 "$results/$part.txt" >"$results/$part.json"
 }
 

@@ -18,31 +18,33 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
 import aiohttp
 
 Answer = dict[str, Any]
-"""`begin_s`: when it was asked, from the first one; `first_s`: from sending to the first text; `total_s`: to the end; `text`,
-`usage`, `metrics`, `status`. `ended`: the stream came to its proper end. Units: seconds."""
+"""`begin_s`: when the request was sent, from the start of the run; `first_s`: from sending to the first text, None without
+text; `total_s`: from sending to the end; `text`, `usage`, `metrics`, `status`. `ended`: whether the stream came to its proper
+end. Units: seconds."""
 
 HANG_S = 30.0
-"""A request without an answer for so long hangs."""
+"""A request without an answer after this time hangs."""
 
 _GIVEN_UP = 0.2
-"""The share of requests whose client goes away."""
+"""The share of requests whose client goes away before the answer ends."""
 
-_CHAT = "/v1/chat/completions"
-_WRONG: tuple[tuple[str, Mapping[str, Any] | None, int], ...] = (
-    (_CHAT, {"messages": []}, 400),
-    (_CHAT, {"messages": [{"role": "user", "content": "a " * 9_000}]}, 400),
-    (_CHAT, {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, 404),
-    ("/v1/nowhere", None, 404),
+CHAT = "/v1/chat/completions"
+_WRONG: tuple[tuple[str, Mapping[str, Any], int], ...] = (
+    (CHAT, {"messages": []}, 400),
+    (CHAT, {"messages": [{"role": "user", "content": "a " * 9_000}]}, 400),
+    (CHAT, {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, 404),
+    ("/v1/nowhere", {}, 404),
 )
 """Requests with errors: path, body, expected status."""
+
+_COUNTED = ("requests", "given_up", "hangs", "errors_5xx", "num_faults")
 
 
 def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
@@ -101,134 +103,83 @@ def _text_of(event: Mapping[str, Any]) -> str:
     return "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
 
 
-@dataclass
-class LoadStats:
-    """Counts and times of the clients' requests. Seconds: from sending a request to the end of its answer, for
-    complete answers."""
-
-    num_requests: int = 0
-    num_given_up: int = 0
-    num_hangs: int = 0
-    statuses: Counter[int] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    answered_s: list[float] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        ordered = sorted(self.answered_s)
-        return {
-            "requests": self.num_requests,
-            "given_up": self.num_given_up,
-            "hangs": self.num_hangs,
-            "errors_5xx": sum(count for status, count in self.statuses.items() if status >= 500),
-            "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
-            "num_faults": sum(self.faults.values()),
-            "faults": dict(self.faults),
-            "p50_ms": _quantile_ms(ordered, 0.5),
-            "p99_ms": _quantile_ms(ordered, 0.99),
-        }
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """One request: path, body, and the expected status."""
-
-    path: str
-    body: Mapping[str, Any] | None
-    expected: int = 200
-    streams: bool = False
-
-
 class MixedClients:
-    """`num_clients` clients, each sending one request after the other until the time is over."""
+    """`num_clients` clients, each with one request after the other until the time is over; some go away before the end.
+
+    `counts`: requests, given_up, hangs, errors_5xx, and `num_faults`: lost connections, streams without an end, wrong statuses.
+    """
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._orders = orders
-        self.tally = LoadStats()
+        self.counts = Counter[str]()
+        self.answered_s = list[float]()
+        """Seconds from sending a request to the end of its answer, for complete answers."""
 
-    async def run(self, session: aiohttp.ClientSession) -> LoadStats:
-        until = time.monotonic() + self._orders["seconds"]
-        await asyncio.gather(*(self._client(session, i, until) for i in range(self._orders["num_clients"])))
-        return self.tally
+    async def run(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        until_s = time.monotonic() + self._orders["seconds"]
+        await asyncio.gather(*(self._client(session, i, until_s) for i in range(self._orders["num_clients"])))
+        ordered = sorted(self.answered_s)
+        times = {f"p{share}_ms": 1e3 * quantile(ordered, share / 100) for share in (50, 99)} if ordered else {}
+        return {name: self.counts[name] for name in _COUNTED} | times
 
-    async def _client(self, session: aiohttp.ClientSession, number: int, until: float) -> None:
+    async def _client(self, session: aiohttp.ClientSession, number: int, until_s: float) -> None:
         draw, keys = random.Random(f"{self._orders['seed']} {number}"), self._orders["keys"]
         headers = {"Authorization": f"Bearer {keys[number % len(keys)]}"}
-        while time.monotonic() < until:
-            order = self._order(draw)
+        while time.monotonic() < until_s:
+            path, body, expected = self._order(draw)
             leaves_after_s = draw.expovariate(2.0) if draw.random() < _GIVEN_UP else None
-            self.tally.num_requests += 1
-            await self._meet(lambda order=order: self._ask(session, order, headers), order, leaves_after_s)
+            await self.meet(self._ask(session, path, body, headers), expected, leaves_after_s)
 
-    async def _meet(self, ask: Callable[[], Awaitable[int]], order: LoadRequest, leaves_after_s: float | None) -> None:
-        """Send a request and count its outcome."""
-        begin = time.monotonic()
+    async def meet(self, asked: Awaitable[int], expected: int, leaves_after_s: float | None) -> None:
+        """Await the status of an answer, or leave before, and count the outcome."""
+        begin_s = time.monotonic()
+        self.counts["requests"] += 1
         try:
-            status = await asyncio.wait_for(ask(), HANG_S if leaves_after_s is None else leaves_after_s)
+            status = await asyncio.wait_for(asked, HANG_S if leaves_after_s is None else leaves_after_s)
         except TimeoutError:
-            if leaves_after_s is None:
-                self.tally.num_hangs += 1
-            else:
-                self.tally.num_given_up += 1
+            self.counts["hangs" if leaves_after_s is None else "given_up"] += 1
             return
         except aiohttp.ClientError as error:
-            self.tally.faults[type(error).__name__] += 1
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            self.counts["num_faults"] += 1
             return
-        self.tally.statuses[status] += 1
-        if status not in (order.expected, 429):
-            self.tally.faults[f"{order.path}: {status}"] += 1
+        self.counts["errors_5xx"] += status >= 500
+        self.counts["num_faults"] += status not in (expected, 429)
         if status == 200:
-            self.tally.answered_s.append(time.monotonic() - begin)
+            self.answered_s.append(time.monotonic() - begin_s)
 
-    async def _ask(self, session: aiohttp.ClientSession, order: LoadRequest, headers: Mapping[str, str]) -> int:
-        """The status of a complete answer. A stream without an end counts as a fault."""
-        method = "GET" if order.body is None else "POST"
-        async with session.request(method, order.path, json=order.body, headers=headers) as answer:
-            body = await answer.read()
-            if order.streams and answer.status == 200 and not body.rstrip().endswith(b"data: [DONE]"):
-                self.tally.faults["a stream without an end"] += 1
+    async def _ask(
+        self, session: aiohttp.ClientSession, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> int:
+        """The status of a complete answer; 0 for a stream without an end."""
+        async with session.post(path, json=body, headers=headers) as answer:
+            raw = await answer.read()
             if answer.status == 429:
                 await asyncio.sleep(min(1.0, float(answer.headers.get("Retry-After", 1))))
-            return answer.status
+            is_cut = body.get("stream") and answer.status == 200 and not raw.rstrip().endswith(b"data: [DONE]")
+            return 0 if is_cut else answer.status
 
-    def _order(self, draw: random.Random) -> LoadRequest:
-        """A random request: mostly chat, sometimes other routes or errors."""
-        kind = draw.choices(("chat", "completion", "embedding", "models", "wrong"), (70, 12, 8, 4, 6))[0]
-        question = draw.choice(self._orders["questions"])
+    def _order(self, draw: random.Random) -> tuple[str, Mapping[str, Any], int]:
+        """The path, body and expected status of a random request: mostly chats, sometimes other routes or errors."""
+        kind = draw.choices(("chat", "completion", "embedding", "wrong"), (72, 12, 10, 6))[0]
+        model, question = self._orders["model"], draw.choice(self._orders["questions"])
+        sampling = {"temperature": draw.choice((0.0, 1.0)), "seed": draw.randint(0, 9), "n": draw.choice((1, 1, 1, 2))}
+        options = sampling | {"speculation": draw.random() < 0.8, "max_tokens": draw.randint(1, 64)}
         if kind == "chat":
-            return self._chat(question, draw)
+            texts = (question, question, "And why?") if draw.random() < 0.3 else (question,)
+            return CHAT, chat_body(model, *texts, retrieval=draw.random() < 0.7, **options), 200
         if kind == "completion":
-            streams = draw.random() < 0.5
-            body = {"prompt": question, "max_tokens": draw.randint(1, 32), "stream": streams, **self._how(draw)}
-            return LoadRequest("/v1/completions", self._named(body), streams=streams)
+            body = {"model": model, "prompt": question, "stream": draw.random() < 0.5, **options}
+            return "/v1/completions", body, 200
         if kind == "embedding":
-            return LoadRequest("/v1/embeddings", self._named({"input": [question] * draw.randint(1, 8)}))
-        if kind == "models":
-            return LoadRequest("/v1/models", None)
+            return "/v1/embeddings", {"model": model, "input": [question] * draw.randint(1, 8)}, 200
         path, wrong, status = draw.choice(_WRONG)
-        return LoadRequest(path, wrong and self._named(wrong), status)
-
-    def _chat(self, question: str, draw: random.Random) -> LoadRequest:
-        messages = [{"role": "user", "content": question}]
-        if draw.random() < 0.3:
-            messages += [{"role": "assistant", "content": question}, {"role": "user", "content": "And why?"}]
-        streams = draw.random() < 0.6
-        body = {"messages": messages, "max_tokens": draw.randint(1, 64), "stream": streams, **self._how(draw)}
-        body |= {"retrieval": False} if draw.random() < 0.3 else {}
-        return LoadRequest(_CHAT, self._named(body), streams=streams)
-
-    def _named(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"model": self._orders["model"], **body}
-
-    @staticmethod
-    def _how(draw: random.Random) -> dict[str, Any]:
-        how: dict[str, Any] = {"temperature": draw.choice((0.0, 1.0)), "seed": draw.randint(0, 9)}
-        how |= {"n": 2} if draw.random() < 0.1 else {}
-        how |= {"speculation": False} if draw.random() < 0.2 else {}
-        return how
+        return path, {"model": model, **wrong}, status
 
 
-def _quantile_ms(ordered: list[float], share: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 if ordered else None
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share of the sorted values lies."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 async def main(orders: Mapping[str, Any]) -> Any:
@@ -238,7 +189,7 @@ async def main(orders: Mapping[str, Any]) -> Any:
     async with aiohttp.ClientSession(orders["url"], connector=connector) as session:
         if "bodies" in orders:
             return await timed_answers(session, orders)
-        return (await MixedClients(orders).run(session)).summary()
+        return await MixedClients(orders).run(session)
 
 
 if __name__ == "__main__":

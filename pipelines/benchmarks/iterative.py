@@ -1,44 +1,83 @@
-"""The suite `iterative` with an index and a KNN-LM datastore in actors, as if they were larger or further away. Needs
-a running Ray.
+"""The suite `iterative`: answers that retrieve every few tokens, with retrievals speculated by RaLMSpec's variants.
 
->>> with open_index("index", encoder) as (index, slow_down): slow_down(0.1)
->>> with contextlib.closing(RemoteDatastore("datastore")) as store: store.slow_down(0.1)
+The variants are the paper's: P prefetches, S chooses the stride, A verifies beside decoding; +PSA is the product. A variant
+speculates only where it predicts a gain of 3 %, else it retrieves like the baseline. Rows are local indexes and slow indexes:
+exact dense search in an actor, plus a constant service time a call, so that a lookup (b) costs so many steps of decoding (a).
+Needs a running Ray.
+
+Source: Zhang et al. 2024 (arXiv 2401.14021), table 1.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragspec.cluster.actors import ActorPool, WorkerActor
+from pipelines.benchmarks.cases.timing import take_turns
+from pipelines.benchmarks.harness import (
+    INK,
+    OTHER,
+    OWN,
+    Metric,
+    Result,
+    Row,
+    Run,
+    Suite,
+    at_least,
+    equal_to,
+    new_figure,
+)
+from ragspec.cluster.actors import ActorPool
 from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
-from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, hedged_call
 from ragspec.cluster.remote_retrieval.shards import ShardActor
-from ragspec.cluster.remote_retrieval.worker_pool import WorkerPool
-from ragspec.config import RetrieverConfig
-from ragspec.errors import StoreCorrupt
-from ragspec.evaluation.suite import Outcome, Settings
-from ragspec.evaluation.suites.iterative.suite import SUITE as LIBRARY_SUITE
-from ragspec.evaluation.suites.iterative.suite import RemoteIndex, RemoteOpeners
-from ragspec.evaluation.timing import Tick
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextEncoder
-from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, read_datastore_manifest
-from ragspec.retrieval.knnlm.neighbours import Neighbours, PrefetchRequest
-from ragspec.retrieval.search.index_types import SearchResult
+from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, SpeculationConfig, StrideConfig
+from ragspec.core import Completion, Delta, Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.rag.answer import Answer, IterativeStats
+from ragspec.rag.iterative.pipeline import IterativePipeline
+from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Policy
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.index_types import IndexLike, Query, SearchResult
+from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
 
+BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"
+_RALM = InContextRalm()
+_FIXED = StrideConfig(stride=3)
+VARIANTS: dict[str, SpeculationConfig] = {
+    BASELINE: SpeculationConfig(enabled=False),
+    "stride 3": SpeculationConfig(asynchronous=False, prefetch_k=1, stride=_FIXED),
+    "+P": SpeculationConfig(asynchronous=False, stride=_FIXED),
+    "+S": SpeculationConfig(asynchronous=False, prefetch_k=1),
+    "+A": SpeculationConfig(prefetch_k=1, stride=_FIXED),
+    PSA: SpeculationConfig(),
+}
+PUBLISHED = ((40.0, 2.39, "GPT-2, dense"), (20.0, 1.75, "LLaMA-2-7B, dense"), (0.7, 1.31, "LLaMA-2-7B, BM25"))
+"""(b/a, speed-up of +PSA, model and retriever); b/a follows from the latencies in the released scripts."""
+IN_FLIGHT = 8
 _OPEN_TIMEOUT_S = 600.0
 """Also for `slow_down`: a timeout of searches may be shorter than the call takes."""
+_WARM_UP_TOKENS = 32
+_LOOKUP_SIZES, _LOOKUP_REPEATS, _LONG_LOOKUP_S = (1, 2, 4, 8, 16, 32), 5, 0.1
+_SLOW = 10.0
 
 
 class SlowShardActor(ShardActor):
+    """A shard whose calls take `service_s` seconds longer."""
+
     def __init__(self) -> None:
         super().__init__()
         self._service_s = 0.0
@@ -57,6 +96,13 @@ class SlowShardActor(ShardActor):
         return lookup
 
 
+class RemoteIndex(NamedTuple):
+    """An index in another process. After `slow_down(service_s)` every call takes so many seconds longer."""
+
+    searchable: IndexLike
+    slow_down: Callable[[float], None]
+
+
 @contextlib.contextmanager
 def remote_index(config: RetrieverConfig, encoder: TextEncoder, timeout_s: float = 30.0) -> Iterator[RemoteIndex]:
     """One shard with the whole index. A restarted actor forgets `slow_down`.
@@ -66,100 +112,299 @@ def remote_index(config: RetrieverConfig, encoder: TextEncoder, timeout_s: float
     with ActorPool(SlowShardActor, prefix="shard") as actors:
 
         def slow_down(service_s: float) -> None:
-            told = [replica.actor.slow_down.remote(service_s) for replica in actors.replicas]
-            wait_for_all(told, _OPEN_TIMEOUT_S, "the index")
+            calls = [replica.actor.slow_down.remote(service_s) for replica in actors.replicas]
+            wait_for_all(calls, _OPEN_TIMEOUT_S, "the index")
 
         retriever = ClusterRetriever(config, encoder, actors.replicas, timeout_s=timeout_s, late_s=timeout_s / 2)
         with contextlib.closing(retriever):
             yield RemoteIndex(retriever, slow_down)
 
 
-class RemoteDatastore:
-    """`DatastoreLike` with the same answers, bit for bit, as the `Datastore` of that folder. Safe to call from several threads.
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Questions to an index, and the variants that answer them. `num_in_flight` questions start together."""
 
-    It keeps to the datastore that it was built with: a restarted actor that finds another one refuses. States: open -> closed.
-    """
+    name: str
+    num_questions: int
+    num_runs: int
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    policy: Policy = _RALM
+    temperature: float = 0.0
+    max_tokens: int = 96
+    num_in_flight: int = 1
 
-    def __init__(self, folder: str | Path, timeout_s: float = 30.0) -> None:
-        """Waits until the actor has opened the datastore. `timeout_s` bounds the wait for an answer.
+    @property
+    def has_optimum(self) -> bool:
+        """OS3's formula applies: every step retrieves, and one question runs at a time."""
+        return isinstance(self.policy, InContextRalm) and self.num_in_flight == 1
 
-        Raises: StoreError or RetrievalError; then there is no actor.
-        """
-        folder = Path(folder).resolve()
-        manifest = read_datastore_manifest(folder)
-        self.target: EncoderIdentity = manifest.target
-        self._timeout_s = timeout_s
-        self.actors = ActorPool(_DatastoreActor, (str(folder), manifest), prefix="datastore")
-        self._pool = WorkerPool(self.actors.replicas, "the datastore")
-        try:
-            self._call(_OPEN_TIMEOUT_S, "load")
-        except BaseException:
-            self.close()
-            raise
+    def units(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
+        """Groups of questions that start together. Every group is full, because smaller groups wait less."""
+        size = self.num_in_flight
+        return [tuple(questions[i * size : (i + 1) * size]) for i in range(self.num_questions // size)]
 
-    def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
-        """As `Datastore.search`.
 
-        Raises: RetrievalError if the datastore is lost, closed or late; StoreError if a restarted actor cannot read it any more;
-        ModelError if a query is not finite.
-        """
-        found: Neighbours = self._call(self._timeout_s, "search", queries, k, wanted)
-        return found
+class TimedUnit(NamedTuple):
+    """One unit asked once. `seconds`: until the last answer, wall clock."""
 
-    def slow_down(self, service_s: float) -> None:
-        """As `SlowDatastore.slow_down`; a restarted actor forgets it."""
-        self._call(_OPEN_TIMEOUT_S, "slow_down", service_s)
+    seconds: float
+    answers: list[Answer]
+
+
+Takes = Sequence[Sequence[TimedUnit]]
+"""`takes[unit][run]`."""
+
+
+class WorkloadTimes(NamedTuple):
+    """`apart`: a step and a lookup of the baseline, medians."""
+
+    takes: dict[str, Takes]
+    apart: StrideTiming
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEngine:
+    """An engine that several pipelines use; closing a pipeline leaves the engine open."""
+
+    engine: Engine
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.engine.generate(requests)
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]:
+        return self.engine.stream(request)
 
     def close(self) -> None:
-        """End the actor; running calls get a RetrievalError."""
-        self._pool.close()
-        self.actors.close()
-
-    def _call(self, timeout_s: float, method: str, *arguments: Any) -> Any:
-        """A call whose actor dies is made again."""
-        given, failed = hedged_call(
-            self._pool,
-            {method: tuple(self._pool.names)},
-            lambda actor, _: getattr(actor, method).remote(*arguments),
-            RetryPolicy(timeout_s),
-        )
-        for error in failed.values():
-            raise error
-        return given[0][1]
+        """Does nothing: the engine stays open."""
 
 
-class _DatastoreActor(WorkerActor):
-    def __init__(self, folder: str, manifest: DatastoreManifest) -> None:
-        self._folder, self._manifest, self._service_s = folder, manifest, 0.0
+@dataclass(frozen=True)
+class Stopwatch:
+    """Times questions to one engine, whose prefix cache is empty before every question."""
 
-    def slow_down(self, service_s: float) -> None:
-        self._service_s = service_s
+    run: Run
+    engine: Engine
+    questions: Sequence[str]
 
-    def load(self) -> None:
-        _ = self._store
+    def time(self, index: IndexLike, workload: Workload, stage: str) -> WorkloadTimes:
+        """All variants in turns, after one untimed question, the last of the list."""
+        with ExitStack() as opened:
+            pipelines = {
+                name: opened.enter_context(self._pipeline(index, workload, name)) for name in workload.variants
+            }
+            short = replace(workload, max_tokens=min(_WARM_UP_TOKENS, workload.max_tokens))
+            for pipeline in pipelines.values():
+                self._ask(pipeline, short)(self.questions[-1:])
+            asks = {name: self._ask(pipeline, workload) for name, pipeline in pipelines.items()}
+            units = workload.units(self.questions)
+            runs = take_turns(asks, units, workload.num_runs, self.run.tick, stage)
+            costs = pipelines[BASELINE].scheduler.costs()
+        assert costs is not None
+        apart = StrideTiming(costs.apart.step_s, self._by_size_s(index, costs.apart.verification_s(1)))
+        return WorkloadTimes({name: list(zip(*table, strict=True)) for name, table in runs.items()}, apart)
 
-    def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None) -> Neighbours:
-        found = self._store.search(np.array(queries), k, wanted)  # Why a copy: arrays from Ray are read-only
-        time.sleep(self._service_s)
-        return found
+    def lookup_s(self, index: IndexLike) -> float:
+        """Seconds of a lookup of one query, median, apart from decoding."""
+        queries = index.encode(self.questions)
+        return median(_search_s(index, [query]) for _ in range(_LOOKUP_REPEATS) for query in queries)
 
-    @cached_property
-    def _store(self) -> Datastore:
-        store = Datastore.open(self._folder)
-        if store.manifest != self._manifest:
-            raise StoreCorrupt(f"{self._folder} holds another datastore by now: open that one")
-        return store
+    def _by_size_s(self, index: IndexLike, one_s: float) -> Callable[[int], float]:
+        """Seconds of a lookup by its number of queries: `one_s` plus measured differences, interpolated."""
+        pinned = index.pinned()
+        queries = pinned.encode(list(islice(cycle(self.questions), max(_LOOKUP_SIZES))))
+        repeats = _LOOKUP_REPEATS if one_s < _LONG_LOOKUP_S else 1
+        seconds = [median(_search_s(pinned, queries[:size]) for _ in range(repeats)) for size in _LOOKUP_SIZES]
+        return lambda size: one_s + max(0.0, float(np.interp(size, _LOOKUP_SIZES, seconds)) - seconds[0])
+
+    def _pipeline(self, index: IndexLike, workload: Workload, name: str) -> IterativePipeline:
+        prompts = PromptBuilder(self.engine.target.tokenizer, self.engine.max_context_tokens)
+        shared = SharedEngine(self.engine)
+        return IterativePipeline(index, shared, prompts, policy=workload.policy, speculation=VARIANTS[name])
+
+    def _ask(self, pipeline: IterativePipeline, workload: Workload) -> Callable[[Sequence[str]], TimedUnit]:
+        params = SamplingParams(workload.temperature, max_tokens=workload.max_tokens, seed=self.run.seed)
+
+        def ask(questions: Sequence[str]) -> TimedUnit:
+            self.engine.purge("")  # Why: or the first variant would compute prompts for the others
+            begin = time.perf_counter()
+            answers = pipeline.ask_many(questions, params)
+            return TimedUnit(time.perf_counter() - begin, answers)
+
+        return ask
 
 
-def run_iterative(settings: Settings, tick: Tick) -> Outcome:
-    """Raises: the errors of the library's suite, EngineError."""
-    elsewhere = RemoteOpeners(open_index, lambda folder: contextlib.closing(RemoteDatastore(folder)))
-    return LIBRARY_SUITE.run(replace(settings, elsewhere=elsewhere), tick)
+def _search_s(index: IndexLike, queries: Sequence[Query]) -> float:
+    begin = time.perf_counter()
+    index.search(queries, 1)
+    return time.perf_counter() - begin
 
 
-def open_index(folder: Path, encoder: TextEncoder) -> contextlib.AbstractContextManager[RemoteIndex]:
+def workloads_of(run: Run, b_over_a: float | None) -> Iterator[Workload]:
+    """The workload of all variants; at some b/a also other policies, T = 1 and several questions in flight, by +PSA alone."""
+    quick, is_slow = run.quick, b_over_a is not None and b_over_a >= _SLOW
+    num_questions = run.count(4 if is_slow else 10, 1)
+    num_runs = min(run.num_runs, 2) if is_slow else run.num_runs
+    variants = (BASELINE, PSA) if quick else tuple(VARIANTS)
+    table = Workload(TABLE, num_questions, num_runs, variants, max_tokens=32 if quick else 96)
+    yield table
+    pair = replace(table, variants=(BASELINE, PSA), num_questions=run.count(4, 1))
+    if b_over_a == _SLOW:
+        yield replace(pair, name="In-Context RALM, T=1", temperature=1.0)
+        yield replace(pair, name="FLARE, T=0", policy=Flare())
+        yield replace(pair, name="Iter-RetGen, T=0", policy=IterRetGen())
+        together = {"num_questions": IN_FLIGHT, "num_in_flight": IN_FLIGHT}
+        yield replace(pair, name=f"In-Context RALM, T=0, {IN_FLIGHT} in flight", **together)
+
+
+def run_iterative(run: Run) -> Iterator[Row]:
+    """Raises: InputError, ModelError, SaveError, RetrievalError, EngineError."""
+    listed = run.questions(1 + max(IN_FLIGHT, run.count(10, 1)))
+    encoder = Encoder.load(run.encoder)
+    store = run.store(listed.documents, encoder)
+    config = EngineConfig(max_running=IN_FLIGHT, adaptive_threads=False)
+    with load_engine(run.target, config, DraftingConfig()) as engine:
+        stopwatch = Stopwatch(run, engine, [question.text for question in listed.questions])
+        rows: list[Row] = []
+        for label, mode in (("exact dense", "dense"), ("BM25", "sparse"), ("hybrid", "hybrid")):
+            retriever = Retriever(encoder, store, RetrieverConfig(mode=mode), follow=False)
+            rows += timed_rows(stopwatch, label, None, retriever)
+        yield from rows
+        step_s = 1e-3 * rows[0]["a_ms"]
+        with open_index(store.index_dir, encoder) as (index, slow_down):
+            own_s = stopwatch.lookup_s(index)
+            for b_over_a in (1.0, _SLOW, 40.0) if run.quick else (0.3, 1.0, _SLOW, 40.0):
+                slow_down(max(0.0, b_over_a * step_s - own_s))
+                yield from timed_rows(stopwatch, f"elsewhere, b/a = {b_over_a:g}", b_over_a, index)
+
+
+def open_index(folder: Path, encoder: TextEncoder) -> AbstractContextManager[RemoteIndex]:
     """Exact dense search in an actor."""
     return remote_index(RetrieverConfig(index_dir=str(folder), mode="dense"), encoder)
 
 
-SUITE = replace(LIBRARY_SUITE, run=run_iterative)
+def timed_rows(stopwatch: Stopwatch, label: str, b_over_a: float | None, index: IndexLike) -> Iterator[Row]:
+    """A row for each workload and variant. All variants of a workload are timed in turns, once one of their rows is missing."""
+    for workload in workloads_of(stopwatch.run, b_over_a):
+        timed = functools.cache(functools.partial(stopwatch.time, index, workload, f"{label}: {workload.name}"))
+        for variant in workload.variants:
+            if variant != BASELINE:
+                measure = functools.partial(_row, label, b_over_a, workload, variant, timed)
+                yield stopwatch.run.row(f"{label}: {workload.name}, {variant}", measure)
+
+
+def _row(
+    label: str, b_over_a: float | None, workload: Workload, variant: str, timed: Callable[[], WorkloadTimes]
+) -> Row:
+    takes, apart = timed()
+    baseline, own = takes[BASELINE], takes[variant]
+    same = same_answers(baseline, own)
+    right, wrong, kept, lost = (
+        _total(own, name) for name in ("num_right", "num_wrong", "num_kept_tokens", "num_lost_tokens")
+    )
+    strides = [stride for stats in _stats(own) for stride in stats.strides]
+    row: Row = {
+        "retriever": label,
+        "workload": workload.name,
+        "variant": variant,
+        "stated_b_over_a": b_over_a,
+        "a_ms": 1e3 * apart.step_s,
+        "b_over_a": apart.verification_s(1) / apart.step_s,
+        "speedup": sum(_seconds(baseline)) / sum(_seconds(own)),
+        "gamma": right / (right + wrong) if right + wrong else None,
+        "mean_stride": mean(strides) if strides else None,
+        "num_kept_tokens": kept,
+        "num_lost_tokens": lost,
+        "num_identical": sum(same),
+        "num_compared": len(same),
+    }
+    if not workload.has_optimum:
+        return row | {"optimum": None, "share_of_optimum": None}
+    # The scheduler's estimate of gamma, which is never 1; without a guess the prediction for right guesses
+    gamma = (right + 0.5) / (right + wrong + 1.0) if right + wrong else StrideConfig().gamma_max
+    gain = optimum(apart, gamma, b_over_a is not None and VARIANTS[variant].asynchronous)
+    return row | {"optimum": gain, "share_of_optimum": row["speedup"] / gain}
+
+
+def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> float:
+    """OS3's predicted gain of its best stride, 1 at least. `asynchronous`: verifications may run beside decoding."""
+    costs, max_stride = StrideCosts(timing, gamma), StrideConfig().max_stride
+    ways = (False, True) if asynchronous else (False,)
+    return max(1.0, *(paper_optimal_plan(costs, max_stride, beside).gain for beside in ways))
+
+
+def same_answers(baseline: Takes, own: Takes) -> list[bool]:
+    """For every answer of every run, whether tokens and text are those of the baseline's first run."""
+    return [
+        (one.token_ids, one.text) == (other.token_ids, other.text)
+        for expected, runs in zip(baseline, own, strict=True)
+        for take in runs
+        for one, other in zip(expected[0].answers, take.answers, strict=True)
+    ]
+
+
+def _seconds(takes: Takes) -> list[float]:
+    """The median seconds of each unit's runs."""
+    return [median(take.seconds for take in runs) for runs in takes]
+
+
+def _stats(takes: Takes) -> Iterator[IterativeStats]:
+    for runs in takes:
+        for take in runs:
+            for answer in take.answers:
+                assert answer.stats.iterative is not None
+                yield answer.stats.iterative
+
+
+def _total(takes: Takes, name: str) -> float:
+    """One counter, summed over all answers."""
+    return sum(float(getattr(stats, name)) for stats in _stats(takes))
+
+
+def summarise(rows: Sequence[Row]) -> Result:
+    table = [row for row in rows if row["variant"] == PSA and row["workload"] == TABLE]
+    lost = sum(row["num_lost_tokens"] for row in rows)
+
+    def least(key: str, b_over_a: float | None = None) -> float | None:
+        chosen = [row[key] for row in table if b_over_a is None or row["stated_b_over_a"] == b_over_a]
+        return min((value for value in chosen if value is not None), default=None)
+
+    return {
+        "share_of_optimum_min": least("share_of_optimum"),
+        "speedup_b_over_a_40": least("speedup", 40.0),
+        "speedup_b_over_a_1": least("speedup", 1.0),
+        "slowdown_worst": min(row["speedup"] for row in rows),
+        "kept_after_mismatch": sum(row["num_kept_tokens"] for row in rows) / lost if lost else None,
+        "identical": sum(row["num_identical"] for row in rows) / sum(row["num_compared"] for row in rows),
+        "num_compared": sum(row["num_compared"] for row in rows),
+    }
+
+
+def draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
+    """`iterative_b_over_a`: exact dense search alone, whose rows differ in the cost of a lookup only."""
+    chosen = [row for row in rows if row["variant"] == PSA and row["workload"] == TABLE]
+    chosen = [row for row in chosen if row["stated_b_over_a"] is not None or row["retriever"] == "exact dense"]
+    chosen.sort(key=lambda row: row["b_over_a"])
+    figure, axes = new_figure(8.0, 4.8, title)
+    ratios = [row["b_over_a"] for row in chosen]
+    axes.plot(ratios, [row["optimum"] for row in chosen], color=OTHER, linestyle="--", label="OS3's prediction")
+    axes.plot(ratios, [row["speedup"] for row in chosen], color=OWN, marker="o", label=f"measured, {PSA}")
+    axes.plot([x for x, _, _ in PUBLISHED], [y for _, y, _ in PUBLISHED], "D", color=INK, label="published (RaLMSpec)")
+    axes.axhline(1.0, color=INK, linewidth=1.2)
+    axes.set_xscale("log")
+    axes.set_xlabel("time of a lookup over time of a step of four tokens (b/a), exact dense search")
+    axes.set_ylabel("speed-up (times)")
+    axes.legend(frameon=False, loc="upper left")
+    return {"iterative_b_over_a": figure}
+
+
+METRICS = (
+    Metric(
+        "share_of_optimum_min", "speed-up of +PSA over OS3's prediction, the least of all retrievers", at_least(0.9)
+    ),
+    Metric("speedup_b_over_a_40", "+PSA, an index set to take 40 steps (its row says how many it took)", at_least(2.4)),
+    Metric("speedup_b_over_a_1", "+PSA, an index that takes one step", at_least(1.4)),
+    Metric("slowdown_worst", "the least speed-up of any row", at_least(0.97)),
+    Metric("kept_after_mismatch", "tokens kept of those written under a wrong guess, all rows", at_least(0.3)),
+    Metric("identical", "answers with the tokens and the text of the baseline", equal_to(1)),
+)
+SUITE = Suite("iterative", run_iterative, summarise, METRICS, draw)

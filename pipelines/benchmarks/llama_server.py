@@ -3,24 +3,23 @@
 The server gets prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster
 counts; each slot has room for the longest prompt and its answer, so nothing is cut.
 
-    >>> LlamaServers(service, mixes, folder, tick).tokens_per_s("mixed", users=8, num_runs=2)
+    >>> llama_tokens_per_s(service, bodies, users=8, num_runs=2, folder=cache_dir)
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipelines.benchmarks.load_curve import Body, measured, sent_by
+from pipelines.benchmarks.load_curve import Body, measured
+from pipelines.benchmarks.peers import llama_files, load_peer
 from pipelines.benchmarks.service import Service, free_port, started, timed_answers
 from ragspec.core import Message, SamplingParams
-from ragspec.evaluation.peers import llama_files, load_peer
-from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import parse_scope
@@ -38,35 +37,20 @@ def llama_server() -> str | None:
     return str(beside) if beside.is_file() else shutil.which(_NAME)
 
 
-class LlamaServers:
-    """One server a type of weights and number of users, started for its runs alone. `num_questions` as of `LoadCurve`."""
+def llama_tokens_per_s(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> float:
+    """Tokens a second of the faster type of weights, the median over runs. `folder`: keeps the converted weights.
 
-    def __init__(
-        self,
-        service: Service,
-        mixes: Mapping[str, Sequence[Body]],
-        folder: Path,
-        tick: Tick,
-        num_questions: int | None = None,
-    ) -> None:
-        """Raises: ModelError for a target that is no plain Llama."""
-        self._num_questions = num_questions
-        self._bodies = {mix: prompts_of(service, bodies) for mix, bodies in mixes.items()}
-        backend = service.backend
-        self._files = llama_files(load_peer(backend.config.target), folder, backend.prompts.tokenizer)
-        self._tick = tick
-
-    def tokens_per_s(self, mix: str, users: int, num_runs: int) -> float:
-        """Of the faster type of weights, the median over runs. Raises: EngineError."""
-        bodies = sent_by(users, mix, self._bodies[mix], self._num_questions)
-        room = max(len(body["prompt"]) + body["max_tokens"] for body in bodies)
-        speeds = list[float]()
-        for number, path in enumerate(self._files.values()):
-            with serving(path, users, room) as url:
-                runs = [measured(timed_answers(url, "", _PATH, bodies, users)) for _ in range(num_runs)]
-            speeds.append(median(run["tokens_per_s"] for run in runs))
-            self._tick(f"llama-server, {mix}, {users} users", number + 1, len(self._files))
-        return max(speeds)
+    Raises: ModelError for a target that is no plain Llama, EngineError.
+    """
+    backend = service.backend
+    prompts = prompts_of(service, bodies)
+    room = max(len(prompt["prompt"]) + prompt["max_tokens"] for prompt in prompts)
+    speeds = list[float]()
+    for path in llama_files(load_peer(backend.config.target), folder, backend.prompts.tokenizer).values():
+        with serving(path, users, room) as url:
+            runs = [measured(timed_answers(url, "", _PATH, prompts, users)) for _ in range(num_runs)]
+        speeds.append(median(run["tokens_per_s"] for run in runs))
+    return max(speeds)
 
 
 def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]:

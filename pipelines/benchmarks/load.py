@@ -1,185 +1,184 @@
-"""The suite `load`: throughput and latencies by the number of users, with speculation and without; what the service adds to the
-engine's first token; how long starts take; and whether mixed clients, some of which go away half-way, leave anything behind.
+"""The suite `load`: one service under users. Throughput and latencies by the number of users, with speculation and without; the
+service's overhead to the first token; attacks beside honest users; and clients that go away half-way.
 
->>> run_load(settings, tick).result["on_off_min"]
-1.02
+    python -m pipelines.benchmark --suite load --quick
 """
 
 from __future__ import annotations
 
-import subprocess
+import asyncio
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
-from pipelines.benchmarks.attack import ATTACKER, VICTIM, attacking
-from pipelines.benchmarks.chat.first_token import FirstTokens
+from pipelines.benchmarks.attacks import ATTACKER, ATTACKS, VICTIM, attacked
 from pipelines.benchmarks.clients import Answer, chat_body
-from pipelines.benchmarks.llama_server import LlamaServers, llama_server
-from pipelines.benchmarks.load_curve import MIXED, RAG, Body, LoadCurve, bursts, mixes_of, poisson
-from pipelines.benchmarks.service import Service, backend_of, free_port, run_clients, service_here, started
-from ragspec.config import DEFAULT_TARGET
-from ragspec.engine.engine import Engine
-from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.report import (
+from pipelines.benchmarks.harness import (
     OTHER,
     OWN,
-    Figures,
     Metric,
     Result,
-    Table,
+    Row,
+    Run,
+    Suite,
     at_least,
     at_most,
     equal_to,
     new_figure,
 )
-from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.timing import Tick
-from ragspec.numerics.kv_cache import PAGE
+from pipelines.benchmarks.llama_server import llama_server, llama_tokens_per_s
+from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, mixes_of, sent_by
+from pipelines.benchmarks.service import Service, backend_of, free_port, run_clients, service_here, started
+from ragspec.config import DEFAULT_TARGET
+from ragspec.core import Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.errors import EngineError
+from ragspec.numerics.attention import PAGE
+from ragspec.rag.steps import copy_sources
 
-NUM_CLIENTS = 32
-USERS, USERS_QUICK = (1, 2, 4, 8, 16, 32, 64), (1, 8, 32)
-NUM_QUESTIONS, NUM_QUESTIONS_QUICK = 32, 8
-"""Of the first tokens and the fairness, and bodies of a run by few users. Each of many users asks a question of its own."""
-_SECONDS, _QUICK_S = 60.0, 10.0
 _CROWD = "cleo"
 _TENANTS = (ATTACKER, VICTIM, _CROWD)
+_NUM_CLIENTS = 32
+_PEER_USERS = (8, 32)
+_OPEN_USERS = 8
+_OPEN_SHARE = 0.7
+"""Open arrivals come at this share of the answers a second of `_OPEN_USERS` users without speculation."""
+_LEAST_RUNS = 2
+"""With speculation first, then without speculation first."""
+_FIRST_TOKENS = 8
 _SETTLE_S = 10.0
 _READY_S = 300.0
-_PEER_USERS = (8, 32)
-_LEAST_RUNS = 2
-"""With speculation first, then without it first."""
-_OPEN_USERS, _OPEN_SHARE = 8, 0.7
-"""Open arrivals come at this share of the answers a second of so many users without speculation."""
-_FIRST_TOKENS = {"gateway_ttft_ms": (1, 16), "retrieval_ttft_ms": (16,)}
 
 
-def run_load(settings: Settings, tick: Tick) -> Outcome:
+def run_load(run: Run) -> Iterator[Row]:
     """Raises: ConfigError, ModelError, StoreError, EngineError."""
-    seconds, memory = (_QUICK_S if settings.quick else _SECONDS), PeakMemory()
-    users, count = (USERS_QUICK, NUM_QUESTIONS_QUICK) if settings.quick else (USERS, NUM_QUESTIONS)
-    with backend_of(settings, tick) as (backend, listed), service_here(backend, _TENANTS, (_CROWD,)) as service:
+    users = (1, 8, 32) if run.quick else (1, 2, 4, 8, 16, 32, 64)
+    with backend_of(run) as (backend, listed), service_here(backend, _TENANTS, (_CROWD,)) as service:
         asked = [question.text for question in listed.questions]
-        questions = asked[: settings.num_prompts or count]
-        mixes = mixes_of(backend.model, asked[: max(*users, len(questions))], settings.plan.seed)
-        curve = LoadCurve(service, mixes, tick, _CROWD, len(questions))
-        rows = load_rows(curve, users, [*mixes], settings.plan.num_runs)
-        against = vs_llama_server(service, mixes, rows, settings, tick, len(questions))
-        first = FirstTokens(service, questions, settings.plan.seed)
-        ttft = {number: first.measure(number, settings.plan.num_runs, tick) for number in (1, 16)}
-        fairness = fairness_ratio(service, questions)
-        left = left_behind(service, questions, seconds, settings.plan.seed, tick)
-        starts = start_times(settings.target.model, backend.config.retriever.index_dir, tick)
-    found = headline(rows) | against | {"fairness_ratio": fairness} | starts | left
-    found |= {f"{name}_c{at}": ttft[at][name] for name, counts in _FIRST_TOKENS.items() for at in counts}
-    rest = {"label": listed.label, "num_prompts": len(questions), "peak_pss_mb": memory.look(), "rows": rows}
-    return Outcome(found | rest | {"num_clients": NUM_CLIENTS, "seconds": seconds})
+        questions = asked[: run.count(32, 8)]
+        mixes = mixes_of(backend.model, asked[: max(*users, len(questions))], run.seed)
+        curve = LoadCurve(service, mixes, _CROWD, len(questions))
+        yield from _curve_rows(run, curve, (RAG, MIXED) if run.quick else tuple(mixes), users)
+        if run.peers and llama_server() is not None:
+            for number in _PEER_USERS:
+                bodies = sent_by(number, MIXED, mixes[MIXED], len(questions))
+                yield run.row(f"llama-server {number}", partial(_llama_row, run, service, bodies, number))
+        for at_once in (1, 16):
+            measure = partial(first_tokens, service, questions, at_once, run.num_runs, run.seed)
+            yield run.row(f"first token {at_once}", measure)
+        yield from _attack_rows(run, service, questions)
+        yield run.row("mixed clients", lambda: _mixed_clients(run, service, questions))
+        yield run.row("start", lambda: _start(run, backend.config.retriever.index_dir))
 
 
-def load_rows(curve: LoadCurve, users: Sequence[int], mixes: Sequence[str], num_runs: int) -> list[Result]:
+def _curve_rows(run: Run, curve: LoadCurve, mixes: Sequence[str], users: Sequence[int]) -> Iterator[Row]:
     """Every mix by every number of users, and the mix of all kinds with open arrivals."""
-    curve.warm_up(max(users))
-    num_runs = max(num_runs, _LEAST_RUNS)
-    rows = [curve.row(mix, number, num_runs) for mix in mixes for number in users]
-    (closed,) = (row for row in rows if (row["mix"], row["users"]) == (MIXED, _OPEN_USERS))
-    rate = _OPEN_SHARE * closed["off"]["answers_per_s"]
-    return [*rows, *(curve.row(MIXED, _OPEN_USERS, num_runs, arrivals, rate) for arrivals in (poisson, bursts))]
+    num_runs = max(run.num_runs, _LEAST_RUNS)
+    curve.row(MIXED, max(users), 1)  # the first of a kind compiles kernels and teaches the drafters
+    rate = 0.0
+    for i, mix in enumerate(mixes):
+        for j, number in enumerate(users, 1):
+            row = run.row(f"{mix} {number}", partial(curve.row, mix, number, num_runs))
+            if (mix, number) == (MIXED, _OPEN_USERS):
+                rate = _OPEN_SHARE * row["off_answers_per_s"]
+            run.tick("users", i * len(users) + j, len(mixes) * len(users))
+            yield row
+    yield run.row(f"{MIXED} {_OPEN_USERS} poisson", partial(curve.row, MIXED, _OPEN_USERS, num_runs, rate))
 
 
-def headline(rows: Sequence[Result]) -> Result:
-    rag = {row["users"]: row["on_off"] for row in rows if row["mix"] == RAG}
-    return {
-        "on_off_min": min(row["on_off"] for row in rows if row["arrivals"] == "closed"),
-        "on_off_p99_min": min(row["on_off_p99"] for row in rows),
-        "rag_on_off_8": rag.get(8),
-        "rag_on_off_32": rag.get(32),
-    }
+def _llama_row(run: Run, service: Service, bodies: Sequence[dict[str, Any]], users: int) -> Row:
+    speed = llama_tokens_per_s(service, bodies, users, run.num_runs, run.cache_dir / "llama_cpp")
+    return {"users": users, "llama_tokens_per_s": speed}
 
 
-def vs_llama_server(
-    service: Service,
-    mixes: Mapping[str, Sequence[Body]],
-    rows: Sequence[Result],
-    settings: Settings,
-    tick: Tick,
-    num_questions: int,
-) -> Result:
-    """Tokens a second of the mix of all kinds over llama-server's; None where it was not built or peers are not wanted.
+def first_tokens(service: Service, questions: Sequence[str], at_once: int, num_runs: int, seed: int) -> Row:
+    """Time to the first token straight from the engine, over HTTP, and over HTTP with retrieval; in turns.
 
-    Raises: ModelError for a target that is no plain Llama, EngineError.
+    Units: milliseconds, medians over all requests of all runs after an uncounted run. Raises: EngineError.
     """
-    if not settings.peers or llama_server() is None:
-        return dict.fromkeys(f"vs_llama_server_{users}" for users in _PEER_USERS)
-    peer = LlamaServers(service, {MIXED: mixes[MIXED]}, settings.cache_dir / "llama_cpp", tick, num_questions)
-    ours = {row["users"]: row["on"]["tokens_per_s"] for row in rows if row["mix"] == MIXED}
-    return {
-        f"vs_llama_server_{users}": ours[users] / peer.tokens_per_s(MIXED, users, settings.plan.num_runs)
-        for users in _PEER_USERS
+    model = service.backend.model
+    plain = {"max_tokens": _FIRST_TOKENS, "temperature": 0.0, "seed": seed}
+    bodies = [chat_body(model, question, **plain) for question in questions]
+    without = [body | {"retrieval": False} for body in bodies]
+    ways: Mapping[str, Callable[[], list[float]]] = {
+        "engine": lambda: asyncio.run(_engine_first_s(service, questions, at_once, seed)),
+        "http": lambda: _first_s(service.timed(without, at_once)),
+        "http_with_retrieval": lambda: _first_s(service.timed(bodies, at_once)),
     }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(1 + num_runs):
+        for name, send in ways.items():
+            seconds[name] += send() if number else send()[:0]
+    row: Row = {f"{name}_ttft_ms": 1e3 * median(found) for name, found in seconds.items()}
+    row["gateway_ttft_ms"] = row["http_ttft_ms"] - row["engine_ttft_ms"]
+    row["retrieval_ttft_ms"] = row["http_with_retrieval_ttft_ms"] - row["http_ttft_ms"]
+    return row
 
 
-def fairness_ratio(service: Service, questions: Sequence[str]) -> float:
-    """Time to first token of one tenant's short chats beside 240 choices of another, over the same when it is quiet."""
-    bodies = [chat_body(service.backend.model, text, max_tokens=8, retrieval=False) for text in questions]
-    quiet = _first_s(service.timed(bodies, tenant=VICTIM))
-    with attacking(service, "streams"):
-        return _first_s(service.timed(bodies, tenant=VICTIM)) / quiet
+def _first_s(answers: Sequence[Answer]) -> list[float]:
+    """Raises: EngineError for an answer without text."""
+    seconds = [answer["first_s"] for answer in answers if answer["first_s"] is not None]
+    if len(seconds) < len(answers):
+        raise EngineError(f"{len(answers) - len(seconds)} of {len(answers)} answers had no text")
+    return seconds
 
 
-def _first_s(answers: Sequence[Answer]) -> float:
-    return median(answer["first_s"] or answer["total_s"] for answer in answers)
+async def _engine_first_s(service: Service, questions: Sequence[str], at_once: int, seed: int) -> list[float]:
+    """The same prompts straight to the engine, `at_once` at a time."""
+    waiting, seconds = iter(questions), list[float]()
+
+    async def client() -> None:
+        for question in waiting:
+            params = SamplingParams(max_tokens=_FIRST_TOKENS, seed=seed)
+            prompt = service.backend.prompts.build(question, (), _FIRST_TOKENS).prompt_ids
+            salt = next(iter(service.keys))
+            request = Request(uuid.uuid4().hex, prompt, params, copy_sources(question, ()), salt)
+            begin = time.perf_counter()
+            # Why the cast: every asynchronous generator can be closed
+            async with aclosing(cast(Any, service.backend.engine.stream(request))) as stream:
+                seconds.extend([time.perf_counter() - begin async for delta in stream if delta.text][:1])
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    return seconds
 
 
-def left_behind(service: Service, questions: Sequence[str], seconds: float, seed: int, tick: Tick) -> Result:
-    """What mixed clients met, and what they left: KV slots, requests counted as running."""
+def _attack_rows(run: Run, service: Service, questions: Sequence[str]) -> Iterator[Row]:
+    """Each attack beside the same chats of another tenant."""
+    num_chats, least_s = (2, 3.0) if run.quick else (6, 20.0)
+    options = {"max_tokens": 24, "ignore_eos": True, "seed": 1}
+    bodies = [chat_body(service.backend.model, text, **options) for text in questions[:num_chats]] * 4
+    service.timed(bodies, tenant=VICTIM)  # the first answers fill the caches
+    quiet = service.timed(bodies, tenant=VICTIM)
+    for number, name in enumerate(ATTACKS, 1):
+        yield run.row(f"attack {name}", partial(attacked, service, name, bodies, quiet, least_s))
+        run.tick("attacks", number, len(ATTACKS))
+
+
+def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
+    """Outcomes of mixed clients, and everything that they left: KV slots, requests counted as running."""
     backend = service.backend
-    orders: Mapping[str, Any] = {
+    orders: Row = {
         "url": service.url,
         "keys": list(service.keys.values()),
         "model": backend.model,
         "questions": questions,
-        "seconds": seconds,
-        "num_clients": NUM_CLIENTS,
-        "seed": seed,
     }
-    tick("mixed clients", 0, 1)
-    found: Result = run_clients(orders)
-    tick("mixed clients", 1, 1)
+    orders |= {"seconds": 10.0 if run.quick else 60.0, "num_clients": _NUM_CLIENTS, "seed": run.seed}
+    found: Row = run_clients(orders)
     assert isinstance(backend.engine, Engine)
     leaked = leaked_slots(backend.engine, _TENANTS)
     return found | {"leaked": leaked, "left_running": backend.rate_limiter.running}
 
 
-def start_times(model: str, index_dir: str, tick: Tick) -> Result:
-    """Seconds until `ragspec serve` is ready, the second time, and until `ragspec ask` refuses an index that is not there."""
-    target = [] if model == DEFAULT_TARGET else ["--target", model]
-    ready_s = []
-    for number in range(2):
-        ready_s.append(_ready_s(["serve", "--index", index_dir, *target]))
-        tick("starts", number + 1, 2)
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
-        subprocess.run(_command(["ask", "Why?", "--index", f"{folder}/none"]), capture_output=True, check=False)
-    return {"ready_again_s": ready_s[-1], "usage_error_s": time.perf_counter() - begin}
-
-
-def _ready_s(arguments: Sequence[str]) -> float:
-    port = str(free_port())
-    with started(_command([*arguments, "--port", port]), f"http://127.0.0.1:{port}/health/ready", _READY_S) as seconds:
-        return seconds
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "ragspec.cli", *arguments]
-
-
-def leaked_slots(engine: Engine, tenants: tuple[str, ...]) -> int:
+def leaked_slots(engine: Engine, tenants: Sequence[str]) -> int:
     """KV slots still held when nothing runs and every tenant's cache is purged."""
     pool, deadline = engine.target.pool, time.monotonic() + _SETTLE_S
-    free: list[int] = []
+    free = list[int]()
     while True:
         for tenant in tenants:
             engine.purge(tenant)
@@ -187,6 +186,43 @@ def leaked_slots(engine: Engine, tenants: tuple[str, ...]) -> int:
         if free[-1] == pool.num_pages or time.monotonic() > deadline:
             return (pool.num_pages - free[-1]) * PAGE
         time.sleep(0.1)
+
+
+def _start(run: Run, index_dir: str) -> Row:
+    """Seconds until `ragspec serve` is ready, the second time."""
+    target = [] if run.target.model == DEFAULT_TARGET else ["--target", run.target.model]
+    for _ in range(2):
+        port = str(free_port())
+        command = [sys.executable, "-m", "ragspec.cli", "serve", "--index", index_dir, *target, "--port", port]
+        with started(command, f"http://127.0.0.1:{port}/health/ready", _READY_S) as seconds:
+            ready_s = seconds
+    return {"ready_again_s": ready_s}
+
+
+def summarise(rows: Sequence[Row]) -> Result:
+    """The flat figures of all rows; None where a row is missing."""
+    by_name = {row["row"]: row for row in rows}
+    curve = [row for row in rows if "on_off" in row]
+    attacks = [row for row in rows if "survived" in row]
+    found: Result = {
+        "on_off_min": min(row["on_off"] for row in curve if row["arrivals"] == "closed"),
+        "on_off_p99_min": min(row["on_off_p99"] for row in curve),
+        "attacks_survived": sum(row["survived"] for row in attacks),
+        "num_attacks": len(attacks),
+        "health_max_s": max(row["health_s"] for row in attacks),
+        "other_tenant_ratio_max": max(row["ratio"] for row in attacks),
+        "other_tenant_first_ratio_max": max(row["first_ratio"] for row in attacks),
+    }
+    for users in _PEER_USERS:
+        llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
+        found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]
+        found[f"vs_llama_server_{users}"] = by_name[f"{MIXED} {users}"]["on_tokens_per_s"] / llama if llama else None
+    for at_once in (1, 16):
+        for name in ("gateway_ttft_ms", "retrieval_ttft_ms"):
+            found[f"{name}_c{at_once}"] = by_name[f"first token {at_once}"][name]
+    for name in ("mixed clients", "start"):
+        found |= {key: value for key, value in by_name[name].items() if key not in ("row", "commit")}
+    return found
 
 
 METRICS = (
@@ -198,10 +234,17 @@ METRICS = (
     Metric("vs_llama_server_32", "the same, 32 users", at_least(2)),
     Metric("gateway_ttft_ms_c1", "time to first token over HTTP minus the engine's, one request", at_most(5)),
     Metric("gateway_ttft_ms_c16", "the same, 16 at once", at_most(20)),
-    Metric("retrieval_ttft_ms_c16", "what retrieval adds to it, 16 at once", at_most(120)),
-    Metric("ready_again_s", "second start of ragspec serve until it is ready", at_most(5)),
-    Metric("usage_error_s", "ragspec ask until it refuses an index that is not there", at_most(1)),
-    Metric("fairness_ratio", "first token of a short chat beside another tenant's 240 choices, over quiet", at_most(2)),
+    Metric("retrieval_ttft_ms_c16", "added by retrieval, 16 at once", at_most(120)),
+    Metric(
+        "attacks_survived",
+        "attacks during which another tenant's chats ended with their own texts",
+        at_least(len(ATTACKS)),
+    ),
+    Metric("health_max_s", "seconds of the slowest health check during any attack", at_most(1)),
+    Metric(
+        "other_tenant_ratio_max", "time of another tenant's chats during an attack over their quiet time", at_most(3)
+    ),
+    Metric("other_tenant_first_ratio_max", "the same, time to the first token"),
     Metric("requests", "requests of mixed clients"),
     Metric("given_up", "requests whose client went away half-way"),
     Metric("errors_5xx", "answers that blame the service", equal_to(0)),
@@ -211,37 +254,24 @@ METRICS = (
     Metric("left_running", "requests counted as running when none was", equal_to(0)),
     Metric("p50_ms", "from sending a request to the end of its answer, median"),
     Metric("p99_ms", "the same, 99 of 100"),
+    Metric("ready_again_s", "second start of ragspec serve until it is ready", at_most(5)),
 )
 
 
-def _tables(result: Result) -> dict[str, Table]:
-    names = [f"{row['mix']}, {row['users']} users, {row['arrivals']}" for row in result["rows"]]
-    columns = {key: [row[key] for row in result["rows"]] for key in ("on_off", "on_off_p99")}
-    for way in ("on", "off"):
-        for key in ("tokens_per_s", "first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms", "goodput_per_s"):
-            columns[f"{way}: {key}"] = [row[way][key] for row in result["rows"]]
-    curve = {title: dict(zip(names, values, strict=True)) for title, values in columns.items()}
-    return {"users": curve, "answers by status": result["statuses"], "faults": result["faults"]}
+def _draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
+    """Tokens a second by the number of users, with speculation and without, for the mix of all kinds."""
+    curve = [row for row in rows if row.get("mix") == MIXED and row["arrivals"] == "closed"]
+    figure, axes = new_figure(6.4, 3.6, "mix of all kinds: tokens a second by users at once")
+    users = [row["users"] for row in curve]
+    for way, label, color in (("on", "speculation on", OWN), ("off", "off", OTHER)):
+        axes.plot(users, [row[f"{way}_tokens_per_s"] for row in curve], marker="o", color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(users, [str(number) for number in users])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("users")
+    axes.set_ylabel("tokens/s")
+    axes.legend(frameon=False)
+    return {"load": figure}
 
 
-def _draw(outcome: Outcome, title: str) -> Figures:
-    """One picture a mix: tokens a second by the number of users, with speculation and without."""
-    figures: Figures = {}
-    closed = [row for row in outcome.result["rows"] if row["arrivals"] == "closed"]
-    for mix in dict.fromkeys(row["mix"] for row in closed):
-        rows = [row for row in closed if row["mix"] == mix]
-        figure, axes = new_figure(6.4, 3.6, f"{mix}: tokens a second by users at once")
-        for way, label, color in (("on", "speculation on", OWN), ("off", "off", OTHER)):
-            at, speeds = [row["users"] for row in rows], [row[way]["tokens_per_s"] for row in rows]
-            axes.plot(at, speeds, marker="o", color=color, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([row["users"] for row in rows], [str(row["users"]) for row in rows])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("users")
-        axes.set_ylabel("tokens/s")
-        axes.legend(frameon=False)
-        figures[f"load_{mix}"] = figure
-    return figures
-
-
-SUITE = Suite("load", run_load, METRICS, tables=_tables, draw=_draw)
+SUITE = Suite("load", run_load, summarise, METRICS, _draw)

@@ -23,13 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.benchmarks.clients import Answer
+from pipelines.benchmarks.clients import CHAT, Answer
+from pipelines.benchmarks.harness import Run
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList
-from ragspec.evaluation.suite import Settings
-from ragspec.evaluation.timing import Tick
-from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
 from services.backend import ServiceBackend
@@ -37,7 +35,6 @@ from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
 from services.settings import KeyLimits, ServiceConfig, ServiceSettings
 
-CHAT = "/v1/chat/completions"
 _START_S = 30.0
 
 
@@ -94,25 +91,21 @@ def service_here(
 
 
 @contextmanager
-def backend_of(settings: Settings, tick: Tick, **service: Any) -> Iterator[tuple[ServiceBackend, RagList]]:
-    """A backend over a copy of the usual corpus's index with an engine for many requests at once, and the questions to ask.
-
-    `service`: further settings of the service.
+def backend_of(run: Run) -> Iterator[tuple[ServiceBackend, RagList]]:
+    """A backend with room for many requests at once, over a copy of the corpus's index, and the questions to ask.
 
     Raises: ConfigError, ModelError, StoreError.
     """
-    count = settings.num_prompts or NUM_QUESTIONS
-    listed = settings.questions(count)
-    store = settings.store(listed.documents, Encoder.load(settings.encoder), tick)
+    listed = run.questions(NUM_QUESTIONS)
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
         index_dir = Path(folder) / "index"
-        shutil.copytree(store.index_dir, index_dir)
+        shutil.copytree(run.store(listed.documents).index_dir, index_dir)
         config = ServiceConfig(
-            encoder=settings.encoder,
-            target=settings.target,
+            encoder=run.encoder,
+            target=run.target,
             engine=EngineConfig(max_running=32),
             retriever=RetrieverConfig(index_dir=str(index_dir)),
-            service=ServiceSettings(port=0, data_dir=f"{folder}/data", **service),
+            service=ServiceSettings(port=0, data_dir=f"{folder}/data", languagetool_open=False),
         )
         with ServiceBackend.embedded(config, Retriever.from_config(config.retriever, config.encoder)) as backend:
             yield backend, listed

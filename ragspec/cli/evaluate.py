@@ -20,13 +20,12 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.benchmark import commit
 from ragspec.cli.ask import STANDARD_LIBRARY, with_standard_library
 from ragspec.cli.terminal import note, safe, stay_offline, stderr_console
 from ragspec.disk import saving
 from ragspec.engine.checkpoints.target_files import return_freed
 from ragspec.evaluation.asking import Asker
-from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.measures import PeakMemory, commit, rounded
 from ragspec.evaluation.question_scores import (
     AnsweredQuestion,
     CorrectedSentence,
@@ -37,7 +36,6 @@ from ragspec.evaluation.question_scores import (
     wilson,
 )
 from ragspec.evaluation.questions import CheckedSentence, Dialogue, Line, RoutedText, questions_of
-from ragspec.evaluation.report import rounded
 from ragspec.retrieval.encoder import Encoder
 from services.settings import ServiceConfig
 

@@ -385,3 +385,31 @@ def _without_unsound_draws(sequence: SequenceView, tree: DraftTree, vocab_size: 
         log.warning("a draft for request %r is left out: %s", sequence.request.id, error)
         return DraftTree(tree.token_ids[0])
     return tree
+
+
+class _FreeStep(StepPlan):
+    """Time does not count: every draft saves time, and no tree is cut for its cost."""
+
+    def token_s(self) -> float:
+        return 0.0
+
+    def saved_s(self, gains: SequenceOf[float]) -> float:
+        return 1e9 * len(gains)
+
+    def least_prob(self, spare_rows: int) -> float:
+        return 0.0
+
+    def fit(self, spare_rows: int) -> list[DraftTree]:
+        return [tree.best(min(tree.num_drafted, spare_rows // len(self.trees))) for tree in self.trees]
+
+
+class FixedTreePlanner(Planner):
+    """Asks every drafter in every step and keeps the best `max_tree_nodes` nodes of each tree, whatever they cost."""
+
+    step_plan = _FreeStep
+
+    def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
+        return True
+
+    def limited(self, tree: DraftTree, sequence: SequenceView) -> DraftTree:
+        return tree.best(self._max_nodes)

@@ -24,9 +24,9 @@ from ragspec.core import Message
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
+from ragspec.evaluation.measures import Tick, no_tick
 from ragspec.evaluation.question_scores import AnsweredQuestion, CorrectedSentence, LineResult
 from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, judge
-from ragspec.evaluation.timing import Tick, no_tick
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore

@@ -1,4 +1,4 @@
-"""Quality of answers and corrections: SQuAD's normalisation, EM, F1, exact quotes, GLEU and word error rates; perplexity."""
+"""Quality of answers and corrections: SQuAD's normalisation, EM and F1, GLEU, edit distance; perplexity."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragspec.core import Passage
 from ragspec.engine.target import Target
-from ragspec.evaluation.datasets import JFLEG, Question, Sentence
+from ragspec.evaluation.datasets import Sentence
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.rag.wording import parse_answer
 
 _PERPLEXITY_ROWS = 128
 """Of one forward: their logits take 25 MB with a vocabulary of 49,152."""
@@ -44,48 +42,6 @@ def exact_match(predicted: str, answers: Sequence[str]) -> float:
 def best_f1(predicted: str, answers: Sequence[str]) -> float:
     """Word F1 against the nearest answer, as in SQuAD."""
     return max((answer_f1(predicted, answer) for answer in answers), default=0.0)
-
-
-def quote_is_exact(text: str, passages: Sequence[Passage]) -> float:
-    """1 if the answer quotes one of the passages, character for character."""
-    parsed = parse_answer(text)
-    return float(parsed is not None and bool(parsed[0]) and any(parsed[0] in passage.text for passage in passages))
-
-
-def answer_scores(
-    questions: Sequence[Question], texts: Sequence[str], passages: Sequence[Sequence[Passage]]
-) -> dict[str, float]:
-    """Means over all questions, each 0 to 1. `retrieved`: the gold document is among the passages.
-
-    `em` and `f1` score the short answer, or the quote for questions that ask for a quote.
-    """
-    parsed = [parse_answer(text) or ("", 0, "") for text in texts]
-    answers = [found[0] if q.is_quoted else found[2] for found, q in zip(parsed, questions, strict=True)]
-    return {
-        "em": _mean([exact_match(answer, q.answers) for answer, q in zip(answers, questions, strict=True)]),
-        "f1": _mean([best_f1(answer, q.answers) for answer, q in zip(answers, questions, strict=True)]),
-        "quote_exact": _mean([quote_is_exact(text, own) for text, own in zip(texts, passages, strict=True)]),
-        "retrieved": _mean(
-            [float(any(p.document_id == q.gold for p in own)) for q, own in zip(questions, passages, strict=True)]
-        ),
-    }
-
-
-def grammar_scores(sentences: Sequence[Sentence], texts: Sequence[str]) -> dict[str, float]:
-    """GLEU of the JFLEG part and of its untouched source (0 to 100), and the share of changed words in the other
-    parts."""
-    jfleg = [(s, text) for s, text in zip(sentences, texts, strict=True) if s.part == JFLEG]
-    scores: dict[str, float] = {}
-    if jfleg:
-        scores["gleu_jfleg"], scores["gleu_jfleg_source"] = jfleg_gleu(*zip(*jfleg, strict=True))
-    for part in dict.fromkeys(s.part for s in sentences if s.part != JFLEG):
-        own = [
-            (s.references[0].split(), text.split()) for s, text in zip(sentences, texts, strict=True) if s.part == part
-        ]
-        scores[f"word_error_rate_{part}"] = sum(edit_distance(a, b) for a, b in own) / max(
-            1, sum(len(a) for a, _ in own)
-        )
-    return scores
 
 
 def jfleg_gleu(sentences: Sequence[Sentence], texts: Sequence[str]) -> tuple[float, float]:
@@ -128,10 +84,6 @@ def perplexity(target: Target, token_ids: Sequence[int], window_tokens: int = 10
     windows = [np.asarray(token_ids[i : i + window], np.int32) for i in range(0, len(token_ids), window)]
     losses = np.concatenate([_losses(target, tokens) for tokens in windows if len(tokens) > 1])
     return math.exp(losses.mean())
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _ngrams(words: list[str], n: int) -> Counter[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pipelines.benchmarks.cluster.simulation import Costs, Load, policies, shards_for, simulate
+from infra.simulate_scaling import Costs, Load, policies, shards_for, simulate
 from ragspec.cluster.routing.policy import affinity_key, choose_replica, rendezvous_order
 from ragspec.core import Request
 

@@ -10,8 +10,8 @@ from tiny_target import save_model
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.linear import PackedLinear
 
 REAL = PackedLinear.forward

@@ -33,13 +33,13 @@ from ragspec.drafting.draft_model import drafter as module
 from ragspec.drafting.draft_model.drafter import ModelDrafter
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import target as targets
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 

@@ -17,11 +17,11 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.self_test import Failure, self_test
 from ragspec.speculation import Speculation

@@ -44,10 +44,10 @@ from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
 from ragspec.drafting.medusa.network import PositionNetwork
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.speculation import AcceptanceRule, Speculation

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.overrides import FixedTreePlanner
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, "

@@ -10,9 +10,9 @@ import pytest
 from letter_encoder import WordEncoder
 from tiny_target import save_model
 
+from pipelines.benchmarks.cases import workloads
+from pipelines.benchmarks.harness import Run
 from ragspec.config import TargetConfig
-from ragspec.evaluation import cases
-from ragspec.evaluation.suite import Repetitions, Settings
 from ragspec.retrieval.encoder import Encoder
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10
@@ -54,6 +54,12 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write_lines(folder / f"jfleg/dev.{name}", ["She saw the bridge .", "A mill needs water .", "He goes home ."])
     _write_lines(folder / "pie_errorify/verbs.json", [{"carries": ["carry", "carried"]}])
     _write_lines(folder / "pie_errorify/common_replaces.json", [{"people": {"peoples": 9}}])
+    turns = ["Where is the mill?", "Who built the mill?"]
+    _write_lines(folder / "mt_bench/question.jsonl", [{"question_id": n, "turns": turns} for n in range(2)])
+    said = [["USER" if n % 2 == 0 else "SYSTEM", f"The mill has {n} wheels."] for n in range(6)]
+    _write_lines(folder / "sgd/test.jsonl", [{"id": f"1_{n}", "turns": said} for n in range(2)])
+    asked = [{"question_id": n, "category": "roleplay", "turns": turns} for n in range(2)]
+    _write_lines(folder / "spec_bench/question.jsonl", asked)
     return folder
 
 
@@ -64,16 +70,10 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(small_data: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Two prompts of each part, short outputs, one run, all peers."""
-    for limit in ("RAG_TOKENS", "GRAMMAR_TOKENS", "NOTHING_TOKENS"):
-        monkeypatch.setattr(cases, limit, 24)
+def run(small_data: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Two prompts of each list, short outputs, one run."""
+    for limit in ("RAG_TOKENS", "GRAMMAR_TOKENS", "CHAT_TOKENS", "PROSE_TOKENS", "SPEC_BENCH_TOKENS", "NOTHING_TOKENS"):
+        monkeypatch.setattr(workloads, limit, 16)
     monkeypatch.setattr(Encoder, "load", lambda config: WordEncoder())
-    return Settings(
-        target=TargetConfig(model=str(tiny_dir)),
-        data_dir=small_data,
-        cache_dir=tmp_path / "cache",
-        plan=Repetitions(num_runs=1, num_nothing=1),
-        quick=True,
-        num_prompts=2,
-    )
+    target = TargetConfig(model=str(tiny_dir))
+    return Run(target, tmp_path / "cache", small_data, quick=True, num_runs=1, num_prompts=2)

@@ -1,55 +1,99 @@
-"""The suite answers: its measures tell right from wrong."""
+"""The suite answers: its measures tell right from wrong, and no question sees its own answer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from letter_encoder import LetterEncoder
 from real_data import DATA, needs_data
 from transformers import AutoTokenizer
 
-from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig
+from pipelines.benchmarks import answers
+from pipelines.benchmarks.answers import mixed_passages, ndcg, rank_of
+from pipelines.benchmarks.cases.follow_ups import half_of, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.labels import (
+    labels_of,
+    measure_alterations,
+    sentences_to_read,
+    supported_precision,
+    write_sentences,
+)
+from pipelines.benchmarks.harness import Run
+from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Completion, Document, FinishReason, GenerationStats, Passage, Request, SourceKind
 from ragspec.errors import InputError
-from ragspec.evaluation.suites.answers.altered_sentences import labels_of, measure_alterations
-from ragspec.evaluation.suites.answers.json_outputs import is_valid
-from ragspec.evaluation.suites.answers.read_sentences import sentences_to_read, supported_precision, write_sentences
-from ragspec.evaluation.suites.answers.retrieved import measure_retrieval, measure_together, rank_of
-from ragspec.evaluation.suites.answers.suite import mixed_passages
-from ragspec.evaluation.timing import no_tick
-from ragspec.rag.pipeline import Pipeline
-from ragspec.rag.prompt import PromptBuilder
+from ragspec.evaluation.datasets import held_out_articles
 from ragspec.rag.wording import ABSTENTION
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.retriever import build_index
 from ragspec.training.documentation import DocumentationQuestion, documentation_questions
 
 FLOOR = "math.floor returns the floor of x as an integral number."
 OPEN = "The mill opens at nine on weekdays and closes at noon."
+NAMES = [
+    f"Walter {last}"
+    for last in ("Abel", "Brook", "Crane", "Dunn", "Eliot", "Frost", "Grant", "Hale", "Irving", "Joyce")
+]
+
+
+def canard_rows() -> list[dict[str, Any]]:
+    """Dialogues about people who all did the same in other places: a question without a name says nothing."""
+    rows = []
+    for number, name in enumerate(NAMES):
+        texts = [f"Who was {name}?", f"{name} was a painter of ships.", "Where was he born?"]
+        texts += [f"{name} was born in a village by the lake {number}.", "Did he travel?", "I don't know."]
+        for turn in range(1, 4):
+            history = [name, "Life", *texts[: 2 * turn - 2]]
+            question = texts[2 * turn - 2]
+            rewrite = question.replace("he", name)
+            row = {"QuAC_dialog_id": f"C_{number}", "Question_no": turn, "Question": question, "Rewrite": rewrite}
+            rows.append({**row, "History": history})
+        last = {"QuAC_dialog_id": f"C_{number}", "Question_no": 4, "Question": "Why?", "Rewrite": "Why?"}
+        rows.append({**last, "History": [name, "Life", *texts]})
+    return rows
+
+
+def sgd_lines() -> list[str]:
+    lines = []
+    for number, name in enumerate(NAMES):
+        turns = [
+            ["USER", "I want to eat something."],
+            ["SYSTEM", f"How do you like the restaurant {name} in San Jose?"],
+            ["USER", "Good. What is their address?"],
+            ["SYSTEM", f"{name} is at {number} Lake Street. Anything else?"],
+        ]
+        lines.append(json.dumps({"id": f"1_{number}", "services": [], "turns": turns}))
+    return lines
 
 
 def asked(question: str, quote: str, path: str) -> DocumentationQuestion:
     return DocumentationQuestion(question, quote, quote, "", "definition", path)
 
 
+def bench_over(folder: Path, texts: dict[str, tuple[str, str]], questions: list[DocumentationQuestion]) -> Any:
+    """The parts of a run that measures of retrieval use, over an index of these texts."""
+    encoder = Encoder.load(EncoderConfig())
+    build_index([Document(name, *text) for name, text in texts.items()], folder / "index", encoder, IndexConfig())
+    store = Store.open(folder / "index", encoder.identity)
+    return SimpleNamespace(run=Run(TargetConfig(), folder), encoder=encoder, documentation=(store, questions))
+
+
 def test_questions_with_their_passage_are_found_and_without_it_abstain(tmp_path: Path) -> None:
     """A measure that counts every first passage as gold, or no abstention at all."""
-    encoder = Encoder.load(EncoderConfig())
-    documents = [
-        Document("math.rst", FLOOR, "math"),
-        Document("mill.md", OPEN, "The mill"),
-        Document("sea.md", "Salt."),
-    ]
-    build_index(documents, tmp_path, encoder, IndexConfig())
+    texts = {"math.rst": (FLOOR, "math"), "mill.md": (OPEN, "The mill"), "sea.md": ("Salt.", "")}
     questions = [
         asked("What does math.floor return?", FLOOR, "math.rst"),
         asked("When does the mill open on weekdays?", OPEN, "mill.md"),
         asked("What does math.floor return?", "Another quote.", "math.rst"),
     ]
-    found = measure_retrieval(Store.open(tmp_path, encoder.identity), encoder, questions, no_tick)
+    found = answers._retrieved_documentation(bench_over(tmp_path, texts, questions))
     assert found["doc_top1"] == found["doc_top3"] == pytest.approx(2 / 3)
     assert found["good_answers_lost"] == found["wrongly_answered_ratio"] == 0.0
     assert found["num_doc_questions"] == 3 and found["retrieval_p50_ms"] > 0
@@ -64,55 +108,38 @@ class Scripted:
             text = ABSTENTION if "mill" in asked else '"Salt." [1]'
             yield Completion(request.id, 0, (1,), text, FinishReason.STOP, (), GenerationStats())
 
-    def close(self) -> None:
-        pass
+    max_context_tokens = 2048
 
 
-def test_an_abstention_of_either_counts_as_one(tmp_path: Path, tiny_dir: Path) -> None:
+def test_an_abstention_of_either_counts_as_one(tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that abstains where its passages are close was counted as answering; a lost answer was not counted."""
-    encoder = Encoder.load(EncoderConfig())
-    names = {"math.rst": (FLOOR, "math"), "mill.md": (OPEN, "The mill"), "mills.md": (OPEN + " Salt.", "Mills")}
-    build_index([Document(name, *text) for name, text in names.items()], tmp_path, encoder, IndexConfig())
-    config = RetrieverConfig(abstain_below=0.3)
-    retriever = Retriever(encoder, Store.open(tmp_path, encoder.identity), config)
-    prompts = PromptBuilder(AutoTokenizer.from_pretrained(tiny_dir), 2048)
-    pipeline = Pipeline(retriever, Scripted(), prompts)
+    monkeypatch.setattr(answers, "CALIBRATED_THRESHOLD", 0.3)
+    texts = {"math.rst": (FLOOR, "math"), "mill.md": (OPEN, "The mill"), "mills.md": (OPEN + " Salt.", "Mills")}
     floor = asked("What does math.floor return?", FLOOR, "math.rst")
     mill = asked("When does the mill open on weekdays?", OPEN, "mill.md")
     lone = asked("What opens at nine on weekdays and closes at noon?", OPEN, "mill.md")  # the other file answers it too
-    measured = measure_together(pipeline, retriever, [floor, mill, lone], no_tick, 0.3)
+    bench = bench_over(tmp_path, texts, [floor, mill, lone])
+    bench.engine = Scripted()
+    bench.engine.target = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_dir))
+    measured = answers._together(bench)
     assert measured["wrongly_answered_together"] == measured["good_answers_lost_together"] == pytest.approx(1 / 3)
     assert measured["wrongly_answered_target"] == pytest.approx(2 / 3)
 
 
-def test_the_rank_is_the_first_passage_with_the_quote() -> None:
-    """A quote that counts wherever its document is."""
+def test_ranks_and_grades_count_as_in_trec_eval() -> None:
+    """A quote that counts wherever its document is; a gain without its discount, or over an ideal of other documents."""
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(("Salt.", FLOOR, FLOOR))]
     assert rank_of(asked("?", FLOOR, "d"), passages) == 1 and rank_of(asked("?", OPEN, "d"), passages) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "valid"),
-    [
-        ("facts", '{"subject": "mill", "year": 1874}', True),
-        ("facts", '{"subject": "mill", "year": true}', False),
-        ("facts", '{"subject": "mill"}', False),
-        ("facts", '{"subject": "mill", "year": 18', False),
-        ("words", '["yes", "no"]', True),
-        ("words", '["maybe"]', False),
-        ("words", "[]", False),
-    ],
-)
-def test_outputs_that_break_their_schema_are_counted(name: str, text: str, valid: bool) -> None:
-    """A parser that is content with any JSON."""
-    assert is_valid(name, text) == valid
+    assert ndcg([3, 0, 1], [1, 3]) == pytest.approx((3 + 1 / 2) / (3 + 1 / 1.5849625))
+    assert ndcg([0, 0], [2]) == ndcg([], []) == 0.0
 
 
 @needs_data
 def test_alterations_of_the_data_lose_their_label() -> None:
     """The rule's promise: at most five in a hundred alterations keep their label, every quote equals its source."""
     pages = [question.passage for question in documentation_questions(DATA / "docs", evaluation=True)]
-    measured = measure_alterations(mixed_passages(DATA, list(dict.fromkeys(pages)), 1), 60, 1)
+    squad = [p["context"] for article in held_out_articles(DATA) for p in article["paragraphs"]]
+    measured = measure_alterations(mixed_passages({"squad": squad, "docs": list(dict.fromkeys(pages))}, 1), 60, 1)
     assert measured["num_altered"] >= 60 and measured["altered_still_supported"] <= 0.05
     assert measured["quoted_confirmed"] == measured["invented_marked"] == 1.0
 
@@ -142,3 +169,61 @@ def test_verdicts_count_for_supported_sentences_alone(tmp_path: Path) -> None:
     verdicts.write_text('{"sentence": "x", "verdict": "perhaps"}')
     with pytest.raises(InputError, match="no verdict"):
         supported_precision(read, verdicts)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for name in ("canard", "sgd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "canard" / "dev.json").write_text(json.dumps(canard_rows()))
+    (tmp_path / "sgd" / "dev.jsonl").write_text("\n".join(sgd_lines()))
+    return tmp_path
+
+
+def test_each_question_has_its_own_answer_as_gold_and_not_in_its_history(data: Path) -> None:
+    """A history with the answer in it made every rewriting look perfect."""
+    canard = read_canard(data / "canard" / "dev.json")
+    documents = {document.id: document for document in canard.documents}
+    assert len(documents) == 2 * len(NAMES), "answers that say nothing are no passages"
+    assert len(canard.questions) == len(NAMES), "the first question is no follow-up, and the third has no answer"
+    for each in canard.questions:
+        gold = documents[each.gold]
+        assert gold.text not in [turn.answer for turn in each.said] and each.said
+        assert gold.title in each.said[0].question and gold.title in each.rewrite
+        assert gold.title not in each.question
+    sgd = read_sgd(data / "sgd" / "dev.jsonl")
+    texts = {document.id: document.text for document in sgd.documents}
+    for each in sgd.questions:
+        assert "Lake Street" in texts[each.gold] and not any("Lake Street" in turn.answer for turn in each.said)
+        assert "?" not in texts[each.gold]
+
+
+def test_the_halves_share_no_dialogue_and_stay_what_they_are(data: Path) -> None:
+    """What the rules were made on was part of what they are reported on."""
+    canard = read_canard(data / "canard" / "dev.json")
+    by_title = {each.gold: each.half for each in canard.questions}
+    titles = {document.id: document.title for document in canard.documents}
+    assert all(half == half_of(titles[gold]) for gold, half in by_title.items())
+    assert set(by_title.values()) == {"tuned", "held_out"}
+    assert [half_of(name) for name in ("Frank Zappa", "sgd:1_00000")] == ["tuned", "held_out"]
+
+
+def test_rewriting_changes_what_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure that would be the same whatever the rules do."""
+    monkeypatch.setattr(answers, "RetrieverConfig", partial(RetrieverConfig, mode="sparse"))
+    monkeypatch.setattr(answers, "TOP", 2)
+    bench: Any = SimpleNamespace(run=Run(TargetConfig(), data), encoder=LetterEncoder(), data=data)
+    for read, path in ((read_canard, "canard/dev.json"), (read_sgd, "sgd/dev.jsonl")):
+        found = answers._follow_ups(read, path, bench)
+        assert found["recall_rules"] == 1.0 > found["recall_as_asked"]
+        assert ("recall_people" in found) == (read is read_canard)
+    with pytest.raises(InputError, match="canard"):
+        answers._follow_ups(read_canard, "none/canard.json", bench)
+
+
+def test_fewer_questions_come_from_all_over(data: Path) -> None:
+    """The first rows are of one dialogue."""
+    questions = read_canard(data / "canard" / "dev.json").questions
+    some = spread(questions, 3)
+    assert len(some) == 3 and some[0] is questions[0] and some[2] is questions[2 * len(questions) // 3]
+    assert spread(questions, None) == list(questions)

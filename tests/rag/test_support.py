@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelines.benchmarks.cases.labels import alterations, is_equal, measure_alterations, statements
 from ragspec.core import Passage
-from ragspec.evaluation.suites.answers.altered_sentences import alterations, is_equal, measure_alterations, statements
 from ragspec.rag.support import find_support
 
 MILL = (

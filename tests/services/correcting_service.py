@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forced_sampler import ForcedSampler
 from letter_encoder import LetterEncoder
 from service_parts import KV_SLOTS, MODEL, Service, make_keys, started
 from tiny_target import Free
@@ -21,7 +22,6 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.overrides import ForcedSampler
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from ragspec.verification.sampling import Sampler

@@ -23,10 +23,10 @@ from ragspec.drafting.learning.head import LossWeights, Objective
 from ragspec.drafting.learning.losses import collate
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.position_model import PositionConfig, PositionFamily, PositionHead, fresh_position_head

@@ -7,7 +7,7 @@ The question's own words stay, so a wrong guess adds a little noise and loses no
 the user's questions, the opening question first, or names in an answer that addresses the user, such as a proposal. Names in
 other answers are seldom the topic of the next question.
 
-Measured, not guessed: `ragspec.evaluation.suites.follow_ups`.
+The suite `answers` measures them on `pipelines.benchmarks.cases.follow_ups`.
 """
 
 from __future__ import annotations

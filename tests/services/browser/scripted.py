@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forced_sampler import ForcedSampler
 from letter_encoder import LetterEncoder
 from numpy.typing import NDArray
 from service_parts import Service, make_keys, started
@@ -25,7 +26,6 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.overrides import ForcedSampler
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.verification.sampling import KeyedSampler, Sampler

@@ -1,0 +1,482 @@
+"""The suite `answers`: what the target answers, what retrieval finds, what labels are worth, and whether silence is right.
+
+* target:    quotes, citations, short answers and abstentions on held-out SQuAD questions; follow-ups; corrections; documentation
+* labels:    altered sentences must lose their label; people read sentences that keep it (`labels`)
+* retrieval: SQuAD, Cranfield, documentation questions and follow-ups; recall in the first passages
+* together:  documentation questions with their file and without, where retrieval and target may both abstain
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from pipelines.benchmarks.cases.follow_ups import FollowUpSet, follow_up_cases, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.labels import (
+    measure_alterations,
+    sentences_to_read,
+    supported_precision,
+    write_sentences,
+)
+from pipelines.benchmarks.cases.workloads import RAG_PASSAGES
+from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
+from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
+from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.engine.target import Target
+from ragspec.evaluation.collections import WHOLE, Collection, WholeTexts, cranfield_collection, squad_collection
+from ragspec.evaluation.datasets import clean_sentences, fixed_sample, held_out_articles, jfleg_sentences, stdlib_list
+from ragspec.evaluation.metrics import edit_distance, jfleg_gleu, perplexity
+from ragspec.evaluation.target_scores import (
+    MAX_NEW_TOKENS,
+    Generate,
+    answers_to,
+    case_scores,
+    mean,
+    question_cases,
+    question_scores,
+)
+from ragspec.numerics.threads import num_processors, run_in_thread
+from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.verbatim_quotes import quote_grammar
+from ragspec.rag.wording import ABSTENTION, abstains, grammar_messages, parse_answer, question_messages
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
+from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.training.conversations import Message as ChatMessage
+from ragspec.training.documentation import (
+    DocumentationQuestion,
+    documentation_questions,
+    evaluation_questions,
+    is_for_evaluation,
+)
+from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
+
+VERDICTS = Path(__file__).resolve().parents[2] / "infra/results/supported_verdicts.jsonl"
+TOP = 3
+_DEPTH = 10
+_AT_ONCE = 128
+_PERPLEXITY_WINDOW = 512
+_MODES = {"dense": "dense", "bm25": "sparse", "hybrid": "hybrid"}
+
+
+class Answers(ExitStack):
+    """The engine, encoder and data of one run, each made when a row first needs it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.data = run.require_data("squad, squad_open, jfleg, canard, sgd, cranfield and docs")
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self.enter_context(load_engine(self.run.target, EngineConfig(), DraftingConfig()))
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder.load(self.run.encoder)
+
+    @cached_property
+    def generate(self) -> Generate:
+        return engine_generate(self.engine)
+
+    @cached_property
+    def asked(self) -> list[DocumentationQuestion]:
+        return list(documentation_questions(self.data / "docs", evaluation=True))
+
+    @cached_property
+    def passages(self) -> list[Passage]:
+        """Passages of SQuAD and of the documentation in turns."""
+        squad = [p["context"] for article in held_out_articles(self.data) for p in article["paragraphs"]]
+        pages = list(dict.fromkeys(question.passage for question in self.asked))
+        return mixed_passages({"squad": squad, "docs": pages}, self.run.seed)
+
+    @cached_property
+    def documentation(self) -> tuple[Store, list[DocumentationQuestion]]:
+        documents = evaluation_documents(self.data / "docs", self.run.quick)
+        names = {document.id for document in documents}
+        questions = [question for question in self.asked if question.path in names]
+        return self.run.store(documents, self.encoder), fixed_sample(questions, self.run.count(400, 40))
+
+
+def engine_generate(engine: Engine) -> Generate:
+    """Greedy decoding of whole conversations with verbatim quotes; every message may be copied from."""
+    tokenizer = engine.target.tokenizer
+    prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
+    params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
+
+    def generate(conversations: list[list[ChatMessage]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
+        grammars = map(quote_grammar, passages) if passages else itertools.repeat("")
+        requests = []
+        for number, (said, grammar) in enumerate(zip(conversations, grammars, strict=False)):
+            ids = prompts.tokens([Message(m["role"], m["content"]) for m in said])
+            sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in said)
+            requests.append(Request(f"target-{number}", ids, params, sources, grammar=grammar))
+        completions = engine.generate(requests)
+        return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]
+
+    return generate
+
+
+def mixed_passages(texts_by_name: dict[str, list[str]], seed: int) -> list[Passage]:
+    """Passages of each list in turns, shuffled by the seed; as many of each as the shortest list has."""
+    passages = []
+    for name, texts in texts_by_name.items():
+        random.Random(seed).shuffle(texts)
+        passages.append([Passage(f"{name}-{n}", 0, text, 0, len(text)) for n, text in enumerate(texts)])
+    return [passage for turn in zip(*passages, strict=False) for passage in turn]
+
+
+def evaluation_documents(folder: Path, quick: bool) -> list[Document]:
+    """The documentation's files that nothing is trained on; `quick`: a fixed quarter of them."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst"))
+    named = [(path, path.relative_to(folder).as_posix()) for path in paths]
+    chosen = [(path, name) for path, name in named if is_for_evaluation(name)]
+    if quick:
+        chosen = [(path, name) for path, name in chosen if sha256(name.encode()).digest()[0] % 4 == 0]
+    return [document for path, name in chosen for document in read_file(path, name)]
+
+
+def run_answers(run: Run) -> Iterator[Row]:
+    """Raises: ConfigError without data, InputError, ModelError, SaveError."""
+    with Answers(run) as bench:
+        parts: dict[str, Callable[[Answers], Row]] = {
+            "labels, altered sentences": _altered,
+            "labels, read sentences": _read,
+            "retrieval, documentation": _retrieved_documentation,
+            "retrieval, SQuAD": partial(_retrieved, squad_collection(bench.data)[0]),
+            "retrieval, Cranfield": partial(_retrieved, cranfield_collection(bench.data)),
+            "retrieval, follow-ups of CANARD": partial(_follow_ups, read_canard, "canard/dev.json"),
+            "retrieval, follow-ups of SGD": partial(_follow_ups, read_sgd, "sgd/dev.jsonl"),
+            "retrieval and target together": _together,
+            "target, questions": _questions,
+            "target, follow-ups": _answered_follow_ups,
+            "target, corrections": _corrections,
+            "target, documentation": _documentation,
+            "target, standard library": _standard_library,
+            "target, perplexity": _perplexity,
+        }
+        for number, (name, part) in enumerate(parts.items(), 1):
+            yield run.row(name, partial(part, bench))
+            run.tick("answers", number, len(parts))
+
+
+def _altered(bench: Answers) -> Row:
+    return measure_alterations(bench.passages, bench.run.count(500, 100), bench.run.seed)
+
+
+def _read(bench: Answers) -> Row:
+    read = sentences_to_read(bench.passages, bench.run.seed)
+    write_sentences(read, bench.run.cache_dir)
+    return supported_precision(read, VERDICTS)
+
+
+def _retrieved_documentation(bench: Answers) -> Row:
+    """Every question is asked twice, the second time without its file, as if it had been deleted.
+
+    `doc_top1`, `doc_top3`: the share of questions whose gold passage is among the first. `wrongly_answered_ratio`: the share that
+    does not abstain without its file. `good_answers_lost`: of the questions with their gold passage among the first three, the
+    share that abstains.
+    """
+    store, questions = bench.documentation
+    retriever = _abstaining(bench, store)
+    ranks: list[int] = []
+    seconds: list[float] = []
+    num_lost = num_answered = 0
+    for asked in questions:
+        begin = perf_counter()
+        found = retriever.retrieve([asked.question], TOP)
+        seconds.append(perf_counter() - begin)
+        ranks.append(rank_of(asked, found.passages[0]))
+        num_lost += ranks[-1] < TOP and found.closeness[0] < CALIBRATED_THRESHOLD
+        without = retriever.retrieve([asked.question], TOP, _other_files(asked))
+        num_answered += without.closeness[0] >= CALIBRATED_THRESHOLD
+    num_found = sum(rank < TOP for rank in ranks)
+    return {
+        "num_doc_questions": len(ranks),
+        "num_doc_passages": store.manifest.num_passages,
+        "doc_top1": sum(rank == 0 for rank in ranks) / len(ranks),
+        "doc_top3": num_found / len(ranks),
+        "good_answers_lost": num_lost / max(num_found, 1),
+        "wrongly_answered_ratio": num_answered / len(ranks),
+        "retrieval_p50_ms": 1e3 * median(seconds),
+    }
+
+
+def _abstaining(bench: Answers, store: Store) -> Retriever:
+    return Retriever(bench.encoder, store, RetrieverConfig(abstain_below=CALIBRATED_THRESHOLD), follow=False)
+
+
+def _other_files(asked: DocumentationQuestion) -> SearchScope:
+    return SearchScope("", parse_filter({"type": "ne", "key": "document.id", "value": asked.path}))
+
+
+def rank_of(asked: DocumentationQuestion, passages: Sequence[Passage]) -> int:
+    """The place of the first passage that holds the quote, from 0; `TOP` if there is none."""
+    return next((n for n, passage in enumerate(passages) if asked.quote in passage.text), TOP)
+
+
+def _retrieved(collection: Collection, bench: Answers) -> Row:
+    """`recall10`: the share of a question's relevant documents among the first ten; `ndcg`: the same, by rank and grade."""
+    encoder = WholeTexts(bench.encoder)
+    store = bench.run.store(collection.documents, encoder, WHOLE)
+    asked = collection.first(bench.run.count(1_000, 200))
+    row: Row = {"num_questions": len(asked.queries)}
+    for name, mode in _MODES.items():
+        retriever = Retriever(encoder, store, RetrieverConfig(mode=mode), follow=False)
+        ids, texts = list(asked.queries), list(asked.queries.values())
+        recalls: list[float] = []
+        gains: list[float] = []
+        for first in range(0, len(ids), _AT_ONCE):
+            found = retriever.retrieve(texts[first : first + _AT_ONCE], 2 * _DEPTH).passages
+            for query_id, passages in zip(ids[first : first + _AT_ONCE], found, strict=True):
+                ranking = list(dict.fromkeys(passage.document_id for passage in passages))[:_DEPTH]
+                relevant = {key: grade for key, grade in collection.relevant[query_id].items() if grade > 0}
+                recalls.append(sum(document in relevant for document in ranking) / max(1, len(relevant)))
+                gains.append(ndcg([relevant.get(document, 0) for document in ranking], list(relevant.values())))
+        row |= {f"recall10_{name}": mean(recalls), f"ndcg_{name}": mean(gains)}
+    return row
+
+
+def ndcg(grades: Sequence[int], all_grades: Sequence[int]) -> float:
+    """Discounted cumulative gain of a ranking's grades over the best possible ranking's, to the same depth.
+
+    Source: Järvelin and Kekäläinen 2002, gains linear as in trec_eval.
+    """
+    best = sorted(all_grades, reverse=True)[: max(_DEPTH, len(grades))]
+    gain, ideal = (sum(g / math.log2(n + 2) for n, g in enumerate(each)) for each in (grades, best))
+    return gain / ideal if ideal else 0.0
+
+
+def _follow_ups(read: Callable[[Path], FollowUpSet], path: str, bench: Answers) -> Row:
+    """Recall in the first passages over the half of the dialogues that the rewriting rules were not tuned on."""
+    known = read(bench.data / path)
+    held_out = [question for question in known.questions if question.half == "held_out"]
+    questions = spread(held_out, bench.run.count(1_000, 60))
+    queries = {
+        "as_asked": [each.question for each in questions],
+        "rules": [rewrite_by_rules(each.question, each.said) for each in questions],
+    }
+    if all(each.rewrite for each in questions):
+        queries["people"] = [each.rewrite for each in questions]
+    row: Row = {"num_questions": len(questions)}
+    with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
+        index = Path(folder) / "index"
+        build_index(known.documents, index, bench.encoder)
+        store = Store.open(index, bench.encoder.identity)
+        retriever = Retriever(bench.encoder, store, RetrieverConfig(), follow=False)
+        for writer, texts in queries.items():
+            num_found = 0
+            for first in range(0, len(texts), _AT_ONCE):
+                passages = retriever.retrieve(texts[first : first + _AT_ONCE], TOP).passages
+                pairs = zip(questions[first : first + _AT_ONCE], passages, strict=True)
+                num_found += sum(any(p.document_id == each.gold for p in best) for each, best in pairs)
+            row[f"recall_{writer}"] = num_found / max(len(texts), 1)
+    return row
+
+
+def _together(bench: Answers) -> Row:
+    """As `_retrieved_documentation`, where the target alone abstains, and where retrieval or the target abstains."""
+    store, questions = bench.documentation
+    retriever = _abstaining(bench, store)
+    prompts = PromptBuilder(bench.engine.target.tokenizer, bench.engine.max_context_tokens)
+    params = SamplingParams(max_tokens=96)
+    lost, answered, num_found = Counter[str](), Counter[str](), 0
+    pipeline = Pipeline(retriever, bench.engine, prompts, num_passages=TOP)
+    questions = questions[: bench.run.count(60, 8)]
+    for asked in questions:
+        others = {"type": "ne", "key": "document.id", "value": asked.path}
+        for left_out in (None, others):
+            answer = pipeline.ask(asked.question, params, filter=left_out)
+            scope = _other_files(asked) if left_out else SearchScope()
+            is_close = retriever.retrieve([asked.question], TOP, scope).closeness[0] >= CALIBRATED_THRESHOLD
+            replies = not abstains(answer.text)
+            ways = {"target": replies, "together": replies and is_close}
+            if left_out:
+                answered.update(ways)
+            elif rank_of(asked, answer.passages) < TOP:
+                num_found += 1
+                lost.update({way: not own for way, own in ways.items()})
+    row: Row = {"num_questions": len(questions)}
+    for way in ("target", "together"):
+        row[f"wrongly_answered_{way}"] = answered[way] / len(questions)
+        row[f"good_answers_lost_{way}"] = lost[way] / max(num_found, 1)
+    return row
+
+
+def _questions(bench: Answers) -> Row:
+    count = bench.run.count(500, 8)
+    return {"num_questions": count} | case_scores(bench.generate, *question_cases(bench.data, count, bench.run.seed))
+
+
+def _answered_follow_ups(bench: Answers) -> Row:
+    """Quotes that hold the answer, of standalone questions and of the same as follow-ups, and the difference in points."""
+    asked = follow_up_cases(bench.data / "canard/dev.json", bench.run.count(250, 6), bench.run.seed)
+    cases = [case for case, _ in asked]
+    alone = answers_to(bench.generate, cases)
+    followed = bench.generate([dialogue for _, dialogue in asked], [case.passages for case in cases])
+    right, later = (question_scores(cases, each)["quote_has_answer"] for each in (alone, followed))
+    return {
+        "num_questions": len(cases),
+        "standalone_right": right,
+        "followup_right": later,
+        "followup_gap": 100 * (right - later),
+    }
+
+
+def _corrections(bench: Answers) -> Row:
+    """GLEU on JFLEG dev of the outputs and of the untouched source (0 to 100), and the edit rate on correct sentences."""
+    sentences = jfleg_sentences(bench.data, bench.run.count(754, 8))
+    clean = clean_sentences(bench.data, bench.run.count(200, 8))
+    outputs = bench.generate([grammar_messages(sentence.text) for sentence in sentences])
+    corrected, untouched = jfleg_gleu(sentences, outputs)
+    kept = bench.generate([grammar_messages(sentence) for sentence in clean])
+    edits = sum(edit_distance(a.split(), b.split()) for a, b in zip(clean, kept, strict=True))
+    return {
+        "num_sentences": len(sentences),
+        "gleu_jfleg_dev": corrected,
+        "gleu_source": untouched,
+        "edit_rate_clean": edits / sum(len(sentence.split()) for sentence in clean),
+    }
+
+
+def _documentation(bench: Answers) -> Row:
+    """Share of documentation questions whose sentence is quoted, or that are refused where no passage answers."""
+    rng = random.Random(bench.run.seed)
+    asked = evaluation_questions(bench.data / "docs")
+    asked = rng.sample(asked, min(bench.run.count(500, 8), len(asked)))
+    shown = []
+    for question in asked:
+        passages = [question.passage, *question.others[:2]]
+        shown.append(rng.sample(passages, len(passages)))
+    prompts = [question_messages(question.question, passages) for question, passages in zip(asked, shown, strict=True)]
+    outputs = bench.generate(prompts, shown)
+    right = [is_right(question.quote, output) for question, output in zip(asked, outputs, strict=True)]
+    return {"num_questions": len(asked), "documentation_right": mean(right)}
+
+
+def is_right(quote: str, output: str) -> bool:
+    """Whether the output quotes the sentence, or abstains where there is no sentence to quote."""
+    if not quote:
+        return output.strip().startswith(ABSTENTION)
+    answer = parse_answer(output)
+    return answer is not None and quote in answer.quote
+
+
+def _standard_library(bench: Answers) -> Row:
+    """Share of held-out standard-library names whose documentation's first sentence is quoted."""
+    known = {first_doc_sentence(name, text) for name, text in stdlib_documents() if not is_held_out(name)}
+    asked = [(name, first_doc_sentence(name, text)) for name, text in stdlib_documents() if is_held_out(name)]
+    asked = [(name, quote) for name, quote in asked if quote and quote not in known]
+    asked = random.Random(bench.run.seed).sample(asked, min(bench.run.count(250, 6), len(asked)))
+    retriever = bench.run.retriever(stdlib_list().documents)
+    questions = [f"What does {name} do?" for name, _ in asked]
+    found = [[passage.text for passage in retriever.retrieve([q], RAG_PASSAGES).passages[0]] for q in questions]
+    outputs = bench.generate([question_messages(q, p) for q, p in zip(questions, found, strict=True)], found)
+    right = [is_right(quote, output) for (_, quote), output in zip(asked, outputs, strict=True)]
+    return {"num_questions": len(asked), "stdlib_quote": mean(right)}
+
+
+def _perplexity(bench: Answers) -> Row:
+    """Perplexity of WikiText-2 by word, and of int8 weights over float weights on WikiText-2 and Python code."""
+    num_chars = 20_000 if bench.run.quick else 300_000
+    texts = {"code": Path(argparse.__file__).read_text(encoding="utf-8")[:num_chars]}
+    if (path := bench.data / "wikitext2/test.txt").is_file():
+        texts["wikitext2"] = path.read_text(encoding="utf-8")[:num_chars]
+    served = _perplexities(bench.run.target, texts)
+    row: Row = {"num_chars": num_chars, "perplexity_code_per_token": served["code"][0]}
+    if "wikitext2" in texts:
+        per_token, num_tokens = served["wikitext2"]
+        row["perplexity_wikitext2_per_token"] = per_token
+        row["perplexity_wikitext2"] = per_token ** (num_tokens / len(texts["wikitext2"].split()))
+    if bench.run.target.is_int8:
+        exact = _perplexities(bench.run.target.model_copy(update={"quantization": "none"}), texts)
+        row["perplexity_ratio"] = max(served[name][0] / exact[name][0] for name in texts)
+    return row
+
+
+def _perplexities(config: TargetConfig, texts: dict[str, str]) -> dict[str, tuple[float, int]]:
+    """Perplexity by token and number of tokens of each text, in independent windows."""
+
+    def measured() -> dict[str, tuple[float, int]]:
+        target = Target.load(config, 2 * _PERPLEXITY_WINDOW)
+        found = {}
+        for name, text in texts.items():
+            ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            found[name] = perplexity(target, ids, _PERPLEXITY_WINDOW), len(ids)
+        return found
+
+    return run_in_thread(measured, num_processors())
+
+
+_KEYS = {
+    "retrieval, SQuAD": {f"recall10_{mode}": f"recall10_squad_{mode}" for mode in _MODES},
+    "retrieval, Cranfield": {f"ndcg_{mode}": f"ndcg_cranfield_{mode}" for mode in _MODES},
+    "retrieval, follow-ups of CANARD": {
+        "recall_rules": "follow_up_recall",
+        "recall_as_asked": "follow_up_recall_plain",
+        "recall_people": "follow_up_recall_people",
+    },
+    "retrieval, follow-ups of SGD": {"recall_rules": "follow_up_recall_sgd"},
+}
+"""The figures of rows whose keys are not unique, by row and key."""
+
+
+def summarise(rows: Sequence[Row]) -> Result:
+    """Every row's figures under their own names; figures of alike rows under the names of `_KEYS`."""
+    result: Result = {}
+    for row in rows:
+        names = _KEYS.get(row["row"])
+        if names is None:
+            result |= {key: value for key, value in row.items() if key not in ("row", "commit", "num_questions")}
+        else:
+            result |= {name: row.get(key) for key, name in names.items()}
+    return result
+
+
+METRICS = (
+    Metric("altered_still_supported", "altered sentences that keep their label", at_most(0.05)),
+    Metric("supported_precision", "read sentences labelled supported that a reader confirms", at_least(0.9)),
+    Metric("invented_marked", "invented quotations that are marked", equal_to(1.0)),
+    Metric("quoted_confirmed", "sentences called quoted that equal their source", equal_to(1.0)),
+    Metric("num_altered", "altered sentences", at_least(1)),
+    Metric("doc_top3", "documentation questions whose gold passage is among the first three", at_least(0.85)),
+    Metric("doc_top1", "the same, the first", at_least(0.65)),
+    Metric("wrongly_answered_ratio", "questions that do not abstain although their file is left out", at_most(0.5)),
+    Metric("good_answers_lost", "questions with their passage that abstain", at_most(0.03)),
+    Metric("wrongly_answered_together", "as wrongly_answered_ratio, where retrieval and target abstain"),
+    Metric("good_answers_lost_together", "as good_answers_lost, where retrieval and target abstain"),
+    Metric("recall10_squad_hybrid", "SQuAD: questions whose document is among the first ten"),
+    Metric("ndcg_cranfield_hybrid", "Cranfield: nDCG of the first ten"),
+    Metric("follow_up_recall", "CANARD, held-out half: follow-ups found among the first three, rewritten by rules"),
+    Metric("follow_up_recall_people", "the same, rewritten by people"),
+    Metric("quote_exact", "answers whose quote is verbatim"),
+    Metric("quote_has_answer", "answers whose verbatim quote holds the annotators' answer"),
+    Metric("citation_correct", "verbatim quotes with their passage's number"),
+    Metric("abstain_precision", "abstentions where no passage answers"),
+    Metric("abstain_recall", "questions without an answer that abstain"),
+    Metric("followup_gap", "standalone questions answered more often than the same as follow-ups, points"),
+    Metric("gleu_jfleg_dev", "GLEU of JFLEG dev, 0 to 100"),
+    Metric("edit_rate_clean", "words changed in correct sentences"),
+    Metric("documentation_right", "documentation questions quoted, or refused where nothing answers"),
+    Metric("perplexity_ratio", "perplexity of int8 weights over float weights, the worse of two texts", at_most(1.01)),
+)
+SUITE = Suite("answers", run_answers, summarise, METRICS)

@@ -1,0 +1,149 @@
+"""Follow-up questions with the passage that answers each, from CANARD and from Schema-Guided Dialogue.
+
+CANARD (Elgohary et al. 2019) holds questions of dialogues about a section of Wikipedia, their answers, and each question as a
+person made it standalone. The corpus is every answer of every dialogue, each a passage with the titles of its article and
+section; a question's gold passage is its own answer. A dialogue opens with its first question in the person's standalone form,
+because whoever begins a conversation names its subject.
+
+Schema-Guided Dialogue (Rastogi et al. 2020) holds dialogues with services. The corpus has one passage a dialogue: everything that
+its service stated. A question's gold passage is the passage of its own dialogue. Nobody made its questions standalone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ragspec.core import Document, Heading
+from ragspec.evaluation.datasets import json_rows, lines_of, parse_json
+from ragspec.evaluation.target_scores import QuestionCase
+from ragspec.rag.chat.conversations import QaPair
+from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer, system_text, user_text
+from ragspec.training.conversations import Message, message
+from ragspec.training.documentation import is_for_evaluation
+from ragspec.training.sentences import normalise, split_sentences
+
+NUM_OTHER_PAGES = 2
+FOLLOW_UP_ANSWER_WORDS = range(6, 50)
+Half = Literal["tuned", "held_out"]
+
+NO_ANSWER = re.compile(r"^\W*(i don.?t know|cannotanswer|unknown)\W*$", re.IGNORECASE)
+_SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?=\S)[^.?!]*)*[.?!]*")
+_FACT = re.compile(r"\d|(?<=[a-z,] )[A-Z]")
+_LEAST_WORDS = 3
+
+
+class FollowUp(NamedTuple):
+    """`half`: the rewriting rules were tuned on one half of the dialogues and are measured on the other.
+    `rewrite`: by a person."""
+
+    question: str
+    said: tuple[QaPair, ...]
+    gold: str
+    half: Half
+    rewrite: str = ""
+
+
+class FollowUpSet(NamedTuple):
+    name: str
+    documents: list[Document]
+    questions: list[FollowUp]
+
+
+def read_canard(path: Path) -> FollowUpSet:
+    """Raises: InputError."""
+    dialogues: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in parse_json("".join(lines_of(path)), path):
+        dialogues.setdefault(row["QuAC_dialog_id"], {})[row["Question_no"]] = row
+    documents: list[Document] = []
+    questions: list[FollowUp] = []
+    for name, rows in dialogues.items():
+        title, section, *texts = max((row["History"] for row in rows.values()), key=len)
+        turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        for number, turn in enumerate(turns, 1):
+            if NO_ANSWER.match(turn.answer) or len(turn.answer.split()) < _LEAST_WORDS:
+                continue
+            gold = f"{name}:{number}"
+            documents.append(Document(gold, turn.answer, title, headings=(Heading(0, 1, section),)))
+            if number > 1 and 1 in rows and number in rows:
+                said = (QaPair(rows[1]["Rewrite"], turns[0].answer), *turns[1 : number - 1])
+                questions.append(FollowUp(turn.question, said, gold, half_of(title), rows[number]["Rewrite"]))
+    return FollowUpSet("canard", documents, questions)
+
+
+def read_sgd(path: Path) -> FollowUpSet:
+    """Raises: InputError."""
+    documents: list[Document] = []
+    questions: list[FollowUp] = []
+    for _, dialogue in json_rows(path):
+        name, texts = f"sgd:{dialogue['id']}", [text for _, text in dialogue["turns"]]
+        turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        stated = " ".join(sentence for turn in turns for sentence in _stated(turn.answer))
+        if not stated:
+            continue
+        documents.append(Document(name, stated))
+        for number, turn in enumerate(turns):
+            if number and "?" in turn.question and _stated(turn.answer):
+                questions.append(FollowUp(turn.question, tuple(turns[:number]), name, half_of(name)))
+    return FollowUpSet("sgd", documents, questions)
+
+
+def half_of(name: str) -> Half:
+    """The half of a dialogue, fixed by a hash: tuned and reported dialogues stay apart."""
+    return "tuned" if hashlib.sha256(name.encode()).digest()[0] % 2 else "held_out"
+
+
+def _stated(answer: str) -> list[str]:
+    """Sentences of an answer that state something: no questions, with a number or a name."""
+    sentences = (match.group().strip() for match in _SENTENCE.finditer(answer))
+    return [sentence for sentence in sentences if not sentence.endswith("?") and _FACT.search(sentence)]
+
+
+def spread(questions: Sequence[FollowUp], max_count: int | None) -> list[FollowUp]:
+    """At most so many questions, evenly spaced over the list."""
+    count = len(questions) if max_count is None else min(max_count, len(questions))
+    return [questions[number * len(questions) // count] for number in range(count)]
+
+
+def follow_up_cases(path: Path, count: int, seed: int) -> list[tuple[QuestionCase, list[Message]]]:
+    """Follow-up questions of CANARD's evaluation articles: made standalone by a person, and as the end of their dialogue.
+
+    Both come with the same passages: the page of the dialogue, which is all its answers in random order, and the pages of two
+    other articles. Questions whose answer is not part of one sentence are left out.
+    """
+    canard, rng = read_canard(path), random.Random(seed)
+    golds = {document.id: document for document in canard.documents if is_for_evaluation(document.title)}
+    questions = [asked for asked in canard.questions if asked.gold in golds]
+    dialogues = [list(turns) for _, turns in groupby(questions, lambda asked: asked.gold.partition(":")[0])]
+    pages = [(golds[turns[0].gold].title, _page(turns, golds, rng), turns) for turns in dialogues]
+    cases = []
+    for title, page, turns in pages:
+        others = [other for other_title, other, _ in pages if other_title != title]
+        passages = rng.sample([page, *rng.sample(others, NUM_OTHER_PAGES)], 1 + NUM_OTHER_PAGES)
+        gold = passages.index(page) + 1
+        for asked in turns:
+            answer = normalise(golds[asked.gold].text)
+            if len(answer.split()) in FOLLOW_UP_ANSWER_WORDS and any(answer in s for s in split_sentences(page)):
+                cases.append((QuestionCase(asked.rewrite, passages, gold, [answer]), _dialogue(asked, passages, gold)))
+    return rng.sample(cases, min(count, len(cases)))
+
+
+def _page(turns: list[FollowUp], golds: dict[str, Document], rng: random.Random) -> str:
+    """Why shuffled: in the dialogue's order, the answer would be whatever stands behind the previous quote."""
+    answers = [turn.answer for turn in turns[-1].said if not NO_ANSWER.match(turn.answer)]
+    texts = list(dict.fromkeys(map(normalise, [*answers, golds[turns[-1].gold].text])))
+    return " ".join(rng.sample(texts, len(texts)))
+
+
+def _dialogue(asked: FollowUp, passages: list[str], gold: int) -> list[Message]:
+    """The prompt of the product's chat: each question with its passages, each answer as a quote."""
+    messages = [message("system", system_text())]
+    for turn in asked.said:
+        told = ABSTENTION if NO_ANSWER.match(turn.answer) else quoted_answer(normalise(turn.answer), gold)
+        messages += [message("user", user_text(turn.question, numbered(passages))), message("assistant", told)]
+    return [*messages, message("user", user_text(asked.question, numbered(passages)))]

@@ -1,0 +1,460 @@
+"""The suite `speculation`: how much faster drafts make decoding, by workload and by drafter, and whether any token differs.
+
+Four kinds of rows, one request at a time unless the row says otherwise:
+
+* workload: the default drafters beside plain decoding, transformers and llama.cpp, T = 0; beside plain decoding, T = 1
+* batch:    eight requests side by side, prompts included
+* drafters: each drafter alone and its useful combinations, beside plain decoding
+* step:     a forward of 16 rows over a forward of one row, and one row over the time to read the weights
+
+Every row counts whether the tokens equal plain decoding's. Speed-ups are ratios of decode time, first to last token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from pipelines.benchmarks.cases.timing import (
+    GENERATE,
+    PLAIN,
+    PROMPT_LOOKUP,
+    SPECULATIVE,
+    Case,
+    Decoder,
+    EngineDecoder,
+    Timings,
+    take_turns,
+)
+from pipelines.benchmarks.cases.workloads import (
+    CHAT,
+    GRAMMAR,
+    PROSE,
+    RAG,
+    SPEC_BENCH_TASKS,
+    chat_cases,
+    grammar_cases,
+    mixed_sentences,
+    nothing_to_copy_cases,
+    prose_cases,
+    rag_cases,
+    spec_bench_cases,
+)
+from pipelines.benchmarks.harness import (
+    INK,
+    OTHER,
+    OWN,
+    Metric,
+    Result,
+    Row,
+    Run,
+    Suite,
+    at_least,
+    at_most,
+    equal_to,
+    new_figure,
+)
+from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
+from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HydraConfig, TreeHeadConfig
+from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.engine.measurements import forward_s
+from ragspec.engine.target import Target
+from ragspec.errors import ModelError
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.speculation import OFF, ON, Speculation
+
+SIDE_BY_SIDE = 8
+_SPEC_BENCH = "spec-bench "
+_NOTHING, _IN_VAIN = "nothing to copy", "sources in vain"
+_COPY, _DATASTORE = "copy", "copy + datastore"
+_WORKLOADS = (RAG, GRAMMAR, CHAT, PROSE)
+_BATCHED = (RAG, GRAMMAR, CHAT)
+_STEP_CONTEXT, _TREE_ROWS, _NUM_STEPS = 500, 16, 40
+_LEAST_NOTHING_RUNS = 5
+"""No difference is expected where nothing can be copied, and single runs scatter by several percent."""
+_HEAD_SECTIONS = {"eagle": EagleConfig, "medusa": TreeHeadConfig, "hydra": HydraConfig}
+
+
+class Drafters(NamedTuple):
+    """One engine's drafters, and the drafters that its requests name. `head`: the folder of a trained head."""
+
+    loaded: tuple[str, ...]
+    asked: tuple[str, ...]
+    head: Path | None = None
+
+
+def drafter_table(heads: Path | None) -> dict[str, Drafters]:
+    """Every way to draft, by name. A drafter whose features cost all steps of its engine has an engine of its own."""
+    table = {
+        _COPY: Drafters((_COPY,), (_COPY,)),
+        "lookahead": Drafters((_COPY, "lookahead"), ("lookahead",)),
+        "copy + lookahead": Drafters((_COPY, "lookahead"), (_COPY, "lookahead")),
+        _DATASTORE: Drafters((_COPY, "datastore"), (_COPY, "datastore")),
+    }
+    for folder in head_folders(heads):
+        family = head_family(folder)
+        table[folder.name] = Drafters((_COPY, family), (family,), folder)
+        table[f"copy + {folder.name}"] = Drafters((_COPY, family), (_COPY, family), folder)
+    return table
+
+
+def head_folders(heads: Path | None) -> list[Path]:
+    """The folders of trained heads. Raises: ModelError for a folder without any."""
+    if heads is None:
+        return []
+    folders = [path.parent for path in sorted(heads.glob("*/config.json"))]
+    if not folders:
+        raise ModelError(f"--heads names a folder with heads, each in a folder of its name; {heads} has none")
+    return folders
+
+
+def head_family(folder: Path) -> str:
+    """The drafter that reads a head's files. PosS and HASS are EAGLE heads."""
+    found = (family for family in ("medusa", "hydra") if list(folder.glob(f"{family}_lm_head.*")))
+    return next(found, "eagle")
+
+
+class Speculations(ExitStack):
+    """The engines and prompts of one run, each made when a row first needs it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self._engines: dict[tuple[tuple[str, ...], Path | None], Engine] = {}
+        self._cases: dict[str, list[Case]] = {}
+
+    def engine(self, drafters: tuple[str, ...] = (_COPY,), head: Path | None = None) -> Engine:
+        """Raises: ModelError."""
+        if (drafters, head) not in self._engines:
+            drafting = DraftingConfig(drafters=drafters)
+            if "datastore" in drafters:
+                datastore = DatastoreConfig(index_dir=str(self._index_dir))
+                drafting = drafting.model_copy(update={"datastore": datastore})
+            if head is not None:
+                section = _HEAD_SECTIONS[head_family(head)](path=str(head))
+                drafting = drafting.model_copy(update={head_family(head): section})
+            config = EngineConfig(max_running=SIDE_BY_SIDE, adaptive_threads=False)
+            engine = load_engine(self.run.target, config, drafting)
+            self.callback(engine.close)
+            self._engines[drafters, head] = engine
+        return self._engines[drafters, head]
+
+    @cached_property
+    def prompts(self) -> PromptBuilder:
+        target = self.engine().target
+        return PromptBuilder(target.tokenizer, target.max_context_tokens)
+
+    @cached_property
+    def _questions(self) -> Any:
+        return self.run.questions(self.run.count(200, 2))
+
+    @cached_property
+    def _index_dir(self) -> Path:
+        return self.run.store(self._questions.documents).index_dir
+
+    @cached_property
+    def peers(self) -> dict[str, Decoder]:
+        """Greedy decoders of other programs on the same weights."""
+        if not self.run.peers:
+            return {}
+        longest = max(len(case.prompt_ids) + case.max_tokens for name in _WORKLOADS for case in self.cases(name))
+        return peer_decoders(self.run.target, self.engine(), self.run.cache_dir, longest + 2 * LOOKUP_TOKENS)
+
+    def cases(self, workload: str) -> list[Case]:
+        """Empty for a workload whose data is not there. Raises: InputError."""
+        if workload not in self._cases:
+            self._cases[workload] = self._read(workload)
+        return self._cases[workload]
+
+    def _read(self, workload: str) -> list[Case]:
+        run, data = self.run, self.run.data_dir
+        if workload == RAG:
+            return list(rag_cases(self._questions.questions, run.retriever(self._questions.documents), self.prompts))
+        if data is None:
+            return []
+        if workload == GRAMMAR:
+            return list(grammar_cases(mixed_sentences(data, run.count(200, 3)), self.prompts))
+        if workload == CHAT:
+            return chat_cases(data, self.prompts, run.count(50, 2))
+        if workload == PROSE:
+            return list(prose_cases(data, self.prompts.tokenizer))[: run.count(20, 1)]
+        path, task = data / "spec_bench" / "question.jsonl", workload.removeprefix(_SPEC_BENCH)
+        plain = EngineDecoder(self.engine(), speculation=OFF, seed=run.seed, temperature=0.0)
+        return spec_bench_cases(path, task, run.count(20, 1), self.prompts, lambda case: plain(case).text)
+
+    def timed(
+        self,
+        stage: str,
+        cases: Sequence[Case],
+        drafters: Drafters | None = None,
+        peers: Mapping[str, Decoder] | None = None,
+        num_runs: int | None = None,
+        **sampling: Any,
+    ) -> Timings:
+        """Plain and speculative decoding, and the peers, in turns. `drafters` None: the default configuration's."""
+        engine = self.engine() if drafters is None else self.engine(drafters.loaded, drafters.head)
+        speculation = ON if drafters is None else Speculation(drafters.asked)
+        ways = {PLAIN: OFF, SPECULATIVE: speculation}
+        decoders: dict[str, Decoder] = {
+            name: EngineDecoder(engine, speculation=way, seed=self.run.seed, **sampling) for name, way in ways.items()
+        }
+        runs = num_runs or self.run.num_runs
+        return Timings.measure(decoders | dict(peers or {}), cases, runs, self.run.tick, stage)
+
+
+def run_speculation(run: Run) -> Iterator[Row]:
+    """Raises: InputError, ModelError, SaveError."""
+    with Speculations(run) as bench:
+        workloads = [*_WORKLOADS, *(_SPEC_BENCH + task for task in SPEC_BENCH_TASKS)]
+        for workload in workloads if run.data_dir else [RAG]:
+            yield run.row(f"{workload}, T=0", partial(_greedy_row, bench, workload))
+            yield run.row(f"{workload}, T=1", partial(_sampled_row, bench, workload))
+        for workload in _BATCHED if run.data_dir else [RAG]:
+            yield run.row(f"{workload}, {SIDE_BY_SIDE} side by side", partial(_batch_row, bench, workload))
+        for name in (_NOTHING, _IN_VAIN):
+            yield run.row(name, partial(_nothing_row, bench, name))
+        for name, drafters in drafter_table(run.heads).items():
+            for workload in _drafted_workloads(run, drafters):
+                yield run.row(f"{name}: {workload}", partial(_drafter_row, bench, name, drafters, workload))
+        yield run.row("steps", partial(_step_row, bench))
+
+
+def _drafted_workloads(run: Run, drafters: Drafters) -> list[str]:
+    """Drafters without a network are measured where copies find something, heads on prose too."""
+    if run.data_dir is None:
+        return [RAG]
+    wide = [RAG, CHAT, PROSE, *(_SPEC_BENCH + task for task in SPEC_BENCH_TASKS)]
+    return [RAG, CHAT] if run.quick else wide if drafters.head or "lookahead" in drafters.asked else [RAG, CHAT]
+
+
+def _greedy_row(bench: Speculations, workload: str) -> Row:
+    peers = bench.peers if workload in _WORKLOADS else {}
+    cases = bench.cases(workload)
+    timings = bench.timed(workload, cases, peers=peers, temperature=0.0)
+    ratio = timings.ratio
+    row = {
+        "workload": workload,
+        "temperature": 0.0,
+        "num_prompts": len(cases),
+        "identical": timings.identical(SPECULATIVE),
+        "tokens_per_s": timings.tokens_per_s(SPECULATIVE),
+        "plain_tokens_per_s": timings.tokens_per_s(PLAIN),
+        "acceptance_length": timings.acceptance_length(SPECULATIVE),
+        "speedup_vs_plain": ratio(PLAIN, SPECULATIVE),
+        "speedup_end_to_end": ratio(PLAIN, SPECULATIVE, end_to_end=True),
+    }
+    if workload not in _WORKLOADS:
+        return row
+    llama = [name for name in timings.runs if name.startswith("llama.cpp")]
+    return row | {
+        "speedup_vs_generate": ratio(GENERATE, SPECULATIVE),
+        "speedup_vs_prompt_lookup": ratio(PROMPT_LOOKUP, SPECULATIVE),
+        "plain_vs_generate": ratio(GENERATE, PLAIN),
+        "agrees_with_generate": timings.agreement(GENERATE, SPECULATIVE),
+        "vs_llama_best": timings.rate_ratio(SPECULATIVE, llama),
+        "plain_vs_llama_q8": timings.rate_ratio(PLAIN, ["llama.cpp Q8_0"]),
+        "plain_vs_llama_bf16": timings.rate_ratio(PLAIN, ["llama.cpp BF16"]),
+        "prefill_vs_llama_best": timings.first_token_ratio(PLAIN, [f"llama.cpp {type_}" for type_ in LLAMA_TYPES]),
+    }
+
+
+def _sampled_row(bench: Speculations, workload: str) -> Row:
+    cases = bench.cases(workload)
+    timings = bench.timed(workload, cases, temperature=1.0)
+    return _pair_row(workload, 1.0, cases, timings)
+
+
+def _pair_row(workload: str, temperature: float, cases: Sequence[Case], timings: Timings) -> Row:
+    return {
+        "workload": workload,
+        "temperature": temperature,
+        "num_prompts": len(cases),
+        "identical": timings.identical(SPECULATIVE),
+        "tokens_per_s": timings.tokens_per_s(SPECULATIVE),
+        "acceptance_length": timings.acceptance_length(SPECULATIVE),
+        "speedup_vs_plain": timings.ratio(PLAIN, SPECULATIVE),
+    }
+
+
+def _batch_row(bench: Speculations, workload: str) -> Row:
+    """All cases at once: tokens a second with prompts, medians of the runs."""
+    run, cases = bench.run, bench.cases(workload)
+    decoders = {
+        name: EngineDecoder(bench.engine(), speculation=way, seed=run.seed, temperature=0.0)
+        for name, way in ((SPECULATIVE, ON), (PLAIN, OFF))
+    }
+    # Why three runs at least: reading the prompts takes most of the time and varies by more than drafts change
+    together = {name: decode.together for name, decode in decoders.items()}
+    taken = take_turns(together, [cases], max(3, run.num_runs), run.tick, f"{workload}, side by side")
+    batches = {name: [batch for (batch,) in table] for name, table in taken.items()}
+    fast, plain = ([batch.tokens_per_s for batch in batches[name]] for name in (SPECULATIVE, PLAIN))
+    alone = [decoders[PLAIN](case).token_ids for case in cases]
+    every = [batch for table in batches.values() for batch in table]
+    return {
+        "workload": workload,
+        "side_by_side": SIDE_BY_SIDE,
+        "num_prompts": len(cases),
+        "identical": all([one.token_ids for one in batch.runs] == alone for batch in every),
+        "tokens_per_s": median(fast),
+        "plain_tokens_per_s": median(plain),
+        "speedup_vs_plain": median(a / b for a, b in zip(fast, plain, strict=True)),
+    }
+
+
+def _nothing_row(bench: Speculations, name: str) -> Row:
+    """Random prompts at T = 1, without sources or with unrelated ones, where drafts cannot pay: the ratio 1 means no loss."""
+    run, target = bench.run, bench.engine().target
+    count, num_runs = (2, 3) if run.quick else (12, max(_LEAST_NOTHING_RUNS, run.num_runs))
+    sources = [case.sources for case in bench.cases(RAG)] if name == _IN_VAIN else [()]
+    cases = nothing_to_copy_cases(target.vocab_size, target.max_context_tokens, count, run.seed, sources)
+    timings = bench.timed(name, cases, num_runs=num_runs, temperature=1.0, ignore_eos=True)
+    return _pair_row(name, 1.0, cases, timings)
+
+
+def _drafter_row(bench: Speculations, name: str, drafters: Drafters, workload: str) -> Row:
+    cases = bench.cases(workload)[: bench.run.count(20, 2)]
+    timings = bench.timed(f"{name}: {workload}", cases, drafters, temperature=0.0, ignore_eos=workload == PROSE)
+    return {"drafters": name} | _pair_row(workload, 0.0, cases, timings)
+
+
+def _step_row(bench: Speculations) -> Row:
+    """Medians of forwards after 500 tokens of context, and the time to read all weights once at measured bandwidth."""
+    engine = bench.engine()
+    target, context = engine.target, min(_STEP_CONTEXT, (engine.max_context_tokens - _TREE_ROWS) // 2)
+    seconds: dict[int, list[float]] = {1: [], _TREE_ROWS: []}
+
+    def take() -> None:
+        for rows, taken in seconds.items():
+            taken += [forward_s(target, rows, context, range(-1, rows - 1)) for _ in range(_NUM_STEPS)][2:]
+
+    engine.between_steps(take)
+    one_s, tree_s = (median(taken) for taken in seconds.values())
+    num_bytes = weight_bytes(target)
+    fastest_s = num_bytes / read_bandwidth(num_bytes)
+    return {
+        "step_ms": 1e3 * one_s,
+        "step16_over_step1": tree_s / one_s,
+        "weights_mb": num_bytes / 1e6,
+        "step_over_roofline": one_s / fastest_s,
+    }
+
+
+def weight_bytes(target: Target) -> int:
+    """Bytes of weights that a step reads: all but an embedding table that the output layer does not share."""
+    config = AutoConfig.from_pretrained(target_folder(target.config)).get_text_config()
+    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    itemsize: int = getattr(torch, target.config.weight_dtype).itemsize
+    return (target.num_parameters - unread) * itemsize
+
+
+def read_bandwidth(num_bytes: int, repeats: int = 7) -> float:
+    """Bytes a second of reading a buffer of this size again and again with all threads; the best of `repeats`.
+
+    Why the weights' own size: decoding, too, reads what fits from the processor's cache.
+    """
+    buffer = torch.ones(max(1, num_bytes // 4))
+    best_s = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        buffer.sum()
+        best_s = min(best_s, time.perf_counter() - begin)
+    return buffer.numel() * 4 / best_s
+
+
+def summarise(rows: Sequence[Row]) -> Result:
+    """The figures of the workload rag under their plain names, of other workloads with a prefix."""
+    named = {row["row"]: row for row in rows}
+    greedy, sampled, batch = (
+        named.get(f"{RAG}, {kind}", {}) for kind in ("T=0", "T=1", f"{SIDE_BY_SIDE} side by side")
+    )
+    at_zero, at_one = greedy.get("speedup_vs_plain"), sampled.get("speedup_vs_plain")
+    left_out = {"row", "commit", "workload", "temperature", "identical", "vs_llama_best"}
+    result = {key: value for key, value in greedy.items() if key not in left_out}
+    result |= {
+        "identical": all(row["identical"] for row in rows if "identical" in row),
+        "speedup_vs_plain_t1": at_one,
+        "acceptance_length_t1": sampled.get("acceptance_length"),
+        "t1_over_t0": at_one / at_zero if at_one and at_zero else None,
+        "batch8_tokens_per_s": batch.get("tokens_per_s"),
+        "batch8_plain_tokens_per_s": batch.get("plain_tokens_per_s"),
+        "batch8_speedup_vs_plain": batch.get("speedup_vs_plain"),
+        "nothing_to_copy": named.get(_NOTHING, {}).get("speedup_vs_plain"),
+        "sources_in_vain": named.get(_IN_VAIN, {}).get("speedup_vs_plain"),
+        "rag_vs_llama_best": greedy.get("vs_llama_best"),
+        "grammar_vs_llama_best": named.get(f"{GRAMMAR}, T=0", {}).get("vs_llama_best"),
+    }
+    for workload in (GRAMMAR, CHAT):
+        result[f"{workload}_speedup_vs_plain"] = named.get(f"{workload}, T=0", {}).get("speedup_vs_plain")
+    for key in ("step16_over_step1", "step_over_roofline"):
+        result[key] = named.get("steps", {}).get(key)
+    return result | _spec_bench(rows)
+
+
+def _spec_bench(rows: Sequence[Row]) -> Result:
+    """The default drafters over the best single drafter by task, and the slowest cell of any single drafter."""
+    default = {row["workload"]: row["speedup_vs_plain"] for row in rows if row["row"].endswith(", T=0")}
+    singles: dict[str, list[float]] = {}
+    for row in rows:
+        if "drafters" in row and " + " not in row["drafters"] and row["speedup_vs_plain"]:
+            singles.setdefault(row["workload"], []).append(row["speedup_vs_plain"])
+    over_best = [default[task] / max(own) for task, own in singles.items() if default.get(task)]
+    if not over_best:
+        return {}
+    return {
+        "default_over_best_single_min": min(over_best),
+        "default_over_best_single_median": median(over_best),
+        "worst_single_over_off": min(value for own in singles.values() for value in own),
+    }
+
+
+def draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
+    """`speculation`: speed-ups by workload at both temperatures."""
+    figure, axes = new_figure(9.0, 4.2, title)
+    for temperature, colour, shift in ((0.0, OWN, -0.2), (1.0, OTHER, 0.2)):
+        chosen = [r for r in rows if r.get("temperature") == temperature and r["row"].endswith(f", T={temperature:g}")]
+        axes.bar(
+            [i + shift for i in range(len(chosen))], [r["speedup_vs_plain"] or 0 for r in chosen], 0.4, color=colour
+        )
+        axes.set_xticks(range(len(chosen)), [row["workload"].removeprefix(_SPEC_BENCH) for row in chosen], rotation=30)
+    axes.axhline(1.0, color=INK, linewidth=1.2)
+    axes.set_ylabel("speed-up of decoding (times), T = 0 and T = 1")
+    return {"speculation": figure}
+
+
+_AGAINST = "tokens a second, T=0, one request, over llama.cpp's"
+METRICS = (
+    Metric("identical", "every token equal to plain decoding's: all drafters, T=0 and T=1, alone and in batches", equal_to(True)),
+    Metric("speedup_vs_plain", "RAG: decode time, own plain decoding over speculative, T=0, one request"),
+    Metric("grammar_speedup_vs_plain", "the same of corrections"),
+    Metric("chat_speedup_vs_plain", "the same of chat"),
+    Metric("speedup_vs_generate", "RAG: decode time, transformers generate over ours, same tokens"),
+    Metric("speedup_vs_prompt_lookup", "RAG: decode time, transformers prompt lookup (10 tokens) over ours, same tokens"),
+    Metric("speedup_end_to_end", "RAG: with retrieval, prompt building and prefill, plain over speculative"),
+    Metric("acceptance_length", "RAG: tokens emitted a step, T=0"),
+    Metric("agrees_with_generate", "share of prompts with the tokens of transformers generate (information only)"),
+    Metric("batch8_speedup_vs_plain", "RAG, eight side by side, prompts included: speculation on over off", at_least(1.0)),
+    Metric("speedup_vs_plain_t1", "RAG: decode time, plain over speculative, T=1"),
+    Metric("t1_over_t0", "speed-up at T=1 over speed-up at T=0"),
+    Metric("nothing_to_copy", "random prompts without sources, T=1: plain over speculative", at_least(0.97)),
+    Metric("sources_in_vain", "the same with unrelated sources", at_least(0.97)),
+    Metric("plain_vs_llama_q8", f"plain: {_AGAINST} with Q8_0 weights", at_least(1.0)),
+    Metric("plain_vs_llama_bf16", f"plain: {_AGAINST} with bf16 weights", at_least(1.2)),
+    Metric("rag_vs_llama_best", f"answers, speculative: {_AGAINST} best of plain and prompt lookup", at_least(3.0)),
+    Metric("grammar_vs_llama_best", f"corrections, speculative: {_AGAINST} best of plain and prompt lookup", at_least(6.0)),
+    Metric("prefill_vs_llama_best", "time to the first token, llama.cpp's best over ours", at_least(1.2)),
+    Metric("default_over_best_single_min", "default drafters over the best single drafter, worst workload", at_least(1.0)),
+    Metric("worst_single_over_off", "each drafter alone over plain decoding, worst workload", at_least(0.97)),
+    Metric("step16_over_step1", "a forward of 16 rows over a forward of one row", at_most(1.6)),
+    Metric("step_over_roofline", "a forward of one row over the time to read the weights", at_most(1.35)),
+)  # fmt: skip
+SUITE = Suite("speculation", run_speculation, summarise, METRICS, draw)

@@ -1,0 +1,184 @@
+"""Scores of a target on held-out questions, for training and for the suite `answers`.
+
+Owns the questions with their passages and the judgement of outputs. The text comes from a `generate` callable, so a model of
+transformers, the engine or a test's double can be scored alike. The adapter's recipe trains on none of the questions.
+
+    >>> case_scores(model_generate(model, tokenizer), *question_cases(data_dir, 48, seed=0))["quote_exact"]
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ragspec.evaluation.metrics import best_f1, exact_match
+from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages
+from ragspec.training.conversations import Message
+from ragspec.training.reference.sources import (
+    NUM_EVAL_ARTICLES,
+    NUM_PROBE_ARTICLES,
+    NUM_TRAIN_ARTICLES,
+    json_lines,
+    squad_articles,
+)
+from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
+
+MAX_NEW_TOKENS = 192
+PASSAGE_WORDS = 120
+EVAL_ARTICLES = slice(-NUM_EVAL_ARTICLES, None)
+PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES)
+
+
+class Generate(Protocol):
+    """Answers to conversations; `passages`: those that the last message of each conversation shows, where it shows any."""
+
+    def __call__(self, conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class QuestionCase:
+    """One question with its passages; `answers` is empty if the passages hold no answer."""
+
+    question: str
+    passages: list[str]
+    gold: int
+    answers: list[str]
+
+
+def question_cases(
+    data_dir: Path, num_questions: int, seed: int, chosen_articles: slice = EVAL_ARTICLES
+) -> tuple[list[QuestionCase], list[QuestionCase]]:
+    """Answerable and half as many unanswerable questions of some SQuAD articles, gold passage + 2 others."""
+    rng = random.Random(seed)
+    articles = squad_articles(data_dir)[chosen_articles]
+    paragraphs = [(a["title"], normalise(p["context"]), p["qas"]) for a in articles for p in a["paragraphs"]]
+    by_title: dict[str, list[str]] = {}
+    for title, text, _ in paragraphs:
+        by_title.setdefault(title, []).append(text)
+    everything = [text for _, text, _ in paragraphs]
+
+    def case(title: str, text: str, question: str, answers: list[str]) -> QuestionCase:
+        near, far = (
+            rng.choice([t for t in by_title[title] if t != text]),
+            rng.choice([t for t in everything if t != text]),
+        )
+        passages = [passage_with(text, question, answers), _first_passage(near), _first_passage(far)]
+        order = rng.sample(range(3), 3)
+        return QuestionCase(question, [passages[i] for i in order], order.index(0) + 1, answers)
+
+    asked = [(t, text, q["question"], [a["text"] for a in q["answers"]]) for t, text, qas in paragraphs for q in qas]
+    titles = {text: title for title, text, _ in paragraphs}
+    texts = {r["id"]: normalise(r["text"]) for r in json_lines(data_dir / "squad_open/corpus.jsonl")}
+    unasked = [
+        (texts[r["gold"]], r["question"]) for r in json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
+    ]
+    unasked = [(text, question) for text, question in unasked if text in titles]
+    answerable = [case(*row) for row in rng.sample(asked, min(num_questions, len(asked)))]
+    chosen = rng.sample(unasked, min(num_questions // 2, len(unasked)))
+    return answerable, [case(titles[text], text, normalise(question), []) for text, question in chosen]
+
+
+def passage_with(text: str, question: str, answers: list[str]) -> str:
+    """Whole sentences of at most 120 words, around the sentence that holds the answer."""
+    sentences = split_sentences(text)
+    index = best_sentence(question, common_answer(answers), sentences) if answers else 0
+    first = last = index or 0
+    while True:
+        grown = [(a, b) for a, b in ((first - 1, last), (first, last + 1)) if a >= 0 and b < len(sentences)]
+        grown = [(a, b) for a, b in grown if len(" ".join(sentences[a : b + 1]).split()) <= PASSAGE_WORDS]
+        if not grown:
+            return " ".join(sentences[first : last + 1])
+        first, last = grown[-1] if (last - first) % 2 else grown[0]
+
+
+def _first_passage(text: str) -> str:
+    return passage_with(text, "", [])
+
+
+def case_scores(
+    generate: Generate, answerable: list[QuestionCase], unanswerable: list[QuestionCase]
+) -> dict[str, float]:
+    """Quotes of the answerable questions, and abstentions."""
+    outputs = answers_to(generate, answerable + unanswerable)
+    answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
+    half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
+    abstentions = abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
+    return question_scores(answerable, answered) | abstentions
+
+
+def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Generate:
+    """Greedy decoding with a loaded model, in batches of similar length. Quotes are free: `passages` are not read."""
+
+    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
+        prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
+        ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
+        outputs = [""] * len(ids)
+        for batch in _length_batches(ids, batch_tokens):
+            inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, padding_side="left", return_tensors="pt")
+            with torch.inference_mode():
+                generated = model.generate(**inputs.to(model.device), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            for i, row in zip(batch, generated[:, inputs["input_ids"].shape[1] :], strict=True):
+                outputs[i] = str(tokenizer.decode(row, skip_special_tokens=True))
+        return outputs
+
+    return generate
+
+
+def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
+        if batch and (len(batch) + 1) * len(ids[i]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def answers_to(generate: Generate, cases: list[QuestionCase]) -> list[str]:
+    prompts = [question_messages(case.question, case.passages) for case in cases]
+    return generate(prompts, [case.passages for case in cases])
+
+
+def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
+    """Quotes, citations and short answers of answerable questions. EM and F1 as in SQuAD's own script."""
+    exact, has_answer, em, f1, cited = [], [], [], [], []
+    for case, output in zip(cases, outputs, strict=True):
+        quote, number, short = parse_answer(output) or ("", 0, "")
+        sources = [n for n, passage in enumerate(case.passages, start=1) if quote and quote in passage]
+        exact.append(bool(sources))
+        has_answer.append(bool(sources) and any(answer in quote for answer in case.answers))
+        em.append(exact_match(short, case.answers))
+        f1.append(best_f1(short, case.answers))
+        if sources:
+            cited.append(number in sources)
+    return {
+        "quote_exact": mean(exact),
+        "quote_has_answer": mean(has_answer),
+        "em": mean(em),
+        "f1": mean(f1),
+        "citation_correct": mean(cited),
+    }
+
+
+def abstention_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
+    """Precision and recall of abstentions."""
+    abstained = [output.strip().startswith(ABSTENTION) for output in outputs]
+    num_unanswerable = sum(not c.answers for c in cases)
+    right = sum(a and not c.answers for a, c in zip(abstained, cases, strict=True))
+    return {
+        "abstain_precision": right / sum(abstained) if any(abstained) else math.nan,
+        "abstain_recall": right / num_unanswerable if num_unanswerable else math.nan,
+    }
+
+
+def mean(values: list[float] | list[bool]) -> float:
+    """The mean; NaN without values."""
+    return float(np.mean(values)) if len(values) else math.nan

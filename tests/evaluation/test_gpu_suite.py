@@ -1,0 +1,38 @@
+"""The suite gpu, computed on the CPU: the first minutes with a GPU must not be spent on a misspelt name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipelines.benchmarks import gpu
+from pipelines.benchmarks.gpu import SMALL
+from pipelines.benchmarks.harness import Run
+from ragspec.errors import ConfigError
+
+
+def test_speeds_that_need_a_gpu_are_computed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a figure that no row gives; models begun after the time is used up."""
+    sizes = {
+        "_ROUNDS": 3,
+        "_BATCHES": (3,),
+        "_NUM_TOKENS": 8,
+        "_NUM_PAIRS": 1,
+        "_COPIED_NUMBERS": 2**12,
+        "_CONTEXT": 40,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(gpu, name, value)
+    tiny = SMALL._replace(name="8 B", hidden=64, inner=128, vocab=320)
+    rows = list(gpu.rows_of(run, (tiny,), ("torch",), "cpu"))
+    result = gpu.summarise(rows)
+    assert all(result[metric.name] > 0.0 for metric in gpu.METRICS)
+    monkeypatch.setattr(gpu, "_BUDGET_S", 0.0)
+    assert len(list(gpu.rows_of(run, (tiny, tiny), ("torch",), "cpu"))) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_suite_says_so(run: Run) -> None:
+    """Bug guarded: figures of the CPU under the name of a GPU."""
+    with pytest.raises(ConfigError, match="CUDA"):
+        list(gpu.run_gpu(run))

@@ -1,0 +1,408 @@
+"""The suite `faults`: signals reach only their victims, and a lost, doubled or changed answer does not go unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tiny_target import SENTENCES, save_model
+
+from pipelines.benchmarks import faults
+from pipelines.benchmarks.fault_clients import FaultClients, Refused
+from pipelines.benchmarks.fault_targets import BatchJob, Judged, Network, comparable_rows, judge_rows, small_disk
+from pipelines.benchmarks.faults import FAULTS, QUICK, SUITE, Fault, Injector, all_live, num_ranks, summarise
+from pipelines.benchmarks.harness import Run, measure
+from ragspec.cluster.processes import Process
+from ragspec.cluster.registry import ReplicaStatus, Status
+from ragspec.config import EncoderConfig, PipelineConfig, RetrieverConfig, TargetConfig
+from ragspec.core import Document
+from ragspec.errors import EngineError
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import build_index
+
+TURNS = [("Question 1?", "one"), ("Question 2?", "two")]
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serving(method: str, path: str, answer: Callable[[web.Request], Awaitable[Any]]) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route(method, path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def clients_of(url: str) -> FaultClients:
+    return FaultClients(url, "key", ["Why?"], max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "mark"),
+    [
+        (TURNS, None),
+        ([*TURNS, ("Question 3?", "three")], None),  # carried out, and its answer lost on the way
+        (TURNS[1:], "lost"),
+        ([*TURNS, TURNS[0]], "doubled"),
+        ([TURNS[0], ("Question 2?", "three")], "changed"),
+        (TURNS[::-1], "changed"),
+    ],
+)
+def test_an_acknowledged_turn_is_there_once_and_unchanged(kept: list[tuple[str, str]], mark: str | None) -> None:
+    """A thousand faults without a loss, because nobody compared."""
+
+    async def items(request: web.Request) -> web.Response:
+        texts = [text for turn in kept for text in turn]
+        begin = int(request.query.get("after", -1)) + 1
+        data = [{"id": str(n), "content": [{"text": texts[n]}]} for n in range(begin, min(begin + 3, len(texts)))]
+        return web.json_response({"data": data, "has_more": begin + 3 < len(texts)})
+
+    async def counted() -> Counter[str]:
+        async with serving("GET", "/v1/conversations/{name}/items", items) as url:
+            clients = clients_of(url)
+            clients.turns["conv"] = list(TURNS)
+            clients.unsure.add("Question 3?")
+            await clients.check()
+            return clients.counts
+
+    assert +asyncio.run(counted()) == ({} if mark is None else {mark: 1})
+
+
+@pytest.mark.parametrize(
+    ("pieces", "end", "counts"),
+    [
+        (["on", "e"], b"data: [DONE]\n\n", {}),
+        (["on"], b"data: [DONE]\n\n", {"changed": 1}),
+        (["on", "x"], b"data: [DONE]\n\n", {"changed": 1}),
+        (["on", "e"], b"", {"cut": 1}),
+        (["on"], b'data: {"choices": [{"delta": {"cont', {"cut": 1}),
+        (["x"], b"", {"cut": 1, "changed": 1}),
+        (["on"], b'data: {"error": {"message": "lost"}}\n\n', {"cut": 1}),
+    ],
+)
+def test_a_stream_may_be_cut_and_not_changed(pieces: list[str], end: bytes, counts: dict[str, int]) -> None:
+    """A stream that ended early with another text was counted as cut, and its text was not compared."""
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        for text in pieces:
+            event = json.dumps({"choices": [{"delta": {"content": text}}]})
+            await reply.write(f"data: {event}\n\n".encode())
+        await reply.write(end)
+        assert request.transport is not None
+        if not end.startswith(b"data: [DONE]"):
+            request.transport.close()
+        return reply
+
+    async def counted() -> Counter[str]:
+        async with serving("POST", "/v1/chat/completions", stream) as url:
+            clients = clients_of(url)
+            clients.expected = ["one"]
+            async with clients._session() as session:
+                with contextlib.suppress(aiohttp.ClientError, Refused):
+                    await clients._checked_stream(session)
+            return clients.counts
+
+    assert +asyncio.run(counted()) == counts
+
+
+def test_rows_are_counted_and_compared() -> None:
+    """A dictionary of the found rows, in which the second of two hides the first."""
+    wanted = {"a": "x", "b": "y", "c": "z"}
+    assert judge_rows(wanted, [("c", "z"), ("a", "x"), ("b", "y")]) == Judged([], [], [])
+    assert judge_rows(wanted, [("a", "x"), ("b", "y"), ("b", "y")]) == Judged(["c"], ["b"], [])
+    assert judge_rows(wanted, [("a", "?"), ("b", "y"), ("c", "?"), ("c", "z")]) == Judged([], ["c"], ["a", "c"])
+    assert judge_rows(wanted, [*wanted.items(), ("d", "w")]).doubled == ["d"]
+
+
+def test_rows_are_equal_by_their_answers_and_not_by_their_times(tmp_path: Path) -> None:
+    """Rows that are always equal, or never; a torn last line read as a row."""
+    row = {"id": "a", "answer": "x", "logprobs": [{"token_id": 5, "logprob": -0.5}], "stats": {"decode_s": 1.0}}
+    row |= {"row_digest": "d", "system_fingerprint": "f"}
+
+    def found(record: dict[str, Any]) -> list[tuple[str, str]]:
+        (tmp_path / "answers-0.jsonl").write_text(json.dumps(record) + '\n{"id": "b", "answ')
+        return list(comparable_rows(tmp_path))
+
+    assert [name for name, _ in found(row)] == ["a"]
+    assert found(row) == found(row | {"stats": {"decode_s": 2.0}})
+    assert found(row) != found(row | {"answer": "y"})
+    assert found(row) != found(row | {"logprobs": [{"token_id": 6, "logprob": -0.5}]})
+
+
+# -- network and disk --------------------------------------------------------------------------------------------------
+
+
+def over_a_network(test: Callable[[Network, aiohttp.ClientSession], Awaitable[None]]) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def run() -> None:
+        async with (
+            serving("POST", "/", answer) as url,
+            Network(int(url.rpartition(":")[2])) as network,
+            aiohttp.ClientSession(network.url) as session,
+        ):
+            assert await asked(session) == 200
+            await test(network, session)
+
+    asyncio.run(run())
+
+
+async def asked(session: aiohttp.ClientSession) -> int:
+    """Why a POST: the client repeats a GET by itself."""
+    async with session.post("/") as reply:
+        return reply.status
+
+
+def test_a_parted_network_delivers_nothing_until_it_is_whole() -> None:
+    """A partition that lets connections through is none."""
+
+    async def parted(network: Network, session: aiohttp.ClientSession) -> None:
+        network.part(True)
+        call = asyncio.create_task(asked(session))
+        done, _ = await asyncio.wait({call}, timeout=0.2)
+        assert not done
+        network.part(False)
+        assert await call == 200
+
+    over_a_network(parted)
+
+
+def test_a_slow_network_is_waited_for_and_a_cut_connection_is_an_error() -> None:
+    """Latency that is not there, or a reset that nobody notices."""
+
+    async def slow_and_cut(network: Network, session: aiohttp.ClientSession) -> None:
+        network.delay_s = 0.1
+        begin_s = asyncio.get_running_loop().time()
+        assert await asked(session) == 200
+        assert asyncio.get_running_loop().time() - begin_s >= 0.2  # there and back
+        network.delay_s = 60.0
+        call = asyncio.create_task(asked(session))
+        await asyncio.sleep(0.1)
+        network.cut()
+        with pytest.raises(aiohttp.ClientError):
+            await call
+
+    over_a_network(slow_and_cut)
+
+
+def test_a_full_disk_takes_nothing(tmp_path: Path) -> None:
+    """A fault that strikes nothing counts as survived."""
+    with small_disk(tmp_path / "disk") as disk:
+        if not disk.is_mounted:
+            pytest.skip("no right to mount a disk")
+        disk.fill()
+        with pytest.raises(OSError, match="No space left"):
+            (disk.folder / "a").write_bytes(b"a" * 2**16)
+        disk.empty()
+        (disk.folder / "a").write_bytes(b"a" * 2**16)
+
+
+# -- injector ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def replica(name: str, epoch: float, state: Any = "live", pids: tuple[int, ...] = ()) -> ReplicaStatus:
+    return ReplicaStatus(name, name.rpartition("-")[0], state, epoch, "n", pids, "", None, "")
+
+
+@pytest.fixture
+def injector(sleepers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> Injector:
+    """An engine of two ranks, a lost shard, and clients whose every request succeeds at once."""
+    monkeypatch.setattr(faults, "_HOLD_S", (0.0, 0.0))
+    first, second, other = (process.pid for process in sleepers)
+    replicas = replica("engine-0", 3.0, pids=(first, second)), replica("shard-0", 1.0, "lost", (other,))
+    clients: Any = SimpleNamespace(counts=Counter(), succeeded_s={"streams": float("inf")})
+    service: Any = SimpleNamespace(is_up=True, kill=lambda: None, start=lambda: None)
+    nothing: Any = None
+    return Injector(
+        nothing, [], lambda: Status("d", ("n",), replicas), service, nothing, nothing, nothing, clients,
+        lambda function: function(), random.Random(0),
+    )  # fmt: skip
+
+
+def test_a_rank_is_struck_and_no_other_process(injector: Injector, sleepers: list[subprocess.Popen[bytes]]) -> None:
+    """The group's first process struck in place of another, a shard struck, a stop that kills."""
+    struck = injector._inject(Fault("rank", "stop"))
+    assert (struck.victim, struck.replicas) == ("engine-0", {"engine-0": 3.0})
+    deadline = time.monotonic() + 60.0
+    while Process.of(sleepers[1].pid).state() != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [Process.of(process.pid).state() == "T" for process in sleepers] == [False, True, False]
+    injector._inject(Fault("engine", "kill"))
+    assert sleepers[0].wait(60.0) == -signal.SIGKILL
+    assert [process.poll() for process in sleepers[1:]] == [None, None]
+
+
+@pytest.mark.parametrize("part", ["shard", "encoder"])
+def test_a_part_that_is_not_live_is_not_struck(part: str, injector: Injector) -> None:
+    """A fault counted that struck nobody; a replica struck while it starts, so that nothing could be lost with it."""
+    with pytest.raises(EngineError, match=f"there is no {part}"):
+        injector._inject(Fault(part, "kill"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "count", "lost"),
+    [
+        (Fault("engine", "kill"), "cut", 1),
+        (Fault("engine", "kill"), "refused", 1),
+        (Fault("service", "kill"), "cut", 0),
+        (Fault("service", "kill"), "refused", 0),
+        (Fault("service", "restart"), "cut", 1),
+        (Fault("service", "restart"), "refused", 0),
+        (Fault("network", "part"), "cut", 1),
+        (Fault("network", "cut"), "cut", 0),
+        (Fault("disk", "full"), "cut", 1),
+    ],
+)
+def test_a_loss_counts_where_the_fault_does_not_excuse_it(
+    fault: Fault, count: str, lost: int, injector: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that a dead engine cut off was excused, as if its connection had been lost."""
+
+    def inject(self: Injector, fault: Fault) -> faults.Injected:
+        self.clients.counts[count] += 1
+        return faults.Injected(fault.part)
+
+    monkeypatch.setattr(Injector, "_inject", inject)
+    monkeypatch.setattr(Injector, "_all_live", lambda self, injected: True)
+    row = injector.strike(fault)
+    assert (row["lost"], row["recovered"]) == (lost, True)
+
+
+def test_a_service_that_ends_beside_another_fault_is_counted_and_started(
+    injector: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk that took the service along was noted as a slow recovery; a loop that waits for ever."""
+    monkeypatch.setattr(faults, "_RECOVERY_S", 0.2)
+    injector.clients.succeeded_s["streams"] = 0.0
+    service: Any = SimpleNamespace(is_up=False)
+    service.start = lambda: setattr(service, "is_up", True)
+    injector.service = service
+    monkeypatch.setattr(Injector, "_inject", lambda self, fault: faults.Injected(fault.part))
+    row = injector.strike(Fault("disk", "full"))
+    assert (injector.num_service_ends, row["recovered"], row["answered_s"]) == (1, False, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "live"),
+    [
+        ([replica("a-0", 2), replica("b-0", 1)], True),
+        ([replica("a-0", 1), replica("b-0", 1)], False),
+        ([replica("a-0", 2, "starting"), replica("b-0", 1)], False),
+        ([replica("a-0", 2), replica("b-0", 1, "lost")], False),
+        ([replica("b-0", 1)], False),
+    ],
+)
+def test_live_again_means_every_replica_and_the_victim_anew(replicas: list[ReplicaStatus], live: bool) -> None:
+    """A fault that nobody has noticed yet taken for a fault that was recovered from."""
+    assert all_live(Status("d", ("n",), tuple(replicas)), {"a-0": 1.0}) is live
+
+
+def chosen(run: Run, ranks: int, has_disk: bool) -> list[Fault]:
+    topology: Any = SimpleNamespace(tensor_parallel=ranks)
+    disk: Any = SimpleNamespace(is_mounted=has_disk)
+    return list(faults._chosen(run, topology, disk))
+
+
+def test_every_possible_fault_comes_in_the_order_of_its_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of fault that is listed and never comes; a failure that nobody can run again; a soak that ends after a round."""
+    run = Run(TargetConfig(), tmp_path, seed=1)
+    first = chosen(run, 2, True)
+    assert set(first) == set(FAULTS) and len(first) == len(FAULTS)
+    assert chosen(run, 2, True) == first != chosen(replace(run, seed=2), 2, True)
+    assert set(chosen(replace(run, quick=True), 2, True)) == set(QUICK) < set(FAULTS)
+    assert {fault.part for fault in FAULTS} - {fault.part for fault in chosen(run, 1, False)} == {"rank", "disk"}
+    clock = iter([0.0, 61.0, 119.0, 121.0])
+    monkeypatch.setattr(faults.time, "monotonic", lambda: next(clock))
+    assert Counter(chosen(replace(run, minutes=2.0), 2, True)) == dict.fromkeys(FAULTS, 3)
+
+
+def test_engines_have_ranks_only_where_they_can_share_the_target_s_heads(tmp_path: Path) -> None:
+    """The default target has nine heads, three of keys and values: no engine of the suite ever started with it."""
+    assert num_ranks(TargetConfig()) == 1
+    assert num_ranks(TargetConfig(model=str(save_model("llama", tmp_path / "model")))) == 2
+
+
+def test_the_result_adds_up_all_losses_and_names_the_slowest_fault() -> None:
+    """Medians alone; a stream lost beside a fault that the check in the end cannot see."""
+    fault = {"fault": "engine kill", "answered_s": 1.0, "live_again_s": 9.0, "recovered": True, "lost": 1}
+    rows = [fault, fault | {"fault": "job kill", "answered_s": 3.0, "live_again_s": None, "lost": 0}]
+    answers = {"row": "answers", "lost": 2, "doubled": 0, "changed": 0, "commit": "c"}
+    found = summarise([*rows, answers])
+    assert (found["lost"], found["faults"], found["driver_kills"]) == (3, 2, 1)
+    assert (found["answered_p50_s"], found["answered_max_s"], found["live_again_max_s"]) == (2.0, 3.0, 9.0)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the real job, which a driver that was killed in between wrote twice or not at all."""
+    model = save_model("llama", tmp_path / "model", max_position_embeddings=2048)
+    documents = [Document(f"d{i}", f"{text} It was in {1800 + i}.") for i, text in enumerate(SENTENCES * 3)]
+    build_index(documents, tmp_path / "index", Encoder.load(EncoderConfig()))
+    config = PipelineConfig(
+        target=TargetConfig(model=str(model)), retriever=RetrieverConfig(index_dir=str(tmp_path / "index"))
+    )
+    (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    rows = [{"id": f"r{n}", "question": f"What was in {1800 + n}?", "max_tokens": 12, "logprobs": 0} for n in range(12)]
+    job = BatchJob(rows, tmp_path / "job", ("--config", str(tmp_path / "config.yaml"), "--seed", "3"), os.environ)
+    expected = job.undisturbed()
+    assert len(expected) == 12
+    with job:
+        deadline = time.monotonic() + 600.0
+        while not (found := list(comparable_rows(tmp_path / "job" / "pass-0"))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job.kill()
+        assert found
+        job.finish()
+    assert job.num_failures == 0
+    for out in job.passes:
+        assert judge_rows(expected, list(comparable_rows(out))) == Judged([], [], [])
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_whole_suite_loses_nothing(tmp_path: Path) -> None:
+    """A fault that no deployment recovers from; processes left behind."""
+    model = save_model("llama", tmp_path / "model", max_position_embeddings=2048)
+    result, rows = measure(SUITE, Run(TargetConfig(model=str(model)), tmp_path, quick=True), "unknown")
+    assert result["recovered"] == result["faults"] == len(rows) - 1 >= len(QUICK) - 1, rows
+    assert result["streams"] and result["turns"] and result["job_rows"]
+    assert (result["lost"], result["doubled"], result["changed"]) == (0, 0, 0), rows
+    assert (result["driver_lost"], result["driver_doubled"], result["driver_changed"]) == (0, 0, 0), rows
+    assert result["service_ends"] == 0

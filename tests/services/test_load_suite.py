@@ -1,0 +1,229 @@
+"""The suite `load`: it counts what happened, and clients in another process reach a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_parts import MODEL, make_backend
+
+from pipelines.benchmarks.attacks import ATTACKER, ATTACKS, VICTIM, Attacker, attacked
+from pipelines.benchmarks.clients import MixedClients, chat_body
+from pipelines.benchmarks.llama_server import prompts_of
+from pipelines.benchmarks.load import SUITE, first_tokens, leaked_slots, summarise
+from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, poisson, sent_by
+from pipelines.benchmarks.service import Service, free_port, run_clients, service_here, started
+from ragspec.config import load_settings
+from ragspec.core import Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import EngineError
+from services.settings import ServiceConfig
+
+CROWD = "crowd"
+QUESTIONS = ["Who built the bridge?", "When is the mill open?"]
+
+
+@pytest.fixture(scope="module")
+def here(letter_index: Path, service_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    settings = {"model": MODEL, "port": 0, "data_dir": str(tmp_path_factory.mktemp("data"))}
+    overrides = {f"service.{name}": value for name, value in settings.items()}
+    config = load_settings(ServiceConfig, **overrides, **{"retriever.index_dir": str(letter_index)})
+    with (
+        make_backend(config, service_target, {}) as backend,
+        service_here(backend, (ATTACKER, VICTIM, CROWD), unlimited=(CROWD,)) as service,
+    ):
+        yield service
+
+
+def test_each_of_many_users_sends_a_body_of_its_own() -> None:
+    """64 users asked 16 questions, and how many found a cached prompt depended on when others ended."""
+    mixes = mixes_of(MODEL, [f"Why {number}?" for number in range(16)], 0)
+    for users, mix, count in ((1, RAG, 2), (1, MIXED, 8), (12, RAG, 12), (16, MIXED, 16)):
+        sent = sent_by(users, mix, mixes[mix], num_questions=2)
+        assert len({str(body) for body in sent}) == len(sent) == count
+    assert len(sent_by(20, RAG, mixes[RAG])) == 20 and sent_by(1, RAG, mixes[RAG]) == mixes[RAG]
+
+
+def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
+    """The load curve's last users, beyond 32, were refused, and the suite ended with an error."""
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=1, retrieval=False)] * 40
+    assert all(answer["ended"] for answer in here.timed(bodies, len(bodies), tenant=CROWD))
+    assert not all(answer["ended"] for answer in here.timed(bodies, len(bodies)))
+
+
+def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program on shorter prompts, or without the passages, looked faster."""
+    mixes, written = mixes_of(MODEL, QUESTIONS, 0), list[list[int]]()
+    submit_all = Engine.submit_all
+
+    def recorded(self: Engine, requests: Sequence[Request], listener: Any) -> None:
+        written.extend([*request.prompt_ids] for request in requests)
+        submit_all(self, requests, listener)
+
+    monkeypatch.setattr(Engine, "submit_all", recorded)
+    here.timed(mixes[MIXED])
+    given = prompts_of(here, mixes[MIXED])
+    assert [body["prompt"] for body in given] == written and len(written) == 8
+    assert {body["max_tokens"] for body in given} == {64} and {body["temperature"] for body in given} == {0.0, 1.0}
+
+
+def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that answered from the other's cached prompts, or stopped early, looked faster; arrivals that nobody waited for."""
+    sent: list[tuple[dict[str, Any], Any]] = []
+    timed = Service.timed
+
+    def recorded(self: Service, bodies: Any, users: int, **options: Any) -> Any:
+        answers = timed(self, bodies, users, **options)
+        sent.append((bodies[0], [answer["usage"]["completion_tokens"] for answer in answers]))
+        return answers
+
+    monkeypatch.setattr(Service, "timed", recorded)
+    curve = LoadCurve(here, mixes_of(MODEL, QUESTIONS, 0))
+    rows = [curve.row(MIXED, 3, 2), curve.row(RAG, 2, 1, rate=50.0)]
+    assert [row["arrivals"] for row in rows] == ["closed", "poisson"]
+    assert all(row[f"{way}_tokens_per_s"] > 0 for row in rows for way in ("on", "off"))
+    assert [body["speculation"] for body, _ in sent] == [True, False, False, True, True, False]
+    assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
+    for first, second in zip(sent[::2], sent[1::2], strict=True):
+        assert first[1] == second[1] and sum(first[1]) > 0
+
+
+def test_throughput_and_latencies_of_a_run() -> None:
+    """Time before the first request, or after the last token, counted; a slow answer counted as good."""
+    ended = {"ended": True, "usage": {"completion_tokens": 11}}
+    answers = [
+        {**ended, "begin_s": 5.0, "first_s": 1.0, "total_s": 2.0},
+        {**ended, "begin_s": 6.0, "first_s": 3.0, "total_s": 9.0},
+    ]
+    run = measured(answers)
+    assert (run["tokens_per_s"], run["answers_per_s"], run["goodput_per_s"]) == (2.2, 0.2, 0.1)
+    assert run["first_p50_ms"] == 3000.0 and run["token_p99_ms"] == pytest.approx(600.0)
+    with pytest.raises(EngineError, match="1 of 2 answers did not end"):
+        measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
+
+
+def test_arrivals_have_the_given_rate() -> None:
+    """Arrivals that brought several times the load."""
+    at_s = poisson(4000, 8.0, random.Random(0))
+    assert at_s == sorted(at_s) and at_s[-1] == pytest.approx(500.0, rel=0.15)
+
+
+def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
+    """A way that answered nothing had the best times."""
+    row = first_tokens(here, QUESTIONS, 2, 1, 0)
+    assert min(row["engine_ttft_ms"], row["http_ttft_ms"], row["http_with_retrieval_ttft_ms"]) > 0
+    assert row["gateway_ttft_ms"] == row["http_ttft_ms"] - row["engine_ttft_ms"]
+    nobody = Service(here.url, {"nobody": "nobody's"}, here.backend)
+    with pytest.raises(EngineError, match="2 of 2 answers had no text"):
+        first_tokens(nobody, QUESTIONS, 2, 1, 0)
+
+
+def test_mixed_clients_meet_no_fault(here: Service) -> None:
+    """Mixed requests met errors that nobody counted, or never ended."""
+    orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
+    found = run_clients(orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
+    assert found["requests"] >= 8 and found["p50_ms"] > 0
+    assert (found["errors_5xx"], found["hangs"], found["num_faults"]) == (0, 0, 0)
+
+
+def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hang, a client that went away and a server's error were one and the same."""
+    monkeypatch.setattr("pipelines.benchmarks.clients.HANG_S", 0.01)
+    clients = MixedClients({})
+
+    async def answer(status: int, after_s: float = 0.0) -> int:
+        await asyncio.sleep(after_s)
+        return status
+
+    async def meet() -> None:
+        await clients.meet(answer(200), 200, None)
+        await clients.meet(answer(503), 200, None)
+        await clients.meet(answer(429), 200, None)
+        await clients.meet(answer(0), 200, None)  # a stream without an end
+        await clients.meet(answer(404), 404, None)
+        await clients.meet(answer(200, 600.0), 200, 0.01)
+        await clients.meet(answer(200, 600.0), 200, None)
+
+    asyncio.run(meet())
+    counts = {"requests": 7, "errors_5xx": 1, "num_faults": 2, "given_up": 1, "hangs": 1}
+    assert +clients.counts == counts and len(clients.answered_s) == 1
+
+
+def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> None:
+    """A mean over mixes that hides the mix which speculation slows; a ratio to a program that never ran."""
+    curve = [
+        {"row": f"{mix} {users}", "on_off": on_off, "on_off_p99": 1.0, "arrivals": "closed", "on_tokens_per_s": 30.0}
+        for mix, users, on_off in ((RAG, 8, 1.6), (RAG, 32, 1.3), (MIXED, 8, 1.2), (MIXED, 32, 0.9))
+    ]
+    first = [{"row": f"first token {n}", "gateway_ttft_ms": 1.0, "retrieval_ttft_ms": 2.0} for n in (1, 16)]
+    attacks = [
+        {"row": f"attack {n}", "survived": n > 0, "health_s": 0.1 * n, "ratio": n, "first_ratio": n} for n in range(3)
+    ]
+    rest = [{"row": "mixed clients", "leaked": 0}, {"row": "start", "ready_again_s": 1.0, "commit": "c"}]
+    peer = {"row": "llama-server 8", "users": 8, "llama_tokens_per_s": 10.0}
+    found = summarise([*curve, *first, *attacks, *rest, peer])
+    assert (found["on_off_min"], found["rag_on_off_8"], found["rag_on_off_32"]) == (0.9, 1.6, 1.3)
+    assert (found["vs_llama_server_8"], found["vs_llama_server_32"]) == (3.0, None)
+    assert (found["attacks_survived"], found["num_attacks"], found["other_tenant_ratio_max"]) == (2, 3, 2)
+    assert {metric.name for metric in SUITE.metrics} >= found.keys() - {"num_attacks", "retrieval_ttft_ms_c1"}
+
+
+def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leak was not seen, or a cache counted as one."""
+    monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)
+    engine = here.backend.engine
+    assert isinstance(engine, Engine)
+    begun = threading.Event()
+    params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)
+    engine.submit(Request("held", (5, 6, 7), params, salt=ATTACKER), lambda _: begun.set())
+    assert begun.wait(600.0)
+    assert leaked_slots(engine, (*here.keys,)) > 0
+    engine.cancel("held")
+    monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 600.0)
+    assert leaked_slots(engine, (*here.keys,)) == 0
+
+
+def test_clients_that_cannot_reach_a_service_say_so() -> None:
+    """A benchmark without a service ended in a traceback."""
+    orders = {"url": "http://127.0.0.1:9", "key": "", "path": "/v1/models", "bodies": [{}], "concurrency": 1}
+    with pytest.raises(EngineError, match=r"clients failed: .*127\.0\.0\.1"):
+        run_clients(orders)
+
+
+def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: Service) -> None:
+    """A chat that ended in an error, or with another text, was counted as survived."""
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
+    quiet = here.timed(bodies, tenant=VICTIM)
+    found = attacked(here, "records", bodies, quiet)
+    assert found["survived"] and found["health_s"] < 30.0 and min(found["ratio"], found["first_ratio"]) > 0
+    assert found["num_effects"] >= ATTACKS["records"]
+    other = [answer | {"text": "another text"} for answer in quiet]
+    assert not attacked(here, "records", bodies, other)["survived"]
+
+
+def test_an_attack_without_effect_is_not_survived(here: Service) -> None:
+    """An attacker whose requests were all refused attacked nothing, and the suite counted it as survived."""
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
+    quiet = here.timed(bodies, tenant=VICTIM)
+    refused = replace(here, keys=dict(here.keys) | {ATTACKER: "nobody's"})
+    found = attacked(refused, "records", bodies, quiet, begin_s=1.0)
+    assert (found["survived"], found["num_effects"]) == (False, 0)
+    assert all(callable(getattr(Attacker, name)) for name in ATTACKS)
+
+
+def test_a_program_is_waited_for_and_one_that_ends_is_an_error() -> None:
+    """A program that ended at once was waited for until the time was over."""
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}/"
+    with started([sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1"], url, 600.0) as seconds:
+        assert 0.0 < seconds < 600.0
+    with pytest.raises(EngineError, match="not ready"), started([sys.executable, "-c", ""], url, 600.0):
+        raise AssertionError("nothing answers")
