@@ -16,8 +16,6 @@ from functools import partial
 from statistics import median
 from typing import Any, cast
 
-from pipelines.benchmarks.attacks import ATTACKER, ATTACKS, VICTIM, attacked
-from pipelines.benchmarks.clients import Answer, chat_body
 from pipelines.benchmarks.harness import (
     OTHER,
     OWN,
@@ -31,9 +29,11 @@ from pipelines.benchmarks.harness import (
     equal_to,
     new_figure,
 )
-from pipelines.benchmarks.llama_server import llama_server, llama_tokens_per_s
-from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, mixes_of, sent_by
-from pipelines.benchmarks.service import Service, backend_of, free_port, run_clients, service_here, started
+from pipelines.benchmarks.users.attacks import ATTACKER, ATTACKS, VICTIM, attacked
+from pipelines.benchmarks.users.clients import Answer, chat_body
+from pipelines.benchmarks.users.llama_server import llama_server, llama_tokens_per_s
+from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, mixes_of, sent_by
+from pipelines.benchmarks.users.service import Service, backend_of, free_port, run_clients, service_here, started
 from ragspec.config import DEFAULT_TARGET
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine

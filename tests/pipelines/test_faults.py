@@ -23,9 +23,18 @@ from aiohttp import web
 from tiny_target import SENTENCES, save_model
 
 from pipelines.benchmarks import faults
-from pipelines.benchmarks.fault_clients import FaultClients, Refused
-from pipelines.benchmarks.fault_targets import BatchJob, Judged, Network, comparable_rows, judge_rows, small_disk
-from pipelines.benchmarks.faults import FAULTS, QUICK, SUITE, Fault, Injector, all_live, num_ranks, summarise
+from pipelines.benchmarks.fault_injection import injector as injector_module
+from pipelines.benchmarks.fault_injection.clients import FaultClients, Refused
+from pipelines.benchmarks.fault_injection.injector import Fault, Injected, Injector, all_live
+from pipelines.benchmarks.fault_injection.targets import (
+    BatchJob,
+    Judged,
+    Network,
+    comparable_rows,
+    judge_rows,
+    small_disk,
+)
+from pipelines.benchmarks.faults import FAULTS, QUICK, SUITE, num_ranks, summarise
 from pipelines.benchmarks.harness import Run, measure
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
@@ -241,7 +250,7 @@ def replica(name: str, epoch: float, state: Any = "live", pids: tuple[int, ...] 
 @pytest.fixture
 def injector(sleepers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> Injector:
     """An engine of two ranks, a lost shard, and clients whose every request succeeds at once."""
-    monkeypatch.setattr(faults, "_HOLD_S", (0.0, 0.0))
+    monkeypatch.setattr(injector_module, "_HOLD_S", (0.0, 0.0))
     first, second, other = (process.pid for process in sleepers)
     replicas = replica("engine-0", 3.0, pids=(first, second)), replica("shard-0", 1.0, "lost", (other,))
     clients: Any = SimpleNamespace(counts=Counter(), succeeded_s={"streams": float("inf")})
@@ -292,9 +301,9 @@ def test_a_loss_counts_where_the_fault_does_not_excuse_it(
 ) -> None:
     """A stream that a dead engine cut off was excused, as if its connection had been lost."""
 
-    def inject(self: Injector, fault: Fault) -> faults.Injected:
+    def inject(self: Injector, fault: Fault) -> Injected:
         self.clients.counts[count] += 1
-        return faults.Injected(fault.part)
+        return Injected(fault.part)
 
     monkeypatch.setattr(Injector, "_inject", inject)
     monkeypatch.setattr(Injector, "_all_live", lambda self, injected: True)
@@ -306,12 +315,12 @@ def test_a_service_that_ends_beside_another_fault_is_counted_and_started(
     injector: Injector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk that took the service along was noted as a slow recovery; a loop that waits for ever."""
-    monkeypatch.setattr(faults, "_RECOVERY_S", 0.2)
+    monkeypatch.setattr(injector_module, "_RECOVERY_S", 0.2)
     injector.clients.succeeded_s["streams"] = 0.0
     service: Any = SimpleNamespace(is_up=False)
     service.start = lambda: setattr(service, "is_up", True)
     injector.service = service
-    monkeypatch.setattr(Injector, "_inject", lambda self, fault: faults.Injected(fault.part))
+    monkeypatch.setattr(Injector, "_inject", lambda self, fault: Injected(fault.part))
     row = injector.strike(Fault("disk", "full"))
     assert (injector.num_service_ends, row["recovered"], row["answered_s"]) == (1, False, 0.2)
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from service_parts import MODEL, make_backend
 
-from pipelines.benchmarks.attacks import ATTACKER, ATTACKS, VICTIM, Attacker, attacked
-from pipelines.benchmarks.clients import MixedClients, chat_body
-from pipelines.benchmarks.llama_server import prompts_of
 from pipelines.benchmarks.load import SUITE, first_tokens, leaked_slots, summarise
-from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, poisson, sent_by
-from pipelines.benchmarks.service import Service, free_port, run_clients, service_here, started
+from pipelines.benchmarks.users.attacks import ATTACKER, ATTACKS, VICTIM, Attacker, attacked
+from pipelines.benchmarks.users.clients import MixedClients, chat_body
+from pipelines.benchmarks.users.llama_server import prompts_of
+from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, poisson, sent_by
+from pipelines.benchmarks.users.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -136,7 +136,7 @@ def test_mixed_clients_meet_no_fault(here: Service) -> None:
 
 def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hang, a client that went away and a server's error were one and the same."""
-    monkeypatch.setattr("pipelines.benchmarks.clients.HANG_S", 0.01)
+    monkeypatch.setattr("pipelines.benchmarks.users.clients.HANG_S", 0.01)
     clients = MixedClients({})
 
     async def answer(status: int, after_s: float = 0.0) -> int:

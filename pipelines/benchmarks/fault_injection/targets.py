@@ -4,7 +4,7 @@
         service.start()
         disk.fill()
 
-Nothing here decides when a fault comes, and nothing compares answers: `faults` and `fault_clients` do.
+Nothing here decides when a fault comes, and nothing compares answers: `injector` and `clients` do.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import yaml
 
 from pipelines.batch.records import recorded_row
 from pipelines.batch.text_files import whole_lines
-from pipelines.benchmarks.service import free_port
+from pipelines.benchmarks.users.service import free_port
 from ragspec.errors import EngineError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = "faults"
 _DISK_MB = 64
 _START_S = 900.0

@@ -21,8 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from pipelines.benchmarks.clients import chat_body
-from pipelines.benchmarks.fault_targets import MODEL
+from pipelines.benchmarks.fault_injection.targets import MODEL
+from pipelines.benchmarks.users.clients import chat_body
 
 OPERATIONS = ("streams", "turns")
 _NUM_STREAMS = 4

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipelines.benchmarks.load_curve import Body, measured
 from pipelines.benchmarks.peers import llama_files, load_peer
-from pipelines.benchmarks.service import Service, free_port, started, timed_answers
+from pipelines.benchmarks.users.load_curve import Body, measured
+from pipelines.benchmarks.users.service import Service, free_port, started, timed_answers
 from ragspec.core import Message, SamplingParams
 from ragspec.numerics.threads import num_processors
 from ragspec.rag.chat.history import ChatTurn

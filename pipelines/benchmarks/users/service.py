@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.benchmarks.clients import CHAT, Answer
 from pipelines.benchmarks.harness import Run
+from pipelines.benchmarks.users.clients import CHAT, Answer
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList
@@ -158,8 +158,8 @@ def _answers(url: str) -> bool:
 
 
 def run_clients(orders: Mapping[str, Any]) -> Any:
-    """The result of `pipelines.benchmarks.clients` in their own process. Raises: EngineError with their last line."""
-    command = [sys.executable, "-m", "pipelines.benchmarks.clients"]
+    """The result of `pipelines.benchmarks.users.clients` in their own process. Raises: EngineError with their last line."""
+    command = [sys.executable, "-m", "pipelines.benchmarks.users.clients"]
     done = subprocess.run(command, input=json.dumps(orders), capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or "no word").splitlines()[-1]

@@ -1,9 +1,9 @@
 """Clients of a running service, in their own process.
 
     echo '{"url": ..., "key": ..., "path": "/v1/chat/completions", "bodies": [...], "concurrency": 16}' | \
-        python -m pipelines.benchmarks.clients
+        python -m pipelines.benchmarks.users.clients
     echo '{"url": ..., "keys": [...], "model": ..., "questions": [...], "seconds": 60, "num_clients": 32, "seed": 0}' | \
-        python -m pipelines.benchmarks.clients
+        python -m pipelines.benchmarks.users.clients
 
 Orders with `bodies` send each body once and time its answer; streams are read as they come. The others send mixed requests side
 by side, some abandoned half-way: what a client does next follows from the seed alone. The last line on stdout is JSON: the

@@ -4,7 +4,7 @@
 
 The attacker is this module as a process, which is killed after each attack:
 
-    echo '{"attack": "streams", "url": ..., "key": ..., "model": ...}' | python -m pipelines.benchmarks.attacks
+    echo '{"attack": "streams", "url": ..., "key": ..., "model": ...}' | python -m pipelines.benchmarks.users.attacks
 
 It prints a line when it begins, and one for each request that takes effect. Why it imports nothing of the service: a process that
 loads torch first would begin when the measurement is over.
@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pipelines.benchmarks.clients import Answer, chat_body
+from pipelines.benchmarks.users.clients import Answer, chat_body
 
 if TYPE_CHECKING:
-    from pipelines.benchmarks.service import Service
+    from pipelines.benchmarks.users.service import Service
 
 ATTACKER, VICTIM = "mallory", "bob"
 ATTACKS = {
@@ -98,7 +98,7 @@ def attacking(service: Service, name: str) -> Iterator[Sequence[bytes]]:
     """The attack goes on until the block ends. Yields a list that grows with each request that takes effect."""
     effects = list[bytes]()
     orders = {"attack": name, "url": service.url, "key": service.keys[ATTACKER], "model": service.backend.model}
-    command = [sys.executable, "-m", "pipelines.benchmarks.attacks"]
+    command = [sys.executable, "-m", "pipelines.benchmarks.users.attacks"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{json.dumps(orders)}\n".encode())

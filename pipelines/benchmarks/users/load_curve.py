@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pipelines.benchmarks.clients import Answer, chat_body, quantile
 from pipelines.benchmarks.harness import Row
-from pipelines.benchmarks.service import Service
+from pipelines.benchmarks.users.clients import Answer, chat_body, quantile
+from pipelines.benchmarks.users.service import Service
 from ragspec.errors import EngineError
 from ragspec.rag.wording import GRAMMAR_REQUEST
 
