@@ -49,7 +49,6 @@ from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork, PrefixTimer
 from ragspec.drafting.planner import Planner
-from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import forward_s, kept_costs, kept_self_test
@@ -173,7 +172,6 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "self": lambda: make_self_drafter(target, drafting.self_draft),
         "datastore": lambda: make_datastore(target, drafting.datastore),
         "lookahead": LookaheadDrafter,
-        "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
     for name, head in drafting.eagle_heads.items():
         _add(known, name, partial(make_eagle, target, head, name))

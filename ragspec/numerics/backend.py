@@ -201,9 +201,8 @@ class Backend(Protocol):
         Shapes: values float32 [W, V], token_ids int64 [V], rising.
         """
 
-    def top_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int, count: int) -> Tensor:
-        """Token ids of the largest logits of a forward's rows, falling, on the host after the next `wait`; -1 in a row without
-        logits and beyond the vocabulary.
+    def best_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int) -> Tensor:
+        """The token of the largest logit of each row of a forward, on the host after the next `wait`; -1 in a row without logits.
 
-        Shapes: logits float32 [W, V], logit_rows int32 [W] -> int64 [num_rows, count].
+        Shapes: logits float32 [W, V], logit_rows int32 [W] -> int64 [num_rows].
         """

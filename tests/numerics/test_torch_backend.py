@@ -22,14 +22,13 @@ from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, Segment, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
-from ragspec.drafting.drafter import NUM_TOP_TOKENS, Drafter
+from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing import beam
 from ragspec.drafting.growing import drafter as growing_drafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
-from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine import target as target_module
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
@@ -302,7 +301,6 @@ DRAFTERS = (
     "hydra",
     "hydra++",
     "draft_model",
-    "recycling",
     "lookahead",
     "confidence",
 )
@@ -317,8 +315,6 @@ PAIRS = [
 def some_drafter(name: str, target: Target, folder: Path) -> Drafter:
     if name == "copy":
         return CopyDrafter(target.tokenizer, target.eos_ids)
-    if name == "recycling":
-        return RecyclingDrafter(target.vocab_size, 2**20)
     if name == "lookahead":
         return LookaheadDrafter()
     if name == "self":
@@ -353,12 +349,12 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, n
         assert engine._planner.num_failures == 0
     num_rows = sum(len(c.token_ids) + c.stats.num_drafted + c.stats.num_prompt_tokens for c in completions)
     assert all(c.token_ids for c in completions) and sum(c.stats.num_drafted for c in completions)
-    has_head = drafter not in ("copy", "recycling", "lookahead")
+    has_head = drafter not in ("copy", "lookahead")
     children = 2 * (3 + 3 + 1) * 8 if has_head else 0  # of a head's node: ids, scores, whether these are numbers
     log_probs = 6 * 8 if params.logprobs else 0
     one_row_of_logits = 4 * target.vocab_size
     numbers = 0 if rule is AcceptanceRule.KEYED else one_row_of_logits // 4  # that the rule reads of its rows
-    candidates = {"recycling": 8 * NUM_TOP_TOKENS, "lookahead": 8}.get(drafter, 0)
+    candidates = 8 if drafter == "lookahead" else 0
     assert 0 < crossings["to_host"] <= (8 + children + log_probs + numbers + candidates) * num_rows
     assert (sum(c.stats.num_near_ties for c in completions) > 0) == (name == "near ties")
     assert crossings["to_device"] < num_rows * one_row_of_logits / (1 if has_head else 2)
