@@ -38,7 +38,6 @@ from ragspec.drafting.medusa.network import PositionConfig, PositionFamily
 from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
-from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import (
@@ -53,6 +52,7 @@ from ragspec.training.heads.target_answers import (
     answer_sampler,
     mixed_sampler,
     read_answers,
+    texts_fingerprint,
     write_answers,
 )
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
@@ -135,7 +135,7 @@ class DrafterRun(training_run.TrainingRun):
         with load_engine(target, EngineConfig(num_threads=self.threads), DraftingConfig()) as engine:
             encoder = AnswerEncoder(engine.target.tokenizer, engine.target.eos_ids)
             prompts = PromptSource(TextSource(self.data_dir), encoder, self.plan.max_tokens, self.plan.seed)
-            origin = prompts.origin(target_identity(engine.target, of_texts=True).fingerprint)
+            origin = prompts.origin(texts_fingerprint(engine.target))
             for done in write_answers(self.out / ANSWERS, origin, self.plan.num_answers, prompts, engine):
                 print(f"{done} of {self.plan.num_answers} answers of the target", flush=True)
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from ragspec.errors import ConfigError, did_you_mean
+from ragspec.old_keys import with_new_keys
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
@@ -164,7 +165,7 @@ class TargetConfig(ConfigSection):
     bfloat16 weights, else float32. `kv_dir`: a folder on a disk; then keys and values on backend cpu lie in a file there, so that
     `engine.max_kv_tokens` may exceed memory: the system keeps in memory what is used, and reads the rest back.
 
-    `exactness`: "fast" serves also where the self-test of "bitwise" fails, and counts near ties; several ranks on backends torch
+    `exactness`: "fast" serves also where the self-test of "bitwise" fails; several ranks on backends torch
     and cuda then add up parts of products.
     """
 
@@ -335,10 +336,12 @@ class DatastoreConfig(ConfigSection):
 class DraftingConfig(ConfigSection):
     """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
     a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: draft also what followed most
-    often in a tenant's earlier answers, at most `max_earlier_tokens` tokens of them. `max_recycling_bytes`: for the tables of all
-    tenants of the drafter recycling. `eagle_heads` and `draft_models`: further EAGLE heads and draft models, each a drafter of
-    its own name, with the keys of `eagle` and `draft_model`. Of several heads a request is drafted for by the head whose drafts
-    save most time there; the trees of several draft models are merged."""
+    often in a tenant's earlier answers, at most `max_earlier_tokens` tokens of them.
+
+    `eagle_heads` and `draft_models`: further EAGLE heads and draft models, each a drafter of its own name, with the keys of
+    `eagle` and `draft_model`. Of several heads a request is drafted for by the head whose drafts save most time there; the trees
+    of several draft models are merged.
+    """
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
@@ -353,7 +356,6 @@ class DraftingConfig(ConfigSection):
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)
-    max_recycling_bytes: int = Field(2**26, ge=0)
 
     @property
     def networks(self) -> dict[str, TreeHeadConfig | DraftModelConfig]:
@@ -517,7 +519,7 @@ def load_settings(kind: type[Settings], path: str | Path | None = None, **overri
         if value is not None:
             _put(tree, dotted.split("."), value)
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(with_new_keys(tree))
     except ValidationError as cause:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}{_near_key(kind, e)}" for e in cause.errors())
         raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause

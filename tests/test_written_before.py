@@ -1,4 +1,4 @@
-"""Files of commit d5d7a05 stay readable: an index, a KNN-LM datastore, conversations, dictionaries and half a batch job.
+"""Files of commit d5d7a05 stay readable: an index, conversations, dictionaries and half a batch job.
 
 `tests/written_before/` holds the files. They are never written again; a new format needs new files beside them.
 """
@@ -9,7 +9,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from batch_files import read_lines, texts_of
 from letter_encoder import LetterEncoder
@@ -27,7 +26,6 @@ from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.segment import check_segment
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.knnlm.datastore import Datastore
 from ragspec.retrieval.retriever import Retriever
 
 WRITTEN = Path(__file__).parent / "written_before"
@@ -112,12 +110,6 @@ def test_an_index_is_changed(written: Path) -> None:
         after = writer.compact()
     assert after.generation > 2 and (after.config, after.analyzer) == (before.config, before.analyzer)
     assert {document.id for document in Store.open(written / "index").documents()} == {"mill", "bridge", "rain", "gone"}
-
-
-def test_a_datastore_is_searched(written: Path) -> None:
-    """A datastore that has to be built again, which takes hours of the target."""
-    keys = np.load(next((written / "datastore").glob("keys-*.npy")))
-    assert Datastore.open(written / "datastore").search(keys, 1).values[:, 0].tolist() == list(range(12))
 
 
 def test_conversations_go_on(written: Path) -> None:

@@ -21,8 +21,7 @@ class Topology(ConfigSection):
     """The parts of a deployment and what each reserves.
 
     Engines are `replicas` groups of `tensor_parallel` ranks, each group on one node. The index is spread over `num_shards`
-    actors, each segment held by `shard_replicas` of them; 0 shards: no retrieval. `spares_per_node` has no effect since Ray
-    restarts the parts: ask for one replica more instead.
+    actors, each segment held by `shard_replicas` of them; 0 shards: no retrieval.
 
     Ray restarts a part that dies. A part that hangs is killed by its caller: a stopped rank after two heartbeats (`heartbeat_s`),
     an actor that answers no health check for twice `hang_s`, an engine that is not loaded within `start_timeout_s`.
@@ -35,7 +34,6 @@ class Topology(ConfigSection):
     num_shards: int = Field(1, ge=0, le=256)
     shard_replicas: int = Field(1, ge=1, le=16)
     num_encoders: int = Field(1, ge=0, le=256)
-    spares_per_node: int = Field(1, ge=0, le=8)
     cpus_per_rank: float = Field(0.5, gt=0.0)
     gpus_per_rank: float = Field(0.0, ge=0.0)
     cpus_per_shard: float = Field(0.1, gt=0.0)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ragspec.core import Request
 from ragspec.drafting.acceptance import Guess
 from ragspec.numerics.batch import NODES as NODES
-from ragspec.numerics.batch import TOP_TOKENS as TOP_TOKENS
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, Proposal
 
@@ -19,11 +18,8 @@ Features = Mapping[int, Tensor]
 """Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
 float32 [T, H]. Sequences of a step share their memory: never write to them, and copy states that are kept for long.
 
-On the host are `TOP_TOKENS`, int64 [T, NUM_TOP_TOKENS]: the target's most probable next tokens, falling; -1 where it computed no
-logits, as inside a prompt. And `NODES`, int64 [N, 3], of every node of the step's tree, accepted or not: its token, its parent,
-and the target's most probable token behind it."""
-
-NUM_TOP_TOKENS = 8
+On the host is `NODES`, int64 [N, 3], of every node of the step's tree, accepted or not: its token, its parent, and the target's
+most probable token behind it."""
 
 
 class SequenceView(Protocol):

@@ -47,7 +47,6 @@ from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter
 from ragspec.drafting.medusa.network import PositionCheckpoint, PositionNetwork, PrefixNetwork
 from ragspec.drafting.planner import Planner
-from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import forward_s, kept_costs, kept_self_test
@@ -95,7 +94,7 @@ def load_engine(
         target = load_rank(target_config, config, ranks, say)
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
-        compile_samplers(tested.uncertainty)
+        compile_samplers()
         quiet()
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
@@ -110,7 +109,7 @@ def load_engine(
         if planner.taps:
             forward_s(target, 1, 1, taps=planner.taps)  # compiles the search for probable tokens
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
-        admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
+        admission = Admission(target, tested.fingerprint, make_sampler, tested.passed)
         # A second before the first question. No daemon: an interpreter that ends while the library reads crashes.
         Thread(target=admission.grammars.can_follow, name="ragspec-grammars").start()
         threads = AdaptiveThreads(most_threads, num_threads, adaptive=adaptive)
@@ -171,7 +170,6 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "self": lambda: make_self_drafter(target, drafting.self_draft),
         "datastore": lambda: make_datastore(target, drafting.datastore),
         "lookahead": LookaheadDrafter,
-        "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
     for name, head in drafting.eagle_heads.items():
         _add(known, name, partial(make_eagle, target, head, name))

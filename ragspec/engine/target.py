@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, TokenizersBa
 
 from ragspec.config import TargetConfig
 from ragspec.core import Say
-from ragspec.drafting.drafter import NODES, NUM_TOP_TOKENS, TOP_TOKENS
+from ragspec.drafting.drafter import NODES
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
 from ragspec.engine.checkpoints.target_files import return_freed, target_folder, with_known_weights
@@ -197,9 +197,8 @@ class Target:
                 tapped[FINAL] = hidden
             values = self._logits(hidden, logit_rows)
             features = {tap: stream.float() for tap, stream in tapped.items()}
-            for tap, count in ((TOP_TOKENS, NUM_TOP_TOKENS), (NODES, 1)):
-                if tap in taps:
-                    features[tap] = self.backend.top_tokens(values, logit_rows, len(token_ids), count)
+            if NODES in taps:
+                features[NODES] = self.backend.best_tokens(values, logit_rows, len(token_ids))
             return self.backend.logits(values), features
 
     def compute(

@@ -22,8 +22,8 @@ from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.torch.transfer import to_device
 
-TOP_TOKENS, NODES = -2, -3
-"""Taps of token ids, which are on the host. A sequence gets `NODES` of all nodes of its tree, not of the kept positions alone."""
+NODES = -3
+"""A tap of token ids, which are on the host: of all nodes of a sequence's tree, not of the kept positions alone."""
 
 
 class ScheduledSequence:
@@ -54,7 +54,7 @@ class ScheduledSequence:
         return rows
 
     def judged_nodes(self, following: Tensor) -> Tensor:
-        """Token, parent and following token of every node. Shapes: int64 [N, 1] of the batch -> [nodes, 3]."""
+        """Token, parent and following token of every node. Shapes: int64 [N] of the batch -> [nodes, 3]."""
         root = self.first_row + self.num_known - 1
         tokens = following.numpy()[root : root + len(self.parents)]
         return torch.from_numpy(np.column_stack([self.token_ids[self.num_known - 1 :], self.parents, tokens]))
@@ -99,13 +99,13 @@ class Batch:
         """Each sequence's features of its known tokens and of the nodes on its path, by tap; of `NODES` all nodes, with their
         tokens and parents.
 
-        Shapes: [N, H] -> [T, H] each; of `NODES` [N, 1] -> [nodes, 3].
+        Shapes: [N, H] -> [T, H] each; of `NODES` [N] -> [nodes, 3].
         """
         own: list[dict[int, Tensor]] = [{} for _ in self.sequences]
         if not features:
             return own
         kept = [scheduled.kept_rows(path) for scheduled, path in zip(self.sequences, paths, strict=True)]
-        states = {tap: stream for tap, stream in features.items() if tap not in (TOP_TOKENS, NODES)}
+        states = {tap: stream for tap, stream in features.items() if tap != NODES}
         # Why prompts apart: the states of one sequence would keep those of another's prompt in memory
         prompts = [[n] for n, scheduled in enumerate(self.sequences) if scheduled.num_known > 1]
         decoding = [n for n, scheduled in enumerate(self.sequences) if scheduled.num_known == 1]
@@ -113,10 +113,8 @@ class Batch:
             for tap, parts in _split(states, [kept[n] for n in together]).items():
                 for n, part in zip(together, parts, strict=True):
                     own[n][tap] = part
-        for scheduled, rows, found in zip(self.sequences, kept, own, strict=True):
-            if TOP_TOKENS in features:
-                found[TOP_TOKENS] = torch.from_numpy(features[TOP_TOKENS].numpy()[rows])
-            if NODES in features:
+        if NODES in features:
+            for scheduled, found in zip(self.sequences, own, strict=True):
                 found[NODES] = scheduled.judged_nodes(features[NODES])
         return own
 

@@ -19,7 +19,6 @@ from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
-from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.target import Target
 from ragspec.tree import Proposal
 
@@ -27,7 +26,6 @@ Tiny = Callable[..., Target]
 LEARNING: dict[str, Callable[[Target, Path], Drafter]] = {
     "copy": lambda target, _: CopyDrafter(target.tokenizer, target.eos_ids),
     "earlier answers": lambda target, _: CopyDrafter(target.tokenizer, target.eos_ids, earlier_tokens=5_000),
-    "recycling": lambda target, _: RecyclingDrafter(target.vocab_size, 2**20),
     "lookahead": lambda *_: LookaheadDrafter(),
     "datastore": lambda target, folder: DatastoreDrafter(Datastore(folder, target.tokenizer)),
 }
@@ -100,4 +98,4 @@ def test_all_drafters_at_once_change_no_output(tiny: Tiny, tmp_path: Path, name:
     completions = generated(target, drafters, [requests, requests[::2]], max_nodes=24)
     assert_equal(completions, truth(target, requests, name))
     proposed = {drafter for completion in completions for drafter in completion.stats.positions}
-    assert proposed == {"copy", "recycling", "lookahead", "datastore", "self"}
+    assert proposed == {"copy", "lookahead", "datastore", "self"}

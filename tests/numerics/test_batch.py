@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ragspec.numerics.attention import AttentionShape
-from ragspec.numerics.batch import NODES, TOP_TOKENS, Batch, ScheduledSequence
+from ragspec.numerics.batch import NODES, Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 
@@ -17,11 +17,10 @@ def test_each_sequence_gets_its_own_rows_and_no_other_prompts_memory() -> None:
     prompt = ScheduledSequence(SequenceSlots(pool), range(100), wants_logits=False)
     batch = Batch([decoding[0], prompt, decoding[1]])
     states = {3: torch.arange(108.0)[:, None].repeat(1, 5), 7: -torch.arange(108.0)[:, None]}
-    tokens = {TOP_TOKENS: torch.arange(216).view(108, 2), NODES: torch.arange(108)[:, None]}
+    tokens = {NODES: torch.arange(108)}
     first, middle, last = batch.features(states | tokens, [[1, 2], [], [3]])
     for own, rows in ((first, [0, 1, 2]), (middle, [*range(4, 104)]), (last, [104, 107])):
         assert own[3].tolist() == [[row] * 5 for row in rows] and own[7].flatten().tolist() == [-row for row in rows]
-        assert own[TOP_TOKENS].tolist() == [[2 * row, 2 * row + 1] for row in rows]
         assert own[3].untyped_storage().nbytes() <= max(len(rows), 5) * 5 * 4
     assert last[NODES].tolist() == [[n, parents[n], 104 + n] for n in range(4)]
     assert Batch([ScheduledSequence(SequenceSlots(pool), [1])]).features({}, [[]]) == [{}]

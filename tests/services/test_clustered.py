@@ -63,7 +63,7 @@ def fronted(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[S
     ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
         with (
-            Deployment.up(Topology(replicas=1, num_shards=1, spares_per_node=0), deployed, name="fronted"),
+            Deployment.up(Topology(replicas=1, num_shards=1), deployed, name="fronted"),
             clustered("fronted", config) as backend,
             started(config, backend, keys) as service,
         ):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints, attend
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Layer, Int8Linear, are_whole_blocks, has_int8_shape
 from ragspec.numerics.cpu.int8_weights import WeightArena
-from ragspec.numerics.cpu.top_tokens import top_tokens
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
@@ -107,5 +106,7 @@ class CpuBackend:
         rows: Floats = values.numpy()
         return rows
 
-    def top_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int, count: int) -> Tensor:
-        return torch.from_numpy(top_tokens(logits.numpy(), logit_rows, num_rows, count))
+    def best_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int) -> Tensor:
+        best = np.full(num_rows, -1)
+        best[logit_rows] = logits.numpy().argmax(1)
+        return torch.from_numpy(best)

@@ -154,7 +154,7 @@ class TorchBackend:
     def logits(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> TorchLogits:
         return TorchLogits(values, token_ids, vocab_size)
 
-    def top_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int, count: int) -> Tensor:
-        top, known = torch.full((num_rows, count), -1, device=logits.device), min(count, logits.shape[1])
-        top[self.tokens(logit_rows), :known] = logits.topk(known).indices
-        return queued_to_host(top)
+    def best_tokens(self, logits: Tensor, logit_rows: Ints, num_rows: int) -> Tensor:
+        best = torch.full((num_rows,), -1, device=logits.device)
+        best[self.tokens(logit_rows)] = logits.argmax(1)
+        return queued_to_host(best)

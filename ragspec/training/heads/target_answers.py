@@ -19,9 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers.utils.hub import cached_file
+
 from ragspec.core import Request, SamplingParams
+from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.engine.client import EngineClient
-from ragspec.errors import InputError
+from ragspec.engine.target import Target
+from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, answer_positions
 from ragspec.training.heads.training_texts import TextSampler, TextSource
 
@@ -29,6 +33,15 @@ PROSE_PROMPT_TOKENS = (16, 64)
 PROSE_TOKENS, ANSWER_TOKENS = 160, 96
 BATCH = 64
 FINGERPRINT_PROMPTS = 256
+
+
+def texts_fingerprint(target: Target) -> str:
+    """Equal fingerprints give equal texts. Raises: ModelError if the target's files are gone."""
+    try:
+        folder = Path(str(cached_file(target_folder(target.config), "config.json", local_files_only=True))).parent
+        return files_digest(folder, target.config.numerics_dtype, of_texts=True)
+    except OSError as cause:
+        raise ModelError(f"the files of the target {target.config.model} cannot be read: {cause}") from cause
 
 
 class AnswerOrigin(NamedTuple):
