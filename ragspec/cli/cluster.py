@@ -78,7 +78,7 @@ def up(
     console = stderr_console()
     with contextlib.ExitStack() as undo:  # if anything fails, everything that was started here is ended
         address = _cluster_for(name, address, insecure, console, undo)
-        with ray_session(address), stage(console, "deployment", "Starting engines, shards and encoders") as done:
+        with ray_session(address), stage(console, "deployment", "starting engines, shards and encoders") as done:
             from ragspec.cluster.deployment import Deployment
 
             deployment = Deployment.up(topology, settings, name=name, detached=True)
@@ -120,11 +120,11 @@ def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug
     console = stderr_console()
     own = None if address or os.environ.get("RAY_ADDRESS") else LocalCluster.recorded(clusters_folder() / name)
     if own is not None:
-        with stage(console, "down", "Ending the cluster") as done:
+        with stage(console, "down", "ending the cluster") as done:
             own.close()  # the deployment ends with its cluster
             done.detail = f"{name} and the cluster at {own.address}"
     elif address := address or os.environ.get("RAY_ADDRESS"):
-        with ray_session(address), stage(console, "down", "Ending the deployment") as done:
+        with ray_session(address), stage(console, "down", "ending the deployment") as done:
             from ragspec.cluster.registry import teardown
 
             teardown(name)
@@ -157,7 +157,7 @@ def _cluster_for(name: str, address: str | None, insecure: bool, console: Consol
         return address
     if stale := LocalCluster.recorded(clusters_folder() / name):
         stale.close()
-    with stage(console, "ray", "Starting Ray on this machine") as done:
+    with stage(console, "ray", "starting Ray on this machine") as done:
         nodes = undo.enter_context(LocalCluster(clusters_folder() / name, os.environ))
         nodes.add()
         done.detail = nodes.address

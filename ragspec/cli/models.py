@@ -6,14 +6,13 @@ $ ragspec models check SmolLM2-1.7B-Instruct-Q4_K_M.gguf
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from typing import Annotated, NamedTuple
 
 import typer
 from rich.text import Text
 
 from ragspec.cli.options import AsJson, Debug, group
-from ragspec.cli.terminal import note, safe, stage, stay_offline, stderr_console, stdout_console
+from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import ASSETS, TargetConfig
 from ragspec.core import Say
 
@@ -46,8 +45,8 @@ def check(
     """Measure the perplexity of a shipped text with int8 and with float32 weights. Changes no setting."""
     stay_offline(TargetConfig(model=name))
     console = stderr_console()
-    with nullcontext() if as_json else stage(console, "perplexity", "reading the weights") as shown:
-        found = measured(name, shown.say if shown else lambda _: None)
+    with loading(console, "reading the weights") as say:
+        found = measured(name, say)
     if as_json:
         print(json.dumps({"model": name, **found._asdict(), "ratio": found.ratio}))
     else:

@@ -10,7 +10,6 @@ these bits and of the library versions is the numerics id; replay is possible on
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import platform
 from typing import NamedTuple, Protocol
@@ -20,13 +19,11 @@ import numpy as np
 import torch
 import transformers
 
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.numerics.attention import AttentionMetadata, Floats, Ints
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.threads import set_num_threads
-
-log = logging.getLogger(__name__)
 
 SAMPLING_VERSION = 1
 """Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""
@@ -90,7 +87,7 @@ def self_test(
     dtype: str,
     num_threads: int,
     chunks: tuple[int, ...] = CHUNKS,
-    say: Say = log.debug,
+    say: Say = log_progress,
 ) -> SelfTest:
     """Compare the bits of a text of at most `longest` tokens. With all `chunks`, computes some seven times as many rows.
 

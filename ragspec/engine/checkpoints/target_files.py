@@ -16,7 +16,6 @@ import gc
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import shutil
 import time
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving
 from ragspec.engine.checkpoints.catalogue import any_float, listed, sha256_of
 from ragspec.errors import ConfigError, ModelError
@@ -36,15 +35,13 @@ _FORMAT = 1
 """Of converted folders."""
 MAX_UNUSED_DAYS = 30
 
-log = logging.getLogger(__name__)
-
 _STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
 """Files that decide a target's hidden states and tokens."""
 _TEXTS = ("chat_template*", "generation_config.json")
 """Files that also decide prompts and where texts end."""
 
 
-def target_folder(config: TargetConfig, say: Say = log.info) -> str:
+def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
     """The Hugging Face folder of a target, or its name on the hub. Converts a GGUF file, or merges an adapter, the first time.
 
     `say` gets a line for each part of a conversion.
