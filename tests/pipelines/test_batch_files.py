@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines, write_lines
 
-from pipelines.batch.input import BadRow, JobInput, find_inputs
 from pipelines.batch.output import JsonLines, OutputFolder
-from pipelines.batch.rows import QUESTIONS, TEXTS, Row, parse_row
+from pipelines.batch.rows import QUESTIONS, TEXTS, BadRow, JobInput, Row, find_inputs, parse_row
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed

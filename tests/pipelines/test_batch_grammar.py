@@ -13,7 +13,7 @@ from batch_files import SEED, answers_of, chat_row, read_lines, texts_of, write_
 from tiny_target import SENTENCES
 from typer.testing import CliRunner
 
-from pipelines.batch import task as batch_task
+from pipelines.batch import job as batch_job
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.output import OutputFolder
@@ -70,7 +70,7 @@ def test_a_stopped_job_is_finished_by_running_it_again(
     rows = [{"id": f"t{n}", "text": TEXT, "max_tokens": 4 + n} for n in range(12)]
     inputs = write_lines(tmp_path / "t.jsonl", rows)
     run_job(job(place, inputs, tmp_path / "straight"), GrammarTask())
-    record, left = batch_task.output_record, 5
+    record, left = batch_job.output_record, 5
 
     def killed(*arguments: Any) -> Any:
         nonlocal left
@@ -80,7 +80,7 @@ def test_a_stopped_job_is_finished_by_running_it_again(
         return record(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_task, "output_record", killed)
+        patch.setattr(batch_job, "output_record", killed)
         with pytest.raises(KeyboardInterrupt):
             run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
     kept = texts_of(tmp_path / "out", "corrected")
