@@ -455,13 +455,12 @@ def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
     """A demo that claims a speed-up it did not measure, or hides a difference; or that counts what no target wrote."""
     asked = "Fact 3 is told here. It is known to all?", "Is Fact 5 told here, and known to all?", "Quo vadis, Zygmunt?"
     monkeypatch.setattr("ragspec.cli.demo.QUESTIONS", asked)
-    given = f"{asked[1]}\n\n".encode()
-    ended = run("demo", "--target", model, "--questions", 3, "--json", "--interactive", stdin=given)
+    ended = run("demo", "--target", model, "--questions", 3, "--json")
     result = json.loads(ended.out)
     assert ended.code == 0 and result["num_questions"] == result["num_identical"] == 2
     fast, plain = (result[f"num_{name}_tokens"] / result[f"{name}_decode_s"] for name in ("fast", "plain"))
     assert result["speedup"] == pytest.approx(fast / plain, abs=1e-3)
-    assert ended.err.count("identical tokens") == 3 and result["system_fingerprint"] in ended.err
+    assert ended.err.count("identical tokens") == 2 and result["system_fingerprint"] in ended.err
     assert ended.err.count("the target was not asked") == 1 and NOTHING_CLOSE in ended.err
     assert all(question in ended.err for question in asked) and "ragspec index" in ended.err
 
@@ -471,8 +470,9 @@ def test_a_difference_between_the_outputs_is_a_failure() -> None:
     same, other = answer("a b", (1, 2)), answer("a c", (1, 3))
     assert AnswerPair(same, same).identical and not AnswerPair(same, other).identical
     totals = Totals.of([AnswerPair(same, same), AnswerPair(same, other)])
-    assert (totals.num_questions, totals.num_identical, totals.num_tokens) == (2, 1, 4)
-    assert totals.speedup == 1.0 and totals.fast_tokens_per_s == totals.plain_tokens_per_s == 2.0
+    found = totals.to_dict()
+    assert (found["num_questions"], found["num_identical"], found["num_tokens"]) == (2, 1, 4)
+    assert found["speedup"] == 1.0 and found["num_fast_tokens"] == found["num_plain_tokens"] == 2
 
 
 def test_tokens_that_come_with_the_prompt_are_no_decode_speed() -> None:
@@ -480,7 +480,7 @@ def test_tokens_that_come_with_the_prompt_are_no_decode_speed() -> None:
     fast, plain = answer("a b c", (1, 2, 3)), answer("a b c", (1, 2, 3))
     stats = replace(fast.stats.generation, num_first_tokens=2, prefill_s=9.0)
     totals = Totals.of([AnswerPair(replace(fast, stats=replace(fast.stats, generation=stats)), plain)])
-    assert totals.fast_tokens_per_s == 2.0 and totals.plain_tokens_per_s == 4.0 and totals.speedup == 0.5
+    assert totals.speedup == 0.5 and totals.to_dict()["num_fast_tokens"] == 1
 
 
 def searched(store: Store) -> list[Passage]:

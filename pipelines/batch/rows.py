@@ -40,6 +40,7 @@ from ragspec.retrieval.search.filters import parse_filter
 
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 ROW_SUFFIXES = (".jsonl", ".parquet")
+_ROWS_PER_BATCH = 1024
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHAT_URL = "/v1/chat/completions"
 _BODY_IGNORED = IGNORED_FIELDS | {"model", "messages"}
@@ -297,7 +298,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     number = 0
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
-            for batch in file.iter_batches(row_groups=[group]):
+            for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=[group]):
                 for i in range(batch.num_rows):
                     number += 1
                     yield number, partial(_record, batch, i)

@@ -29,6 +29,7 @@ from ragspec.cli.options import (
     AsJson,
     Config,
     Debug,
+    IndexOrLibrary,
     Seed,
     Speculation,
     Target,
@@ -111,9 +112,6 @@ def demo(
     questions: Annotated[int, typer.Option(help="How many of the fixed questions.", min=0, max=8)] = 8,
     temperature: Temperature = 0.0,
     seed: Seed = 7,
-    interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Ask your own questions afterwards.")
-    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -124,16 +122,13 @@ def demo(
     corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from ragspec.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(corpus, target, questions, params, interactive=interactive, as_json=as_json))
+    raise typer.Exit(run_demo(corpus, target, questions, params, as_json=as_json))
 
 
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
-    index: Annotated[
-        Path | None,
-        typer.Option(help="The index's folder; default: Python's standard library.", show_default=False),
-    ] = None,
+    index: IndexOrLibrary = None,
     config: Config = None,
     target: Target = None,
     temperature: Temperature = None,
@@ -195,10 +190,7 @@ def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[st
 @app.command()
 def evaluate(
     files: Annotated[list[Path], typer.Argument(metavar="QUESTIONS", help="JSON lines (ragspec/rag/README.md).")],
-    index: Annotated[
-        Path | None,
-        typer.Option(help="The index's folder; default: Python's standard library.", show_default=False),
-    ] = None,
+    index: IndexOrLibrary = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(
@@ -273,9 +265,7 @@ app.command()(doctor)
 @app.command()
 def serve(
     config: Config = None,
-    index: Annotated[
-        Path | None, typer.Option(help="The index's folder; none: Python's standard library.", show_default=False)
-    ] = None,
+    index: IndexOrLibrary = None,
     host: Annotated[str | None, typer.Option(help="Where to listen; default: this machine only.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.", min=0, max=65535)] = None,
     target: Target = None,

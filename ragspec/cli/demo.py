@@ -34,7 +34,6 @@ from ragspec.cli.terminal import (
     cache_folder,
     note,
     one_line,
-    print_error,
     safe,
     stage,
     stay_offline,
@@ -44,7 +43,7 @@ from ragspec.cli.terminal import (
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EncoderConfig, EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Document, GenerationStats, SamplingParams, Say
 from ragspec.engine.loading import load_engine
-from ragspec.errors import InputError, SaveError
+from ragspec.errors import SaveError
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
@@ -75,7 +74,6 @@ _NEXT_STEPS = {
     "ragspec index add manual/ --index my-index": "index your own documents",
     'ragspec ask "..." --index my-index': "ask them",
     'ragspec ask "..."': "ask the whole standard library; its other modules are indexed then, once",
-    "ragspec demo --interactive": "ask this index your own questions",
     "ragspec doctor": "what this machine can do",
 }
 
@@ -86,7 +84,6 @@ def run_demo(
     num_questions: int,
     params: SamplingParams,
     *,
-    interactive: bool,
     as_json: bool,
 ) -> int:
     """Answers from the `DEMO_MODULES` of `corpus`. Returns 0 if all pairs of outputs were identical, else 1.
@@ -133,13 +130,11 @@ def run_demo(
         }
         if pairs:
             _print_totals(console, totals, facts, params)
-        if interactive:
-            demo.converse()
     _print_section(
         console, "next", _grid({command: Text(purpose, "dim") for command, purpose in _NEXT_STEPS.items()}, "cyan")
     )
     if as_json:
-        print(json.dumps(totals._asdict() | {"speedup": round(totals.speedup, 3)} | facts))
+        print(json.dumps(totals.to_dict() | facts))
     return int(totals.num_identical < totals.num_questions)
 
 
@@ -170,49 +165,50 @@ class AnswerPair(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over all questions; `acceptance_length` is tokens a step with speculation.
+    """Sums over all questions.
 
-    `num_fast_tokens`, `num_plain_tokens`: tokens decoded in `fast_decode_s` and `plain_decode_s`. Tokens of the prompt's own
-    step, more than one where its drafts were right, count in neither.
+    Tokens of the prompt's own step, more than one where its drafts were right, count in no speed: no decode time was spent.
     """
 
     num_questions: int
     num_identical: int
-    num_tokens: int
-    num_fast_tokens: int
-    num_plain_tokens: int
-    fast_decode_s: float
-    plain_decode_s: float
-    acceptance_length: float
+    fast: GenerationStats
+    plain: GenerationStats
 
     @classmethod
     def of(cls, pairs: Sequence[AnswerPair]) -> Totals:
-        fast, plain = GenerationStats(), GenerationStats()
+        totals = cls(len(pairs), sum(pair.identical for pair in pairs), GenerationStats(), GenerationStats())
         for pair in pairs:
-            fast.add(pair.fast.stats.generation)
-            plain.add(pair.plain.stats.generation)
-        return cls(
-            num_questions=len(pairs),
-            num_identical=sum(pair.identical for pair in pairs),
-            num_tokens=fast.num_output_tokens,
-            num_fast_tokens=fast.num_output_tokens - fast.num_first_tokens,
-            num_plain_tokens=plain.num_output_tokens - plain.num_first_tokens,
-            fast_decode_s=fast.decode_s,
-            plain_decode_s=plain.decode_s,
-            acceptance_length=fast.acceptance_length,
-        )
-
-    @property
-    def fast_tokens_per_s(self) -> float:
-        return self.num_fast_tokens / self.fast_decode_s if self.fast_decode_s else 0.0
-
-    @property
-    def plain_tokens_per_s(self) -> float:
-        return self.num_plain_tokens / self.plain_decode_s if self.plain_decode_s else 0.0
+            totals.fast.add(pair.fast.stats.generation)
+            totals.plain.add(pair.plain.stats.generation)
+        return totals
 
     @property
     def speedup(self) -> float:
-        return self.fast_tokens_per_s / self.plain_tokens_per_s if self.plain_decode_s else 0.0
+        plain = _tokens_per_s(self.plain)
+        return _tokens_per_s(self.fast) / plain if plain else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat keys, for JSON. `acceptance_length` is tokens a step with speculation."""
+        return {
+            "num_questions": self.num_questions,
+            "num_identical": self.num_identical,
+            "num_tokens": self.fast.num_output_tokens,
+            "num_fast_tokens": _num_decoded(self.fast),
+            "num_plain_tokens": _num_decoded(self.plain),
+            "fast_decode_s": self.fast.decode_s,
+            "plain_decode_s": self.plain.decode_s,
+            "acceptance_length": self.fast.acceptance_length,
+            "speedup": round(self.speedup, 3),
+        }
+
+
+def _num_decoded(stats: GenerationStats) -> int:
+    return stats.num_output_tokens - stats.num_first_tokens
+
+
+def _tokens_per_s(stats: GenerationStats) -> float:
+    return _num_decoded(stats) / stats.decode_s if stats.decode_s else 0.0
 
 
 class _Comparison:
@@ -233,21 +229,6 @@ class _Comparison:
         pair = AnswerPair(fast, plain or self._answer(question, False))
         _print_pair(self._console, pair)
         return pair
-
-    def converse(self) -> None:
-        """Until an empty line or the end of the input."""
-        self._console.print(Text("\nYour own questions; an empty line ends.", "bold"))
-        while True:
-            try:
-                question = self._console.input(Text("? ", "bold cyan")).strip()
-            except EOFError:
-                return
-            if not question:
-                return
-            try:
-                self.ask(question, "yours", plain_first=False)
-            except InputError as error:
-                print_error(one_line(error))
 
     def _answer(self, question: str, speculation: bool, show: Callable[[str], object] = lambda _: None) -> Answer:
         tenant = uuid.uuid4().hex  # Why: a new tenant finds no cached prompt, so both runs prefill all of it
@@ -288,13 +269,14 @@ def _print_pair(console: Console, pair: AnswerPair) -> None:
 
 
 def _print_totals(console: Console, totals: Totals, facts: dict[str, Any], params: SamplingParams) -> None:
+    fast, plain = totals.fast, totals.plain
     all_same = totals.num_identical == totals.num_questions
     outputs = f"{totals.num_identical} of {totals.num_questions} token for token identical"
-    speed = f"{totals.fast_tokens_per_s:.0f} tokens/s, {totals.fast_decode_s:.2f} s"
+    speed = f"{_tokens_per_s(fast):.0f} tokens/s, {fast.decode_s:.2f} s, {fast.acceptance_length:.1f} tokens a step"
     rows = {
         "decode speed-up": Text(f"{totals.speedup:.1f}x", "bold green"),
-        "speculative": Text(f"{speed}, {totals.acceptance_length:.1f} tokens a step"),
-        "plain": Text(f"{totals.plain_tokens_per_s:.0f} tokens/s, {totals.plain_decode_s:.2f} s"),
+        "speculative": Text(speed),
+        "plain": Text(f"{_tokens_per_s(plain):.0f} tokens/s, {plain.decode_s:.2f} s"),
         "outputs": Text(outputs, "green" if all_same else "bold red"),
         "sampling": Text(f"temperature {params.temperature:g}, seed {params.seed}"),
         "numerics": Text(f"bitwise self-test passed, fingerprint {facts['system_fingerprint']}"),

@@ -52,13 +52,11 @@ def doctor(target: Target = None, as_json: AsJson = False, debug: Debug = False)
     console = Console(quiet=True) if as_json else stdout_console()
     found = {}
     checks: dict[str, Callable[[Say], Finding]] = {
-        "python": lambda _: Finding("ok", f"{platform.python_version()} on {platform.platform()}"),
         "packages": lambda _: _packages(),
         "processor": lambda _: _processor(),
         "memory": lambda _: _memory(),
         "cache": lambda _: _cache(),
         "products": lambda _: _packing(),
-        "faiss": lambda _: _faiss(),
         "encoder": lambda _: _encoder(),
         "target": lambda say: _target(config, say),
     }
@@ -85,7 +83,10 @@ def _packages() -> Finding:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             missing.append(name)
-    detail = ", ".join(found) + (f"; missing: {', '.join(missing)}" if missing else "")
+    system = f"Python {platform.python_version()} on {platform.platform()}"
+    detail = ", ".join([system, *found]) + (f"; missing: {', '.join(missing)}" if missing else "")
+    if importlib.util.find_spec("faiss") is None:
+        detail += "; no faiss, so every search is exact (the extras cpu and gpu bring it)"
     return Finding("broken" if missing else "ok", detail)
 
 
@@ -131,14 +132,6 @@ def _packing() -> Finding:
     detail = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in has.items())
     status: Status = "ok" if all(has.values()) else "warning" if has["float32"] else "broken"
     return Finding(status, f"oneDNN's packed matrix product: {detail}")
-
-
-def _faiss() -> Finding:
-    if importlib.util.find_spec("faiss") is None:
-        return Finding("warning", "not installed; exact search works without it (install the extra cpu or gpu)")
-    import faiss
-
-    return Finding("ok", f"faiss {faiss.__version__}")
 
 
 def _encoder() -> Finding:

@@ -19,6 +19,10 @@ Target = Annotated[
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
+IndexOrLibrary = Annotated[
+    Path | None,
+    typer.Option("--index", help="The index's folder; default: Python's standard library.", show_default=False),
+]
 Index = Annotated[Path, typer.Option(help="The index's folder.")]
 Address = Annotated[
     str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.", show_default=False)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,36 +267,18 @@ def num_lines(out: Path) -> int:
     return sum(part.read_bytes().count(b"\n") for part in out.glob("answers-*"))
 
 
-def finish(place: Path, out: Path, *more: str) -> dict[str, Any]:
-    """The job run to its end: its summary."""
-    done = subprocess.run(
-        command(place, place / "q.jsonl", out, *more), check=True, cwd=out.parent, stdout=subprocess.PIPE
-    )
-    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return summary
-
-
-def check_killed_and_finished(place: Path, out: Path, straight: dict[str, str], moments: Sequence[int]) -> None:
-    for moment in moments:
+@pytest.mark.slow
+def test_a_job_killed_three_times_is_finished(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
+    """Rows lost, answered twice or otherwise; a moment at which the disk does not hold what will be read again."""
+    out = tmp_path / "out"
+    for moment in sorted(random.Random(os.getpid()).sample(range(1, NUM_ROWS - 8), 3)):
         whole = killed_at(place, out, moment)
         assert moment <= whole < NUM_ROWS, "killed too late to show anything"
-    summary = finish(place, out)
+    done = subprocess.run(command(place, place / "q.jsonl", out), check=True, cwd=tmp_path, stdout=subprocess.PIPE)
+    summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["skipped"], summary["answered"], summary["failed"]) == (whole, NUM_ROWS - whole, 0)
     assert texts_of(out) == straight
     assert not read_lines(out / "errors.jsonl")
-
-
-@pytest.mark.slow
-def test_a_killed_job_is_finished_by_running_it_again(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
-    """Rows are lost, answered twice, or answered differently."""
-    check_killed_and_finished(place, tmp_path / "out", straight, [3])
-
-
-@pytest.mark.slow
-def test_a_job_killed_five_times_is_finished(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
-    """A moment at which what is on the disk is not what will be read again."""
-    moments = sorted(random.Random(os.getpid()).sample(range(1, NUM_ROWS - 8), 5))
-    check_killed_and_finished(place, tmp_path / "out", straight, moments)
 
 
 class Losing:
