@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numba
@@ -101,8 +103,8 @@ def self_test(
     whole = _extend(target, slots, text)
     for threads in sorted({1, num_threads}) if chunks == CHUNKS else (1,):
         set_num_threads(threads)
-        say(f"testing the numerics: {length} rows in every batch, {threads} thread{'s' * (threads > 1)}")
-        found = _compare_all(target, slots, text, whole, chunks, rng)
+        stage = f"testing the numerics: {length} rows in every batch, {threads} thread{'s' * (threads > 1)}"
+        found = _compare_all(target, slots, text, whole, chunks, rng, partial(say, stage))
         failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
     set_num_threads(num_threads)
     slots.release()
@@ -110,13 +112,21 @@ def self_test(
 
 
 def _compare_all(
-    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, chunks: tuple[int, ...], rng: np.random.Generator
+    target: Forward,
+    slots: SequenceSlots,
+    text: Ints,
+    whole: Floats,
+    chunks: tuple[int, ...],
+    rng: np.random.Generator,
+    tick: Callable[[int, int], object],
 ) -> list[Failure]:
     """Compare every way of computing the end of the text with one forward of the whole text. Leaves the text in `slots`."""
     length = len(text)
     slots.release()  # the pages of an earlier round's trees
     failures = _compare("whole", _end(target, slots, text, 0, [length]), whole)
-    for size in (c for c in chunks if c < length):
+    sizes = [size for size in chunks if size < length]
+    for number, size in enumerate(sizes):
+        tick(number, len(sizes))
         count = min(_NUM_CHUNKS, length // size)
         start = length - count * size
         failures += _compare(f"chunks of {size}", _end(target, slots, text, start, [size] * count), whole[start:])

@@ -55,6 +55,8 @@ def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
     elif is_path and not (Path(model) / "config.json").is_file():
         raise ModelError(f"{model} is not a model directory: it has no config.json")
     elif adapter is None:
+        if not is_path:
+            say(f"downloading {model}, unless it is on this machine")
         return model
     elif not is_path:
         model = _hub_snapshot(model)
