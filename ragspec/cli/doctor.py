@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Debug, Target
+from ragspec.cli.options import AsJson, Target
 from ragspec.cli.terminal import cache_folder, one_line, stage, stay_offline, stdout_console
 from ragspec.config import DEFAULT_TARGET, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import Say
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
     detail: str
 
 
-def doctor(target: Target = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def doctor(target: Target = None, as_json: AsJson = False) -> None:
     """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
     config = TargetConfig(model=target or DEFAULT_TARGET, exactness="fast")
     stay_offline(config)

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Debug, group
+from ragspec.cli.options import AsJson, group
 from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import ASSETS, TargetConfig
 from ragspec.core import Say
@@ -40,7 +40,6 @@ class Perplexities(NamedTuple):
 def check(
     name: Annotated[str, typer.Argument(help="As target.model: a GGUF file, a model folder, or a name.")],
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Measure the perplexity of a shipped text with int8 and with float32 weights. Changes no setting."""
     stay_offline(TargetConfig(model=name))

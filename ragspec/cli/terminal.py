@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ragspec.config import TargetConfig
@@ -75,6 +76,14 @@ def stdout_console() -> Console:
 
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False, emoji=False, markup=False)
+
+
+def plain_table(*headings: str, right: Collection[str] = ()) -> Table:
+    """A table without lines; the columns of the headings in `right` are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
+    return table
 
 
 def safe(text: str) -> str:
