@@ -140,7 +140,7 @@ def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.Capture
         collect_texts(folder / "data.bin", out, told.append)
 
 
-def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> None:
+def test_a_job_of_files_corrects_and_goes_on(place: Path, loaded: Runtime, tmp_path: Path) -> None:
     """Files that are corrected again from the start; other guards for the second half."""
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
@@ -167,7 +167,7 @@ def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> Non
 
 
 def test_files_are_written_though_a_row_failed_and_none_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path, loaded: Runtime
 ) -> None:
     """--strict threw away all that was corrected."""
     folder, out = tmp_path / "in", tmp_path / "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,20 @@ from job_processes import alive, children
 from stand_ins import until
 from typer.testing import CliRunner, Result
 
+from pipelines.batch import backend as batch_backend
 from pipelines.batch import job as batch_job
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
-from ragspec.config import EncoderConfig, load_config
+from ragspec.config import EncoderConfig, PipelineConfig, load_config
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError, SaveError
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.retriever import Retriever
 
 NUM_ROWS = 30
 
@@ -153,7 +157,7 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
 
 
 def test_a_job_keeps_tenants_apart_and_its_generation(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, served: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A filter or a tenant that retrieval never hears of; answers from an index that was changed while the job ran."""
     shutil.copytree(place / "index", tmp_path / "index")
@@ -181,7 +185,12 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
                 writer.purge()
         answer(*arguments)
 
+    @contextlib.contextmanager
+    def load(config: PipelineConfig) -> Iterator[Runtime]:
+        yield served._replace(retriever=Retriever.from_config(config.retriever, encoder))
+
     monkeypatch.setattr(batch_job, "_answer", change_first)
+    monkeypatch.setattr(batch_backend, "_load_in_process", load)
     begun = job(place, inputs, tmp_path / "out")
     retriever = begun.config.retriever.model_copy(update={"index_dir": str(tmp_path / "index")})
     run_job(replace(begun, config=begun.config.model_copy(update={"retriever": retriever})), RagTask())
