@@ -137,7 +137,7 @@ class Stage:
         line = Text(f"{safe(self._doing)} … ", "dim")
         if self._total:
             num_filled = _BAR_CHARS * self._done // self._total
-            line.append("━" * num_filled, "green").append("━" * (_BAR_CHARS - num_filled))
+            line.append("━" * num_filled, "green").append("─" * (_BAR_CHARS - num_filled))
             line.append(f" {self._done:,} of {self._total:,}, ")
         elif self._done:
             line.append(f"{self._done:,}, ")
