@@ -8,14 +8,13 @@ Owns their order of construction and closing. Knows no HTTP.
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragspec.core import Request, Say
+from ragspec.core import Request, Say, log_progress
 from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -33,8 +32,6 @@ from services.metrics import Metrics
 from services.settings import ServiceConfig
 from services.stores.library import open_library
 from services.telemetry import Telemetry
-
-log = logging.getLogger(__name__)
 
 
 class ServedEngine(EngineLike, Protocol):
@@ -93,7 +90,9 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         ]
 
     @classmethod
-    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None, say: Say = log.info) -> ServiceBackend:
+    def embedded(
+        cls, config: ServiceConfig, retriever: Retriever | None = None, say: Say = log_progress
+    ) -> ServiceBackend:
         """Loads everything into this process. `retriever` None: the configured one. `say`: as for `load_engine`.
 
         Raises: ConfigError, StoreError, ModelError.

@@ -28,7 +28,7 @@ from ragspec.config import (
     TargetConfig,
     TreeHeadConfig,
 )
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
@@ -78,7 +78,7 @@ def load_engine(
     make_sampler: SamplerFactory | None = None,
     ranks: Ranks = ONE_RANK,
     planner_class: type[Planner] = Planner,
-    say: Say = log.info,
+    say: Say = log_progress,
     quiet: Callable[[], object] = lambda: None,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
@@ -328,7 +328,7 @@ def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:
     return DatastoreDrafter(Datastore(Path(config.index_dir), target.tokenizer))
 
 
-def measure_costs(target: Target, max_rows: int, say: Say = log.info) -> CostTable:
+def measure_costs(target: Target, max_rows: int, say: Say = log_progress) -> CostTable:
     """Seconds of a forward by number of rows, for a short and a long context."""
     say("measuring what steps of 1 to 128 rows cost")
     room = min(target.max_context_tokens, target.pool.num_slots - PAGE)

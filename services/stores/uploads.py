@@ -18,7 +18,7 @@ from typing import TextIO
 
 from ragspec.core import Document
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
-from ragspec.retrieval.reading import ROW_SUFFIXES
+from ragspec.retrieval.reading import has_rows
 from ragspec.tenants import FairQueue
 from services.stores.parsing import ParseLimits, documents, parsed
 from services.stores.records import FileRecord, StoreMember
@@ -79,8 +79,8 @@ class Upload:
     def parse(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
         """Raises: InputError."""
         self._lines = parsed(path, file.filename, limits)
-        has_rows = Path(file.filename).suffix.lower() in ROW_SUFFIXES  # then a part is small
-        self.is_large = not has_rows and os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
+        is_long = os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
+        self.is_large = is_long and not has_rows(file.filename)  # Why: a part of a file of rows is small
         self._rest = documents(self._lines, file, self.member)
 
     def read_part(self) -> None:

@@ -9,6 +9,7 @@ import httpx2 as httpx
 import pytest
 from service_parts import Service
 
+from ragspec.retrieval.reading import SUFFIXES
 from services.web.routes import HEADERS, STATIC
 
 FILES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())
@@ -78,6 +79,12 @@ def test_pages_hold_nothing_inline_and_nothing_from_elsewhere() -> None:
         elsewhere = [place for place in re.findall(r"https?://[^\s\"'`)]+", text) if "www.w3.org/2000/svg" not in place]
         assert not elsewhere, name
         assert not re.search(r"@import|url\(", text) or not name.endswith(".css"), name
+
+
+def test_the_page_offers_the_files_that_can_be_read() -> None:
+    """A format that the service reads and the page's dialog hides."""
+    (offered,) = re.findall(r'accept="([^"]*)"', TEXTS["index.html"])
+    assert sorted(offered.split(",")) == sorted(SUFFIXES)
 
 
 def test_every_file_is_short_enough_to_read() -> None:
