@@ -35,6 +35,8 @@ PARAMS = {
         max_tokens=14,
     ),
 }
+DTYPES = ("float32", "bfloat16", "torch-float32", "torch-bfloat16")
+DRAFTERS = ("off", "copy", "random", "perfect", "wrong", "half", "raises")
 PROMPTS = [
     "The river rises in the northern hills",
     "A",
@@ -124,64 +126,79 @@ def names_of(engine: Engine) -> list[str]:
     return [drafter.name for drafter in engine._planner._drafters]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype: str) -> None:
-    """A draft, or the company in a batch, changed the output."""
+def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, kind: str) -> None:
+    """A draft, or the company in a batch, changed the output. Every pair of parameters, drafter and dtype comes once."""
+    dtype = DTYPES[(list(PARAMS).index(name) + DRAFTERS.index(kind)) % len(DTYPES)]
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
-    for kind, drafter in {"off": None, **drafters(target, expected)}.items():
-        with tiny_engine(target, [drafter] if drafter else []) as engine:
-            together = engine.generate(requests)
-            alone = [engine.generate([request])[0] for request in requests[::3]]
-        assert_equal(together, expected)
-        assert_equal(alone, expected)
-        for completions in (together, alone):
-            accepted, drafted = total(completions, "num_accepted"), total(completions, "num_drafted")
-            if kind in ("perfect", "half"):
-                share = 0.7 if kind == "perfect" else 0.4
-                assert accepted > share * total(completions, "num_output_tokens"), kind
-            if kind in ("off", "raises"):
-                assert drafted == 0
-            if kind == "wrong":
-                assert drafted > 0 == accepted
+    drafter = None if kind == "off" else drafters(target, expected)[kind]
+    with tiny_engine(target, [drafter] if drafter else []) as engine:
+        together = engine.generate(requests)
+        alone = [engine.generate([request])[0] for request in requests[::3]]
+    assert_equal(together, expected)
+    assert_equal(alone, expected)
+    for completions in (together, alone):
+        accepted, drafted = total(completions, "num_accepted"), total(completions, "num_drafted")
+        if kind in ("perfect", "half"):
+            share = 0.7 if kind == "perfect" else 0.4
+            assert accepted > share * total(completions, "num_output_tokens")
+        if kind in ("off", "raises"):
+            assert drafted == 0
+        if kind == "wrong":
+            assert drafted > 0 == accepted
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
-def test_other_architectures(tiny: Tiny, kind: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "which"),
+    [
+        ("qwen2", "greedy", "half"),
+        ("qwen3", "top-p", "copy"),
+        ("mistral", "top-p", "half"),
+        ("mistral", "greedy", "copy"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "torch-bfloat16"])
+def test_other_architectures(tiny: Tiny, kind: str, name: str, which: str, dtype: str) -> None:
     """A sliding window counted in slots, a bias or a query norm lost, trees at other positions than chains."""
     target = tiny(kind, dtype)
-    for name in ("greedy", "top-p"):
-        requests = requests_of(target, PARAMS[name])
-        expected = truth(target, requests, name)
-        for drafter in (drafters(target, expected)[which] for which in ("half", "copy")):
-            with tiny_engine(target, [drafter], max_step_tokens=40) as engine:
-                assert_equal(engine.generate(requests), expected)
+    requests = requests_of(target, PARAMS[name], PROMPTS[:6])
+    expected = truth(target, requests, name)
+    with tiny_engine(target, [drafters(target, expected)[which]], max_step_tokens=40) as engine:
+        assert_equal(engine.generate(requests), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
+@pytest.mark.parametrize(
+    ("max_step_tokens", "dtype", "name", "which"),
+    [
+        (16, "float32", "greedy", "perfect"),
+        (16, "torch-float32", "T=1", "random"),
+        (23, "float32", "T=1", "random"),
+        (23, "torch-float32", "greedy", "perfect"),
+        (512, "float32", "T=1", "perfect"),
+        (512, "torch-float32", "greedy", "random"),
+    ],
+)
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("max_step_tokens", [16, 23, 512])
-def test_chunked_prefill(tiny: Tiny, dtype: str, max_step_tokens: int, prefix_cache: bool) -> None:
+def test_chunked_prefill(
+    tiny: Tiny, max_step_tokens: int, dtype: str, name: str, which: str, prefix_cache: bool
+) -> None:
     """A prompt cut into chunks, or found in the cache, gave other bits; a chunk's last row was taken for a decision."""
     target = tiny("llama", dtype)
-    for name in ("greedy", "T=1"):
-        requests = requests_of(target, PARAMS[name])
-        expected = truth(target, requests, name)
-        for which in ("perfect", "random"):
-            drafter = drafters(target, expected)[which]
-            with tiny_engine(target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache) as engine:
-                assert_equal(engine.generate(requests), expected)
-                again = engine.generate(requests)
-                assert_equal(again, expected)
-                assert (total(again, "num_cached_tokens") > 0) == prefix_cache
-                assert_pool_is_empty(engine)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    drafter = drafters(target, expected)[which]
+    with tiny_engine(target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache) as engine:
+        assert_equal(engine.generate(requests), expected)
+        again = engine.generate(requests)
+        assert_equal(again, expected)
+        assert (total(again, "num_cached_tokens") > 0) == prefix_cache
+        assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("torch-float32", False)])
 def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
     """All choices alike, or the second choice waiting for a prompt that nobody computes."""
     target = tiny("llama", dtype)
@@ -200,8 +217,7 @@ def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str
         assert max(long) == len(requests[3].prompt_ids) - 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("float32", False), ("torch-float32", True)])
 def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
     """Sequences that all fit when they began and outgrew the pool together."""
     target = tiny("llama", dtype)
@@ -215,20 +231,22 @@ def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) 
         assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("num_kv_slots", [128, 160, 256])
-def test_a_small_pool_changes_nothing(tiny: Tiny, dtype: str, num_kv_slots: int, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_kv_slots", "name", "which"),
+    [(128, "greedy", "perfect"), (128, "penalties", "wrong"), (160, "penalties", "random"), (256, "greedy", "wrong")],
+)
+@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("torch-float32", False)])
+def test_a_small_pool_changes_nothing(
+    tiny: Tiny, num_kv_slots: int, name: str, which: str, dtype: str, prefix_cache: bool
+) -> None:
     """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
     target = tiny("llama", dtype)
-    for name in ("greedy", "penalties"):
-        requests = requests_of(target, PARAMS[name])
-        expected = truth(target, requests, name)
-        for which in ("perfect", "wrong", "random"):
-            drafter = drafters(target, expected)[which]
-            with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
-                assert_equal(engine.generate(requests), expected)
-                assert_pool_is_empty(engine)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    drafter = drafters(target, expected)[which]
+    with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
+        assert_equal(engine.generate(requests), expected)
+        assert_pool_is_empty(engine)
 
 
 @pytest.mark.parametrize("where", ["start", "propose", "observe", "learn", "finish", "malformed", "nan", "too few"])
