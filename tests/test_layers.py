@@ -39,7 +39,7 @@ LAYERS = (
 EDGES = ("pipelines", "services")
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve"}
 HOT_PATH = "ragspec/engine/engine.py"
-HOT_PATH_LINES = 200
+HOT_PATH_LINES = 300
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from letter_encoder import LetterEncoder
+from oracle_cases import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from tiny_target import SENTENCES, tiny_engine, tiny_tokenizer
 
 from ragspec.config import DatastoreConfig, DraftingConfig
@@ -210,7 +210,7 @@ def test_a_lost_index_costs_drafts_and_nothing_else(tiny: Tiny, tmp_path: Path) 
         drafter.drafts.clear()
         folder.rename(tmp_path / "elsewhere")
         assert_equal(engine.generate([request]), truth(target, [request], "greedy"))
-        assert engine._planner.num_failures == 1 and not any(drafter.drafts)
+        assert engine.num_drafter_failures == 1 and not any(drafter.drafts)
 
 
 def test_it_is_named_in_the_configuration(tiny: Tiny, written: Path) -> None:

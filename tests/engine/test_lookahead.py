@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
+from oracle_cases import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from tiny_target import tiny_engine
 
 from ragspec.config import DraftingConfig

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from drafting.medusa_heads import position_drafter
 from engine.test_eagle import drafter_for
-from engine.test_kv_offload import NUM_KV_SLOTS, PLENTY, answered, turns
-from engine.test_oracle import (
+from oracle_cases import (
     PARAMS,
     assert_equal,
     assert_pool_is_empty,
@@ -260,7 +260,7 @@ def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
         drafted = total(engine.generate(requests), "num_drafted")
     with followers.target(2, config, ENGINE) as target, tiny_engine(target, [drafter(target)]) as engine:
         completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
     assert_equal(completions, expected)
     assert total(completions, "num_drafted") == drafted > 0
 

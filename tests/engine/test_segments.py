@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from oracle import Plain, decode
-from test_oracle import PARAMS, PROMPTS
+from oracle_cases import PARAMS, PROMPTS
 from tiny_target import SENTENCES, tiny_engine, tiny_target
 
 from ragspec.core import (

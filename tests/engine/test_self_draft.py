@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from engine.test_oracle import PARAMS, assert_equal, generated, requests_of, total, truth
+from oracle_cases import PARAMS, assert_equal, generated, requests_of, total, truth
 from tiny_target import Free
 
 from ragspec.config import DraftingConfig, SelfDraftConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine.test_datastore import write
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import SENTENCES, Free, tiny_engine
 
 from ragspec.core import Document, Request, SamplingParams
@@ -51,7 +51,7 @@ def drafts_of(target: Target, drafter: Drafter, before: Sequence[Request], own: 
         drafter.propose = noting  # type: ignore[method-assign]
         for request in own:
             engine.generate([request])
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
     return drafts
 
 
@@ -81,7 +81,7 @@ def test_earlier_answers_change_no_output_and_are_drafted(tiny: Tiny, name: str)
     with tiny_engine(target, [drafter]) as engine:
         first = engine.generate(requests)
         again = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
         assert_pool_is_empty(engine)
     expected = truth(target, requests, name)
     assert_equal([*first, *again], expected)

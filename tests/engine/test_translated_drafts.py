@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine.test_draft_model import NotesReads, fresh_state, model_at
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import decode
+from oracle_cases import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
 from tiny_target import Free, save_model, tiny_engine, tiny_tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import socket
@@ -15,12 +14,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import yaml
-from infra_parts import ROOT, ran
+from infra_parts import ALERTS, FOLDER, queries, ran
 from service_parts import DOCUMENTS, MODEL, ServeProcess, serve_process, soon
 
-FOLDER = ROOT / "infra/prometheus"
-DASHBOARD = json.loads((ROOT / "infra/grafana/dashboards/ragspec.json").read_text())
-ALERTS = [rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
 ASKED: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": DOCUMENTS[0].text}],
@@ -32,15 +28,6 @@ ASKED: dict[str, Any] = {
 
 def program(name: str) -> str:
     return shutil.which(name) or pytest.skip(f"{name} is not installed (Debian's package prometheus has it)")
-
-
-def queries() -> dict[str, str]:
-    """The dashboard's, by panel and letter."""
-    return {
-        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "1m")
-        for panel in DASHBOARD["panels"]
-        for target in panel["targets"]
-    }
 
 
 def test_the_rules_are_valid_and_every_alert_fires_on_its_fault_alone() -> None:

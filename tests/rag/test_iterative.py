@@ -338,9 +338,9 @@ def test_one_answers_failure_ends_the_others_of_the_call(engine: Engine, index_d
     with pytest.raises(RetrievalError):
         guessed.ask_many(QUESTIONS * 3, GREEDY)
     deadline = time.monotonic() + 30
-    while engine._sequences and time.monotonic() < deadline:
+    while not engine.idle() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not engine._sequences
+    assert engine.idle()
 
 
 def test_a_vector_that_is_no_number_is_an_error(engine: Engine, index_dir: Path) -> None:
@@ -418,9 +418,9 @@ def test_leaving_a_stream_gives_the_answer_up(engine: Engine, index_dir: Path) -
 
     assert isinstance(asyncio.run(first_piece()), str)
     deadline = time.monotonic() + 30
-    while engine._sequences and time.monotonic() < deadline:
+    while not engine.idle() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not engine._sequences
+    assert engine.idle()
 
 
 def test_asking_works_where_an_event_loop_runs(engine: Engine, index_dir: Path) -> None:
