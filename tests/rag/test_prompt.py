@@ -190,10 +190,10 @@ def test_passages_shrink_first_the_last_ranked_first() -> None:
 )
 def test_a_question_of_a_megabyte_is_refused_at_once(question: str, context: int) -> None:
     """Tokenising it again for every dropped passage took minutes of the server's time."""
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     with pytest.raises((PromptTooLong, InputError)):
         PromptBuilder(CHAT, context).build(question, PASSAGES * 8, 96)
-    assert time.perf_counter() - started_s < 20
+    assert time.process_time() - started_s < 20
 
 
 @pytest.mark.parametrize("bad", ["", " \n", "a\0", "\udcff", None, 3])

@@ -158,9 +158,9 @@ def test_a_cut_never_parts_a_letter_from_its_accent() -> None:
 @pytest.mark.parametrize("text", ["." * 300_000, "a. " * 100_000, "\n" * 300_000, "A.B." * 100_000, 'x."' * 100_000])
 def test_time_grows_with_the_length_only(text: str) -> None:
     """A run of dots made the sentence pattern quadratic: one such file stopped a whole build."""
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     chunk(Document("d", text), ChunkingConfig())
-    assert time.perf_counter() - started_s < 5
+    assert time.process_time() - started_s < 5
 
 
 @pytest.mark.parametrize(
