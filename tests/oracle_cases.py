@@ -17,9 +17,10 @@ from tiny_target import SENTENCES, tiny_engine
 
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.drafter import Drafter
+from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
+from ragspec.tree import Proposal
 
 Tiny = Callable[..., Target]
 
@@ -134,3 +135,25 @@ def params_key(params: SamplingParams) -> str:
     name = repr(params)
     PARAMS.setdefault(name, params)
     return name
+
+
+def drafts_of(target: Target, drafter: Drafter, before: Sequence[Request], own: Sequence[Request]) -> list[Any]:
+    """Every draft for `own`, by the text that it followed, after the requests `before`."""
+    drafts: list[Any] = []
+    propose = drafter.propose
+
+    def noting(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        lists = propose(sequences, budget)
+        for sequence, proposals in zip(sequences, lists, strict=True):
+            nodes = [(p.token_id, p.parent, p.path_prob) for p in proposals]
+            drafts.append((list(sequence.tokens), nodes))
+        return lists
+
+    with tiny_engine(target, [drafter]) as engine:
+        for request in before:
+            engine.generate([request])
+        drafter.propose = noting  # type: ignore[method-assign]
+        for request in own:
+            engine.generate([request])
+        assert engine.num_drafter_failures == 0
+    return drafts
