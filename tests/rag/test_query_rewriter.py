@@ -149,7 +149,7 @@ class _Short:
 @pytest.mark.parametrize("text", ["1", "a-", "a.", "“", "A.'", "a ", "_", "A of the ", "x_"])
 def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str) -> None:
     """Patterns that look from every place to the end held the whole service for hours."""
-    long = text * 1_000_000
+    long = text * (1_000_000 // len(text))
     question = f"tell me about {long}"
     assert rewrite_by_rules(question, [QaPair("What is X?", "Y."), QaPair(long, long)]).startswith(question)
     extract_names(text * 100_000)
