@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from engine.test_oracle import (
+from oracle_cases import (
     PARAMS,
     PROMPTS,
     assert_equal,
@@ -154,7 +154,7 @@ def test_states_are_those_of_a_fresh_reading(
             assert_equal(engine.generate(batch), expected)
         assert engine._planner.num_failures == 0
         if "num_kv_slots" in options:
-            assert engine._scheduler.num_preemptions > 0
+            assert engine.load().num_preemptions > 0
         assert_pool_is_empty(engine)
     assert_nothing_held(drafter)
     assert len(drafter.seen) > 12

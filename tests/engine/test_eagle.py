@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafters import Half
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Free, tiny_engine
 
 from ragspec.core import Request, SamplingParams

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafting.eagle_heads import change_config, random_head, save_head
-from engine.test_oracle import drafted_as_plainly
 from oracle import decode
+from oracle_cases import drafted_as_plainly
 from tiny_target import save_model
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_eagle import free, head_for
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, total, truth
-from engine.test_tenant_drafts import drafts_of
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
 from tiny_target import tiny_engine
 
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig

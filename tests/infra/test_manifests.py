@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from infra_parts import ROOT
+from infra_parts import ALERTS, ROOT, queries
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
 from ray.dashboard import http_server_agent, http_server_head
 from ray.serve.schema import ServeDeploySchema
-from test_monitoring import ALERTS, queries
 
 from ragspec.cli.app import app as ragspec
 from services.metrics import Metrics
