@@ -165,7 +165,7 @@ class TargetConfig(ConfigSection):
     bfloat16 weights, else float32. `kv_dir`: a folder on a disk; then keys and values on backend cpu lie in a file there, so that
     `engine.max_kv_tokens` may exceed memory: the system keeps in memory what is used, and reads the rest back.
 
-    `exactness`: "fast" serves also where the self-test of "bitwise" fails, and counts near ties; several ranks on backends torch
+    `exactness`: "fast" serves also where the self-test of "bitwise" fails; several ranks on backends torch
     and cuda then add up parts of products.
     """
 

@@ -304,8 +304,8 @@ class GenerationStats:
     probabilities. `drafted_by_source` and `accepted_by_source` count nodes copied from the request's sources, by kind
     ("passage", "prediction"); a node proposed by several drafters counts for the most probable proposal.
     `exactness`: what drafts leave unchanged: the "path" of tokens, their "distribution", or "none".
-    `num_near_ties`: tokens that another rounding could change; counted under the keyed rule where rows are not invariant,
-    without tokens of a lost replica.
+    `num_near_ties`: always 0. Earlier versions counted tokens that another rounding could change; the self-test names such a
+    machine now. The next version leaves the field out.
     `num_replays`: how often another replica took over. Of steps on a lost replica only accepted nodes count.
     """
 

@@ -56,11 +56,13 @@ def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{found} is no more: {key.reason}")
             else:
                 said.append(f"{found} is no more, and has no effect")
-    drafting = tree.get("drafting")
-    drafters = drafting.get("drafters") if isinstance(drafting, dict) else None
-    if isinstance(drafters, list | tuple) and OLD_DRAFTERS & {name for name in drafters if isinstance(name, str)}:
-        drafting["drafters"] = [name for name in drafters if name not in OLD_DRAFTERS]
-        said.append(f"drafting.drafters: left out {', '.join(sorted(OLD_DRAFTERS & set(drafters)))}, which are no more")
+    for _, section, name in list(_places(tree, ["drafting", "drafters"])):
+        if not isinstance(drafters := section[name], list | tuple):
+            continue
+        gone = [each for each in drafters if isinstance(each, str) and each in OLD_DRAFTERS]
+        if gone:
+            section[name] = [each for each in drafters if each not in gone]
+            said.append(f"drafting.drafters: {', '.join(gone)} is no more, and left out")
     if said:
         log.warning("the configuration is of an earlier version: %s", "; ".join(dict.fromkeys(said)))
     return tree

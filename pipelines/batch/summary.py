@@ -52,7 +52,6 @@ class Summary:
         self.num_tokens += stats.num_output_tokens
         self.num_steps += stats.num_steps
         self.num_replays += stats.num_replays
-        self.num_near_ties += stats.num_near_ties
         self.add_fingerprint(stats.system_fingerprint)
 
     def add_fingerprint(self, fingerprint: str) -> None:

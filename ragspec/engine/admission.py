@@ -74,10 +74,11 @@ class Admission:
     """Checks requests and builds one sequence for each choice."""
 
     def __init__(
-        self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None, uncertainty: float = 0.0
+        self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None, is_bitwise: bool = True
     ) -> None:
-        """`uncertainty`: how much a logit may depend on the rest of its batch; above 0 texts are not reproducible."""
-        self._target, self._uncertainty = target, uncertainty
+        """`is_bitwise`: no logit depends on the rest of its batch; otherwise texts are not reproducible."""
+        self._target = target
+        self._is_bitwise = is_bitwise
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
@@ -100,7 +101,7 @@ class Admission:
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
             sequence.stats.prompt_draft_s = prepare_s
-            sequence.stats.exactness = "none" if self._uncertainty else request.speculation.exactness
+            sequence.stats.exactness = request.speculation.exactness if self._is_bitwise else "none"
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
             sequences.append(sequence)
         return sequences
@@ -112,7 +113,7 @@ class Admission:
                 raise InputError(f"json_schema needs the acceptance rule keyed, not {speculation.rule.value}")
             acceptance = AcceptancePolicy(speculation.rule, speculation.lossy)
             return RejectionSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
-        arguments = request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty
+        arguments = request, seed, choice, self._target.eos_ids, output_ids
         if request.params.json_schema:
             return GrammarSampler(self.grammars.of_schema(request.params.json_schema), *arguments)
         if request.grammar and self.grammars.can_follow():

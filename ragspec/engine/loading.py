@@ -96,7 +96,7 @@ def load_engine(
         target = load_rank(target_config, config, ranks, say)
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
-        compile_samplers(tested.uncertainty)
+        compile_samplers()
         quiet()
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
@@ -111,7 +111,7 @@ def load_engine(
         if planner.taps:
             forward_s(target, 1, 1, taps=planner.taps)  # compiles the search for probable tokens
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
-        admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
+        admission = Admission(target, tested.fingerprint, make_sampler, tested.passed)
         # A second before the first question. No daemon: an interpreter that ends while the library reads crashes.
         Thread(target=admission.grammars.can_follow, name="ragspec-grammars").start()
         threads = AdaptiveThreads(most_threads, num_threads, adaptive=adaptive)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
 from ragspec.engine.text import IncrementalDetokenizer
-from ragspec.numerics.backend import LogitRows, SampledToken
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, StepResult
@@ -28,7 +28,7 @@ from ragspec.verification.verify import VerifyResult, verify
 log = logging.getLogger(__name__)
 
 Listener = Callable[[Delta], None]
-SampledTrees = list[list[SampledToken]]
+SampledTrees = list[list[int]]
 """The token after each node of each tree; empty where the host samples."""
 _COUNTED_DEPTHS = 64
 """Levels of a tree that `positions` counts: services show one metric for each."""
@@ -109,7 +109,7 @@ class Sequence:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
 
-    def verify(self, tree: DraftTree, logits: LogitRows, sampled: SequenceOf[SampledToken] = ()) -> VerifyResult:
+    def verify(self, tree: DraftTree, logits: LogitRows, sampled: SequenceOf[int] = ()) -> VerifyResult:
         """Decide tokens by the request's acceptance rule.
 
         Shapes: logits float32 [N, V], row n for node n; `sampled` [N]: the token after each node, empty if the sampler is to read
@@ -121,7 +121,7 @@ class Sequence:
 
         def token_after(node: int) -> int:
             if sampled and isinstance(sampler, KeyedSampler):
-                return sampler.take(*sampled[node])
+                return sampler.take(sampled[node])
             return sampler(np.asarray(logits[node : node + 1])[0])
 
         return verify(tree, token_after, self.most_tokens)
@@ -230,8 +230,6 @@ class Sequence:
         now = time.perf_counter()
         admitted, first = self._admitted_s or now, self._first_token_s or now
         self.stats.num_output_tokens = self.num_written
-        if isinstance(self.sampler, KeyedSampler):
-            self.stats.num_near_ties = sum(self.sampler.near_ties[: self.num_written])
         self.stats.positions = {
             name: tuple((proposed, accepted) for proposed, accepted in counts)
             for name, counts in self._positions.items()

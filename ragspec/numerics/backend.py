@@ -47,20 +47,13 @@ PackedBits = NDArray[np.uint8]
 class KeyedDraw(NamedTuple):
     """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none.
 
-    `slack` (a, b): warped logits may be off by a + b * the greatest; None: near ties are not counted. `allowed`: the tokens that
-    may be sampled; None: all.
+    `allowed`: the tokens that may be sampled; None: all.
     """
 
     params: SamplingParams
     key: int | None
     edits: LogitEdits | None
-    slack: tuple[float, float] | None = None
     allowed: PackedBits | None = None
-
-
-class SampledToken(NamedTuple):
-    token_id: int
-    is_near_tie: bool
 
 
 class BestTokens(NamedTuple):
@@ -94,7 +87,7 @@ class DeviceLogits(Protocol):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         """All rows on the host, for tests of the numerics."""
 
-    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[SampledToken]:
+    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
         """The token of each row; any token for a row without a draw."""
 
     def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:

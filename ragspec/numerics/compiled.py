@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FILES = (
     "numerics/**/*.py",
-    "verification/near_ties.py",
     "verification/sampling.py",
     "drafting/suffix_index.py",
     "retrieval/search/bm25.py",

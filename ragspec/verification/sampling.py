@@ -24,11 +24,9 @@ from ragspec.numerics.backend import KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
 from ragspec.tree import DraftTree
-from ragspec.verification.near_ties import is_near_tie
 
 Logits = NDArray[np.float32]
 
-_MOST_ROUNDINGS = 4
 _LEAST_TEMPERATURE = 1e-6
 """Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
 
@@ -144,13 +142,11 @@ def sample(logits: Logits, params: SamplingParams, seed: int, choice: int, index
     return int(_sample(logits, params.top_k, params.top_p, params.min_p, key))
 
 
-def compile_samplers(uncertainty: float = 0.0) -> None:
+def compile_samplers() -> None:
     """Compile the samplers now, which takes a second or more, instead of at the first sampled token."""
     row = np.zeros(4, np.float32)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         sample(row, params, seed=0, choice=0, index=0)
-        if uncertainty:
-            is_near_tie(row, params, output_key(0, 0, 0), 0, uncertainty)
 
 
 class TokenCounts:
@@ -220,18 +216,6 @@ def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, for
     return x / np.float32(max(params.temperature, _LEAST_TEMPERATURE))
 
 
-def _slack(uncertainty: float, params: SamplingParams, num_output: int) -> tuple[float, float]:
-    """The uncertainty of a warped logit is the first number, and the second times the greatest warped logit: the logit's own
-    uncertainty, stretched by the warps, and the warps' rounding errors."""
-    penalty = params.repetition_penalty
-    stretch = max(1.0, penalty, 1.0 / penalty)
-    temperature = 1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
-    added = abs(params.presence_penalty) + abs(params.frequency_penalty) * num_output
-    added += max(map(abs, params.logit_bias.values()), default=0.0)
-    rounding = _MOST_ROUNDINGS * float(np.finfo(np.float32).eps)
-    return uncertainty * stretch / temperature + rounding * added / temperature, rounding
-
-
 @compiled(nogil=True)
 def _log_sum_exp(x: Any) -> float:
     maximum = np.float64(x[_argmax(x)])
@@ -278,43 +262,17 @@ class ChoiceSampler:
 
 
 class KeyedSampler(ChoiceSampler):
-    """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i).
-
-    `uncertainty`: how much a logit may depend on the other rows of its batch. If it is not 0, `near_ties` records for each
-    decided token whether it was a near tie.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        seed: int,
-        choice: int,
-        eos_ids: tuple[int, ...],
-        output_ids: list[int],
-        uncertainty: float = 0.0,
-    ) -> None:
-        super().__init__(request, seed, choice, eos_ids, output_ids)
-        self._uncertainty = uncertainty
-        self.near_ties: list[bool] = []
+    """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i)."""
 
     def __call__(self, logits: Logits) -> int:
-        warped = self.warped(logits)
-        token = sample(warped, self._params, self._seed, self._choice, self._index)
-        if self._uncertainty:
-            key = output_key(self._seed, self._choice, self._index)
-            own, share = _slack(self._uncertainty, self._params, self._index)
-            slack = own + share * float(np.abs(warped[np.isfinite(warped)]).max(initial=0.0))
-            return self.take(token, is_near_tie(warped, self._params, key, token, slack))
-        return self.take(token)
+        return self.take(sample(self.warped(logits), self._params, self._seed, self._choice, self._index))
 
     def warped(self, logits: Logits) -> Logits:
         """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
         return warp(logits, self._params, self._counts, self._forbidden(self._index))
 
-    def take(self, token: int, near_tie: bool = False) -> int:
+    def take(self, token: int) -> int:
         """Count a token as decided; returns it."""
-        if self._uncertainty:
-            self.near_ties.append(near_tie)
         if self._counts is not None:
             self._counts.push(token)
         self._index += 1
@@ -330,8 +288,7 @@ class KeyedSampler(ChoiceSampler):
         if counts is not None and node:
             counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
         key = None if params.greedy else int(output_key(self._seed, self._choice, index))
-        slack = _slack(self._uncertainty, params, index) if self._uncertainty else None
-        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)), slack)
+        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
 
     def _forbidden(self, index: int) -> tuple[int, ...]:
         return self._eos_ids if index < self._params.min_tokens else ()

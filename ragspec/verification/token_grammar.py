@@ -167,7 +167,7 @@ class GrammarSampler(KeyedSampler):
             grammar.take(token)
         params = self._params
         truncates = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self._needs_mask = bool(self._uncertainty) or (truncates and not params.greedy)
+        self._needs_mask = truncates and not params.greedy
 
     def __call__(self, logits: Logits) -> int:
         """The argmax of all tokens, if the grammar allows it: it needs no mask. Devices always mask (`draws`)."""
@@ -180,9 +180,9 @@ class GrammarSampler(KeyedSampler):
     def warped(self, logits: Logits) -> Logits:
         return np.where(self._grammar.allowed(), super().warped(logits), np.float32(-np.inf))
 
-    def take(self, token: int, near_tie: bool = False) -> int:
+    def take(self, token: int) -> int:
         self._grammar.take(token)
-        return super().take(token, near_tie)
+        return super().take(token)
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """With masks of all nodes that the grammar allows, so that one sampling decides the whole path."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ragspec.core import TokenLogprob
 from ragspec.numerics.attention import Floats
-from ragspec.numerics.backend import KeyedDraw, PackedBits, SampledToken
+from ragspec.numerics.backend import KeyedDraw, PackedBits
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
 from ragspec.numerics.torch.attention import tree_sum
-from ragspec.numerics.torch.near_ties import near_ties
 from ragspec.numerics.torch.probs import TorchProbs
 from ragspec.numerics.torch.transfer import column, to_device, to_host
 
@@ -74,10 +73,10 @@ class TorchLogits:
         return rows
 
     @torch.inference_mode()
-    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[SampledToken]:
+    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
         """The token of each row; of a row without a draw or without numbers, any token."""
         parts = [_sampled(values, some, self.token_ids) for values, some in self._groups(draws)]
-        return [SampledToken(int(code) >> 1, bool(code & 1)) for part in parts for code in to_host(part)]
+        return [int(token) for part in parts for token in to_host(part)]
 
     @torch.inference_mode()
     def best(self, draws: Sequence[KeyedDraw] | None, count: int) -> Tensor:
@@ -130,15 +129,12 @@ def _most_probable(values: Tensor, count: int, *own: Tensor) -> tuple[Tensor, Te
 
 
 def _sampled(logits: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Tensor:
-    """Twice the column, and 1 more for a near tie. Shapes: float32 [W, V], int64 [V] -> int64 [W]."""
+    """The column of each row's token. Shapes: float32 [W, V], int64 [V] -> int64 [W]."""
     x = _warped(logits, draws)
-    tokens, noisy = _first_greatest(x), x.double()
-    for rows, sums in _noisy_sums(x, draws, token_ids):
-        tokens[rows] = _first_greatest(sums.survivors)
-        noisy[rows] = sums.noisy
-    if not any(draw is not None and draw.slack is not None for draw in draws):
-        return tokens * 2
-    return tokens * 2 + near_ties(x, noisy, tokens, draws)
+    tokens = _first_greatest(x)
+    for rows, survivors in _noisy_sums(x, draws, token_ids):
+        tokens[rows] = _first_greatest(survivors)
+    return tokens
 
 
 def _best(logits: Tensor, draws: Sequence[KeyedDraw], token_ids: Tensor, count: int) -> Tensor:
@@ -146,23 +142,17 @@ def _best(logits: Tensor, draws: Sequence[KeyedDraw], token_ids: Tensor, count: 
     finite = torch.isfinite(logits).all(1, keepdim=True)
     x = torch.where(finite, _warped(logits, draws), 0.0)
     scores = x.double()
-    for rows, sums in _noisy_sums(x, draws, token_ids):
-        scores[rows] = sums.survivors
+    for rows, survivors in _noisy_sums(x, draws, token_ids):
+        scores[rows] = survivors
     ranked = torch.sort(scores, dim=1, descending=True, stable=True)  # equal scores keep the order of their columns
     scores = ranked.values[:, :count]
     columns = torch.where(scores > -torch.inf, ranked.indices[:, :count], -1)
     return torch.cat([columns.double(), scores, finite.double()], 1)
 
 
-class _Sums(NamedTuple):
-    """Warped logit and noise of all tokens, and of the survivors; -inf for others. Shapes: float64 [R, V] each."""
-
-    noisy: Tensor
-    survivors: Tensor
-
-
-def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Iterator[tuple[Tensor, _Sums]]:
-    """The numbers of the rows that are not greedy, and their sums; once, or not if there are none.
+def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The numbers of the rows that are not greedy, and the sums of warped logit and noise, -inf for tokens that the warps leave
+    out; once, or not if there are none.
 
     Shapes: float32 [W, V], int64 [V] -> int64 [R], float64 [R, V].
     """
@@ -175,7 +165,7 @@ def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor)
     if any(draw.key is not None for draw in own):
         keys = to_device(np.array([_signed(draw.key or 0) for draw in own], np.int64), x.device)
         sums = sums + gumbel_rows(keys, token_ids) * column([float(draw.key is not None) for draw in own], x.device)
-    yield rows, _Sums(sums, sums.masked_fill(~_survivors(warped, own), -torch.inf))
+    yield rows, sums.masked_fill(~_survivors(warped, own), -torch.inf)
 
 
 def _first_greatest(x: Tensor) -> Tensor:
