@@ -4,22 +4,25 @@ Owns their order of construction and closing. Knows no HTTP.
 
 >>> with ServiceBackend.embedded(config, retriever) as backend:      # one process
 ...     app = build_app(backend, SingleKey())
+>>> with clustered("ragspec", config) as backend: ...                # on a deployment of `ragspec cluster up`
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from ragspec.config import PipelineConfig
 from ragspec.core import Request, Say
 from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
+from ragspec.engine.target import load_tokenizer
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
@@ -29,10 +32,9 @@ from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
-from services.metrics import Metrics
+from services.metrics import Metrics, Telemetry
 from services.settings import ServiceConfig
 from services.stores.library import open_library
-from services.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -148,3 +150,48 @@ def open_dictionaries(config: ServiceConfig) -> DictionaryStore:
     """Raises: SaveError, StoreCorrupt."""
     folder = config.service.data_dir
     return DictionaryStore(Path(folder) / "dictionaries.sqlite" if folder else Path(":memory:"))
+
+
+@contextmanager
+def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
+    """Target, index and encoder are the deployment's; service and chat are `config`'s. Needs Ray to be initialised.
+
+    A dead engine or shard of the deployment costs no answer. Without shards in the deployment, this process searches the index
+    that `config` names.
+    Raises: ConfigError, also where `config` contradicts the deployment; EngineError, ModelError, StoreError.
+    """
+    from ragspec.cluster.deployment import Deployment, check_agreement  # imports Ray, which other services do without
+
+    deployment = Deployment.find(name)
+    searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
+    check_agreement(
+        name,
+        deployment.config,
+        config,
+        ("target", "engine.max_kv_tokens", *searched_there),
+        own=("retriever.num_passages",),
+    )
+    settled = settled_config(deployment.config, config)
+    with ExitStack() as stack:
+        if deployment.topology.num_shards:
+            retriever: Retriever = stack.enter_context(closing(deployment.retriever()))
+        else:
+            settled = settled.model_copy(update={"retriever": config.retriever, "encoder": config.encoder})
+            retriever = Retriever.from_config(config.retriever, config.encoder)
+        engine = deployment.engine()
+        stack.callback(engine.close)
+        tokenizer = load_tokenizer(settled.target)
+        yield stack.enter_context(ServiceBackend(engine, tokenizer, retriever, settled))
+
+
+def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
+    """The deployment's configuration, with the service, chat, sampling, prompts and number of passages of `given`."""
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
+    parts["generation"] = deployed.generation.model_copy(update=said)
+    words = {name: getattr(given.prompts, name) for name in given.prompts.model_fields_set}
+    parts["prompts"] = deployed.prompts.model_copy(update=words)
+    if "num_passages" in given.retriever.model_fields_set:
+        update = {"num_passages": given.retriever.num_passages}
+        parts["retriever"] = deployed.retriever.model_copy(update=update)
+    return given.model_copy(update=parts)

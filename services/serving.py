@@ -158,7 +158,7 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def _backend(cluster: str, settings: ServiceConfig) -> Iterator[ServiceBackend]:
     from ragspec.cluster.deployment import Deployment as EngineDeployment
     from ragspec.cluster.topology import Topology
-    from services.clustered import clustered
+    from services.backend import clustered
 
     with contextlib.ExitStack() as stack:
         if not cluster:

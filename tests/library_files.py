@@ -25,9 +25,15 @@ def attached_by(tenant: str, library: Library, name: str, text: str) -> tuple[st
 
 def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple[str, str]:
     """Status and code, once it is over."""
-    while (member := library.member(tenant, store, file)).status == "in_progress":
+    while (member := library.records.member(tenant, store, file)).status == "in_progress":
         time.sleep(0.01)
     return member.status, member.code
+
+
+def status_of(library: Library, tenant: str, store: str, file: str) -> str:
+    """Also of a member that is being deleted; empty once it is gone."""
+    members = library.records.members_of_file(tenant, file)
+    return next((member.status for member in members if member.store == store), "")
 
 
 @contextmanager

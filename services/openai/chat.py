@@ -25,18 +25,16 @@ from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
-from services.openai.answer_format import AnswerFormat
-from services.openai.citation_formats import (
+from services.openai.answer_fields import (
+    TokenTexts,
     citation_fields,
     citations_of,
     passages_of,
     sentences_of,
     unknown_quotations_of,
 )
-from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
-from services.openai.logprobs import TokenTexts
-from services.openai.request_context import RequestContext
-from services.openai.streaming import ChoiceDelta, Chunk, GenerationResponse, ResponseSender
+from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, GenerationResponse, ResponseSender
+from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
 from services.openai.types import ChatBody, RetrievalOptions
 
 _INLINE_CHARS = 2048
@@ -93,7 +91,9 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
     options = body.retrieval_options
     for store_id in (options and options.vector_store_ids) or ():
-        context.backend.library.store(context.caller.tenant, store_id)  # raises NotFound for another tenant's store
+        context.backend.library.records.store(
+            context.caller.tenant, store_id
+        )  # raises NotFound for another tenant's store
     turn = ChatTurn(
         id=context.id,
         messages=tuple(message.message for message in body.messages),

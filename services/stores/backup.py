@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
-from ragspec.errors import IndexBusy, InputError, SaveError, StoreCorrupt
+from ragspec.errors import IndexBusy, InputError, StoreCorrupt
 from ragspec.retrieval.index.manifest import FileChecksum, file_checksum, read_generation, verify_checksums
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.reader_lock import reader_lock
 from services.settings import ServiceSettings
 from services.stores.library import library_folder
+from services.stores.records import read_only
 
 RECORD = "BACKUP.json"
 _DATABASES = ("conversations.sqlite", "dictionaries.sqlite")
@@ -132,14 +133,8 @@ def _copy_database(path: Path, copy: Path) -> None:
     if not path.exists():
         return
     make_folder(copy.parent)
-    try:
-        with (
-            contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_BUSY_S)) as source,
-            contextlib.closing(sqlite3.connect(copy)) as target,
-        ):
-            source.backup(target)
-    except sqlite3.Error as cause:
-        raise SaveError(f"{path} cannot be copied: {cause}") from cause
+    with read_only(path, _BUSY_S) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
     copy.chmod(0o600)
 
 

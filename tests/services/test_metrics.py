@@ -18,9 +18,8 @@ from service_parts import MODEL, Service, Serving, soon
 
 from ragspec.core import GenerationStats
 from ragspec.errors import ConfigError
-from services.metrics import Metrics
+from services.metrics import Metrics, Telemetry
 from services.settings import TelemetryConfig
-from services.telemetry import Telemetry
 
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "What is a xylophone?"}], "max_tokens": 8, "seed": 1}
 
@@ -169,7 +168,7 @@ class Kept(InMemorySpanExporter):
 @contextmanager
 def traced(serving: Serving, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[tuple[Service, Kept]]:
     kept = Kept()
-    monkeypatch.setattr("services.telemetry.ConsoleSpanExporter", lambda: kept)
+    monkeypatch.setattr("services.metrics.ConsoleSpanExporter", lambda: kept)
     with serving(**{"service.telemetry.exporter": "console", **settings}) as service:
         yield service, kept
 

@@ -29,7 +29,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineError
-from services.auth_middleware import AuthMiddleware
+from services.gateway import AuthMiddleware
 from services.settings import ServiceConfig
 
 CROWD = "crowd"

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended
+from library_files import attached, attached_by, commits_paused, ended, status_of
 from stand_ins import until
 
 from ragspec.config import RetrieverConfig
@@ -126,7 +126,7 @@ def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opene
     """A kill between the bytes and their record: what was never acknowledged, or was deleted, stayed for good."""
     library = opened()
     _, file = attached(library)
-    acknowledged = library.path(library.file("ann", file))
+    acknowledged = library.blobs.path(library.records.file("ann", file))
     orphan, young = (acknowledged.with_name(f"file-{name}.txt") for name in ("orphan", "young"))
     for path in (orphan, young):
         path.write_text("A zebra.")
@@ -140,11 +140,11 @@ def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opene
 def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, opened: Opened) -> None:
     """What its owner had asked to delete was found after a crash."""
     library, store, file = with_a_file(opened)
-    library._records.set_status([library.member("ann", store, file)], "deleting")
+    library.records.set_status([library.records.member("ann", store, file)], "deleting")
     library.close()
     again = opened()
     with pytest.raises(NotFound):
-        again.member("ann", store, file)
+        again.records.member("ann", store, file)
     while any("zebra" in text for text in found(index)):
         time.sleep(0.01)
     assert found(index) == {OLD.text}
@@ -155,15 +155,15 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
 ) -> None:
     """One that failed after a restart was forgotten, and its file, failed or never read, was said to be completed."""
     library, store, file = with_a_file(opened)
-    library._records.set_status([library.member("ann", store, file)], "deleting")
+    library.records.set_status([library.records.member("ann", store, file)], "deleting")
     library.close()
     monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.2)
     monkeypatch.setattr(index_updater, "TRIES", 1)
     with IndexWriter(index, LetterEncoder()):
         again = opened()
         time.sleep(0.5)
-        assert again._records.status(("ann", store, file)) == "deleting"
-    until(lambda: not again._records.status(("ann", store, file)))
+        assert status_of(again, "ann", store, file) == "deleting"
+    until(lambda: not status_of(again, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -179,8 +179,8 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
             library.attach("ann", store, other, {})
         with pytest.raises(SaveError):
             asyncio.run(library.detach("ann", store, file))
-    assert found(index) == before and library.member("ann", store, file).status == "completed"
-    assert {each.filename for each in library.files("ann")} == {"zebra.txt", "other.txt"}
+    assert found(index) == before and library.records.member("ann", store, file).status == "completed"
+    assert {each.filename for each in library.records.files("ann")} == {"zebra.txt", "other.txt"}
     library.attach("ann", store, other, {})
     assert ended(library, store, other) == ("completed", "")
     assert found(index) == {*before, "Another zebra."}
@@ -200,7 +200,7 @@ def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatc
     monkeypatch.setattr(library._disk_reserve, "give_up", freed)
     with small_files(0):
         asyncio.run(library.delete_file("ann", file))
-    assert found(index) == {OLD.text} and library.files("ann") == []
+    assert found(index) == {OLD.text} and library.records.files("ann") == []
     assert reserve.stat().st_size >= 2**20
 
 
@@ -221,7 +221,7 @@ def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
         assert ended(library, store, failed) == ("failed", "server_error")
         with pytest.raises(SaveError):
             asyncio.run(library.detach("ann", store, file))
-    assert library.member("ann", store, file).status == "completed" and found(index) == before
+    assert library.records.member("ann", store, file).status == "completed" and found(index) == before
     asyncio.run(library.detach("ann", store, file))
     assert found(index) == {OLD.text}
 
@@ -266,9 +266,9 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_is_owed(
         broken.setattr(IndexWriter, "commit", full)
         broken.setattr(Records, "set_status", full_at_last)
         with pytest.raises(SaveError):
-            asyncio.run(library._ingest.delete([library.member("ann", store, file)]))
-        assert library._records.status(("ann", store, file)) == "deleting"
-    until(lambda: not library._records.status(("ann", store, file)))
+            asyncio.run(library._ingest.delete([library.records.member("ann", store, file)]))
+        assert status_of(library, "ann", store, file) == "deleting"
+    until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -299,11 +299,11 @@ def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
         with pytest.raises(NoRoom):
             for _ in range(60):
                 add()
-        for store in library.stores("ann"):
+        for store in library.records.stores("ann"):
             asyncio.run(library.delete_store("ann", store.id))
-        for file in library.files("ann"):
+        for file in library.records.files("ann"):
             asyncio.run(library.delete_file("ann", file.id))
-    assert library._records.used_bytes("ann") == 0
+    assert library.records.used_bytes("ann") == 0
     store = library.create_store("ann").id
     with pytest.raises(NoRoom):
         for _ in range(60):
@@ -335,7 +335,7 @@ def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
         until(lambda: sum(upload.done() for upload in uploads) == 3)
         may_come.set()
     assert sum(isinstance(upload.exception(), NoRoom) for upload in uploads) == 3
-    assert len(library.files("ann")) == 1
+    assert len(library.records.files("ann")) == 1
 
 
 def test_a_file_that_hangs_is_given_up(opened: Opened) -> None:
@@ -417,11 +417,11 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
     monkeypatch.setattr(index_updater, "TRIES", 1)
     library, store, file = with_a_file(opened)
-    deleting = replace(library.member("ann", store, file), status="deleting")
-    library._records.set_status([deleting], "deleting")
+    deleting = replace(library.records.member("ann", store, file), status="deleting")
+    library.records.set_status([deleting], "deleting")
     with IndexWriter(index, LetterEncoder()), pytest.raises(SaveError):
         asyncio.run(library._ingest.delete([deleting]))
-    until(lambda: not library._records.status(("ann", store, file)))
+    until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -435,7 +435,7 @@ def test_a_long_build_of_the_index_fails_no_upload(
     with IndexWriter(index, LetterEncoder()):
         store, file = attached(library)
         time.sleep(0.3)
-        assert library.member("ann", store, file).status == "in_progress"
+        assert library.records.member("ann", store, file).status == "in_progress"
     assert ended(library, store, file) == ("completed", "")
 
 
@@ -469,7 +469,7 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
         library._ingest.stop()
         thread.join()
     assert len(ends) == 1
-    assert library._records.status(("ann", store, file)) in ("completed", "deleting")
+    assert status_of(library, "ann", store, file) in ("completed", "deleting")
 
 
 @contextmanager
@@ -495,12 +495,12 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
 def test_a_deletion_waits_for_no_file_that_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wanted a text gone waited for up to two minutes behind a file of others that was parsed, and got an error."""
     library, gone, _ = with_a_file(opened)
-    (file,) = library.files("ann")
+    (file,) = library.records.files("ann")
     with held_reads(monkeypatch) as (begun, read):
         others = [attached(library, f"slow {number}.txt") for number in range(4)]
         assert begun.wait(90.0)
         asyncio.run(library.delete_file("ann", file.id))
-        assert read == [] and library.members("ann", gone) == []
+        assert read == [] and library.records.members("ann", gone) == []
     assert [ended(library, *other) for other in others] == [("completed", "")] * 4
 
 
@@ -526,11 +526,11 @@ def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
     first = opened()
     store, file = attached(first)
     assert ended(first, store, file) == ("completed", "")
-    first._records.set_status([first.member("ann", store, file)], "deleting")
+    first.records.set_status([first.records.member("ann", store, file)], "deleting")
     with IndexWriter(index, LetterEncoder()):
         second = opened()
         until(lambda: second._ingest._deletions_due_s > 0)  # it has tried
-    first._records.drop_members(second._ingest._unfinished_deletions)
+    first.records.drop_members(second._ingest._unfinished_deletions)
     first.attach("ann", store, file, {})
     assert ended(first, store, file) == ("completed", "")
     until(lambda: not second._ingest._unfinished_deletions)
@@ -566,7 +566,7 @@ def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
     library, store, file = with_a_file(opened)
     with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="ask again"):
         asyncio.run(library.detach("ann", store, file))
-    until(lambda: not library._records.status(("ann", store, file)))
+    until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -581,9 +581,9 @@ def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
         assert ended(library, *attached(library)) == ("completed", "")
     with open_library(second, LetterEncoder(), lambda *_: None) as library:
-        assert library.files("ann") == [] and found(other) == {OLD.text}
+        assert library.records.files("ann") == [] and found(other) == {OLD.text}
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
-        (file,) = library.files("ann")
+        (file,) = library.records.files("ann")
         asyncio.run(library.delete_file("ann", file.id))
     assert found(index) == {OLD.text}
     beside = first.service.model_copy(update={"data_dir": ""})
@@ -619,7 +619,7 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
     assert sum("bob" in owners for owners in commits) <= 2
     assert ended(library, *large, tenant="bob") == ("completed", "")
     assert sum("bob" in owners for owners in commits) >= 5
-    member = library.member("bob", *large)
+    member = library.records.member("bob", *large)
     assert member.num_bytes == sum(len(f"zebra {number}") for number in range(220))
     documents = DocumentMap(Store.open(index), with_texts=False)
     origins = [origin for _, owner, origin in documents.origins() if owner == "bob"]
@@ -634,7 +634,7 @@ def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
     library = opened()
     store, file = attached(library, "rows.csv", rows(45))
     assert ended(library, store, file) == ("completed", "")
-    library.path(library.file("ann", file)).write_text(rows(23, "gnu"))
+    library.blobs.path(library.records.file("ann", file)).write_text(rows(23, "gnu"))
     library.attach("ann", store, file, {"year": 1874})
     assert ended(library, store, file) == ("completed", "")
     texts = found(index, " ".join(f"{word} {number}" for word in ("gnu", "zebra") for number in range(45)))
@@ -665,7 +665,7 @@ def test_a_file_of_too_many_rows_is_refused(opened: Opened) -> None:
     library = opened(parse_limits=ParseLimits(max_documents=100))
     store, file = attached(library, "rows.csv", rows(101))
     assert ended(library, store, file) == ("failed", "invalid_file")
-    assert "more than 100 rows" in library.member("ann", store, file).message
+    assert "more than 100 rows" in library.records.member("ann", store, file).message
     assert ended(library, *attached(library, "rows.csv", rows(100))) == ("completed", "")
 
 
@@ -692,9 +692,9 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]
     await asyncio.wait(deletions, return_when=asyncio.FIRST_COMPLETED)
     bob = asyncio.create_task(library.detach("bob", *others))
-    while library._records.status(("bob", *others)) != "deleting":
+    while status_of(library, "bob", *others) != "deleting":
         await asyncio.sleep(0.01)
-    assert await asyncio.to_thread(library.files, "bob"), "a thread is free"
+    assert await asyncio.to_thread(library.records.files, "bob"), "a thread is free"
     go_on.set()
     await bob
     ends = await asyncio.gather(*deletions, return_exceptions=True)

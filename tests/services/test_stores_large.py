@@ -85,8 +85,8 @@ def test_others_have_their_turn_while_a_large_text_is_encoded(library: Library, 
     deletion.join()
     assert ended(library, *small) == ("completed", "")
     with pytest.raises(NotFound):
-        library.member("ann", *gone)
-    assert library.member("bob", *large).status == "in_progress"
+        library.records.member("ann", *gone)
+    assert library.records.member("bob", *large).status == "in_progress"
     encoder.finish.set()
     assert ended(library, *large, tenant="bob") == ("completed", "")
 
@@ -106,7 +106,7 @@ def test_a_large_text_that_is_deleted_is_not_encoded_to_its_end(
     assert len(encoder.num_chars) == 1 and encoder.num_chars[0] < len(LARGE) / 2
     assert documents(tmp_path, "bob") == []
     with pytest.raises(NotFound):
-        library.member("bob", *large)
+        library.records.member("bob", *large)
 
 
 def test_a_text_encoded_in_slices_is_indexed_as_one_encoded_at_once(

@@ -15,7 +15,7 @@ from letter_encoder import DIMENSION, LetterEncoder
 from openai.types import Completion
 from service_parts import CONTEXT, Service
 
-from services.openai.embeddings import Embeddings
+from services.openai.routes import Embeddings
 from services.openai.types import EmbeddingBody
 
 
