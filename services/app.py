@@ -30,6 +30,16 @@ from services.openai import routes as openai_routes
 from services.stores import routes as stores
 
 _EXPOSED = ["x-request-id", "retry-after"]
+STATIC = Path(__file__).parent / "web" / "static"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+PAGE_HEADERS = SECURITY_HEADERS | {
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # browsers ask again each time and get 304 by the ETag
+}
 
 
 def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
@@ -61,18 +71,6 @@ async def _raise_http_error(_: Request, error: Exception) -> NoReturn:
 async def _raise_validation_error(_: Request, error: Exception) -> NoReturn:
     assert isinstance(error, RequestValidationError)
     raise validation_error(error.errors()) from None
-
-
-STATIC = Path(__file__).parent / "web" / "static"
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
-)
-PAGE_HEADERS = SECURITY_HEADERS | {
-    "Content-Security-Policy": _POLICY,
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # browsers ask again each time and get 304 by the ETag
-}
 
 
 def page_routes() -> APIRouter:

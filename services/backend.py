@@ -13,6 +13,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,17 @@ from services.settings import ServiceConfig
 from services.stores.library import open_library
 
 log = logging.getLogger(__name__)
+
+
+_ENGINE_GAUGES = (
+    ("vllm:num_requests_running", "Choices that are being written.", "num_running"),
+    ("vllm:num_requests_waiting", "Choices that wait in the engine.", "num_waiting"),
+    ("ragspec_engine_steps", "Steps since the start.", "num_steps"),
+    ("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", "kv_usage"),
+    ("ragspec_kv_offload_bytes", "Offloaded keys and values.", "kv_offload_bytes"),
+    ("ragspec_kv_offload_errors", "Copies of blocks out of the pool or back that failed.", "num_kv_offload_errors"),
+)
+"""A gauge, its help text, and the field of the engine's load that it shows."""
 
 
 class ServedEngine(EngineLike, Protocol):
@@ -121,22 +133,15 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         watch, limiter, engine = self.metrics.watch, self.rate_limiter, self.engine
         watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: limiter.running)
         if folder := self.config.service.data_dir:
-            watch(
-                "ragspec_data_free_bytes",
-                "Room on the disk of the data folder.",
-                lambda: shutil.disk_usage(folder).free,
-            )
+            text = "Room on the disk of the data folder."
+            watch("ragspec_data_free_bytes", text, lambda: shutil.disk_usage(folder).free)
         if isinstance(engine, Engine):
-            watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
-            watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
-            watch("ragspec_engine_steps", "Steps since the start.", lambda: engine.load().num_steps)
-            watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
-            watch("ragspec_kv_offload_bytes", "Offloaded keys and values.", lambda: engine.load().kv_offload_bytes)
-            watch(
-                "ragspec_kv_offload_errors",
-                "Copies of blocks out of the pool or back that failed, since the start.",
-                lambda: engine.load().num_kv_offload_errors,
-            )
+            for name, text, field in _ENGINE_GAUGES:
+                watch(name, text, partial(_load_of, engine, field))
+
+
+def _load_of(engine: Engine, field: str) -> float:
+    return float(getattr(engine.load(), field))
 
 
 def open_conversations(config: ServiceConfig) -> ConversationStore:

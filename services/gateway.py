@@ -60,7 +60,7 @@ SECURITY_HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Cache-Control": "no-store",
 }
-"""Of every response; a route's own headers win."""
+"""Headers of every response; a route's own headers win."""
 
 _RAW_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _NO_CALLER = Caller("", "")

@@ -85,7 +85,7 @@ _MAX_KEYS = 10_000
 
 
 def network_of(peer: Sequence[Any] | None) -> str:
-    """Who a connection is counted to: an IPv4 address, or the 64 bits of an IPv6 network, as one client has a whole network."""
+    """The network that a connection counts for: an IPv4 address, or 64 bits of an IPv6 address, since a client owns so many."""
     host = str(peer[0]) if peer else ""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -155,6 +155,11 @@ class RateLimiter:
         self.running = 0
         self.draining = False
 
+    @property
+    def num_keys(self) -> int:
+        """Keys, and networks without one, whose last minute is remembered."""
+        return len(self._usage)
+
     @contextmanager
     def admit(self, caller: Caller) -> Iterator[None]:
         """Counts one request while it runs. Raises: ApiError 429 or, when draining, 503."""
@@ -182,7 +187,7 @@ class RateLimiter:
             self._request_ended.set()
 
     def large_bodies(self, name: str) -> LargeBodies:
-        """Of a key, or of a network whose clients have none: so that others' requests get the processor."""
+        """The large bodies of a key, or of a network whose clients send none."""
         return self._usage_of(name).large_bodies
 
     def refusal_wait_s(self, name: str) -> float:

@@ -1,11 +1,15 @@
-"""Prometheus metrics, with vLLM's names where the meaning is vLLM's, so that its dashboards work, else with `ragspec_`.
+"""Metrics for Prometheus and traces for OpenTelemetry.
+
+`Metrics` uses vLLM's names where the meaning is vLLM's, so that its dashboards work, else names with `ragspec_`. `Telemetry`
+writes spans by the conventions for generative AI: chat, text_completion, embeddings and retrieval. It is off without an exporter,
+and spans hold texts of users and answers only with `telemetry.content`.
 
     >>> metrics = Metrics("qwen3")
     >>> metrics.first_token(0.041)
     >>> metrics.ended(completion.stats, completion.finish_reason, seconds=1.3)
     >>> metrics.text().decode()
 
-Owns one registry, none of it global. No label holds a text, a tenant or a key. Safe to call from several threads.
+Owns one registry and one tracer, neither global. No label holds a text, a tenant or a key. Safe to call from several threads.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ _STATS_COUNTERS = (
 """A field of `GenerationStats`, the counter that sums it, and the counter's help text."""
 _ABORTED = ("client_gone", "client_too_slow", "timeout")
 _REJECTED = ("queue", "concurrency", "requests", "tokens", "draining", "key")
-"""Reasons. Why named here: a counter that begins with its first event hides that event from `rate` and `increase`."""
+"""Reasons of refusals. Why named here: a counter that begins with its first event hides that event from `rate`."""
 _STATS_HISTOGRAMS = (
     ("queue_s", "vllm:request_queue_time_seconds", "Waiting in the engine.", _SECONDS),
     ("prefill_s", "vllm:request_prefill_time_seconds", "Reading the prompt.", _SECONDS),
@@ -59,6 +63,18 @@ _STATS_HISTOGRAMS = (
     ("num_prompt_tokens", "vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
     ("num_output_tokens", "vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS),
 )
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+_REQUEST_ATTRIBUTES = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+    "stream": "gen_ai.request.stream",
+    "max_num_results": "gen_ai.request.top_k",
+}
+_MAX_CONTENT_BYTES = 2**20
 
 
 class Metrics:
@@ -165,20 +181,6 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
         metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
         return metric.labels(self._model)
-
-
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
-_REQUEST_ATTRIBUTES = {
-    "max_tokens": "gen_ai.request.max_tokens",
-    "max_completion_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "seed": "gen_ai.request.seed",
-    "n": "gen_ai.request.choice.count",
-    "stream": "gen_ai.request.stream",
-    "max_num_results": "gen_ai.request.top_k",
-}
-_MAX_CONTENT_BYTES = 2**20
 
 
 class Telemetry:

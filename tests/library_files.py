@@ -39,9 +39,9 @@ def status_of(library: Library, tenant: str, store: str, file: str) -> str:
 @contextmanager
 def commits_paused(library: Library) -> Iterator[None]:
     """Files are read and not committed inside the block."""
-    worker = library._ingest
-    worker._members_due_s = math.inf
+    worker = library.ingest
+    worker.members_due_s = math.inf
     yield
-    with worker._wake:
-        worker._members_due_s = 0.0
-        worker._wake.notify_all()
+    with worker.wake:
+        worker.members_due_s = 0.0
+        worker.wake.notify_all()

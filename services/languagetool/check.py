@@ -39,9 +39,31 @@ _RENAMED = {
 }
 _LEVELS = ("default", "picky")
 _MAX_ITEMS = 100_000
-"""Of the field `data`."""
+"""Most items of the JSON in the field `data`."""
 _TEXT_LEVEL_ONLY = "textLevelOnly"
 """A mode in which editors send the text again for rules that span sentences; there are no such rules here."""
+_GRAMMAR = ("grammar", "GRAMMAR", "Grammar")
+API_VERSION = 1
+_CONTEXT_CHARS = 40
+"""Characters shown before and after a match."""
+_WORD_AFTER = re.compile(r"\w+|\S")
+_WORD_BEFORE = re.compile(r"(?:\w+|\S)\Z")
+_MAX_WORD_CHARS = 100
+_UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
+_REWRITTEN = "The model rewrote {} of the sentences instead of correcting them; these were not checked"
+_UNPROVEN = (
+    "The model left most sentences of a test as wrong as they were, so a sentence without a match may be wrong too"
+)
+_VERSION = version("ragspec")
+_SOFTWARE = {
+    "name": "ragspec",
+    "version": _VERSION,
+    "buildDate": _VERSION,
+    "apiVersion": API_VERSION,
+    "premium": False,
+    "premiumHint": "",
+    "status": "",
+}
 
 
 class Rule(NamedTuple):
@@ -59,7 +81,6 @@ class Rule(NamedTuple):
         return {"id": self.id, "description": self.description, "issueType": self.issue, "category": category}
 
 
-_GRAMMAR = ("grammar", "GRAMMAR", "Grammar")
 RULES = {
     EditKind.SPELLING: Rule("RAGSPEC_SPELLING", "Possible spelling mistake", "misspelling", "TYPOS", "Possible Typo"),
     EditKind.AGREEMENT: Rule("RAGSPEC_AGREEMENT", "Agreement in number or person", *_GRAMMAR),
@@ -208,31 +229,6 @@ def enabled_kinds(
     return None if len(kinds) == len(RULES) else frozenset(kinds)
 
 
-API_VERSION = 1
-_CONTEXT_CHARS = 40
-"""Characters shown before and after a match."""
-_WORD_AFTER = re.compile(r"\w+|\S")
-_WORD_BEFORE = re.compile(r"(?:\w+|\S)\Z")
-_MAX_WORD_CHARS = 100
-_UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
-
-_REWRITTEN = "The model rewrote {} of the sentences instead of correcting them; these were not checked"
-_UNPROVEN = (
-    "The model left most sentences of a test as wrong as they were, so a sentence without a match may be wrong too"
-)
-
-_VERSION = version("ragspec")
-_SOFTWARE = {
-    "name": "ragspec",
-    "version": _VERSION,
-    "buildDate": _VERSION,
-    "apiVersion": API_VERSION,
-    "premium": False,
-    "premiumHint": "",
-    "status": "",
-}
-
-
 def check_reply(language: str, found: DetectedLanguage, corrected: Corrected | None) -> dict[str, Any]:
     """`language`: the requested code. `corrected` None: the text is not English."""
     warnings: dict[str, Any] = {"incompleteResults": False}
@@ -355,7 +351,7 @@ def _match(text: str, edit: Edit, sentence: Span, offsets: Utf16Offsets) -> dict
 
 
 def _context(text: str, edit: Edit) -> dict[str, Any]:
-    """One line around the match, with dots where it is cut."""
+    """The line around the match, with dots where it is cut."""
     begin, end = max(0, edit.start - _CONTEXT_CHARS), min(len(text), edit.end + _CONTEXT_CHARS)
     before = "..." if begin else ""
     around = re.sub(r"[\r\n\t]", " ", text[begin:end])

@@ -27,6 +27,31 @@ from services.errors import ApiError
 from services.keys import Caller
 
 log = logging.getLogger(__name__)
+LANGUAGES = {
+    "en": "English",
+    "en-US": "English (US)",
+    "en-GB": "English (GB)",
+    "en-AU": "English (Australian)",
+    "en-CA": "English (Canada)",
+    "en-NZ": "English (New Zealand)",
+    "en-ZA": "English (South African)",
+}
+DEFAULT = "en-US"
+AUTO = "auto"
+_CODES = dict(zip(COMMON_WORDS, "en de fr es it pt nl sv da no fi hu ro tr".split(), strict=True))
+_SCRIPTS = {
+    "CYRILLIC": ("ru", "Russian"),
+    "GREEK": ("el", "Greek"),
+    "ARABIC": ("ar", "Arabic"),
+    "CJK": ("zh", "Chinese"),
+    "HIRAGANA": ("ja", "Japanese"),
+    "KATAKANA": ("ja", "Japanese"),
+    "HANGUL": ("ko", "Korean"),
+}
+_WORDS = {language: frozenset(words.split()) for language, words in COMMON_WORDS.items()}
+_WORD = re.compile(r"[^\W\d_]+")
+_MAX_CHARS = 20_000
+_MIN_WORDS = 4
 
 
 class Corrected(NamedTuple):
@@ -102,34 +127,6 @@ class Corrector:
         except Exception:
             log.exception("the test of the target failed: no client is warned that sentences may be wrong")
         return True
-
-
-LANGUAGES = {
-    "en": "English",
-    "en-US": "English (US)",
-    "en-GB": "English (GB)",
-    "en-AU": "English (Australian)",
-    "en-CA": "English (Canada)",
-    "en-NZ": "English (New Zealand)",
-    "en-ZA": "English (South African)",
-}
-DEFAULT = "en-US"
-AUTO = "auto"
-
-_CODES = dict(zip(COMMON_WORDS, "en de fr es it pt nl sv da no fi hu ro tr".split(), strict=True))
-_SCRIPTS = {
-    "CYRILLIC": ("ru", "Russian"),
-    "GREEK": ("el", "Greek"),
-    "ARABIC": ("ar", "Arabic"),
-    "CJK": ("zh", "Chinese"),
-    "HIRAGANA": ("ja", "Japanese"),
-    "KATAKANA": ("ja", "Japanese"),
-    "HANGUL": ("ko", "Korean"),
-}
-_WORDS = {language: frozenset(words.split()) for language, words in COMMON_WORDS.items()}
-_WORD = re.compile(r"[^\W\d_]+")
-_MAX_CHARS = 20_000
-_MIN_WORDS = 4
 
 
 class DetectedLanguage(NamedTuple):

@@ -29,6 +29,10 @@ CitationFormat = Literal["openai", "anthropic", "cohere"]
 _SCHEME = re.compile(r"[\x00-\x20]*([A-Za-z][A-Za-z0-9+.\-\x00-\x20]*):")
 _SPAN_FIELDS = ("passage_start", "passage_end", "document_id", "document_start", "document_end", "source")
 _PASSAGE_FIELDS = ("id", "document_id", "title", "heading", "source", "text", "start", "end", "score")
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_SPACE = bytes_to_unicode()[ord(" ")]
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 def citation_fields(answer: Answer, citation_format: CitationFormat) -> dict[str, Any]:
@@ -42,6 +46,12 @@ def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
         {"number": number} | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
         for number, passage in enumerate(passages, 1)
     ]
+
+
+def support_of(answer: Answer) -> dict[str, list[dict[str, Any]]]:
+    """The passages' support of the answer, by field of `ragspec`. Unknown quotations are spans that stand in no passage."""
+    unknown = [{"start": start, "end": end} for start, end in answer.unknown_quotations]
+    return {"citations": citations_of(answer), "sentences": sentences_of(answer), "unknown_quotations": unknown}
 
 
 def citations_of(answer: Answer) -> list[dict[str, Any]]:
@@ -61,11 +71,6 @@ def sentences_of(answer: Answer) -> list[dict[str, Any]]:
         {name: getattr(each, name) for name in fields} | {"passage": numbers.get(each.passage_id)}
         for each in answer.sentences
     ]
-
-
-def unknown_quotations_of(answer: Answer) -> list[dict[str, int]]:
-    """Spans of the answer inside quotation marks that stand in no passage."""
-    return [{"start": start, "end": end} for start, end in answer.unknown_quotations]
 
 
 def _with_passages(answer: Answer) -> list[tuple[Citation, int, Passage]]:
@@ -154,12 +159,6 @@ def _url(source: str) -> str:
     """
     scheme = _SCHEME.match("".join(source.split()))
     return source if scheme is None or scheme[1].lower() in ("http", "https") else quote(source, safe="")
-
-
-_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
-_SPACE = bytes_to_unicode()[ord(" ")]
-_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:

@@ -31,6 +31,28 @@ from ragspec.core import Completion, Delta, GenerationStats, TokenLogprob
 from ragspec.rag.openai_fields import usage
 from services.openai.generation import ChoiceKey, EngineStream, RequestContext
 
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, which clients skip; it keeps proxies from closing the connection."""
+KEEP_ALIVE_S = 10.0
+TICK_S = 0.05
+PAD_BYTES = 128
+STRICT_PAD_BYTES = 1024
+STRICT_TEXT_BYTES = 256
+"""Most text of a strict chunk, in bytes of escaped JSON; with its envelope it fits `STRICT_PAD_BYTES`."""
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_PADDING = "".join(random.Random(secrets.randbits(64)).choices(_LETTERS, k=8192)).encode()
+_PADDING_FIELD = b', "obfuscation": "'
+END = b"}\n\n"
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # keeps nginx from collecting the events
+)
+Chunk = tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]
+"""The choices of a chunk, and its other fields."""
+
 
 class AnswerFormat(ABC):
     """Formats and sends the answer to one request."""
@@ -199,31 +221,6 @@ def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for name, value in total.items()
         }
     return total
-
-
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
-"""A comment, which clients skip; it keeps proxies from closing the connection."""
-KEEP_ALIVE_S = 10.0
-TICK_S = 0.05
-PAD_BYTES = 128
-STRICT_PAD_BYTES = 1024
-STRICT_TEXT_BYTES = 256
-"""Most text of a strict chunk, in bytes of escaped JSON; with its envelope it fits `STRICT_PAD_BYTES`."""
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-_PADDING = "".join(random.Random(secrets.randbits(64)).choices(_LETTERS, k=8192)).encode()
-_PADDING_FIELD = b', "obfuscation": "'
-END = b"}\n\n"
-_JSON = (b"content-type", b"application/json")
-_EVENTS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # keeps nginx from collecting the events
-)
-
-Chunk = tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]
-"""The choices of a chunk, and its other fields."""
 
 
 class ResponseSender:

@@ -25,14 +25,7 @@ from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
-from services.openai.answer_fields import (
-    TokenTexts,
-    citation_fields,
-    citations_of,
-    passages_of,
-    sentences_of,
-    unknown_quotations_of,
-)
+from services.openai.answer_fields import TokenTexts, citation_fields, passages_of, support_of
 from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, GenerationResponse, ResponseSender
 from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
 from services.openai.types import ChatBody, RetrievalOptions
@@ -43,7 +36,7 @@ _MAX_PREPARING = 64
 
 
 class ChatParts(NamedTuple):
-    """What the requests of all routes that answer chat turns share. `threads` prepare turns."""
+    """Shared by the requests of all routes that answer chat turns. `threads` prepare turns."""
 
     token_texts: TokenTexts
     threads: Executor
@@ -216,14 +209,9 @@ class ChatFormat(AnswerFormat):
         return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
 
     def _support(self, answer: Answer, index: int) -> dict[str, list[dict[str, Any]]]:
-        """What the passages say of the answer; each item with its choice's number if there are several."""
+        """The passages' support of the answer; each item has its choice's number if there are several choices."""
         choice = {"choice": index} if len(self.indices) > 1 else {}
-        support = {
-            "citations": citations_of(answer),
-            "sentences": sentences_of(answer),
-            "unknown_quotations": unknown_quotations_of(answer),
-        }
-        return {name: [each | choice for each in items] for name, items in support.items()}
+        return {name: [each | choice for each in items] for name, items in support_of(answer).items()}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionBody, request: Request) -> Response:
-        """What follows each prompt."""
+        """A continuation of each prompt."""
         context = RequestContext.of(backend, mailbox, body, request)
         return GenerationResponse(partial(_write, body, context, token_texts))
 

@@ -21,17 +21,25 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from fastapi import Request as HttpRequest
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.client import completion_of
-from services.backend import ServiceBackend
+from services.backend import ServedEngine, ServiceBackend
 from services.errors import ApiError, ClientTooSlow
 from services.keys import Caller
 from services.metrics import Metrics
 from services.openai.types import SamplingBody
+
+ChoiceKey = tuple[str, int]
+"""A request's id and the number of a choice."""
+MAX_WAITING_TOKENS = 16_384
+"""A stream with more unsent tokens is given up."""
+_INLINE_CHARS = 1024
+"""Drafters read a request's sources during `submit`. Longer sources are submitted in a thread, as that takes milliseconds."""
+_FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -104,26 +112,6 @@ def check_model(backend: ServiceBackend, name: str) -> None:
         )
 
 
-ChoiceKey = tuple[str, int]
-"""A request's id and the number of a choice."""
-
-MAX_WAITING_TOKENS = 16_384
-"""A stream with more unsent tokens is given up."""
-
-_INLINE_CHARS = 1024
-"""Drafters read a request's sources during `submit`. Longer sources are submitted in a thread, as that takes milliseconds."""
-
-_FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
-
-
-class Submits(Protocol):
-    """The part of an engine that a stream needs."""
-
-    def submit(self, request: Request, listener: Callable[[Delta], None]) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-
 class KnownAnswer:
     """Stands for the engine where the answer is known before decoding."""
 
@@ -170,7 +158,7 @@ class EngineStream:
 
     def __init__(
         self,
-        engine: Submits,
+        engine: ServedEngine | KnownAnswer,
         requests: Sequence[Request],
         mailbox: DeltaMailbox,
         metrics: Metrics,

@@ -25,6 +25,10 @@ from services.openai import chat, completions, responses
 from services.openai.generation import DeltaMailbox, check_model
 from services.openai.types import EmbeddingBody
 
+_SLICE = 32
+"""Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
+_MAX_CHARS_PER_TOKEN = 64
+
 
 def routes(backend: ServiceBackend) -> APIRouter:
     router, mailbox, parts = APIRouter(), DeltaMailbox(), chat.ChatParts.of(backend)
@@ -62,13 +66,6 @@ def _model_routes(backend: ServiceBackend) -> APIRouter:
         return models[name]
 
     return router
-
-
-_SLICE = 32
-"""Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
-
-
-_MAX_CHARS_PER_TOKEN = 64
 
 
 def _embedding_routes(backend: ServiceBackend) -> APIRouter:

@@ -38,7 +38,9 @@ from services.stores.records import read_only
 RECORD = "BACKUP.json"
 _DATABASES = ("conversations.sqlite", "dictionaries.sqlite")
 _LIBRARY = "library.sqlite"
-_BUSY_S, _RETRY_S = 120.0, 0.1
+_BUSY_S = 120.0
+"""Time to wait for a writer of the index or of a database."""
+_RETRY_S = 0.1
 
 
 def back_up(index_dir: Path, service: ServiceSettings, target: Path) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def _no_writer(index_dir: Path) -> Iterator[None]:
 
 
 def _copy_database(path: Path, copy: Path) -> None:
-    """One state of a database that others use; nothing where there is none. Raises: SaveError."""
+    """Copies a consistent state of a database in use; does nothing if there is no database. Raises: SaveError."""
     if not path.exists():
         return
     make_folder(copy.parent)

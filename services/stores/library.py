@@ -49,6 +49,9 @@ from services.stores.records import (
 _MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
+_CHUNK_BYTES = 2**20
+_RESERVED_BYTES = 8 * 2**20
+_SWEEP_AGE_S = 3600.0
 
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
@@ -88,14 +91,14 @@ class Library(AbstractContextManager["Library"]):
         self.records = Records(data_dir / "library.sqlite")
         make_private(data_dir)
         self.blobs = Blobs(data_dir / "files")
-        self._disk_reserve = DiskReserve(data_dir / "reserve")
+        self.disk_reserve = DiskReserve(data_dir / "reserve")
         self.blobs.remove_unrecorded(self.records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._lock, self._reserved = threading.Lock(), Counter[str]()  # bytes that are being written, by tenant
-        self._ingest = IngestWorker(
+        self.ingest = IngestWorker(
             self.records, index_dir, encoder, self.blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
         )
-        self._ingest.start()
+        self.ingest.start()
 
     def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
         """Raises: InputError, SaveError, NoRoom if the tenant has no space left."""
@@ -117,21 +120,21 @@ class Library(AbstractContextManager["Library"]):
     async def _delete_file(self, tenant: str, file_id: str) -> None:
         file = await asyncio.to_thread(self.records.file, tenant, file_id)
         members = await asyncio.to_thread(self.records.members_of_file, tenant, file_id)
-        await self._ingest.delete(members)
+        await self.ingest.delete(members)
         await asyncio.to_thread(self.blobs.remove, file)
         await asyncio.to_thread(self.records.drop_file, tenant, file_id)
         meanwhile = await asyncio.to_thread(self.records.members_of_file, tenant, file_id)
-        await self._ingest.delete(meanwhile)
+        await self.ingest.delete(meanwhile)
 
     async def _deleting(self, delete: Callable[[], Awaitable[None]]) -> None:
         """Deletes; on a full disk once more, with the reserve given up."""
         try:
             await delete()
         except SaveError:
-            if not self._disk_reserve.give_up():
+            if not self.disk_reserve.give_up():
                 raise
             await delete()
-        await asyncio.to_thread(self._disk_reserve.fill)
+        await asyncio.to_thread(self.disk_reserve.fill)
 
     def create_store(
         self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None, file_ids: Collection[str] = ()
@@ -163,7 +166,7 @@ class Library(AbstractContextManager["Library"]):
         await self._deleting(lambda: self._delete_store(tenant, store_id))
 
     async def _delete_store(self, tenant: str, store_id: str) -> None:
-        await self._ingest.delete(await asyncio.to_thread(self.records.members, tenant, store_id))
+        await self.ingest.delete(await asyncio.to_thread(self.records.members, tenant, store_id))
         await asyncio.to_thread(self.records.drop_store, tenant, store_id)
 
     def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
@@ -173,12 +176,12 @@ class Library(AbstractContextManager["Library"]):
     def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
         """Starts to index files, each with its attributes, as a batch. Raises as `attach`, before any is added."""
         checked = {file_id: checked_attributes(own, "attributes") for file_id, own in files.items()}
-        self._ingest.check_room(len(files))
+        self.ingest.check_room(len(files))
         num_bytes = sum(map(_num_bytes, checked.values())) + (len(files) - 1) * RECORD_BYTES
         with self._room(tenant, num_bytes):
             members = self.records.add_members(tenant, store_id, checked)
         for member in members:
-            self._ingest.add(member)
+            self.ingest.add(member)
         return members
 
     @contextmanager
@@ -201,11 +204,11 @@ class Library(AbstractContextManager["Library"]):
     async def detach(self, tenant: str, store_id: str, file_id: str) -> None:
         """Removes a file from a store; the next query does not find it there. Raises: NotFound, SaveError."""
         member = await asyncio.to_thread(self.records.member, tenant, store_id, file_id)
-        await self._deleting(lambda: self._ingest.delete([member]))
+        await self._deleting(lambda: self.ingest.delete([member]))
 
     def close(self) -> None:
         """Returns after the current change of the index."""
-        self._ingest.stop()
+        self.ingest.stop()
         self.records.close()
 
     def __exit__(self, *_: object) -> None:
@@ -244,11 +247,6 @@ def _plain_name(filename: str) -> str:
     return name
 
 
-_CHUNK_BYTES = 2**20
-_RESERVED_BYTES = 8 * 2**20
-_SWEEP_AGE_S = 3600.0
-
-
 class DiskReserve:
     """A file that is given up when the disk is full, so that deletions, which write too, still succeed."""
 
@@ -266,7 +264,7 @@ class DiskReserve:
                 self.give_up()
 
     def give_up(self) -> bool:
-        """Whether there was something to give up."""
+        """Returns whether the reserve existed."""
         with contextlib.suppress(OSError):
             self._path.unlink()
             return True

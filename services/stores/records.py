@@ -271,7 +271,7 @@ def _store(row: Sequence[Any]) -> StoreRecord:
 
 @dataclass(slots=True)
 class StoredBytes:
-    """Of one tenant, as its quotas count them. Files of each index have a quota of their own: `fullest_bytes` are the most."""
+    """Stored bytes of one tenant, as its quotas count them. `fullest_bytes`: the most in one index, as each has its own quota."""
 
     num_files: int = 0
     file_bytes: int = 0
@@ -281,7 +281,7 @@ class StoredBytes:
 
 
 def stored_bytes(data_dir: Path) -> dict[str, StoredBytes]:
-    """What each tenant stores in the databases of a service, which may be running. Raises: SaveError."""
+    """Bytes by tenant in the databases of a service, which may be running. Raises: SaveError."""
     found = defaultdict[str, StoredBytes](StoredBytes)
     for path in sorted(data_dir.rglob("library.sqlite")):
         for tenant, count, num_bytes in _totals(path, _BYTES_BY_RECORD):

@@ -35,24 +35,24 @@ def routes(backend: ServiceBackend) -> APIRouter:
 
 
 def _file_routes(backend: ServiceBackend) -> APIRouter:
-    router, library, records = APIRouter(prefix="/v1/files"), backend.library, backend.library.records
+    router, library, records = APIRouter(), backend.library, backend.library.records
 
-    @router.post("")
+    @router.post("/v1/files")
     def upload(
         tenant: Tenant, file: UploadFile, purpose: Annotated[Literal["assistants", "user_data"], Form()]
     ) -> Fields:
         return schemas.file_object(library.upload(tenant, file.filename or "", purpose, file.file))
 
-    @router.get("")
+    @router.get("/v1/files")
     def files(tenant: Tenant, query: Annotated[schemas.FileQuery, Query()]) -> Fields:
         found = [file for file in records.files(tenant) if query.purpose in ("", file.purpose)]
         return query.page(found, schemas.file_object, lambda file: (file.created_s, file.id))
 
-    @router.get("/{file_id}")
+    @router.get("/v1/files/{file_id}")
     def file(tenant: Tenant, file_id: Name) -> Fields:
         return schemas.file_object(records.file(tenant, file_id))
 
-    @router.get("/{file_id}/content")
+    @router.get("/v1/files/{file_id}/content")
     def content(tenant: Tenant, file_id: Name) -> Any:
         found = records.file(tenant, file_id)
         path = library.blobs.path(found)
@@ -61,7 +61,7 @@ def _file_routes(backend: ServiceBackend) -> APIRouter:
         # Why never the file's own type: the browser would run an uploaded page as one of ours
         return FileResponse(path, media_type="application/octet-stream", filename=found.filename)
 
-    @router.delete("/{file_id}")
+    @router.delete("/v1/files/{file_id}")
     async def delete(tenant: Tenant, file_id: Name) -> Fields:
         await library.delete_file(tenant, file_id)
         return schemas.deleted("file", file_id)
@@ -70,28 +70,28 @@ def _file_routes(backend: ServiceBackend) -> APIRouter:
 
 
 def _store_routes(backend: ServiceBackend) -> APIRouter:
-    router, library, records = APIRouter(prefix="/v1/vector_stores"), backend.library, backend.library.records
+    router, library, records = APIRouter(), backend.library, backend.library.records
 
     def shape(store: StoreRecord) -> Fields:
         return schemas.store_object(store, records.members(store.tenant, store.id))
 
-    @router.post("")
+    @router.post("/v1/vector_stores")
     def create(tenant: Tenant, body: schemas.NewStore) -> Fields:
         return shape(library.create_store(tenant, body.name or "", body.metadata, body.file_ids))
 
-    @router.get("")
+    @router.get("/v1/vector_stores")
     def stores(tenant: Tenant, query: Annotated[schemas.StoreQuery, Query()]) -> Fields:
         return query.page(records.stores(tenant), shape, lambda store: (store.created_s, store.id))
 
-    @router.get("/{store_id}")
+    @router.get("/v1/vector_stores/{store_id}")
     def store(tenant: Tenant, store_id: Name) -> Fields:
         return shape(records.store(tenant, store_id))
 
-    @router.post("/{store_id}")
+    @router.post("/v1/vector_stores/{store_id}")
     def change(tenant: Tenant, store_id: Name, body: schemas.StoreChange) -> Fields:
         return shape(library.change_store(tenant, store_id, body.name, body.metadata))
 
-    @router.delete("/{store_id}")
+    @router.delete("/v1/vector_stores/{store_id}")
     async def delete(tenant: Tenant, store_id: Name) -> Fields:
         await library.delete_store(tenant, store_id)
         return schemas.deleted("vector_store.deleted", store_id)
@@ -105,27 +105,27 @@ def _page_of(members: list[StoreMember], query: schemas.MemberQuery) -> Fields:
 
 
 def _member_routes(backend: ServiceBackend) -> APIRouter:
-    router, library, records = APIRouter(prefix="/v1/vector_stores"), backend.library, backend.library.records
+    router, library, records = APIRouter(), backend.library, backend.library.records
 
-    @router.post("/{store_id}/files")
+    @router.post("/v1/vector_stores/{store_id}/files")
     def attach(tenant: Tenant, store_id: Name, body: schemas.NewMember) -> Fields:
         return schemas.member_object(library.attach(tenant, store_id, body.file_id, body.attributes or {}))
 
-    @router.get("/{store_id}/files")
+    @router.get("/v1/vector_stores/{store_id}/files")
     def members(tenant: Tenant, store_id: Name, query: Annotated[schemas.MemberQuery, Query()]) -> Fields:
         return _page_of(records.members(tenant, store_id), query)
 
-    @router.get("/{store_id}/files/{file_id}")
+    @router.get("/v1/vector_stores/{store_id}/files/{file_id}")
     def member(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
         return schemas.member_object(records.member(tenant, store_id, file_id))
 
-    @router.post("/{store_id}/files/{file_id}")
+    @router.post("/v1/vector_stores/{store_id}/files/{file_id}")
     def change(tenant: Tenant, store_id: Name, file_id: Name, body: schemas.MemberChange) -> Fields:
         """Indexes the file again with the new attributes. Unchanged passages keep their vectors."""
         records.member(tenant, store_id, file_id)
         return schemas.member_object(library.attach(tenant, store_id, file_id, body.attributes or {}))
 
-    @router.delete("/{store_id}/files/{file_id}")
+    @router.delete("/v1/vector_stores/{store_id}/files/{file_id}")
     async def detach(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
         await library.detach(tenant, store_id, file_id)
         return schemas.deleted("vector_store.file.deleted", file_id)
@@ -134,17 +134,17 @@ def _member_routes(backend: ServiceBackend) -> APIRouter:
 
 
 def _batch_routes(backend: ServiceBackend) -> APIRouter:
-    router, library = APIRouter(prefix="/v1/vector_stores/{store_id}/file_batches"), backend.library
+    router, library = APIRouter(), backend.library
 
-    @router.post("")
+    @router.post("/v1/vector_stores/{store_id}/file_batches")
     def attach_all(tenant: Tenant, store_id: Name, body: schemas.NewBatch) -> Fields:
         return schemas.batch_object(library.attach_all(tenant, store_id, body.attributes_by_file()))
 
-    @router.get("/{batch_id}")
+    @router.get("/v1/vector_stores/{store_id}/file_batches/{batch_id}")
     def batch(tenant: Tenant, store_id: Name, batch_id: Name) -> Fields:
         return schemas.batch_object(library.records.batch(tenant, store_id, batch_id))
 
-    @router.get("/{batch_id}/files")
+    @router.get("/v1/vector_stores/{store_id}/file_batches/{batch_id}/files")
     def members(
         tenant: Tenant, store_id: Name, batch_id: Name, query: Annotated[schemas.MemberQuery, Query()]
     ) -> Fields:
@@ -178,29 +178,29 @@ def _search_routes(backend: ServiceBackend) -> APIRouter:
 
 
 def _conversation_routes(backend: ServiceBackend) -> APIRouter:
-    router, conversations = APIRouter(prefix="/v1/conversations"), backend.chat.conversations
+    router, conversations = APIRouter(), backend.chat.conversations
 
     def store() -> ConversationStore:
         if conversations is None:
             raise ApiError(501, "conversations are not kept here")
         return conversations
 
-    @router.post("")
+    @router.post("/v1/conversations")
     def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
         body = body or schemas.NewConversation()
         created = store().create(tenant, checked_metadata(body.metadata or {}), _turns(body))
         return schemas.conversation_object(created)
 
-    @router.get("/{conversation}")
+    @router.get("/v1/conversations/{conversation}")
     def find(tenant: Tenant, conversation: Name) -> Fields:
         return schemas.conversation_object(store().find(tenant, conversation))
 
-    @router.delete("/{conversation}")
+    @router.delete("/v1/conversations/{conversation}")
     def delete(tenant: Tenant, conversation: Name) -> Fields:
         store().delete(tenant, conversation)
         return schemas.deleted("conversation.deleted", conversation)
 
-    @router.get("/{conversation}/items")
+    @router.get("/v1/conversations/{conversation}/items")
     def items(tenant: Tenant, conversation: Name, query: Annotated[schemas.PageQuery, Query()]) -> Fields:
         texts = [text for turn in store().turns(tenant, conversation) for text in turn]
         found = [schemas.conversation_item(conversation, number, text) for number, text in enumerate(texts)]

@@ -23,7 +23,7 @@ from services.stores.records import FileRecord, StoreMember, StoreRecord
 
 T = TypeVar("T")
 _MAX_ATTRIBUTES = 64
-"""Of a body; the library refuses more than its own limit."""
+"""Keys of an attribute object that are validated at all; the library then applies its own, lower limit."""
 Fields = dict[str, Any]
 Attributes = Annotated[dict[str, StrictStr | StrictBool | StrictInt | StrictFloat], at_most(_MAX_ATTRIBUTES)]
 Metadata = Annotated[dict[str, StrictStr], at_most(_MAX_ATTRIBUTES)]
@@ -136,7 +136,7 @@ class PageQuery(BaseModel):
     after: Name = ""
 
     def page(self, records: Sequence[T], shape: Callable[[T], Fields], key: Callable[[T], tuple[float, str]]) -> Fields:
-        """One page of the records, ordered by `key` (time of creation, id). Raises: InputError for an unknown id."""
+        """A page of the records, ordered by `key` (time of creation, id). Raises: InputError for an unknown id."""
         ordered = sorted(records, key=key, reverse=self.order == "desc")
         ids, before = [key(record)[1] for record in ordered], getattr(self, "before", "")
         for cursor in filter(None, (self.after, before)):

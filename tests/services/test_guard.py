@@ -5,11 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from raw_http import ask, head
 from service_parts import Service, Serving
+from starlette.responses import PlainTextResponse
 
 from services.gateway import PUBLIC, AuthMiddleware, is_public
+from services.keys import SingleKey
+from services.limits import RateLimiter
+from services.metrics import Metrics
 from services.settings import ServiceConfig, ServiceSettings
 
 
@@ -20,8 +25,9 @@ def every_route(service: Service) -> list[tuple[str, str]]:
     return [(method, path) for path, methods in described["paths"].items() for method in methods]
 
 
-def test_every_route_but_the_named_ones_needs_a_key(hasty: Service) -> None:
+def test_every_route_but_the_named_ones_needs_a_key(hasty: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A route that somebody adds is open until somebody notices."""
+    monkeypatch.setattr("services.limits.BUSY_S", 0.0)  # no refusal is delayed
     operations = [*every_route(hasty), ("get", "/openapi.json"), ("get", "/nothing"), ("options", "/v1/models")]
     assert len(operations) > 4
     with hasty.client("") as stranger, hasty.client("rs-wrong") as liar:
@@ -181,11 +187,17 @@ def test_no_charset_but_utf_8_is_read(hasty: Service, kind: str) -> None:
     assert ask(hasty.url, head("POST", "/v1/files", *lines), b"{}").status == 415
 
 
-def test_the_address_it_listens_at_is_a_name_it_knows() -> None:
+async def test_the_address_it_listens_at_is_a_name_it_knows() -> None:
     """--host 127.0.1.1 refused its own printed link."""
-    for host, name in (("127.0.1.1", "127.0.1.1"), ("::1", "[::1]"), ("localhost", "localhost")):
-        backend = SimpleNamespace(
-            config=ServiceConfig(service=ServiceSettings(host=host)), rate_limiter=None, metrics=None
-        )
-        middleware: Any = AuthMiddleware(None, backend, None)  # type: ignore[arg-type]
-        middleware._check_head({"path": "/", "query_string": b"", "headers": [(b"host", f"{name}:8000".encode())]})
+    for host, name, status in (
+        ("127.0.1.1", "127.0.1.1", 200),
+        ("::1", "[::1]", 200),
+        ("localhost", "localhost", 200),
+        ("127.0.1.1", "127.0.1.2", 403),
+    ):
+        config, metrics = ServiceConfig(service=ServiceSettings(host=host)), Metrics("m")
+        limiter = RateLimiter(config.service.limits, metrics)
+        backend: Any = SimpleNamespace(config=config, rate_limiter=limiter, metrics=metrics)
+        transport = httpx.ASGITransport(AuthMiddleware(PlainTextResponse("live"), backend, SingleKey()))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{name}:8000") as client:
+            assert (await client.get("/health/live")).status_code == status

@@ -108,6 +108,7 @@ for number in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_before_a_kill_is_read_after_it(tmp_path: Path, index: Path, opened: Opened) -> None:
     """Files that waited when the process was killed stood at in_progress for ever."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
@@ -137,23 +138,10 @@ def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opene
     assert acknowledged.exists() and young.exists() and not orphan.exists()
 
 
-def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, opened: Opened) -> None:
-    """What its owner had asked to delete was found after a crash."""
-    library, store, file = with_a_file(opened)
-    library.records.set_status([library.records.member("ann", store, file)], "deleting")
-    library.close()
-    again = opened()
-    with pytest.raises(NotFound):
-        again.records.member("ann", store, file)
-    while any("zebra" in text for text in found(index)):
-        time.sleep(0.01)
-    assert found(index) == {OLD.text}
-
-
 def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that failed after a restart was forgotten, and its file, failed or never read, was said to be completed."""
+    """After a crash it was found still; or one that failed after the restart was forgotten, and its file said to be completed."""
     library, store, file = with_a_file(opened)
     library.records.set_status([library.records.member("ann", store, file)], "deleting")
     library.close()
@@ -161,7 +149,9 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     monkeypatch.setattr(index_updater, "TRIES", 1)
     with IndexWriter(index, LetterEncoder()):
         again = opened()
-        time.sleep(0.5)
+        with pytest.raises(NotFound):
+            again.records.member("ann", store, file)
+        until(lambda: again.ingest.deletions_due_s > 0)  # it has tried
         assert status_of(again, "ann", store, file) == "deleting"
     until(lambda: not status_of(again, "ann", store, file))
     assert found(index) == {OLD.text}
@@ -189,7 +179,7 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
 def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion writes a record and a commit: what would make room was refused because there was none."""
     library, _, file = with_a_file(opened)
-    give_up, reserve = library._disk_reserve.give_up, library._disk_reserve._path
+    give_up, reserve = library.disk_reserve.give_up, library.disk_reserve._path
     assert reserve.stat().st_size >= 2**20
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -197,7 +187,7 @@ def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatc
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # with the reserve's room, files may grow again
         return give_up()
 
-    monkeypatch.setattr(library._disk_reserve, "give_up", freed)
+    monkeypatch.setattr(library.disk_reserve, "give_up", freed)
     with small_files(0):
         asyncio.run(library.delete_file("ann", file))
     assert found(index) == {OLD.text} and library.records.files("ann") == []
@@ -266,7 +256,7 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_is_owed(
         broken.setattr(IndexWriter, "commit", full)
         broken.setattr(Records, "set_status", full_at_last)
         with pytest.raises(SaveError):
-            asyncio.run(library._ingest.delete([library.records.member("ann", store, file)]))
+            asyncio.run(library.ingest.delete([library.records.member("ann", store, file)]))
         assert status_of(library, "ann", store, file) == "deleting"
     until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
@@ -338,17 +328,24 @@ def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
     assert len(library.records.files("ann")) == 1
 
 
-def test_a_file_that_hangs_is_given_up(opened: Opened) -> None:
-    """One file that a parser never finishes stopped all others."""
-    library = opened(parse_limits=ParseLimits(timeout_s=0.01))
-    assert ended(library, *attached(library, "zebra.html")) == ("failed", "invalid_file")
-
-
-def test_a_file_with_more_text_than_allowed_is_refused(opened: Opened) -> None:
-    """A small file unpacked into more text than the memory holds."""
-    library = opened(parse_limits=ParseLimits(max_text_bytes=100))
-    for name in ("zebra.txt", "zebra.html"):
-        assert ended(library, *attached(library, name, "A zebra has stripes. " * 100)) == ("failed", "invalid_file")
+@pytest.mark.parametrize(
+    ("limits", "name", "text", "message"),
+    [
+        (ParseLimits(timeout_s=0.01), "zebra.html", "A zebra.", "longer than"),
+        (ParseLimits(max_text_bytes=100), "zebra.txt", "A zebra has stripes. " * 100, "bytes of text"),
+        (ParseLimits(max_text_bytes=100), "zebra.html", "A zebra has stripes. " * 100, "bytes of text"),
+        (ParseLimits(max_documents=2), "rows.csv", "text\na\nb\nc\n", "more than 2 rows"),
+    ],
+)
+def test_a_file_beyond_the_limits_of_parsing_fails_alone(
+    opened: Opened, limits: ParseLimits, name: str, text: str, message: str
+) -> None:
+    """A parser that never ends stopped all others; a small file was unpacked into more text or rows than the memory holds."""
+    library = opened(parse_limits=limits)
+    store, file = attached(library, name, text)
+    assert ended(library, store, file) == ("failed", "invalid_file")
+    assert message in library.records.member("ann", store, file).message
+    assert ended(library, *attached(library, "rows.txt", "A zebra.")) == ("completed", "")
 
 
 def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened) -> None:
@@ -420,7 +417,7 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     deleting = replace(library.records.member("ann", store, file), status="deleting")
     library.records.set_status([deleting], "deleting")
     with IndexWriter(index, LetterEncoder()), pytest.raises(SaveError):
-        asyncio.run(library._ingest.delete([deleting]))
+        asyncio.run(library.ingest.delete([deleting]))
     until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
@@ -432,19 +429,10 @@ def test_a_long_build_of_the_index_fails_no_upload(
     monkeypatch.setattr(index_updater, "TRIES", 1)
     monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
     library = opened()
-    with IndexWriter(index, LetterEncoder()):
-        store, file = attached(library)
-        time.sleep(0.3)
-        assert library.records.member("ann", store, file).status == "in_progress"
-    assert ended(library, store, file) == ("completed", "")
-
-
-def test_another_writer_is_waited_for(index: Path, opened: Opened) -> None:
-    """A file failed because `ragspec index` ran at the same time."""
-    library = opened()
     with IndexWriter(index, LetterEncoder()) as writer:
         store, file = attached(library)
-        time.sleep(1.0)
+        until(lambda: library.ingest.members_due_s > 0)  # it has tried
+        assert library.records.member("ann", store, file).status == "in_progress"
         writer.upsert(Document("new", "New corn."))
         writer.commit()
     assert ended(library, store, file) == ("completed", "")
@@ -466,7 +454,7 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
         thread = threading.Thread(target=detach)
         thread.start()
         time.sleep(0.2)
-        library._ingest.stop()
+        library.ingest.stop()
         thread.join()
     assert len(ends) == 1
     assert status_of(library, "ann", store, file) in ("completed", "deleting")
@@ -492,28 +480,16 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
         go_on.set()
 
 
-def test_a_deletion_waits_for_no_file_that_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wanted a text gone waited for up to two minutes behind a file of others that was parsed, and got an error."""
+def test_nothing_waits_for_a_slow_parse_of_another_tenant(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that commits also parsed: 34 bytes, and a deletion, waited for two minutes behind each file of others."""
     library, gone, _ = with_a_file(opened)
     (file,) = library.records.files("ann")
     with held_reads(monkeypatch) as (begun, read):
-        others = [attached(library, f"slow {number}.txt") for number in range(4)]
-        assert begun.wait(90.0)
-        asyncio.run(library.delete_file("ann", file.id))
-        assert read == [] and library.records.members("ann", gone) == []
-    assert [ended(library, *other) for other in others] == [("completed", "")] * 4
-
-
-def test_a_small_file_waits_for_no_slow_parse_of_another_tenant(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that commits also parsed: sixteen files of two minutes each came before one of 34 bytes."""
-    library = opened()
-    with held_reads(monkeypatch) as (begun, read):
         slow = [attached_by("bob", library, f"slow {number}.txt", "A quagga.") for number in range(3)]
         assert begun.wait(90.0)
-        assert ended(library, *attached(library)) == ("completed", "")
-        assert read == ["zebra.txt"]
+        assert ended(library, *attached(library, "small.txt")) == ("completed", "")
+        asyncio.run(library.delete_file("ann", file.id))
+        assert read == ["small.txt"] and library.records.members("ann", gone) == []
     assert [ended(library, *each, tenant="bob") for each in slow] == [("completed", "")] * 3
 
 
@@ -529,11 +505,11 @@ def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
     first.records.set_status([first.records.member("ann", store, file)], "deleting")
     with IndexWriter(index, LetterEncoder()):
         second = opened()
-        until(lambda: second._ingest._deletions_due_s > 0)  # it has tried
-    first.records.drop_members(second._ingest._unfinished_deletions)
+        until(lambda: second.ingest.deletions_due_s > 0)  # it has tried
+    first.records.drop_members(second.ingest.unfinished_deletions)
     first.attach("ann", store, file, {})
     assert ended(first, store, file) == ("completed", "")
-    until(lambda: not second._ingest._unfinished_deletions)
+    until(lambda: not second.ingest.unfinished_deletions)
     assert ended(first, store, file) == ("completed", "") and "A zebra has stripes." in found(index)
 
 
@@ -553,7 +529,7 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
     monkeypatch.setattr(IndexUpdater, "replace", failing)
     with commits_paused(library):
         pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(2)]
-        until(lambda: len(library._ingest._uploads._ready) == 2)
+        until(lambda: len(library.ingest.uploads.ready) == 2)
     ends = [ended(library, *pair) for pair in pairs]
     assert not errors and sorted(ends) == [("completed", ""), ("failed", "server_error")]
 
@@ -614,7 +590,7 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
         for number in range(20):
             attached_by("bob", library, f"{number}.txt", "A quagga.")
         small = attached_by("ann", library, "small.txt", "An okapi.")
-        until(lambda: len(library._ingest._uploads._ready.heads()) == 2)
+        until(lambda: len(library.ingest.uploads.ready.heads()) == 2)
     assert ended(library, *small) == ("completed", "")
     assert sum("bob" in owners for owners in commits) <= 2
     assert ended(library, *large, tenant="bob") == ("completed", "")
@@ -660,15 +636,6 @@ def test_a_file_that_fails_in_a_later_part_leaves_nothing_behind(
     until(lambda: found(index, " ".join(f"zebra {number}" for number in range(45))) <= {OLD.text})
 
 
-def test_a_file_of_too_many_rows_is_refused(opened: Opened) -> None:
-    """Ten megabytes of short rows keep the index busy for an hour."""
-    library = opened(parse_limits=ParseLimits(max_documents=100))
-    store, file = attached(library, "rows.csv", rows(101))
-    assert ended(library, store, file) == ("failed", "invalid_file")
-    assert "more than 100 rows" in library.records.member("ann", store, file).message
-    assert ended(library, *attached(library, "rows.csv", rows(100))) == ("completed", "")
-
-
 async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -679,13 +646,13 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
     others = attached_by("bob", library, "bob.txt", "A quagga.")
     assert ended(library, *others, tenant="bob") == ("completed", "")
-    take_out = library._ingest._delete
+    take_out = library.ingest._delete
 
     def late(deletion: Any) -> None:
         assert go_on.wait(300.0)
         take_out(deletion)
 
-    monkeypatch.setattr(library._ingest, "_delete", late)
+    monkeypatch.setattr(library.ingest, "_delete", late)
 
     pool = ThreadPoolExecutor(2)
     asyncio.get_running_loop().set_default_executor(pool)

@@ -25,7 +25,7 @@ from raw_http import ask, exchange, head, opened
 from service_parts import MODEL, Service, Serving, soon
 
 from ragspec.errors import ConfigError
-from services import gateway
+from services import limits
 from services.embedded import check_certificate, raised_descriptor_limit
 from services.errors import ApiError, validation_error
 from services.languagetool import check
@@ -85,7 +85,7 @@ def test_a_body_of_millions_of_items_is_refused_unparsed(
     service: Service, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
 ) -> None:
     """Every fault becomes an object on the event loop: two minutes, four gigabytes, and health unanswered meanwhile."""
-    with health_answered(service, monkeypatch, gateway), service.client() as client:
+    with health_answered(service, monkeypatch, limits), service.client() as client:
         reply = client.post(path, content=body, headers={"content-type": "application/json"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert "items" in reply.json()["error"]["message"]
@@ -234,8 +234,8 @@ def open_service(serving: Serving) -> Iterator[Service]:
 
 def test_connections_are_capped_and_others_are_still_answered(serving: Serving) -> None:
     """1,100 silent connections use up 1,024 descriptors, and nobody is answered any more."""
-    limits = {"service.limits.connections": 40, "service.limits.address_connections": 30}
-    with serving(**limits, **{"service.host": "0.0.0.0"}) as service:
+    settings = {"service.limits.connections": 40, "service.limits.address_connections": 30}
+    with serving(**settings, **{"service.host": "0.0.0.0"}) as service:
         url = service.url.replace("0.0.0.0", "127.0.0.1")
         silent = [opened(url) for _ in range(60)]
         try:

@@ -104,13 +104,6 @@ def test_completions_are_refused_as_openai_does(
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
-def test_metrics_of_a_completion_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> None:
-    """What was hidden in a chat could be read here."""
-    assert complete(api, "The mill", extra_body={"metrics": True}).model_extra["metrics"]["generation_time_ms"] > 0
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.ann) as ann:
-        assert "metrics" not in complete(ann, "The mill", extra_body={"metrics": True}).model_extra
-
-
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 def test_embeddings_are_the_encoders(api: openai.OpenAI, service: Service, encoding_format: Any) -> None:
     """Vectors in another order, cut, or of another byte order."""
