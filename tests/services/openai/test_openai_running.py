@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from letter_encoder import LetterEncoder
+from raw_http import head, opened
 from service_parts import Service, Serving
 from stand_ins import until
 
@@ -71,11 +72,9 @@ def counted(service: Service, name: str) -> float:
 def post(service: Service, given: dict[str, Any]) -> socket.socket:
     """A request on a socket of its own, sent and not read."""
     content = json.dumps(given).encode()
-    host, port = service.url.removeprefix("http://").split(":")
-    link = socket.create_connection((host, int(port)))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    head += f"Authorization: Bearer {service.keys.trusted}\r\nContent-Length: {len(content)}\r\n\r\n"
-    link.sendall(head.encode() + content)
+    lines = (service.bearer, "Content-Type: application/json", f"Content-Length: {len(content)}")
+    link = opened(service.url)
+    link.sendall(head("POST", "/v1/chat/completions", *lines) + content)
     return link
 
 
