@@ -147,7 +147,7 @@ def test_an_ordinary_chat_model_is_never_silent_about_a_mistake(
         assert sum(bool(reply["matches"]) for reply in replies) > len(MISTAKES) / 2
 
 
-@pytest.mark.parametrize("num_sentences", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_sentences", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_long_text_is_corrected_to_its_end(
     num_sentences: int, tmp_path: Path, letter_index: Path, service_target: Target
 ) -> None:

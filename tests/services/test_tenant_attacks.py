@@ -35,7 +35,7 @@ from services.openai.types import EmbeddingBody
 from services.settings import ServiceSettings
 
 MAX_ITEMS, MAX_ERRORS = 250_000, 10_000
-COUNTS = (1, 100, 500, 2000, 240_000)
+COUNTS = (1, 400, 240_000)
 _LISTS = b"[" + b",".join([b"[]"] * 3_200_000) + b"]"
 _KEYS = b",".join(b'"k%d":1' % number for number in range(800_000))
 _QUOTED = b'"' + b'\\"[[[[,,,,::::' * 400_000 + b'\\\\"'
@@ -176,7 +176,7 @@ def test_an_annotated_text_of_millions_of_items_is_refused_unparsed(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LanguageTool's clients send JSON within a form, which the check of bodies does not see."""
-    fields = {"language": "en-US", "data": '{"annotation": ' + "[" + "[]," * 1_000_000 + "[]]}"}
+    fields = {"language": "en-US", "data": '{"annotation": ' + "[" + "[]," * 200_000 + "[]]}"}
     with health_answered(service, monkeypatch, check), service.client() as client:
         assert client.post("/v2/check", data=fields).status_code == 413
 
