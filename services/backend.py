@@ -40,7 +40,7 @@ from services.stores.library import open_library
 log = logging.getLogger(__name__)
 
 
-_ENGINE_GAUGES = (
+ENGINE_GAUGES = (
     ("vllm:num_requests_running", "Choices that are being written.", "num_running"),
     ("vllm:num_requests_waiting", "Choices that wait in the engine.", "num_waiting"),
     ("ragspec_engine_steps", "Steps since the start.", "num_steps"),
@@ -136,7 +136,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
             text = "Room on the disk of the data folder."
             watch("ragspec_data_free_bytes", text, lambda: shutil.disk_usage(folder).free)
         if isinstance(engine, Engine):
-            for name, text, field in _ENGINE_GAUGES:
+            for name, text, field in ENGINE_GAUGES:
                 watch(name, text, partial(_load_of, engine, field))
 
 
