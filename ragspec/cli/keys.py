@@ -114,8 +114,7 @@ def usage(
     """What each tenant stores, of how much, and what its keys may do, the largest first."""
     from services.keys import read_keys
     from services.settings import ServiceConfig
-    from services.stores.records import MAX_BYTES_PER_TENANT
-    from services.stores.usage import StoredBytes, stored_bytes
+    from services.stores.records import MAX_BYTES_PER_TENANT, StoredBytes, stored_bytes
 
     service = load_settings(ServiceConfig, config).service
     stored = stored_bytes(data or Path(service.data_dir or data_folder() / "service"))

@@ -167,7 +167,7 @@ def _on_cluster(console: Console, name: str, address: str | None, settings: Serv
 
     with ray_session(address, deployment=name):
         with stage(console, "deployment", f"finding {name}") as done:
-            from services.clustered import clustered
+            from services.backend import clustered
 
             stack = contextlib.ExitStack()
             backend = stack.enter_context(clustered(name, settings))
