@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, Unpack, runtime_checkable
 
 from ragspec.config import GenerationConfig, PipelineConfig, settings_of
-from ragspec.core import Completion, Delta, SamplingParams, Say
+from ragspec.core import Completion, Delta, SamplingOptions, SamplingParams, Say
 from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
@@ -39,7 +39,6 @@ from ragspec.rag.steps import (
     Question,
     RetrievedQuestion,
     RetrieverLike,
-    SamplingOptions,
     attach_passages,
     build_answer,
     build_request,
@@ -266,9 +265,6 @@ class AsyncPipeline:
             (each, said_completions(each) or await collect_completions(self._engine, each.request)) for each in batch
         ]
 
-
-Flow = AsyncPipeline
-"""The name in earlier versions."""
 
 _GeneratedChoices = tuple[PreparedQuestion, list[Completion]]
 

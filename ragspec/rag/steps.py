@@ -256,28 +256,6 @@ def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
     return SearchScope(tenant, None if filter is None else parse_filter(filter))
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Single sampling parameters, as in `ragspec.core.SamplingParams`; they replace those of `params` or of the configuration."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    stop: tuple[str, ...]
-    max_tokens: int
-    min_tokens: int
-    ignore_eos: bool
-    verbatim_quotes: bool
-    n: int
-    logprobs: int | None
-    seed: int | None
-    json_schema: str
-
-
 def params_of_each(
     questions: Sequence[str],
     params: SamplingParams | Sequence[SamplingParams] | None,
