@@ -4,7 +4,7 @@
 #                     PYTHON=...       the Python 3.11 or newer that .venv is made from
 #                     TORCH_INDEX=...  address of a package index that has torch for the CPU (see CONTRIBUTING)
 #   make demo         questions answered from real documents, with speculation on and off; installs only what that needs
-#   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
+#   make test         the default tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
 #   make peers        compiles llama.cpp and its server, which the suites speculation and load measure beside ragspec; needs a C++ compiler
 #   make bench        the suites speculation and answers, of public data (CONTRIBUTING); BENCH_FLAGS=--quick for a short run
@@ -54,7 +54,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
 check: $(STAMP)
 	bash infra/check.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint, types, names and folder sizes, with the tools of .venv. Ends non-zero at the first that complains.
+# Format, lint, types, names, folder sizes and the configuration page, with the tools of .venv. Ends non-zero at the first that complains.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -7,3 +7,4 @@ cd "$(dirname "$0")/.."
 .venv/bin/python -m ruff check .
 .venv/bin/python -m mypy
 .venv/bin/python infra/check_house.py
+.venv/bin/python infra/config_reference.py --check

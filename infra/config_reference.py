@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Writes ragspec/CONFIGURATION.md from the pydantic models, so that the page cannot disagree with the code.
 
-.venv/bin/python infra/config_reference.py
+.venv/bin/python infra/config_reference.py            writes the page
+.venv/bin/python infra/config_reference.py --check    ends non-zero where the page is out of date
 """
 
 import inspect
+import sys
 import typing
 from pathlib import Path
 
@@ -18,7 +20,7 @@ PAGE = Path(__file__).resolve().parent.parent / "ragspec" / "CONFIGURATION.md"
 HEAD = """# Configuration
 
 Every command takes `--config FILE`, a YAML file with any of these sections. An unknown key is an error that names the key.
-This page is written by `infra/config_reference.py`; a test compares the two.
+This page is written by `infra/config_reference.py`; `make check` compares the two.
 """
 
 
@@ -86,4 +88,7 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    if sys.argv[1:] != ["--check"]:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE} is out of date: run .venv/bin/python infra/config_reference.py")

@@ -21,12 +21,11 @@ import typer
 
 from pipelines.batch import options
 from pipelines.batch.backend import BackendSpec, Runtime
-from pipelines.batch.job import Job, check_paths, run_command
+from pipelines.batch.job import Job, Task, check_paths, run_command
 from pipelines.batch.output import OutputFolder
 from pipelines.batch.records import RowResult, correction_result
 from pipelines.batch.rows import TEXTS, Row
 from pipelines.batch.summary import Summary
-from pipelines.batch.task import Task
 from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings

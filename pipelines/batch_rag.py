@@ -20,10 +20,9 @@ import typer
 
 from pipelines.batch import options
 from pipelines.batch.backend import BackendSpec, Runtime
-from pipelines.batch.job import Job, run_command
+from pipelines.batch.job import Job, Task, run_command
 from pipelines.batch.records import RowResult, answer_result
 from pipelines.batch.rows import QUESTIONS, Row
-from pipelines.batch.task import Task
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, RetrieverConfig, load_settings
 from ragspec.core import SamplingParams

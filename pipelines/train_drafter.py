@@ -31,17 +31,22 @@ from torch import Tensor
 
 from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig
-from ragspec.drafting.learning.eagle_model import EagleHead
-from ragspec.drafting.learning.head import Head, Inputs, LossWeights, Objective
-from ragspec.drafting.learning.losses import MicroBatch
+from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads.learning import Head, Inputs, LossWeights, MicroBatch, Objective
+from ragspec.drafting.medusa.network import PositionConfig, PositionFamily
 from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.training.conversations import AnswerEncoder
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers, start_from
-from ragspec.training.heads.position_model import PositionConfig, PositionFamily, fresh_position_head
+from ragspec.training.heads.initialisation import (
+    fresh_head,
+    fresh_position_head,
+    head_config,
+    spread_aux_layers,
+    start_from,
+)
 from ragspec.training.heads.target_answers import (
     PromptSource,
     answer_sampler,
@@ -64,6 +69,9 @@ SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_0
 VOCABULARY_TEXTS = 4_000
 ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
+LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP: of the distance to the target's state, of the cross-entropy with the target's
+distribution, of that with the text's token and of that with the target's ten most probable tokens; default: eagle and eagle2
+1 0.1, hass and poss 1 0.1 0 1, eagle3, hydra and hydra++ 0 1, medusa 0 0 1"""
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
 
@@ -138,70 +146,36 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """The command's options; those of the run and of its plan by their names."""
     parser = training_run.training_parser("Train a drafter head.")
-    add = parser.add_argument
+    add, count, plan = parser.add_argument, training_run.positive(int), DrafterPlan
     add("--family", choices=sorted(FAMILIES), required=True)
     add("--target", default=DEFAULT_TARGET, help="model directory; default: the shipped target")
-    add("--tokens", type=training_run.positive(int), default=20_000_000, help="length of the run in tokens")
-    add(
-        "--steps",
-        "--ttt-steps",
-        type=training_run.positive(int),
-        dest="steps",
-        help="draft steps learnt, or networks of Medusa and Hydra; default: eagle 1, eagle2 and hass 3, poss 6, others 4",
-    )
-    add(
-        "--position-decay",
-        type=float,
-        help="weight of a draft step against the one before; default: eagle, eagle2, eagle3 and medusa 0.8, others 1",
-    )
-    add(
-        "--loss-weights",
-        type=_weight,
-        nargs="+",
-        metavar="WEIGHT",
-        help="STATE TEACHER TOKEN TOP: of the distance to the target's state, of the cross-entropy with the target's "
-        "distribution, of that with the text's token and of that with the target's ten most probable tokens; default: eagle and "
-        "eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3, hydra and hydra++ 0 1, medusa 0 0 1",
-    )
+    add("--tokens", dest="total_tokens", type=count, default=20_000_000, help="length of the run in tokens")
+    add("--steps", "--ttt-steps", dest="steps", type=count, help=f"draft steps learnt, or networks; {_defaults(0)}")
+    add("--position-decay", type=float, help=f"weight of a draft step against the one before; {_defaults(1)}")
+    add("--noise", type=float, help=f"width of the noise on features, of a text of 512 tokens; {_defaults(2)}")
+    add("--loss-weights", type=_weight, nargs="+", metavar="WEIGHT", help=LOSS_WEIGHTS)
     add("--inputs", choices=[i.value for i in Inputs], help="EAGLE families: the parts of a pair")
-    add(
-        "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
-    )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
-    add("--draft-vocab", type=training_run.positive(int), help="eagle3: tokens the head can draft")
-    add("--intermediate-size", type=training_run.positive(int), help="EAGLE families; default: the target's")
+    add("--draft-vocab", type=count, help="eagle3: tokens the head can draft")
+    add("--intermediate-size", type=count, help="EAGLE families; default: the target's")
     add("--start", type=Path, help="EAGLE families: directory of a head to begin with")
-    add("--positions-per-layer", type=training_run.positive(int), help="poss: draft steps of a specialist; default 1")
-    add(
-        "--layers",
-        type=training_run.positive(int),
-        help="medusa, hydra, hydra++: blocks of a network; default 1, hydra++ 4",
-    )
+    add("--positions-per-layer", type=count, help="poss: draft steps of a specialist; default 1")
+    add("--layers", type=count, help=f"medusa, hydra, hydra++: blocks of a network; {_defaults(5)}")
     add("--target-output", action="store_true", help="medusa: networks read the target's output layer and have none")
     add("--not-grounded", action="store_true", help="hydra, hydra++: networks do not read the tokens in between")
-    add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
-    add(
-        "--step-tokens",
-        type=training_run.positive(int),
-        default=DrafterPlan.step_tokens,
-        help="an optimizer step ends with the text that reaches so many tokens, of each worker",
-    )
-    add(
-        "--max-tokens",
-        type=training_run.positive(int, LEAST_TOKENS),
-        default=DrafterPlan.max_tokens,
-        help="texts are cut to this many tokens",
-    )
+    add("--peak-rate", dest="peak_lr", type=float, default=plan.peak_lr, help="peak learning rate")
+    add("--step-tokens", type=count, default=plan.step_tokens, help="tokens of an optimizer step of each worker")
+    at_least = training_run.positive(int, LEAST_TOKENS)
+    add("--max-tokens", type=at_least, default=plan.max_tokens, help="texts are cut to this many tokens")
     add("--answers", choices=("dataset", "target", "both"), default="dataset", help="source of the answers")
-    add(
-        "--num-answers",
-        type=training_run.positive(int),
-        default=6_000,
-        help="number of answers of the target; kept under --out",
-    )
+    add("--num-answers", type=count, default=6_000, help="number of answers of the target; kept under --out")
     return parser
+
+
+def _defaults(field: int) -> str:
+    return "default: " + ", ".join(f"{name} {values[field]}" for name, values in FAMILIES.items())
 
 
 def _weight(text: str) -> float:
@@ -225,32 +199,21 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
     weights = LossWeights(*args.loss_weights) if args.loss_weights else default.loss_weights
     inputs = Inputs(args.inputs or Inputs.SHIFTED)
     objective = Objective(args.steps or default.num_steps, decay, inputs, noise, weights, default.is_detached)
-    plan = DrafterPlan(
-        total_tokens=args.tokens,
-        objective=objective,
-        minutes=args.minutes,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        step_tokens=args.step_tokens,
-        peak_lr=args.peak_rate,
-        answers=args.answers,
-        num_answers=0 if args.answers == "dataset" else args.num_answers,
-    )
-    return DrafterRun(
-        **training_run.values_of(training_run.TrainingRun, args),
-        target=str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
-        family=_family(args.family),
-        aux_layers=tuple(args.aux_layers or ()),
-        draft_vocab=args.draft_vocab,
-        plan=plan,
-        start=args.start,
-        intermediate_size=args.intermediate_size,
-        positions_per_layer=(args.positions_per_layer or 1) if args.family == "poss" else 0,
-        num_blocks=args.layers or default.num_blocks,
-        is_grounded=args.family.startswith("hydra") and not args.not_grounded,
-        has_output=not args.target_output,
-        has_prefix=args.family == "hydra++",
-    )
+    given = training_run.values_of(DrafterPlan, args)
+    if args.answers == "dataset":
+        given["num_answers"] = 0
+    own = {
+        "target": str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
+        "family": _family(args.family),
+        "aux_layers": tuple(args.aux_layers or ()),
+        "plan": DrafterPlan(**given, objective=objective),
+        "positions_per_layer": (args.positions_per_layer or 1) if args.family == "poss" else 0,
+        "num_blocks": args.layers or default.num_blocks,
+        "is_grounded": args.family.startswith("hydra") and not args.not_grounded,
+        "has_output": not args.target_output,
+        "has_prefix": args.family == "hydra++",
+    }
+    return DrafterRun(**training_run.values_of(DrafterRun, args) | own)
 
 
 def _family(name: str) -> EagleFamily | PositionFamily:
@@ -279,7 +242,7 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     head = make_head(config, target, sample_text, run.plan.seed)
     if run.start is not None and isinstance(head, EagleHead):
         start_from(head, run.start)
-    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers)
+    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers)
     training_run.resumes(trainer, run)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
     shown = ("loss_1", "top1_1", f"top1_{run.plan.objective.num_steps}")
@@ -295,7 +258,7 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionCon
     """The head's shape, by the options and by the target. Raises: ModelError, ConfigError."""
     if isinstance(run.family, PositionFamily):
         num_heads = run.plan.objective.num_steps
-        others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix)
+        others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix, run.has_prefix)
         return PositionConfig(run.family, target.hidden_size, target.vocab_size, num_heads, *others)
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)

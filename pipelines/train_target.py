@@ -104,7 +104,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     chats = [Conversation(row["messages"], open_ended=row["is_cut"]) for row in json_lines(run.out / CHATS)]
     mixture = Mixture(run.data_dir, chats)
     draw_row = partial(mixed_row, mixture, AnswerEncoder(target.tokenizer), run.plan.micro_tokens)
-    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers)
+    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers, run.data_workers)
     if not training_run.resumes(trainer, run) and run.continue_from:
         trainer.start_from(run.continue_from)
     scores = partial(probe, trainer, target.tokenizer, run.data_dir)
@@ -114,16 +114,15 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
         trainer.write_adapter(run.out / "adapter")
 
 
-def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, seed: str) -> Row:
-    """A row of one kind of text; a function of the seed."""
-    rng = random.Random(seed)
+def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, rng: random.Random) -> Row:
+    """A row of one kind of text; a function of the generator."""
     (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
     row = Row(int(row_tokens * LONG.get(kind, 1)))
     for _ in range(MAX_DRAWS):
         row.add(map(encoder.encode, mixture.draw(kind, rng)))
         if len(row.tokens) > FULL_SHARE * row.length:
             break
-    return row if row.tokens else mixed_row(mixture, encoder, row_tokens, seed + "'")
+    return row if row.tokens else mixed_row(mixture, encoder, row_tokens, rng)
 
 
 def chat_requests(data_dir: Path) -> list[str]:

@@ -295,8 +295,8 @@ class HydraConfig(TreeHeadConfig):
 
 
 class DraftModelConfig(ConfigSection):
-    """A small language model that drafts. `path`: as `target.model`. `vocabulary`: "target" refuses a model with other tokens
-    than the target's; "any" lets it read and draft text, in chains.
+    """A small language model that drafts. `path`: as `target.model`. Of a model with other tokens than the target's, `vocabulary`
+    "target" is an error; with "any", which earlier versions knew, such a model does not draft.
 
     `tree`, `num_children`, `width`, `max_depth` and `coupled`: as in `eagle`; every level takes a forward of the model. Device,
     backend and dtype are the target's; `quantization`: "auto" as the target's. Keys and values of at most `max_kv_tokens` tokens

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ragspec.errors import InputError
 from ragspec.speculation import ON, Speculation
@@ -24,8 +25,22 @@ MAX_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 1e-6
 """Logits are divided by at least this number: a smaller one would overflow float32, and infinities tie."""
 
-Say = Callable[[str], None]
-"""Gets a line for each part of a start."""
+log = logging.getLogger(__name__)
+
+
+class Say(Protocol):
+    """Gets the progress of long work: `say(stage)` when a stage begins, `say(stage, done, total)` while it goes on.
+
+    `done` and `total` count any unit; `total` 0: the size of the stage is unknown.
+    """
+
+    def __call__(self, stage: str, done: int = 0, total: int = 0, /) -> object: ...
+
+
+def log_progress(stage: str, done: int = 0, total: int = 0, /) -> None:
+    """Logs the beginning of every stage."""
+    if not done:
+        log.info(stage)
 
 
 class Heading(NamedTuple):

@@ -1,12 +1,12 @@
 """HTTP services, which run until a signal stops them. They use `ragspec` and may use Ray; the library never imports them.
 
-A request's way: auth_middleware -> a route -> the backend -> request_limits.OutgoingResponse.
+A request's way: gateway.AuthMiddleware -> a route -> the backend -> gateway.OutgoingResponse.
 
-settings.py         the configuration                       backend.py          the parts that routes share
-app.py              the FastAPI app                         errors.py           all error responses
-auth_middleware.py  keys, hosts and time limits             keys.py, limits.py  API keys and their rate limits
-request_limits.py   reading requests, sending responses     health.py           health checks
-metrics.py, telemetry.py, logs.py                           counters, traces and logs
-embedded.py         the service in one process              serving.py, clustered.py    Ray Serve, and a cluster's deployment
-openai/, stores/, languagetool/, web/                       the routes
+settings.py   the configuration                               backend.py    the parts that routes share
+app.py        the FastAPI app and the web pages               errors.py     all error responses
+gateway.py    admits, reads and answers requests              keys.py       API keys
+limits.py     every limit, and the counts behind them         health.py     health checks
+metrics.py    counters and traces                             logs.py       logs
+embedded.py   the service in one process                      serving.py    the service on Ray Serve
+openai/, stores/, languagetool/   the routes                  web/static/   the pages' files
 """

@@ -1,6 +1,7 @@
 """The FastAPI app: all routes behind the middleware. The same in one process and in Ray Serve.
 
-Owns the order of middleware, and turns FastAPI's own errors into `ApiError`.
+Owns the order of middleware, the web pages with the headers that keep foreign code off them, and turns FastAPI's own errors into
+`ApiError`.
 
     >>> uvicorn.run(build_app(backend, KeyFile(Path("keys.json"))))
 """
@@ -8,32 +9,45 @@ Owns the order of middleware, and turns FastAPI's own errors into `ApiError`.
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
 from services import health
-from services.auth_middleware import AuthMiddleware
 from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, validation_error
+from services.gateway import SECURITY_HEADERS, AuthMiddleware
 from services.keys import KeyStore
 from services.languagetool import routes as languagetool
+from services.metrics import TracingMiddleware
 from services.openai import routes as openai_routes
 from services.stores import routes as stores
-from services.telemetry import TracingMiddleware
-from services.web import routes as web
 
 _EXPOSED = ["x-request-id", "retry-after"]
+STATIC = Path(__file__).parent / "web" / "static"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+PAGE_HEADERS = SECURITY_HEADERS | {
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # browsers ask again each time and get 304 by the ETag
+}
 
 
 def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     """The caller closes the backend."""
     app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
-    for part in (openai_routes, health, stores, languagetool, web):  # the busiest are matched first
+    for part in (openai_routes, health, stores, languagetool):  # the busiest are matched first
         app.include_router(part.routes(backend))
+    app.include_router(page_routes())
     app.add_exception_handler(HTTPException, _raise_http_error)
     app.add_exception_handler(RequestValidationError, _raise_validation_error)
     if backend.telemetry is not None:
@@ -57,3 +71,30 @@ async def _raise_http_error(_: Request, error: Exception) -> NoReturn:
 async def _raise_validation_error(_: Request, error: Exception) -> NoReturn:
     assert isinstance(error, RequestValidationError)
     raise validation_error(error.errors()) from None
+
+
+def page_routes() -> APIRouter:
+    """`GET /` the chat, `GET /grammar` the editor, `GET /web/...` their files. The pages call the service like any client."""
+    router, files = APIRouter(include_in_schema=False), StaticFiles(directory=STATIC)
+
+    async def respond(name: str, request: Request) -> Response:
+        try:
+            response = await files.get_response(name, request.scope)
+        except HTTPException as cause:
+            raise HTTPException(404, "there is no such file") from cause
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def index(request: Request) -> Response:
+        return await respond("index.html", request)
+
+    @router.api_route("/grammar", methods=["GET", "HEAD"])
+    async def grammar(request: Request) -> Response:
+        return await respond("grammar.html", request)
+
+    @router.api_route("/web/{path:path}", methods=["GET", "HEAD"])
+    async def static(path: str, request: Request) -> Response:
+        return await respond(path, request)
+
+    return router

@@ -4,22 +4,25 @@ Owns their order of construction and closing. Knows no HTTP.
 
 >>> with ServiceBackend.embedded(config, retriever) as backend:      # one process
 ...     app = build_app(backend, SingleKey())
+>>> with clustered("ragspec", config) as backend: ...                # on a deployment of `ragspec cluster up`
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragspec.core import Request, Say
+from ragspec.config import PipelineConfig
+from ragspec.core import Request, Say, log_progress
 from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
+from ragspec.engine.target import load_tokenizer
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
@@ -29,12 +32,19 @@ from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
-from services.metrics import Metrics
+from services.metrics import Metrics, Telemetry
 from services.settings import ServiceConfig
 from services.stores.library import open_library
-from services.telemetry import Telemetry
 
-log = logging.getLogger(__name__)
+ENGINE_GAUGES = (
+    ("vllm:num_requests_running", "Choices that are being written.", "num_running"),
+    ("vllm:num_requests_waiting", "Choices that wait in the engine.", "num_waiting"),
+    ("ragspec_engine_steps", "Steps since the start.", "num_steps"),
+    ("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", "kv_usage"),
+    ("ragspec_kv_offload_bytes", "Offloaded keys and values.", "kv_offload_bytes"),
+    ("ragspec_kv_offload_errors", "Copies of blocks out of the pool or back that failed.", "num_kv_offload_errors"),
+)
+"""A gauge, its help text, and the field of the engine's load that it shows."""
 
 
 class ServedEngine(EngineLike, Protocol):
@@ -93,7 +103,9 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         ]
 
     @classmethod
-    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None, say: Say = log.info) -> ServiceBackend:
+    def embedded(
+        cls, config: ServiceConfig, retriever: Retriever | None = None, say: Say = log_progress
+    ) -> ServiceBackend:
         """Loads everything into this process. `retriever` None: the configured one. `say`: as for `load_engine`.
 
         Raises: ConfigError, StoreError, ModelError.
@@ -119,22 +131,15 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         watch, limiter, engine = self.metrics.watch, self.rate_limiter, self.engine
         watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: limiter.running)
         if folder := self.config.service.data_dir:
-            watch(
-                "ragspec_data_free_bytes",
-                "Room on the disk of the data folder.",
-                lambda: shutil.disk_usage(folder).free,
-            )
+            text = "Room on the disk of the data folder."
+            watch("ragspec_data_free_bytes", text, lambda: shutil.disk_usage(folder).free)
         if isinstance(engine, Engine):
-            watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
-            watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
-            watch("ragspec_engine_steps", "Steps since the start.", lambda: engine.load().num_steps)
-            watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
-            watch("ragspec_kv_offload_bytes", "Offloaded keys and values.", lambda: engine.load().kv_offload_bytes)
-            watch(
-                "ragspec_kv_offload_errors",
-                "Copies of blocks out of the pool or back that failed, since the start.",
-                lambda: engine.load().num_kv_offload_errors,
-            )
+            for name, text, field in ENGINE_GAUGES:
+                watch(name, text, partial(_load_of, engine, field))
+
+
+def _load_of(engine: Engine, field: str) -> float:
+    return float(getattr(engine.load(), field))
 
 
 def open_conversations(config: ServiceConfig) -> ConversationStore:
@@ -148,3 +153,48 @@ def open_dictionaries(config: ServiceConfig) -> DictionaryStore:
     """Raises: SaveError, StoreCorrupt."""
     folder = config.service.data_dir
     return DictionaryStore(Path(folder) / "dictionaries.sqlite" if folder else Path(":memory:"))
+
+
+@contextmanager
+def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
+    """Target, index and encoder are the deployment's; service and chat are `config`'s. Needs Ray to be initialised.
+
+    A dead engine or shard of the deployment costs no answer. Without shards in the deployment, this process searches the index
+    that `config` names.
+    Raises: ConfigError, also where `config` contradicts the deployment; EngineError, ModelError, StoreError.
+    """
+    from ragspec.cluster.deployment import Deployment, check_agreement  # imports Ray, which other services do without
+
+    deployment = Deployment.find(name)
+    searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
+    check_agreement(
+        name,
+        deployment.config,
+        config,
+        ("target", "engine.max_kv_tokens", *searched_there),
+        own=("retriever.num_passages",),
+    )
+    settled = settled_config(deployment.config, config)
+    with ExitStack() as stack:
+        if deployment.topology.num_shards:
+            retriever: Retriever = stack.enter_context(closing(deployment.retriever()))
+        else:
+            settled = settled.model_copy(update={"retriever": config.retriever, "encoder": config.encoder})
+            retriever = Retriever.from_config(config.retriever, config.encoder)
+        engine = deployment.engine()
+        stack.callback(engine.close)
+        tokenizer = load_tokenizer(settled.target)
+        yield stack.enter_context(ServiceBackend(engine, tokenizer, retriever, settled))
+
+
+def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
+    """The deployment's configuration, with the service, chat, sampling, prompts and number of passages of `given`."""
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
+    parts["generation"] = deployed.generation.model_copy(update=said)
+    words = {name: getattr(given.prompts, name) for name in given.prompts.model_fields_set}
+    parts["prompts"] = deployed.prompts.model_copy(update=words)
+    if "num_passages" in given.retriever.model_fields_set:
+        update = {"num_passages": given.retriever.num_passages}
+        parts["retriever"] = deployed.retriever.model_copy(update=update)
+    return given.model_copy(update=parts)

@@ -91,9 +91,7 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._end_stall()
-        self.open_connections[self._network] -= 1
-        if not self.open_connections[self._network]:
-            del self.open_connections[self._network]
+        self.open_connections -= Counter((self._network,))  # drops zeros
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:

@@ -82,7 +82,7 @@ def routes(backend: ServiceBackend) -> APIRouter:
     @router.get("/health")
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
-        """It can answer questions."""
+        """The service can answer questions."""
         if backend.rate_limiter.draining:
             return JSONResponse({"status": "draining"}, 503)
         is_ready = await canary.check()

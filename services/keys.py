@@ -136,7 +136,7 @@ class KeyFile:
 
 def _caller(records: Sequence[KeyRecord], key: str) -> Caller | None:
     """Compares with every record in constant time, so that the time tells neither how similar a key is nor its place."""
-    if len(key) > _LONGEST_KEY:
+    if not 0 < len(key) <= _LONGEST_KEY:
         return None
     key_digest, found = digest(key), None
     for record in records:

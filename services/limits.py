@@ -1,9 +1,38 @@
-"""Rate limits: requests at once over all keys, and for each key choices at once, requests a minute and tokens a minute.
+"""Every limit on a request, the counts of the last minute, and the checks of bodies.
+
+Limits that a file of settings can change stand in `services.settings`, fixed ones here or where the last rows say:
+
+    limit                                      unit            name                                        refused with
+    ------------------------------------------------------------------------------------------------------------------------
+    head of a request                          bytes           limits.header_bytes                         431, or 400
+    time to send the head                      s               timeouts.header_s                           closed connection
+    body                                       bytes           limits.body_bytes                           413
+    time to send the body                      s               timeouts.upload_s                           408
+    bodies above INLINE_BYTES, of a key        bytes/s         LARGE_BYTES_PER_S, LARGE_BURST_S            nothing: read slowly
+    nesting of JSON                            levels          limits.json_depth                           400
+    lists, objects and items of JSON; keys     1               limits.json_items; MAX_JSON_KEYS            413
+    fields of a form or query string           1               MAX_FORM_FIELDS                             400
+    forms without a key, being read            requests        MAX_ANONYMOUS_FORMS, MAX_FORMS_PER_NETWORK  429
+    connections; of one network                connections     limits.connections, .address_connections    closed connection
+    requests at once, over all keys            requests        limits.max_in_flight                        429
+    choices at once, of a key                  choices         limits.key.concurrency                      429; 400 if never
+    requests of a key                          1/min           limits.key.requests_per_minute              429
+    tokens of a key, prompts and answers       1/min           limits.key.tokens_per_minute                429; 400 if never
+    refusals of a key or network               1/s             PROMPT_REFUSALS                             delay of BUSY_S
+    whole answer                               s               timeouts.request_s                          504
+    time to read what was sent                 s               timeouts.slow_client_s                      closed connection
+    unsent tokens of a stream                  tokens          openai.generation.MAX_WAITING_TOKENS        closed connection
+    messages, choices, stops, prompts, ...     1               openai.types.MAX_*                          400
+    text to correct                            characters      grammar.max_text_chars                      413
+    time to correct it                         s               grammar.timeout_s                           rest uncorrected
+    stored bytes of a tenant                   bytes           stores.records.MAX_BYTES_PER_TENANT,        507
+                                                               conversations.max_bytes
+    text, rows and time of one uploaded file   bytes, 1, s     stores.parsing.ParseLimits                  failed file
 
 Owns the counts of the last minute. Never queues: a request over a limit is refused at once, with the time to retry after. Queues
-are the engine's. Runs in one event loop, so there is no lock.
+are the engine's. `RateLimiter` runs in one event loop, so there is no lock.
 
-    >>> with rate_limiter.admit(caller):                                             # the middleware, around the request
+    >>> with rate_limiter.admit(caller):                                             # the gateway, around the request
     ...     reservation = rate_limiter.reserve(caller, num_prompt_tokens=812, max_tokens=96)     # a route, before it generates
     ...     reservation.used(812 + 40)
 """
@@ -12,32 +41,51 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from urllib.parse import parse_qs
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from services.errors import ApiError
 from services.keys import Caller
 from services.metrics import Metrics
 from services.settings import KeyLimits, Limits
 
+INLINE_BYTES = 2**17
+"""Larger bodies are checked in a thread, so that the event loop goes on streaming other answers."""
+LARGE_BYTES_PER_S = 4 * 2**20
+"""Rate at which the large bodies of a key are read. Reading and checking a megabyte keeps the interpreter from the engine for
+about six milliseconds."""
+LARGE_BURST_S = 2.5
+"""A key that was silent this long may send the bytes of this time at once."""
+MAX_JSON_KEYS = 32_768
+"""Keys of all objects of a body. Why so few: validation makes an error of every unknown key."""
+MAX_FORM_FIELDS = 64
+MAX_ANONYMOUS_FORMS = 64
+"""Forms read at once whose key is not known yet."""
+MAX_FORMS_PER_NETWORK = 8
+"""The same, from one network."""
+PROMPT_REFUSALS = 8
+"""After so many refusals of a key, or of a network without one, within `BUSY_S`, each further refusal is delayed by `BUSY_S`."""
+BUSY_S = 1.0
+"""Time to retry after, of a key that runs too much at once."""
+OVERLOADED_S = 2.0
+"""Time to retry after, of a service that runs too much at once."""
+
 _MINUTE_S = 60.0
-_OVERLOADED_S = 2.0
-_BUSY_S = 1.0
-_PROMPT_REFUSALS = 8
-"""Refusals of a key, or of a network without one, that are answered at once in `_BUSY_S`; further ones wait as long as they tell
-their client to wait."""
-_LARGE_BYTES_PER_S, _LARGE_BURST_S = 4 * 2**20, 2.5
-"""Bytes of large bodies that a key may send, and for how long they may have been saved up. Reading and checking a megabyte keeps
-the interpreter from the engine for about six milliseconds."""
 _MAX_KEYS = 10_000
+"""Idle keys are forgotten above this number."""
 
 
 def network_of(peer: Sequence[Any] | None) -> str:
-    """Who a connection is counted to: an IPv4 address, or the 64 bits of an IPv6 network, as one client has a whole network."""
+    """The network that a connection counts for: an IPv4 address, or 64 bits of an IPv6 address, since a client owns so many."""
     host = str(peer[0]) if peer else ""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -68,7 +116,7 @@ class LargeBodies:
     def wait_s(self, num_bytes: int) -> float:
         """Counts bytes that were read; seconds until the next may be."""
         now_s = self._clock()
-        self._paid_s = max(self._paid_s, now_s - _LARGE_BURST_S) + num_bytes / _LARGE_BYTES_PER_S
+        self._paid_s = max(self._paid_s, now_s - LARGE_BURST_S) + num_bytes / LARGE_BYTES_PER_S
         return max(0.0, self._paid_s - now_s)
 
     @property
@@ -82,7 +130,7 @@ class _KeyUsage:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.running = 0
         self.large_bodies = LargeBodies(clock)
-        self.refusals_s: deque[float] = deque(maxlen=_PROMPT_REFUSALS)
+        self.refusals_s: deque[float] = deque(maxlen=PROMPT_REFUSALS)
         self.requests_s: deque[float] = deque()
         self.reservations: deque[tuple[float, TokenReservation]] = deque()
 
@@ -107,17 +155,22 @@ class RateLimiter:
         self.running = 0
         self.draining = False
 
+    @property
+    def num_keys(self) -> int:
+        """Keys, and networks without one, whose last minute is remembered."""
+        return len(self._usage)
+
     @contextmanager
     def admit(self, caller: Caller) -> Iterator[None]:
         """Counts one request while it runs. Raises: ApiError 429 or, when draining, 503."""
         usage, limits = self._usage_of(caller.key_id), self._limits_of(caller)
         if self.draining:
             self._metrics.rejected("draining")
-            raise ApiError(503, "the service is shutting down", code="shutting_down", retry_after_s=_OVERLOADED_S)
+            raise ApiError(503, "the service is shutting down", code="shutting_down", retry_after_s=OVERLOADED_S)
         if self.running >= self._limits.max_in_flight:
-            self._refuse("queue", "too many requests at once, over all keys", _OVERLOADED_S, code="server_overloaded")
+            self._refuse("queue", "too many requests at once, over all keys", OVERLOADED_S, code="server_overloaded")
         if limits.concurrency is not None and usage.running >= limits.concurrency:
-            self._refuse("concurrency", f"more than {limits.concurrency} requests of this key at once", _BUSY_S)
+            self._refuse("concurrency", f"more than {limits.concurrency} requests of this key at once", BUSY_S)
         if limits.requests_per_minute is not None:
             now_s = self._clock()
             if len(usage.requests_s) >= limits.requests_per_minute:
@@ -134,15 +187,15 @@ class RateLimiter:
             self._request_ended.set()
 
     def large_bodies(self, name: str) -> LargeBodies:
-        """Of a key, or of a network whose clients have none: so that others' requests get the processor."""
+        """The large bodies of a key, or of a network whose clients send none."""
         return self._usage_of(name).large_bodies
 
     def refusal_wait_s(self, name: str) -> float:
         """Counts a refusal; seconds to keep it back. Why: a client that asks again at once costs others more than it is worth."""
         refusals_s, now_s = self._usage_of(name).refusals_s, self._clock()
-        is_many = len(refusals_s) == _PROMPT_REFUSALS and refusals_s[0] > now_s - _BUSY_S
+        is_many = len(refusals_s) == PROMPT_REFUSALS and refusals_s[0] > now_s - BUSY_S
         refusals_s.append(now_s)
-        return _BUSY_S if is_many else 0.0
+        return BUSY_S if is_many else 0.0
 
     @contextmanager
     def choices(self, caller: Caller, num_choices: int) -> Iterator[None]:
@@ -154,7 +207,7 @@ class RateLimiter:
         if most is not None and num_choices > most:
             raise ApiError(400, f"{num_choices} choices are asked for, of {most} at once", code="concurrency_exceeded")
         if most is not None and more and usage.running + more > most:
-            self._refuse("concurrency", f"more than {most} choices of this key at once", _BUSY_S)
+            self._refuse("concurrency", f"more than {most} choices of this key at once", BUSY_S)
         usage.running += more
         try:
             yield
@@ -216,3 +269,90 @@ class RateLimiter:
         own = self._usage[name]
         own.expire(now_s)
         return own
+
+
+def form_fields(raw: bytes) -> dict[str, list[str]]:
+    """The fields of a form or a query string. Raises: ApiError 400."""
+    try:
+        return parse_qs(raw.decode(), keep_blank_values=True, max_num_fields=MAX_FORM_FIELDS, errors="strict")
+    except ValueError:
+        raise ApiError(400, f"the form is not UTF-8, or has more than {MAX_FORM_FIELDS} fields") from None
+
+
+async def read_form(raw: bytes) -> dict[str, list[str]]:
+    """As `form_fields`; large forms are read in a thread."""
+    return await asyncio.to_thread(form_fields, raw) if len(raw) > INLINE_BYTES else form_fields(raw)
+
+
+def check_num_items(body: bytes, max_items: int) -> None:
+    """Refuses JSON with too many lists, objects and items, or too many keys, without parsing it. Raises: ApiError 413.
+
+    Why: a few megabytes of empty lists become gigabytes of objects.
+    """
+    pieces = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the only quotation marks left are the ends of strings
+    if pieces.count(b'"') <= 2 * (max_items + MAX_JSON_KEYS):
+        outside = b"".join(pieces.split(b'"')[::2])
+        num_items = sum(map(outside.count, (b",", b"[", b"{")))
+        if num_items <= max_items and outside.count(b":") <= MAX_JSON_KEYS:
+            return
+    raise ApiError(413, f"the body holds more than {max_items} items, or more than {MAX_JSON_KEYS} keys")
+
+
+def at_most(max_items: int) -> BeforeValidator:
+    """Refuses a longer list or object before its items are validated: each of them might add an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > max_items:
+            raise PydanticCustomError("too_long", "at most {limit} items are allowed", {"limit": max_items})
+        return value
+
+    return BeforeValidator(check)
+
+
+def check_json(body: bytes, limits: Limits) -> None:
+    """Refuses JSON that is unsafe to pass on.
+
+    Raises: ApiError 413 if it has too many items; 400 if it is not UTF-8 or not JSON (NaN and Infinity are not), is nested too
+    deep, or has a string with a NUL character or half a surrogate pair.
+    """
+    check_num_items(body, limits.json_items)
+    max_depth = limits.json_depth
+    try:
+        value = _STRICT_JSON.decode(body.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise ApiError(400, f"the body is not UTF-8: byte {cause.start}") from None
+    except RecursionError:
+        raise ApiError(400, f"the body is nested more than {max_depth} deep") from None
+    except json.JSONDecodeError as cause:
+        raise ApiError(400, f"the body is not JSON: {cause.msg} at character {cause.pos}") from None
+    except ValueError as cause:  # a number of thousands of digits
+        raise ApiError(400, f"the body is not JSON: {cause}") from None
+    level, depth = [value], 0
+    while level:
+        if depth > max_depth:
+            raise ApiError(400, f"the body is nested more than {max_depth} deep")
+        children: list[Any] = []
+        for each in level:
+            if isinstance(each, str):
+                _check_string(each)
+            elif isinstance(each, dict):
+                children += [*each.keys(), *each.values()]
+            elif isinstance(each, list):
+                children += each
+        level, depth = children, depth + 1
+
+
+def _check_string(text: str) -> None:
+    try:
+        has_nul = b"\0" in text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ApiError(400, "a string of the body holds half a surrogate pair") from None
+    if has_nul:
+        raise ApiError(400, "a string of the body holds a NUL character")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is not JSON: {name} is no number")
+
+
+_STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant)

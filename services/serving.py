@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _GRACE_S = 10.0
 _SPARE_REQUESTS = 16
-"""That Serve may hand a replica beyond what it answers at once: it refuses them itself, with a time to come back after, and its
-health is asked behind none."""
+"""Requests that Serve may pass on above `max_in_flight`. The replica refuses them itself with a time to retry after, and they
+delay no health check."""
 _BACKPRESSURE = {"status_code": 429, "retry_after_s": 2}
 _CHOICES = "choices"
 _NUM_CPUS = 0.5
-"""What a replica reserves in Ray's books, whatever threads it uses; on a small machine Serve's own actors need room too."""
+"""CPUs that a replica reserves in Ray, whatever threads it uses. Why so few: Serve's own actors need some on a small machine."""
 
 
 class ServeArgs(ConfigSection):
@@ -158,7 +158,7 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def _backend(cluster: str, settings: ServiceConfig) -> Iterator[ServiceBackend]:
     from ragspec.cluster.deployment import Deployment as EngineDeployment
     from ragspec.cluster.topology import Topology
-    from services.clustered import clustered
+    from services.backend import clustered
 
     with contextlib.ExitStack() as stack:
         if not cluster:

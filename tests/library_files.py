@@ -25,17 +25,23 @@ def attached_by(tenant: str, library: Library, name: str, text: str) -> tuple[st
 
 def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple[str, str]:
     """Status and code, once it is over."""
-    while (member := library.member(tenant, store, file)).status == "in_progress":
+    while (member := library.records.member(tenant, store, file)).status == "in_progress":
         time.sleep(0.01)
     return member.status, member.code
+
+
+def status_of(library: Library, tenant: str, store: str, file: str) -> str:
+    """Also of a member that is being deleted; empty once it is gone."""
+    members = library.records.members_of_file(tenant, file)
+    return next((member.status for member in members if member.store == store), "")
 
 
 @contextmanager
 def commits_paused(library: Library) -> Iterator[None]:
     """Files are read and not committed inside the block."""
-    worker = library._ingest
-    worker._members_due_s = math.inf
+    worker = library.ingest
+    worker.members_due_s = math.inf
     yield
-    with worker._wake:
-        worker._members_due_s = 0.0
-        worker._wake.notify_all()
+    with worker.wake:
+        worker.members_due_s = 0.0
+        worker.wake.notify_all()

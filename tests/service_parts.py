@@ -23,9 +23,10 @@ import httpx2 as httpx
 from letter_encoder import LetterEncoder
 from tiny_target import SENTENCES, tiny_engine
 
-from ragspec.config import EncoderConfig
+from ragspec.config import EncoderConfig, load_settings
 from ragspec.core import Document
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
@@ -126,12 +127,33 @@ def make_keys(path: Path) -> Keys:
     return Keys(trusted, ann, bob, path)
 
 
-def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) -> ServiceBackend:
+def service_engine(target: Target, **options: Any) -> Engine:
+    """Drafts by copying. `options`: as `tiny_engine` takes them."""
     drafter = CopyDrafter(target.tokenizer, target.eos_ids)
-    running = tiny_engine(target, [drafter], **{"num_kv_slots": KV_SLOTS, **engine})
+    return tiny_engine(target, [drafter], **{"num_kv_slots": KV_SLOTS, **options})
+
+
+def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) -> ServiceBackend:
+    return backend_of(service_engine(target, **engine), config)
+
+
+def backend_of(engine: Engine, config: ServiceConfig) -> ServiceBackend:
+    """On the index that `config` names, built by `LetterEncoder`."""
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
-    return ServiceBackend(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
+    retriever = Retriever(encoder, store, config.retriever)
+    return ServiceBackend(engine, engine.target.tokenizer, retriever, config, engine.close)
+
+
+@contextmanager
+def served(engine: Engine, folder: Path, index: Path, **overrides: Any) -> Iterator[Service]:
+    """A service of `engine` on an index, with keys and data in `folder`. `overrides`: settings by their dotted names."""
+    keys = make_keys(folder / "keys.json")
+    service = {"model": MODEL, "port": 0, "keys_file": str(keys.path), "data_dir": str(folder / "data")}
+    settings = {f"service.{name}": value for name, value in service.items()} | {"retriever.index_dir": str(index)}
+    config = load_settings(ServiceConfig, **settings | overrides)
+    with backend_of(engine, config) as backend, started(config, backend, keys) as running:
+        yield running
 
 
 def save_parts(folder: Path, model: Path) -> Path:

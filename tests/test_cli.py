@@ -28,11 +28,12 @@ from rich.console import Console
 from tiny_target import save_model
 
 from ragspec.cli import main
-from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, demo_retriever
-from ragspec.cli.quotes import answer_text, excerpt, print_sources
+from ragspec.cli.ask import answer_text, excerpt, print_sources
+from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, open_library
+from ragspec.cli.standard_library import DEMO_MODULES, cached_library, documents_of, service_library
 from ragspec.cli.terminal import cache_folder, safe, stage
 from ragspec.config import EncoderConfig, IndexConfig, load_config
-from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
+from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage, log_progress
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.wording import NOTHING_CLOSE
@@ -106,7 +107,7 @@ def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
     monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: [])
-    monkeypatch.setattr("ragspec.cli.ask.with_standard_library", lambda console, settings, *others: settings)
+    monkeypatch.setattr("ragspec.cli.ask.with_standard_library", lambda settings, *others: settings)
     monkeypatch.setattr(Pipeline, "from_config", lambda settings, encoder, say: pipeline)
     monkeypatch.setattr(Pipeline, "close", lambda self: None)
     return pipeline
@@ -444,7 +445,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_index(
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    corpus = [(document.id, document.text) for document in DOCUMENTS]
+    corpus = [(f"json.{document.id}", document.text) for document in DOCUMENTS]
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: corpus)
 
 
@@ -454,13 +455,12 @@ def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
     """A demo that claims a speed-up it did not measure, or hides a difference; or that counts what no target wrote."""
     asked = "Fact 3 is told here. It is known to all?", "Is Fact 5 told here, and known to all?", "Quo vadis, Zygmunt?"
     monkeypatch.setattr("ragspec.cli.demo.QUESTIONS", asked)
-    given = f"{asked[1]}\n\n".encode()
-    ended = run("demo", "--target", model, "--questions", 3, "--json", "--interactive", stdin=given)
+    ended = run("demo", "--target", model, "--questions", 3, "--json")
     result = json.loads(ended.out)
     assert ended.code == 0 and result["num_questions"] == result["num_identical"] == 2
     fast, plain = (result[f"num_{name}_tokens"] / result[f"{name}_decode_s"] for name in ("fast", "plain"))
     assert result["speedup"] == pytest.approx(fast / plain, abs=1e-3)
-    assert ended.err.count("identical tokens") == 3 and result["system_fingerprint"] in ended.err
+    assert ended.err.count("identical tokens") == 2 and result["system_fingerprint"] in ended.err
     assert ended.err.count("the target was not asked") == 1 and NOTHING_CLOSE in ended.err
     assert all(question in ended.err for question in asked) and "ragspec index" in ended.err
 
@@ -470,8 +470,9 @@ def test_a_difference_between_the_outputs_is_a_failure() -> None:
     same, other = answer("a b", (1, 2)), answer("a c", (1, 3))
     assert AnswerPair(same, same).identical and not AnswerPair(same, other).identical
     totals = Totals.of([AnswerPair(same, same), AnswerPair(same, other)])
-    assert (totals.num_questions, totals.num_identical, totals.num_tokens) == (2, 1, 4)
-    assert totals.speedup == 1.0 and totals.fast_tokens_per_s == totals.plain_tokens_per_s == 2.0
+    found = totals.to_dict()
+    assert (found["num_questions"], found["num_identical"], found["num_tokens"]) == (2, 1, 4)
+    assert found["speedup"] == 1.0 and found["num_fast_tokens"] == found["num_plain_tokens"] == 2
 
 
 def test_tokens_that_come_with_the_prompt_are_no_decode_speed() -> None:
@@ -479,28 +480,58 @@ def test_tokens_that_come_with_the_prompt_are_no_decode_speed() -> None:
     fast, plain = answer("a b c", (1, 2, 3)), answer("a b c", (1, 2, 3))
     stats = replace(fast.stats.generation, num_first_tokens=2, prefill_s=9.0)
     totals = Totals.of([AnswerPair(replace(fast, stats=replace(fast.stats, generation=stats)), plain)])
-    assert totals.fast_tokens_per_s == 2.0 and totals.plain_tokens_per_s == 4.0 and totals.speedup == 0.5
+    assert totals.speedup == 0.5 and totals.to_dict()["num_fast_tokens"] == 1
+
+
+def searched(store: Store) -> list[Passage]:
+    return Retriever(HashEncoder(), store, follow=False).retrieve(["x"], 9).passages[0]
 
 
 def test_a_damaged_cache_is_built_again_and_a_whole_one_is_not(tmp_path: Path) -> None:
     """A demo that fails for ever after a killed first run; one that encodes everything every time."""
-    console, encoder = Console(quiet=True), CountingEncoder()
-    first = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
-    num_encoded, expected = encoder.num_texts, first.retrieve(["x"], 9).passages
-    again = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
-    assert encoder.num_texts == num_encoded > 0 and again.generation == first.generation
+    encoder = CountingEncoder()
+    expected = searched(cached_library(DOCUMENTS, encoder, tmp_path, log_progress))
+    num_encoded = encoder.num_texts
+    cached_library(DOCUMENTS, encoder, tmp_path, log_progress)
+    assert encoder.num_texts == num_encoded > 0
     for name in ("vectors.npy", "documents.arrow", "manifest.json"):
         max(tmp_path.rglob(name)).write_bytes(b"half")
-        mended = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
-        assert mended.retrieve(["x"], 9).passages == expected
+        assert searched(cached_library(DOCUMENTS, encoder, tmp_path, log_progress)) == expected
+
+
+def test_a_killed_build_goes_on_and_the_whole_library_begins_with_the_demos_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minutes of encoding again after a Ctrl-C, or for passages that the demo has encoded."""
+    monkeypatch.setattr("ragspec.cli.standard_library._PASSAGES_PER_ENCODE", 2)
+    monkeypatch.setattr("ragspec.cli.standard_library._PASSAGES_PER_COMMIT", 4)
+    names = [f"json.{n}" for n in range(4)] + [f"zlib.{n}" for n in range(16)]
+    corpus = [(name, f"{name}: Fact {number} is told here.") for number, name in enumerate(names)]
+    whole = searched(cached_library(documents_of(corpus), HashEncoder(), tmp_path / "at once", log_progress))
+    encoder = CountingEncoder()
+    cached_library(documents_of(corpus, DEMO_MODULES), encoder, tmp_path, log_progress)
+    assert encoder.num_texts == 4
+
+    def killed(stage: str, done: int = 0, total: int = 0) -> None:
+        if done == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_library(documents_of(corpus), encoder, tmp_path, killed)
+    store = cached_library(documents_of(corpus), encoder, tmp_path, log_progress)
+    assert 20 <= encoder.num_texts < 20 + 8, "at most what was not committed is encoded twice"
+    assert searched(store) == whole and store.manifest.num_documents == 20
+    assert not list(tmp_path.rglob("*.building"))
+    service = service_library(documents_of(corpus), encoder, tmp_path, tmp_path / "home", log_progress)
+    assert searched(Store.open(service)) == whole and service.parent == tmp_path / "home"
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     """A read-only home directory that makes the demo impossible."""
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     console = Console(file=io.StringIO(), width=200)
-    found = demo_retriever(console, HashEncoder(), DOCUMENTS, tmp_path / "file")  # type: ignore[arg-type]
-    assert len(found.retrieve(["x"], 9).passages[0]) == 9
+    store = open_library(console, DOCUMENTS, HashEncoder(), tmp_path / "file", log_progress)  # type: ignore[arg-type]
+    assert len(searched(store)) == 9
     assert "nothing is cached" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -534,16 +565,28 @@ def test_docstrings_are_collected_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert stdlib_corpus.kept_documents(tmp_path / "cache") == first and len(collected) == 6
 
 
-def test_a_start_says_what_it_does_and_for_how_long() -> None:
+def test_progress_says_the_stage_the_share_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first start of a minute that showed one line from its beginning to its end, and in a container's log nothing."""
+    now = 0.0
+    monkeypatch.setattr("ragspec.cli.terminal.perf_counter", lambda: now)
     log, screen = io.StringIO(), io.StringIO()
-    with stage(Console(file=log, width=100), "target", "Loading") as done:
-        done.say("testing the numerics")
-    assert re.search(r"^  testing the numerics \(\d+ s\)\n✓ target ", log.getvalue())
-    with stage(console := Console(file=screen, width=100, force_terminal=True), "target", "Loading") as done:
-        done.say("testing the numerics")
+    with stage(Console(file=log, width=100), "target", "loading") as done:
+        done("reading the weights")
+        for now in (5.0, 10.0, 15.0):
+            done("reading the weights", int(now), 30)
+        done("testing the numerics")
+        done.detail = "all is well"
+    lines = [" ".join(line.translate({ord("━"): "", ord("─"): ""}).split()) for line in log.getvalue().splitlines()]
+    assert lines == [
+        "reading the weights … 0 s",
+        "reading the weights … 15 of 30, 15 s, 15 s left",
+        "testing the numerics … 15 s",
+        "✓ target all is well 15.0 s",
+    ]
+    with stage(console := Console(file=screen, width=100, force_terminal=True), "target", "loading") as done:
+        done("testing the numerics")
         console.print(done)
-    assert re.search(r"testing the numerics … \d+ s", screen.getvalue())
+    assert "testing the numerics … 0 s" in screen.getvalue()
 
 
 def test_the_corpus_depends_on_python_alone() -> None:
@@ -552,8 +595,8 @@ def test_the_corpus_depends_on_python_alone() -> None:
         import hashlib, ragspec.cli, ragspec.core
         from ragspec.training.stdlib_corpus import stdlib_documents
         corpus = stdlib_documents()
-        from ragspec.cli.demo import demo_documents
-        texts = [document.text for document in demo_documents(corpus)]
+        from ragspec.cli.standard_library import documents_of
+        texts = [document.text for document in documents_of(corpus)]
         assert not any("SECRET" in text for text in texts)
         print(len(texts), hashlib.sha256(repr(texts).encode()).hexdigest())"""
     environments = [{"A_SECRET": "1", "PYTHONHASHSEED": "1"}, {"COLUMNS": "80", "PYTHONHASHSEED": "2"}]

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +98,22 @@ def tiny_config(**overrides: Any) -> LlamaConfig:
     return LlamaConfig(**{**shape, **sizes, **overrides})
 
 
+_SAVED: dict[str, Path] = {}
+
+
 def save_model(kind: str, folder: Path, std: float = 0.12, **overrides: Any) -> Path:
-    """A random model and its tokenizer in one directory; the same weights every time."""
+    """A random model and its tokenizer in one directory; the same weights every time, made once a test run."""
+    key = repr((kind, std, sorted(overrides.items())))
+    if key not in _SAVED:
+        made = Path(tempfile.mkdtemp(prefix="tiny-"))
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        _SAVED[key] = _make_model(kind, made, std, **overrides)
+    shutil.copytree(_SAVED[key], folder, dirs_exist_ok=True)
+    torch.manual_seed(11)  # as if it had been made here
+    return folder
+
+
+def _make_model(kind: str, folder: Path, std: float, **overrides: Any) -> Path:
     config_class, model_class, extra = ARCHITECTURES[kind]
     tokenizer = tiny_tokenizer()
     config = config_class(

@@ -4,7 +4,7 @@ Promises: every id is in the output at most once, whenever the job is killed. A 
 alone. A row without a result has its reason in errors.jsonl. If engines or index are lost for good, the job ends and writes
 nothing wrong.
 
-Why not Ray Data: it would replace the two readers in `input`, about 20 lines, and little else.
+Why not Ray Data: it would replace the two readers in `rows`, about 20 lines, and little else.
 - Reading: a block has one schema, so one bad line fails its file, and no row has the line number that errors.jsonl names.
 - Writing: results reach the disk block by block, so a kill loses finished rows; here each finished row is on the disk.
 - Checkpoint: Ray Data skips rows by id alone, so an edited question keeps its old answer; here the request's digest decides.
@@ -19,32 +19,85 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from pipelines.batch.backend import Backend, BackendSpec, open_backend
-from pipelines.batch.input import JobInput, find_inputs
+from pipelines.batch.backend import Backend, BackendSpec, Runtime, open_backend
 from pipelines.batch.output import OutputFolder
-from pipelines.batch.records import error_record, recorded_row
+from pipelines.batch.records import RowResult, error_record, output_record, recorded_row
+from pipelines.batch.rows import JobInput, Row, RowLocation, RowSchema, find_inputs
 from pipelines.batch.summary import Summary
-from pipelines.batch.task import RowLoop, Task
+from ragspec.cli.terminal import loading, stderr_console
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
-from ragspec.core import SamplingParams
+from ragspec.core import SamplingParams, Say
 from ragspec.engine.checkpoints.target_files import files_digest, target_folder, with_known_weights
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError, EngineError, InputError, ModelError, PromptTooLong, RagspecError
+from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline
 
-_console = Console(stderr=True)
+_console = stderr_console()
 
 _RAY_WORKING_DIR = "working_dir_files"
 """The folder in which Ray unpacks the working directory of a submitted job; Ray removes it with the job."""
 
 _ERRORS_PER_WRITE = 1000
+
+_CHANGES_NO_TEXT = {
+    "adapter",
+    "quantization",
+    "kv_cache_dtype",
+    "cache_dir",
+    "device",
+    "backend",
+    "max_weight_bytes",
+    "kv_dir",
+}
+"""Settings of the target that job.json leaves out. The digest of the files stands for the adapter; numerics and weights have
+entries of their own."""
+
+_UNNAMED_NUMERICS = {"float32", "bfloat16"}
+"""Jobs from before there were other numerics name none."""
+
+
+class Task(ABC):
+    """What a job does with a row. A subclass imports models and indexes where it uses them, so that creating a task is fast."""
+
+    schema: ClassVar[RowSchema]
+    row_noun: ClassVar[str]
+    """What a row is, in the plural; part of the summary's field names."""
+    config_sections: ClassVar[tuple[str, ...]]
+    """The parts of the configuration that decide a text."""
+
+    @abstractmethod
+    def pinned_config(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
+        """The configuration with its index pinned to one generation for as long as the job runs.
+
+        Raises: ConfigError, StoreError.
+        """
+
+    def config_of_begun(self, config: PipelineConfig, begun: Mapping[str, Any]) -> PipelineConfig:
+        """The configuration with what a begun job of these settings was made with, where only the defaults have changed since."""
+        return config
+
+    @abstractmethod
+    def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
+        """Every setting that decides a text, except rows, seed, target and sampling parameters; plain values for job.json."""
+
+    @abstractmethod
+    def stages(self, runtime: Runtime) -> StagedPipeline:
+        """The stages from a request to the value that `row_result` takes."""
+
+    @abstractmethod
+    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> HasId:
+        """The row as the stages take it; its id is the row's."""
+
+    @abstractmethod
+    def row_result(self, finished: Any) -> RowResult:
+        """Raises: EngineError if the value must not be written because part of it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,42 +182,24 @@ def _target_of_begun(target: TargetConfig, begun: Mapping[str, Any]) -> TargetCo
     return with_known_weights(target)
 
 
-_NOT_OF_TEXTS = {
-    "adapter",
-    "quantization",
-    "kv_cache_dtype",
-    "cache_dir",
-    "device",
-    "backend",
-    "max_weight_bytes",
-    "kv_dir",
-}
-"""The digest of the files stands for the adapter; the others are told where they change numerics."""
-_FIRST_NUMERICS = {"float32", "bfloat16"}
-"""Jobs from before there were others name none."""
-
-
-_WHERE_FREE = {"verbatim_quotes"}
-"""Jobs from before quotes were held to their passages do not name it."""
-
-
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
     folder, numerics = Path(target_folder(config.target)), config.target.numerics_dtype
-    is_free = not config.generation.verbatim_quotes
+    # Jobs from before quotes were held to their passages do not name `verbatim_quotes`
+    not_named = {"seed"} if config.generation.verbatim_quotes else {"seed", "verbatim_quotes"}
     try:  # a model hub's name has no digest
         digest = files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:
         raise ModelError(f"the files of the target {folder} cannot be read: {cause}") from cause
     return {
         "seed": seed,
-        "target": config.target.model_dump(exclude=_NOT_OF_TEXTS),
+        "target": config.target.model_dump(exclude=_CHANGES_NO_TEXT),
         **({"weights": "int8"} if config.target.is_int8 else {}),
-        **({"numerics": numerics} if numerics not in _FIRST_NUMERICS else {}),
+        **({"numerics": numerics} if numerics not in _UNNAMED_NUMERICS else {}),
         **({"target_files": digest} if digest else {}),
         **_words(config.prompts),
         "max_kv_tokens": config.engine.max_kv_tokens,
-        "generation": config.generation.model_dump(exclude={"seed", *(_WHERE_FREE if is_free else ())}),
+        "generation": config.generation.model_dump(exclude=not_named),
         **task.text_settings(config),
     }
 
@@ -179,7 +214,7 @@ def _words(prompts: PromptConfig) -> dict[str, Any]:
 def _check(rows: JobInput, output: OutputFolder) -> int:
     """Writes the wrong rows to errors.jsonl; returns their number."""
     num_bad = 0
-    with _console.status("checking the input"):
+    with loading(_console, "checking the input"):
         bad = (json.dumps(error_record(*found)) for found in rows.check())
         while lines := list(itertools.islice(bad, _ERRORS_PER_WRITE)):
             output.append_errors(lines)
@@ -188,16 +223,76 @@ def _check(rows: JobInput, output: OutputFolder) -> int:
 
 
 def _answer(task: Task, rows: JobInput, backend: Backend, output: OutputFolder, summary: Summary) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    rates = TextColumn("{task.fields[rates]}")
-    with Progress(*columns, TimeRemainingColumn(), rates, console=_console) as bar:
-        shown = bar.add_task("starting the engines", total=rows.num_pending, rates="")
+    with loading(_console, "starting the engines", logs_stages=True) as say, backend.load(backend.config) as runtime:
+        stages = task.stages(runtime)
+        summary.num_machines, summary.stages = runtime.num_machines, stages.metrics
+        asyncio.run(_RowLoop(task, backend.config, output, summary, say).run(rows, stages))
 
-        def on_written(num_rows: int) -> None:
-            speed = f"{summary.tokens_per_s:.0f} tokens/s, acceptance {summary.acceptance_length:.2f}"
-            bar.update(shown, description="rows", advance=num_rows, rates=speed)
 
-        with backend.load(backend.config) as runtime:
-            stages = task.stages(runtime)
-            summary.num_machines, summary.stages = runtime.num_machines, stages.metrics
-            asyncio.run(RowLoop(task, backend.config, output, summary, on_written).run(rows.pending(), stages))
+class _RowLoop:
+    """Owns the rows in flight. A row is read when the first stage has room, and written as soon as it is finished."""
+
+    def __init__(self, task: Task, config: PipelineConfig, output: OutputFolder, summary: Summary, say: Say) -> None:
+        self._task, self._config = task, config
+        self._output, self._summary, self._say = output, summary, say
+        self._in_flight: dict[str, tuple[RowLocation, Row]] = {}
+
+    async def run(self, rows: JobInput, stages: StagedPipeline) -> None:
+        """Raises: EngineError when engines or index are lost for good, SaveError, InputError if the input was changed."""
+        summary, begin = self._summary, time.monotonic()
+        num_failed_before = summary.num_failed
+        async with aclosing(stages.run(self._requests(rows))) as batches:
+            async for batch in batches:
+                await asyncio.to_thread(self._write, batch)  # Why a thread: a slow disk must not stop the event loop
+                summary.generating_s = time.monotonic() - begin
+                num_done = summary.num_answered + summary.num_failed - num_failed_before
+                self._say("answering rows", num_done, rows.num_pending)
+
+    def _requests(self, rows: JobInput) -> Iterator[HasId]:
+        for location, row, params in rows.pending():
+            self._in_flight[row.id] = location, row
+            yield self._task.request(row, params, self._config)
+
+    def _write(self, batch: Sequence[ItemResult[Any]]) -> None:
+        """Writes every row of the batch that can be written before it raises the first error that ends the job."""
+        lines: list[str] = []
+        failed: list[str] = []
+        fatal: Exception | None = None
+        for finished in batch:
+            location, row = self._in_flight.pop(finished.id)
+            try:
+                lines.append(self._output_line(row, finished))
+            except Exception as error:  # Why all: one row must not end the job, now and at every resume
+                if _is_fatal(error):
+                    fatal = fatal or error
+                else:
+                    failed.append(_error_line(location, row, error))
+        if lines:
+            self._output.append(lines)
+        if failed:
+            self._summary.num_failed += len(failed)
+            self._output.append_errors(failed)
+        if fatal is not None:
+            raise EngineError(f"the job stopped: {fatal}. What was finished is kept; run it again to go on") from fatal
+
+    def _output_line(self, row: Row, finished: ItemResult[Any]) -> str:
+        """Raises: the row's error."""
+        result = self._task.row_result(finished.result())
+        line = json.dumps(
+            output_record(row, result, Path(self._config.target.model).name, int(time.time())), ensure_ascii=False
+        )
+        self._summary.add_answer(result.stats, result.labels)
+        return line
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether engines or index are lost, so that the following rows would fail too."""
+    return isinstance(error, RagspecError) and not isinstance(error, InputError) and type(error) is not EngineError
+
+
+def _error_line(location: RowLocation, row: Row, error: Exception) -> str:
+    code = "invalid_request" if isinstance(error, InputError) else "engine_error"
+    if isinstance(error, PromptTooLong):
+        code = "context_length_exceeded"
+    record = error_record(location, code, str(error), {"custom_id" if row.openai else "id": row.id})
+    return json.dumps(record, ensure_ascii=False)

@@ -75,10 +75,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
     def begun(self) -> dict[str, Any]:
         """The settings of the folder's job; empty without one. Raises: StoreCorrupt."""
         path = self.folder / "job.json"
-        settings = _parsed(path.read_bytes(), str(path)) if path.exists() else {}
-        if not isinstance(settings, dict):
-            raise StoreCorrupt(f"{path} is no JSON object")
-        return settings
+        return _json_object(path.read_bytes(), str(path)) if path.exists() else {}
 
     def open_job(self, settings: Mapping[str, Any], resume: bool) -> None:
         """Continue the folder's job, or begin one; without `resume`, the folder's results are removed.
@@ -103,11 +100,17 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         self._errors = JsonLines(self.folder / "errors.jsonl")
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """Every recorded answer. Raises: StoreCorrupt naming file and line."""
+        """Every recorded answer. Raises: StoreCorrupt that names file and line, and says how the job can go on."""
         for path in self._finished_parts():
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
-                    yield _recorded(line, path, number)
+                    try:
+                        yield _json_object(line, f"{path}, line {number}")
+                    except StoreCorrupt as error:
+                        raise StoreCorrupt(
+                            f"{error}. A finished file was changed or torn after it was written; delete line {number} of "
+                            "that file (or the whole file) and run the command again: it answers those rows anew"
+                        ) from error
 
     def append(self, lines: Sequence[str]) -> None:
         """Record finished rows. Raises: SaveError."""
@@ -130,15 +133,12 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         if errors is not None:
             errors.publish()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Finishes the open part and releases the lock. Raises: SaveError."""
         with self._lock:
             if self._errors is not None:
                 self._errors.close()
             self._finish_part()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _finish_part(self) -> None:
         if self._part is not None:
@@ -168,23 +168,15 @@ def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) ->
             )
 
 
-def _recorded(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """An answer that an earlier run wrote. Raises: StoreCorrupt that says how the job can go on."""
+def _json_object(text: bytes, where: str) -> dict[str, Any]:
+    """Raises: StoreCorrupt."""
     try:
-        record = _parsed(line, f"{path}, line {number}")
-        if isinstance(record, dict):
-            return record
-        raise StoreCorrupt(f"{path}, line {number}: no JSON object")
-    except StoreCorrupt as error:
-        way_on = f"delete line {number} of that file (or the whole file) and run the command again: it answers those rows anew"
-        raise StoreCorrupt(f"{error}. A finished file was changed or torn after it was written; {way_on}") from error
-
-
-def _parsed(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError as cause:
         raise StoreCorrupt(f"{where}: not JSON: {cause}") from cause
+    if not isinstance(value, dict):
+        raise StoreCorrupt(f"{where}: no JSON object")
+    return value
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.batch.input import RowLocation
-from pipelines.batch.rows import Row, id_of
+from pipelines.batch.rows import Row, RowLocation, id_of
 from ragspec.core import FinishReason, GenerationStats
 from ragspec.rag.answer import Answer
 from ragspec.rag.openai_fields import usage

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ragspec.core import GenerationStats
 from ragspec.rag.pipeline_stages import StageMetrics
@@ -25,6 +26,7 @@ _HOUR_S = 3600.0
 class Summary:
     """Counts of one run; `num_skipped` rows were answered by earlier runs. `row_noun` names the rows: questions, texts.
 
+    `generated`: the sum over this run's rows.
     `generating_s` begins when engines and index are loaded, the whole run with the command. `price_per_hour`: of one machine.
     `sentences`: of answers, by label.
     """
@@ -35,10 +37,7 @@ class Summary:
     num_answered: int = 0
     num_failed: int = 0
     num_skipped: int = 0
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_replays: int = 0
-    num_near_ties: int = 0
+    generated: GenerationStats = field(default_factory=GenerationStats)
     started_s: float = field(default_factory=time.monotonic)
     generating_s: float = 0.0
     stages: Sequence[StageMetrics] = ()
@@ -49,9 +48,7 @@ class Summary:
     def add_answer(self, stats: GenerationStats, labels: Sequence[str] = ()) -> None:
         self.num_answered += 1
         self.sentences.update(labels)
-        self.num_tokens += stats.num_output_tokens
-        self.num_steps += stats.num_steps
-        self.num_replays += stats.num_replays
+        self.generated.add(stats)
         self.add_fingerprint(stats.system_fingerprint)
 
     def add_fingerprint(self, fingerprint: str) -> None:
@@ -59,18 +56,11 @@ class Summary:
         if fingerprint:
             self.fingerprints.add(fingerprint)
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.generating_s if self.generating_s else 0.0
-
-    @property
-    def acceptance_length(self) -> float:
-        return self.num_tokens / self.num_steps if self.num_steps else 0.0
-
     def to_dict(self, out: Path) -> dict[str, Any]:
         """Plain values, for JSON. Machine seconds and cost are None if this run answered no row."""
         elapsed_s = time.monotonic() - self.started_s
-        rows_per_s = self.num_answered / self.generating_s if self.generating_s else 0.0
+        tokens, generating_s = self.generated.num_output_tokens, self.generating_s or float("inf")
+        rows_per_s = self.num_answered / generating_s
         machine_s = cost = None
         if self.num_answered:
             machine_s = 1000.0 * self.num_machines * elapsed_s / self.num_answered
@@ -82,13 +72,13 @@ class Summary:
             "answered": self.num_answered,
             "failed": self.num_failed,
             "skipped": self.num_skipped,
-            "tokens": self.num_tokens,
-            "tokens_per_s": round(self.tokens_per_s, 1),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / generating_s, 1),
             "rows_per_s": round(rows_per_s, 3),
             f"{self.row_noun}_per_hour": round(rows_per_s * _HOUR_S),
-            "acceptance_length": round(self.acceptance_length, 2),
-            "replays": self.num_replays,
-            "near_ties": self.num_near_ties,
+            "acceptance_length": round(self.generated.acceptance_length, 2),
+            "replays": self.generated.num_replays,
+            "near_ties": self.generated.num_near_ties,
             "sentences": dict(self.sentences),
             "elapsed_s": round(elapsed_s, 2),
             "generating_s": round(self.generating_s, 2),
@@ -101,29 +91,23 @@ class Summary:
         }
 
     def show(self, console: Console, errors: Path) -> None:
-        """The stages as a table, and warnings."""
+        """The stages as a table, with units in its head, and warnings of one line each."""
         if self.num_answered:
-            console.print(stage_table(self.stages))
+            table = Table("stage", "items", "failed", "batches", "busy s", "waiting s", "blocked s", "queue, most")
+            for stage in self.stages:
+                counts = (str(count) for count in (stage.num_items, stage.num_failed, stage.num_batches))
+                times = (f"{seconds:.1f}" for seconds in (stage.busy_s, stage.waiting_s, stage.blocked_s))
+                table.add_row(stage.name, *counts, *times, str(stage.max_depth))
+            console.print(table)
+        warnings = []
         if self.num_failed:
-            print_line(console, f"{self.num_failed} rows have no answer; the reasons are in {errors}", "yellow")
+            warnings.append(f"{self.num_failed} rows have no answer; the reasons are in {errors}")
         if self.ignored_columns:
             columns = ", ".join(sorted(self.ignored_columns))
-            print_line(console, f"these columns are no sampling parameters and were ignored: {columns}", "yellow")
+            warnings.append(f"these columns are no sampling parameters and were ignored: {columns}")
         if len(self.fingerprints) > 1:
-            differ = "answers come from machines whose numerics differ; a repetition elsewhere may differ in near ties"
-            print_line(console, differ, "yellow")
-
-
-def stage_table(stages: Sequence[StageMetrics]) -> Table:
-    """One row a stage; the units are in the head."""
-    table = Table("stage", "items", "failed", "batches", "busy s", "waiting s", "blocked s", "queue, most")
-    for stage in stages:
-        counts = (str(count) for count in (stage.num_items, stage.num_failed, stage.num_batches))
-        times = (f"{seconds:.1f}" for seconds in (stage.busy_s, stage.waiting_s, stage.blocked_s))
-        table.add_row(stage.name, *counts, *times, str(stage.max_depth))
-    return table
-
-
-def print_line(console: Console, text: str, style: str) -> None:
-    """One line, however long."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+            warnings.append(
+                "the numerics of the answers' machines differ; a repetition elsewhere may differ in near ties"
+            )
+        for warning in warnings:
+            console.print(Text(warning, "yellow"), soft_wrap=True)

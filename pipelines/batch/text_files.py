@@ -14,24 +14,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pipelines.batch.rows import ROW_SUFFIXES
 from ragspec.disk import TEMPORARY, make_folder, saving, write_atomically
 from ragspec.errors import InputError
+from ragspec.retrieval.reading import CORRECTABLE_SUFFIXES
 
-SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex")
 _ROWS, _FILES = Path("input") / "texts.jsonl", Path("files")
 
 
 def holds_texts(path: Path) -> bool:
     """Whether an input is text files rather than rows: a text file, or a folder with text files and no rows."""
-    if path.is_dir():
-        suffixes = {file.suffix for file in path.rglob("*")}
-        return bool(suffixes & set(SUFFIXES)) and not suffixes & {".jsonl", ".parquet"}
-    return path.suffix in SUFFIXES
+    if not path.is_dir():
+        return path.suffix in CORRECTABLE_SUFFIXES
+    suffixes = {file.suffix for file in path.rglob("*")}
+    return not suffixes.isdisjoint(CORRECTABLE_SUFFIXES) and suffixes.isdisjoint(ROW_SUFFIXES)
 
 
 def collect_texts(inputs: Path, out: Path, warn: Callable[[str], None]) -> Path:
     """Writes text files as one file of rows; calls `warn` for every file left out. Raises: InputError, SaveError."""
-    rows = list(_rows(inputs, warn))
+    files = sorted(file for file in inputs.rglob("*") if file.is_file()) if inputs.is_dir() else [inputs]
+    folder = inputs if inputs.is_dir() else inputs.parent
+    rows = []
+    for path in files:
+        text = _text_of(path, warn) if path.suffix in CORRECTABLE_SUFFIXES else ""
+        if text:
+            rows.append({"id": path.relative_to(folder).as_posix(), "text": text})
     if not rows:
         raise InputError(f"{inputs} holds no text in UTF-8")
     path = out / _ROWS
@@ -41,25 +48,40 @@ def collect_texts(inputs: Path, out: Path, warn: Callable[[str], None]) -> Path:
     return path
 
 
+def _text_of(path: Path, warn: Callable[[str], None]) -> str:
+    """Empty, after a warning, for a file without text. Raises: InputError if the file cannot be read."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as cause:
+        warn(f"{path} is not UTF-8: byte {cause.start}")
+        return ""
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}") from cause
+    if not text.strip():
+        warn(f"{path} is empty")
+        return ""
+    return text
+
+
 def write_corrected_files(out: Path) -> int:
     """Writes each text of the input that has a correction as a file; returns their number. Raises: InputError, SaveError."""
     failed = {row.get("id") for row in whole_lines(out / "errors.jsonl")}
     corrected = {row["id"] for row in whole_lines(out / _ROWS)} - failed
     new, old = out / f"{TEMPORARY}{_FILES}", out / f"{TEMPORARY}old-{_FILES}"
+    records = (record for part in sorted(out.glob("answers-*.jsonl*")) for record in whole_lines(part))
     count = 0
     with saving(out / _FILES):
         for folder in (new, old):
             shutil.rmtree(folder, ignore_errors=True)
         make_folder(new)
-        for part in sorted(out.glob("answers-*.jsonl*")):
-            for record in whole_lines(part):
-                if record["id"] in corrected:
-                    path = new / record["id"]
-                    if not path.resolve().is_relative_to(new.resolve()):
-                        raise InputError(f"{record['id']!r} is no file's name")
-                    make_folder(path.parent)
-                    path.write_bytes(record["corrected"].encode("utf-8"))
-                    count += 1
+        for record in records:
+            if record["id"] in corrected:
+                path = new / record["id"]
+                if not path.resolve().is_relative_to(new.resolve()):
+                    raise InputError(f"{record['id']!r} is no file's name")
+                make_folder(path.parent)
+                path.write_bytes(record["corrected"].encode("utf-8"))
+                count += 1
         if (out / _FILES).exists():
             (out / _FILES).rename(old)
         new.rename(out / _FILES)
@@ -72,21 +94,3 @@ def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"\n"):
             yield json.loads(line)
-
-
-def _rows(inputs: Path, warn: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    folder = inputs if inputs.is_dir() else inputs.parent
-    for path in sorted(inputs.rglob("*")) if inputs.is_dir() else [inputs]:
-        if path.suffix not in SUFFIXES or not path.is_file():
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as cause:
-            warn(f"{path} is not UTF-8: byte {cause.start}")
-            continue
-        except OSError as cause:
-            raise InputError(f"cannot read {path}: {cause.strerror}") from cause
-        if not text.strip():
-            warn(f"{path} is empty")
-            continue
-        yield {"id": path.relative_to(folder).as_posix(), "text": text}

@@ -19,12 +19,18 @@ REPORT_EVERY_STEPS, SMOOTHING_STEPS = 25, 50
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """Options of every training command. `threads` None: as many as PyTorch uses. Raises: InputError if there are no data."""
+    """Options of every training command. `threads` None: as many as PyTorch uses. `data_workers`: processes beside each worker
+    that draw its texts. `checkpoint_minutes`: of training between two checkpoints; None: as the plan says.
+
+    Raises: InputError if there are no data.
+    """
 
     data_dir: Path
     out: Path
     resume: bool = False
     threads: int | None = None
+    data_workers: int = 1
+    checkpoint_minutes: float | None = None
 
     def __post_init__(self) -> None:
         if not self.data_dir.is_dir():
@@ -53,6 +59,8 @@ def training_parser(description: str) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--threads", type=positive(int), help="CPU threads")
     add("--workers", type=positive(int), default=1, help="processes that train together")
+    add("--data-workers", type=positive(int, least=0), default=1, help="processes that draw texts beside each worker")
+    add("--checkpoint-minutes", type=positive(float), help="minutes of training between two checkpoints")
     add("--resume", action="store_true", help="continue from the run's checkpoint; only the length may change")
     return parser
 
@@ -136,7 +144,7 @@ def _set_threads_and_train(train: Train, run: TrainingRun, workers: WorkerGroup,
     train(run, workers, device)
 
 
-def resumes(trainer: Trainer[Any], run: TrainingRun) -> bool:
+def resumes(trainer: Trainer[Any, Any, Any], run: TrainingRun) -> bool:
     """Load the run's checkpoint if the run is to go on where it stopped. Raises: ConfigError for another run's."""
     is_resumed = run.resume and run.checkpoint.exists()
     if is_resumed:
@@ -145,7 +153,7 @@ def resumes(trainer: Trainer[Any], run: TrainingRun) -> bool:
 
 
 def run_to_end(
-    trainer: Trainer[Any],
+    trainer: Trainer[Any, Any, Any],
     run: TrainingRun,
     shown: Sequence[str],
     probe: Callable[[], dict[str, float]],
@@ -160,6 +168,8 @@ def run_to_end(
             pass
         return
     saved_at_s = trainer.progress.elapsed_s
+    minutes = run.checkpoint_minutes
+    every_s = trainer.plan.checkpoint_every_s if minutes is None else 60.0 * minutes
     columns = (BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as bar:
         task = bar.add_task("starting", total=1.0)
@@ -173,7 +183,7 @@ def run_to_end(
             if is_probed(num_probes, record["step"], record["share"], trainer.share_done()):
                 trainer.probes.append({"tokens": trainer.progress.tokens, **probe()})
                 print(f"probe at step {record['step']}: {trainer.probes[-1]}", flush=True)
-            if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
+            if record["elapsed_s"] - saved_at_s > every_s:
                 trainer.save(run.checkpoint)
                 saved_at_s = record["elapsed_s"]
     trainer.save(run.checkpoint)
@@ -193,7 +203,7 @@ def progress_line(records: list[dict[str, float]], names: Sequence[str]) -> str:
     return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {speed:.0f}/s {means} {rate}"
 
 
-def draw_curves(trainer: Trainer[Any], loss_prefix: str, probe_part: str, path: Path) -> None:
+def draw_curves(trainer: Trainer[Any, Any, Any], loss_prefix: str, probe_part: str, path: Path) -> None:
     """Losses, probe scores and learning rate over tokens, as PNG. The names of the curves hold the given texts."""
     from matplotlib.figure import Figure
 

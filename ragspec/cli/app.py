@@ -29,6 +29,7 @@ from ragspec.cli.options import (
     AsJson,
     Config,
     Debug,
+    IndexOrLibrary,
     Seed,
     Speculation,
     Target,
@@ -63,9 +64,10 @@ class Iterative(enum.StrEnum):
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command and exit. Never returns."""
     given = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in given  # anywhere on the line, so that it can be added to any call
     prepare_process()
     try:
-        code = _run(given)
+        code = _run([arg for arg in given if arg != "--debug"], debug)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +75,7 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _run(given: list[str]) -> int:
+def _run(given: list[str], debug: bool) -> int:
     try:
         app(args=given, prog_name="ragspec")
     except SystemExit as end:
@@ -81,7 +83,7 @@ def _run(given: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if "--debug" in given or isinstance(error, BrokenPipeError):
+        if debug or isinstance(error, BrokenPipeError):
             raise
         is_expected, message = isinstance(error, RagspecError), one_line(error)
         print_error(message if is_expected else f"unexpected {type(error).__name__}: {message} (--debug shows where)")
@@ -111,11 +113,7 @@ def demo(
     questions: Annotated[int, typer.Option(help="How many of the fixed questions.", min=0, max=8)] = 8,
     temperature: Temperature = 0.0,
     seed: Seed = 7,
-    interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Ask your own questions afterwards.")
-    ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Questions about Python's standard library, answered with quotes; speculation on against off."""
     from ragspec.training.stdlib_corpus import kept_documents
@@ -124,16 +122,13 @@ def demo(
     corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from ragspec.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(corpus, target, questions, params, interactive=interactive, as_json=as_json))
+    raise typer.Exit(run_demo(corpus, target, questions, params, as_json=as_json))
 
 
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
-    index: Annotated[
-        Path | None,
-        typer.Option(help="The index's folder; default: Python's standard library.", show_default=False),
-    ] = None,
+    index: IndexOrLibrary = None,
     config: Config = None,
     target: Target = None,
     temperature: Temperature = None,
@@ -153,7 +148,6 @@ def ask(
     ] = None,
     speculation: Speculation = True,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Ask your documents one question; the answer streams, then come its sources."""
     if question == "-":  # invalid UTF-8 becomes lone surrogates; `check_text` reports their position
@@ -195,10 +189,7 @@ def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[st
 @app.command()
 def evaluate(
     files: Annotated[list[Path], typer.Argument(metavar="QUESTIONS", help="JSON lines (ragspec/rag/README.md).")],
-    index: Annotated[
-        Path | None,
-        typer.Option(help="The index's folder; default: Python's standard library.", show_default=False),
-    ] = None,
+    index: IndexOrLibrary = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(
@@ -215,7 +206,6 @@ def evaluate(
     check_drafts: Annotated[
         bool, typer.Option("--check-drafts", help="Also answer without speculation; exits with 1 if a token differs.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Measure your own questions: passages found, answers right, quotes, abstentions, corrections."""
     from ragspec.evaluation.questions import questions_of, read_lines
@@ -255,7 +245,6 @@ def correct(
     ] = None,
     ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.", show_default=False)] = None,
     speculation: Speculation = True,
-    debug: Debug = False,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
     from ragspec.cli.correct import CorrectOptions, edit_filter_of, run_correct
@@ -273,9 +262,7 @@ app.command()(doctor)
 @app.command()
 def serve(
     config: Config = None,
-    index: Annotated[
-        Path | None, typer.Option(help="The index's folder; none: Python's standard library.", show_default=False)
-    ] = None,
+    index: IndexOrLibrary = None,
     host: Annotated[str | None, typer.Option(help="Where to listen; default: this machine only.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.", min=0, max=65535)] = None,
     target: Target = None,
@@ -289,7 +276,6 @@ def serve(
     ] = None,
     address: Address = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request, also on a terminal.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Serve chat, grammar and documents over HTTP, as OpenAI's and LanguageTool's clients expect it."""
     from ragspec.cli.serve import run_serve

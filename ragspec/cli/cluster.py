@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pipelines.batch.ray_session import (
@@ -25,8 +24,8 @@ from pipelines.batch.ray_session import (
     prepare_token,
     ray_session,
 )
-from ragspec.cli.options import Address, AsJson, Debug, Target, group
-from ragspec.cli.terminal import safe, stage, stay_offline, stderr_console, stdout_console
+from ragspec.cli.options import Address, AsJson, Target, group
+from ragspec.cli.terminal import plain_table, safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError
 
@@ -60,7 +59,6 @@ def up(
         bool, typer.Option("--insecure", help="Use a cluster that anybody who reaches it may use.")
     ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Start a deployment, on a cluster of this machine if no other is named, and wait until it serves."""
     from ragspec.cluster.topology import ClusterConfig
@@ -78,7 +76,7 @@ def up(
     console = stderr_console()
     with contextlib.ExitStack() as undo:  # if anything fails, everything that was started here is ended
         address = _cluster_for(name, address, insecure, console, undo)
-        with ray_session(address), stage(console, "deployment", "Starting engines, shards and encoders") as done:
+        with ray_session(address), stage(console, "deployment", "starting engines, shards and encoders") as done:
             from ragspec.cluster.deployment import Deployment
 
             deployment = Deployment.up(topology, settings, name=name, detached=True)
@@ -88,9 +86,7 @@ def up(
 
 
 @cluster.command("status")
-def show_status(
-    address: Address = None, name: DeploymentName = "ragspec", as_json: AsJson = False, debug: Debug = False
-) -> None:
+def show_status(address: Address = None, name: DeploymentName = "ragspec", as_json: AsJson = False) -> None:
     """What there is of a deployment, and how it is. Exits 1 if a part of it is not live."""
     with ray_session(_known_address(name, address)):
         from ragspec.cluster.registry import status_of
@@ -101,7 +97,7 @@ def show_status(
 
 
 @cluster.command()
-def env(name: DeploymentName = "ragspec", debug: Debug = False) -> None:
+def env(name: DeploymentName = "ragspec") -> None:
     """Print what other programs must have set to find the cluster that was started here, for a shell's `eval`."""
     from ragspec.cluster.local_cluster import LocalCluster
 
@@ -113,18 +109,18 @@ def env(name: DeploymentName = "ragspec", debug: Debug = False) -> None:
 
 
 @cluster.command()
-def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug = False) -> None:
+def down(address: Address = None, name: DeploymentName = "ragspec") -> None:
     """End a deployment, and the cluster if it was started for it. May be repeated, also after a crash."""
     from ragspec.cluster.local_cluster import LocalCluster
 
     console = stderr_console()
     own = None if address or os.environ.get("RAY_ADDRESS") else LocalCluster.recorded(clusters_folder() / name)
     if own is not None:
-        with stage(console, "down", "Ending the cluster") as done:
+        with stage(console, "down", "ending the cluster") as done:
             own.close()  # the deployment ends with its cluster
             done.detail = f"{name} and the cluster at {own.address}"
     elif address := address or os.environ.get("RAY_ADDRESS"):
-        with ray_session(address), stage(console, "down", "Ending the deployment") as done:
+        with ray_session(address), stage(console, "down", "ending the deployment") as done:
             from ragspec.cluster.registry import teardown
 
             teardown(name)
@@ -157,7 +153,7 @@ def _cluster_for(name: str, address: str | None, insecure: bool, console: Consol
         return address
     if stale := LocalCluster.recorded(clusters_folder() / name):
         stale.close()
-    with stage(console, "ray", "Starting Ray on this machine") as done:
+    with stage(console, "ray", "starting Ray on this machine") as done:
         nodes = undo.enter_context(LocalCluster(clusters_folder() / name, os.environ))
         nodes.add()
         done.detail = nodes.address
@@ -178,9 +174,8 @@ def _show(status: Status, *, as_json: bool) -> None:
         shown = {"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "replicas": replicas}
         print(json.dumps(shown | {"weights": status.weights}))
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("replica", "kind", "state", "node", "pid", "started", "numerics", "load", "last error"):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("started", "load") else "left")
+    headings = ("replica", "kind", "state", "node", "pid", "started", "numerics", "load", "last error")
+    table = plain_table(*headings, right=("started", "load"))
     for replica in status.replicas:
         table.add_row(
             replica.name,

@@ -20,9 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-from ragspec.cli.terminal import one_line, print_error, safe, stay_offline, stderr_console
+from ragspec.cli.terminal import loading, one_line, print_error, safe, stay_offline, stderr_console
 from ragspec.config import load_config
 from ragspec.core import check_text
 from ragspec.disk import atomic_writer, saving
@@ -65,17 +63,15 @@ def run_correct(
     if read:
         stay_offline(settings.target)
         params = replace(default_params(settings.generation), max_tokens=DEFAULT_PARAMS.max_tokens)
-        with errors.status("Opening the target …"):
-            grammar = Grammar.from_config(settings)
-        columns = (TextColumn("Correcting"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
-        with grammar, Progress(*columns, console=errors, transient=True) as progress:
-            bar = progress.add_task("", total=len(read))
+        with loading(errors, "loading the target") as say:
+            grammar = Grammar.from_config(settings, say)
+        with grammar, loading(errors, "correcting") as say:
             correct = partial(grammar.correct_many, edit_filter=edit_filter, speculation=options.speculation)
             for begin in range(0, len(read), _CHUNK):
+                say("correcting", begin, len(read))
                 chunk = read[begin : begin + _CHUNK]
                 for file, correction in zip(chunk, correct([each.text for each in chunk], params), strict=True):
                     _show(file, correction, options, tally)
-                    progress.advance(bar)
     errors.print(_summary(tally), style="dim")
     return 2 if tally["failed"] else int(options.diff and tally["changed"] > 0)
 

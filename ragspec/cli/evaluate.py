@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.ask import STANDARD_LIBRARY, with_standard_library
-from ragspec.cli.terminal import note, safe, stay_offline, stderr_console
+from ragspec.cli.ask import with_standard_library
+from ragspec.cli.standard_library import NO_INDEX
+from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console
 from ragspec.disk import saving
 from ragspec.engine.checkpoints.target_files import return_freed
 from ragspec.evaluation.asking import Asker
@@ -144,23 +144,26 @@ def _measure(
     return_freed()  # Why: else the peak counts what is left of an earlier configuration
     stay_offline(settings.target)
     if retrieves and not settings.retriever.index_dir:
-        note(console, STANDARD_LIBRARY)
-        encoder = Encoder.load(settings.encoder)
-        settings = with_standard_library(console, settings, encoder, corpus or ())
-    with console.status(Text("Opening the index and the target …", "dim")):
-        asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=retrieves)
+        note(console, NO_INDEX)
+    with loading(console, "opening the encoder and the index") as say:
+        if retrieves and not settings.retriever.index_dir:
+            encoder = Encoder.load(settings.encoder)
+            settings = with_standard_library(settings, encoder, corpus or (), say)
+        asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=retrieves, say=say)
     id_chars = _id_chars(lines)
     results: list[LineResult] = []
     changed = None
-    with asker, console.status(Text("Asking …", "dim")) as status:
+    num_asked = len(questions_of(lines)) + sum(isinstance(line, CheckedSentence) for line in lines)
+    with asker, loading(console, "asking") as say:
         for result in asker.results(lines):
             results.append(result)
+            say("asking", len(results), num_asked)
             memory.look()
             write({"config": name} | result.to_dict())
             console.print(result_line(result, id_chars), no_wrap=True, overflow="ellipsis")
         if options.check_drafts:
             seed = _CHECK_SEED if settings.generation.seed is None else settings.generation.seed
-            changed = asker.num_changed_by_drafts(results, seed, lambda *ticked: _say(status, *ticked))
+            changed = asker.num_changed_by_drafts(results, seed, say)
             memory.look()
     return Measured(name, settings, results, memory.peak_mb, changed)
 
@@ -168,10 +171,6 @@ def _measure(
 def _id_chars(lines: Sequence[Line]) -> int:
     """The width of the column of ids; a turn's id is its conversation's with the number of the turn."""
     return min(_MOST_ID_CHARS, max((len(str(line.id)) + 2 * isinstance(line, Dialogue) for line in lines), default=0))
-
-
-def _say(status: Status, _: str, done: int, total: int) -> None:
-    status.update(Text(f"Comparing with plain decoding: {done} of {total} …", "dim"))
 
 
 @contextmanager

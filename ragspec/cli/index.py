@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.options import PASSED_ON, AsJson, Debug, Index, group, pass_on
+from ragspec.cli.options import PASSED_ON, AsJson, Index, group, pass_on
 from ragspec.cli.terminal import data_folder, note, safe, stderr_console, stdout_console
 from ragspec.errors import InputError
 
@@ -42,7 +42,6 @@ def delete(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents by id.")] = None,
     source: Annotated[list[str] | None, typer.Option(help="All documents of a source; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Say what would be deleted; change nothing.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Take documents out, by id or by source."""
     from ragspec.retrieval.index.writer import IndexWriter
@@ -67,7 +66,6 @@ def list_documents(
     index: Index,
     limit: Annotated[int, typer.Option(help="Most documents to show.", min=0)] = 50,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """What is in the index."""
     from ragspec.retrieval.index.store import Store
@@ -88,7 +86,7 @@ def list_documents(
 
 
 @index.command()
-def verify(index: Index, debug: Debug = False) -> None:
+def verify(index: Index) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
     from ragspec.retrieval.index.segment import check_segment
     from ragspec.retrieval.index.store import Store
@@ -106,7 +104,6 @@ def compact(
     purge: Annotated[
         bool, typer.Option(help="Remove deleted text from the disk now, not with a later change.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Merge segments and drop what was deleted; with exact search, answers stay the same."""
     from ragspec.config import load_config
@@ -136,7 +133,6 @@ def backup(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the backup.")],
     index: Index,
     data: Data = None,
-    debug: Debug = False,
 ) -> None:
     """Copy an index, and a service's files, conversations and dictionaries, also while it serves."""
     from services.stores.backup import back_up
@@ -149,7 +145,6 @@ def restore(
     backup: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `ragspec index backup` made.")],
     index: Index,
     data: Data = None,
-    debug: Debug = False,
 ) -> None:
     """Check a backup and put it where nothing is; start the service afterwards."""
     from services.stores.backup import restore as put_back

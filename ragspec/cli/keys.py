@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragspec.cli.options import AsJson, Config, group
-from ragspec.cli.terminal import data_folder, safe, stderr_console, stdout_console
+from ragspec.cli.terminal import data_folder, plain_table, safe, stderr_console, stdout_console
 from ragspec.config import load_settings
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def list_keys(file: File = _DEFAULT, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([record.model_dump(exclude={"sha256"}, exclude_none=True) for record in records]))
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("id", "tenant", "trusted", "created", "limits"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("id", "tenant", "trusted", "created", "limits")
     for record in records:
         limits = record.limits.model_dump(exclude_none=True) if record.limits else {}
         cells = safe(record.id), safe(record.tenant), "yes" if record.trusted else "", record.created
@@ -116,8 +114,7 @@ def usage(
     """What each tenant stores, of how much, and what its keys may do, the largest first."""
     from services.keys import read_keys
     from services.settings import ServiceConfig
-    from services.stores.records import MAX_BYTES_PER_TENANT
-    from services.stores.usage import StoredBytes, stored_bytes
+    from services.stores.records import MAX_BYTES_PER_TENANT, StoredBytes, stored_bytes
 
     service = load_settings(ServiceConfig, config).service
     stored = stored_bytes(data or Path(service.data_dir or data_folder() / "service"))
@@ -143,10 +140,8 @@ def usage(
 
 
 def _usage_table(report: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("tenant", "files", "MiB", "used", "conversations", "MiB", "used", "limits of its keys"):
-        is_text = heading.startswith(("tenant", "limits"))
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    numbers = ("files", "MiB", "used", "conversations", "MiB", "used")
+    table = plain_table("tenant", *numbers, "limits of its keys", right=numbers)
     for tenant, row in report.items():
         cells = [safe(tenant)]
         for kind in ("file", "conversation"):

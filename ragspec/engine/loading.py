@@ -28,26 +28,24 @@ from ragspec.config import (
     TargetConfig,
     TreeHeadConfig,
 )
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
-from ragspec.drafting.draft_model.translated import TranslatedDrafter, Vocabularies
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.eagle.checkpoint import reachable, read_head
-from ragspec.drafting.eagle.drafter import EagleDrafter
-from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.drafter import EagleDrafter, PairTimer
+from ragspec.drafting.eagle.layout import reachable
+from ragspec.drafting.eagle.learner import trainable_head
+from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import OnlineEagleDrafter
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
-from ragspec.drafting.learning.online import trainable_head
 from ragspec.drafting.lookahead import LookaheadDrafter
-from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
-from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
-from ragspec.drafting.medusa.hydra import read_hydra
-from ragspec.drafting.medusa.network import PositionNetwork
-from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork, PrefixTimer
+from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
+from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter
+from ragspec.drafting.medusa.network import PositionCheckpoint, PositionNetwork, PrefixNetwork
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
@@ -80,7 +78,7 @@ def load_engine(
     make_sampler: SamplerFactory | None = None,
     ranks: Ranks = ONE_RANK,
     planner_class: type[Planner] = Planner,
-    say: Say = log.info,
+    say: Say = log_progress,
     quiet: Callable[[], object] = lambda: None,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
@@ -161,7 +159,7 @@ def _accepted(tested: SelfTest, config: TargetConfig) -> SelfTest:
 
 def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     """The configured drafters. Raises: ConfigError for an unknown drafter, ModelError for an unusable or foreign head."""
-    known: dict[str, Callable[[], Drafter]] = {
+    known: dict[str, Callable[[], Drafter | None]] = {
         "copy": lambda: CopyDrafter(
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
         ),
@@ -183,10 +181,11 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
-    return [known[name]() for name in names] if drafting.speculation else []
+    made = [known[name]() for name in names] if drafting.speculation else []
+    return [drafter for drafter in made if drafter is not None]
 
 
-def _add(known: dict[str, Callable[[], Drafter]], name: str, make: Callable[[], Drafter]) -> None:
+def _add(known: dict[str, Callable[[], Drafter | None]], name: str, make: Callable[[], Drafter | None]) -> None:
     if name in known:
         raise ConfigError(f"drafting names {name!r}, the name of another drafter")
     known[name] = make
@@ -203,8 +202,8 @@ def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
     window = min(config.window, checkpoint.config.window or config.window)
     context = min(target.max_context_tokens, window, target.pool.num_slots) // 2
 
-    def build(dtype: torch.dtype) -> HeadTimer:
-        return HeadTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
+    def build(dtype: torch.dtype) -> PairTimer[EagleNetwork]:
+        return PairTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
     make: Callable[..., EagleDrafter] = EagleDrafter
@@ -225,14 +224,14 @@ def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
 def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydraDrafter:
     """As `make_eagle`, for Hydra's heads."""
     heads = read_hydra(_path_of(config, "hydra"), target)
-    if not heads.has_prefix:
+    if not heads.config.has_prefix:
         network, shape, costs = _measured(target, config, heads)
         return HydraDrafter(network, shape, costs, coupled=config.coupled)
     shape = _shape(config, MEDUSA_TREE)
     context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
 
-    def build(dtype: torch.dtype) -> PrefixTimer:
-        return PrefixTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
+    def build(dtype: torch.dtype) -> PairTimer[PrefixNetwork]:
+        return PairTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
     return PrefixHydraDrafter(
@@ -241,7 +240,7 @@ def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydr
 
 
 def _measured(
-    target: Target, config: TreeHeadConfig, heads: PositionHeads
+    target: Target, config: TreeHeadConfig, heads: PositionCheckpoint
 ) -> tuple[PositionNetwork, TreeShape, CostTable]:
     shape = _shape(config, MEDUSA_TREE)
     network, costs = _fastest_dtype(target, config, lambda dtype: PositionNetwork(heads, target, dtype), 0, 64)
@@ -280,8 +279,11 @@ def _fastest_dtype(
     return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
-def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter:
-    """Load a small model beside the target, on the same device, and measure its costs. Raises: ModelError."""
+def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter | None:
+    """Load a small model beside the target, on the same device, and measure its costs. None: see `vocabulary`.
+
+    Raises: ConfigError, ModelError.
+    """
     if not config.path:
         section = name if name == "draft_model" else f"draft_models.{name}"
         raise ConfigError(f"drafting.{section}.path is empty: it names a small language model")
@@ -292,20 +294,20 @@ def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draf
     others["max_weight_bytes"] = None
     others["device"] = target.ranks.device(target.config.device)
     settings = TargetConfig(**{**target.config.model_dump(), **others})
-    tokenizer, any_vocabulary = load_tokenizer(settings), config.vocabulary == "any"
-    if not any_vocabulary:
+    tokenizer = load_tokenizer(settings)
+    try:
         check_vocabulary(config.path, tokenizer, target.tokenizer)
+    except ModelError as difference:
+        if config.vocabulary == "target":
+            raise
+        log.warning("drafting.%s does not draft: %s", name, difference)
+        return None
     num_slots = min(config.max_kv_tokens, target.pool.num_slots)
     model = Target.load(settings, num_slots, max_kv_bytes=config.max_kv_bytes)
     context = min(model.max_context_tokens, model.pool.num_slots - PAGE, 2048) // 2
     costs = CostTable.measure(partial(forward_s, model), [context], min(64, context))
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
     prefixes = PrefixCache(model.pool)
-    if any_vocabulary:
-        vocabularies, chain = Vocabularies(tokenizer, target.tokenizer), make_shape("chain", 1, 1, config.max_depth)
-        return TranslatedDrafter(
-            vocabularies, model, model.vocab_size, chain, costs, prefixes, coupled=False, name=name
-        )
     return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled, name=name)
 
 
@@ -326,7 +328,7 @@ def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:
     return DatastoreDrafter(Datastore(Path(config.index_dir), target.tokenizer))
 
 
-def measure_costs(target: Target, max_rows: int, say: Say = log.info) -> CostTable:
+def measure_costs(target: Target, max_rows: int, say: Say = log_progress) -> CostTable:
     """Seconds of a forward by number of rows, for a short and a long context."""
     say("measuring what steps of 1 to 128 rows cost")
     room = min(target.max_context_tokens, target.pool.num_slots - PAGE)

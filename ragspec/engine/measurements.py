@@ -26,7 +26,7 @@ import torch
 from pydantic import BaseModel
 
 from ragspec import numerics
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.disk import make_folder, write_atomically
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import Target
@@ -53,7 +53,7 @@ class _Measurements(BaseModel):
     num_starts: int = 0
 
 
-def kept_self_test(target: Target, num_threads: int, say: Say = log.info) -> SelfTest:
+def kept_self_test(target: Target, num_threads: int, say: Say = log_progress) -> SelfTest:
     """The result of an earlier start's self-test if a short one confirms it, else of a whole one."""
     longest, dtype = target.max_context_tokens, target.config.numerics_dtype
     quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads, QUICK_CHUNKS, say)

@@ -8,7 +8,6 @@ alone.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.engine.checkpoints.target_files import with_known_weights
 from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
 from ragspec.engine.kv_offload.kv_offload import make_kv_offload
@@ -28,8 +27,6 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
-
-log = logging.getLogger(__name__)
 
 
 class Follower:
@@ -63,7 +60,7 @@ def load_follower(target_config: TargetConfig, config: EngineConfig, ranks: Rank
     return Follower(target, BlockStore(target.pool, config.kv_offload_dir, ranks) if config.kv_offload_bytes else None)
 
 
-def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, say: Say = log.info) -> Target:
+def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, say: Say = log_progress) -> Target:
     """Load this rank's part of the target. All ranks of a group call this together.
 
     Checks that all ranks serve the same target and computes a first forward, which compiles the kernels. Raises: ModelError for

@@ -95,6 +95,10 @@ class PrefixCache:
             for node in list(self._below(self._roots.pop(each))):
                 self._pool.release(node.slots)
 
+    def held_slots(self) -> list[Ints]:
+        """The slots that each node holds."""
+        return [node.slots for root in self._roots.values() for node in self._below(root)]
+
     @property
     def num_tokens(self) -> int:
         return sum(len(node.tokens) for root in self._roots.values() for node in self._below(root))

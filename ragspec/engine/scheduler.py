@@ -44,7 +44,7 @@ _PAGES_AHEAD = 16
 
 class Load(NamedTuple):
     """The load of an engine: running and waiting choices, the share of KV slots in use by running choices, steps begun; bytes
-    of offloaded keys and values on a rank, and copies of them that failed."""
+    of offloaded keys and values on a rank, and copies of them that failed; preemptions since the start."""
 
     num_running: int
     num_waiting: int
@@ -52,6 +52,7 @@ class Load(NamedTuple):
     num_steps: int
     kv_offload_bytes: int = 0
     num_kv_offload_errors: int = 0
+    num_preemptions: int = 0
 
 
 class Scheduler:
@@ -88,8 +89,21 @@ class Scheduler:
         running = list(self.running)
         held = [slots.slots for sequence in running if (slots := sequence.slots) is not None]
         num_held = len(np.unique(np.concatenate(held))) if held else 0  # several may hold the same prefix
-        offloaded = (self.offload.num_bytes, self.offload.num_errors) if self.offload else ()
-        return Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps, *offloaded)
+        num_bytes, num_errors = (self.offload.num_bytes, self.offload.num_errors) if self.offload else (0, 0)
+        return Load(
+            num_running=len(running),
+            num_waiting=len(self.waiting),
+            kv_usage=num_held / self._pool.num_slots,
+            num_steps=self._num_steps,
+            kv_offload_bytes=num_bytes,
+            num_kv_offload_errors=num_errors,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Check that running sequences and cached prefixes hold every slot in use. Raises: EngineError."""
+        held = [sequence.slots.held_slots() for sequence in self.running if sequence.slots is not None]
+        self._pool.check_integrity([*held, *(self.prefixes.held_slots() if self.prefixes is not None else ())])
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """The sequences of the next step, each with its number of pending tokens within the step's token budget."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from ragspec.config import TargetConfig
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.drafting.drafter import NODES
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
@@ -101,7 +101,7 @@ class Target:
         num_kv_slots: int,
         ranks: Ranks = ONE_RANK,
         max_kv_bytes: int | None = None,
-        say: Say = log.info,
+        say: Say = log_progress,
     ) -> Self:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 

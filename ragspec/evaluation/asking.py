@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Self
 
 from ragspec.config import ChatConfig, PipelineConfig
-from ragspec.core import Message
+from ragspec.core import Message, Say, log_progress
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
@@ -67,10 +67,11 @@ class Asker(Closeable):
         *,
         encoder: TextEncoder | None = None,
         retrieves: bool = True,
+        say: Say = log_progress,
     ) -> Self:
         """Load the target and, if it `retrieves`, index and encoder. Raises: ConfigError, StoreError, ModelError."""
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder) if retrieves else None
-        engine = load_engine(config.target, config.engine, config.drafting)
+        engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         return cls(retriever, engine, prompts, config, chat)
 
@@ -100,7 +101,11 @@ class Asker(Closeable):
                 some = texts[begin : begin + _CHECKED_TOGETHER]
                 fast, plain = (pipeline.ask_many(some, params, speculation=given) for given in (True, False))
                 changed[temperature] += sum(a.token_ids != b.token_ids for a, b in zip(fast, plain, strict=True))
-                tick("drafts", number * len(texts) + begin + len(some), len(texts) * len(CHECKED_TEMPERATURES))
+                tick(
+                    "comparing with plain decoding",
+                    number * len(texts) + begin + len(some),
+                    len(texts) * len(CHECKED_TEMPERATURES),
+                )
         return changed
 
     def close(self) -> None:

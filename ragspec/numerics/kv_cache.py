@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragspec.disk import saving
+from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
 from ragspec.numerics.torch.transfer import to_device, to_host
 
@@ -165,6 +166,23 @@ class KvPool:
         self._held_in_page[pages] -= counts.astype(np.int32)
         self._free_pages.extend(pages[self._held_in_page[pages] == 0].tolist())
 
+    def check_integrity(self, held: Iterable[Ints]) -> None:
+        """Compare the holders of every slot with `held`, the slots of each holder; free pages must have no holder.
+
+        Raises: EngineError that names the first slot, or the pages, that differ.
+        """
+        expected = np.zeros(self.num_slots, np.int32)
+        for slots in held:
+            expected[slots] += 1
+        wrong = np.flatnonzero(expected != self._holders)
+        if len(wrong):
+            slot = int(wrong[0])
+            raise EngineError(f"KV slot {slot} counts {self._holders[slot]} holders and has {expected[slot]}")
+        held_in_page = np.count_nonzero(expected.reshape(-1, PAGE), axis=1)
+        is_counted = np.array_equal(held_in_page, self._held_in_page)
+        if not is_counted or sorted(self._free_pages) != np.flatnonzero(held_in_page == 0).tolist():
+            raise EngineError("the free pages of the KV pool are not the pages without holders")
+
 
 class SequenceSlots:
     """One sequence's part of the pool.
@@ -230,16 +248,17 @@ class SequenceSlots:
         self.pool.stamps[self._slots[length : self.length]] += 1
         self.length = length
 
+    def held_slots(self) -> Ints:
+        """Every slot that this sequence holds: the shared ones, and all slots of its own pages."""
+        shared = self._slots[: self._num_shared]
+        own = np.array(self.pages, np.int32)
+        own = own[~np.isin(own, np.unique(shared // PAGE))]
+        slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
+        return np.concatenate([shared, slots.reshape(-1)]).astype(np.int32)
+
     def release(self) -> None:
         """Give everything back."""
-        own = np.array(self.pages, np.int32)
-        shared = self._slots[: self._num_shared]
-        if len(shared):
-            own = own[~np.isin(own, np.unique(shared // PAGE))]
-            self.pool.release(shared)
-        if len(own):
-            slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
-            self.pool.release(slots.reshape(-1).astype(np.int32))
+        self.pool.release(self.held_slots())
         self.length, self._num_shared, self.pages, self._spare = 0, 0, [], []
 
     def _append(self, slots: Ints, index: Ints) -> None:

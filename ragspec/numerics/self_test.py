@@ -10,9 +10,10 @@ these bits and of the library versions is the numerics id; replay is possible on
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import platform
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numba
@@ -20,13 +21,11 @@ import numpy as np
 import torch
 import transformers
 
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.numerics.attention import AttentionMetadata, Floats, Ints
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.threads import set_num_threads
-
-log = logging.getLogger(__name__)
 
 SAMPLING_VERSION = 1
 """Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""
@@ -90,7 +89,7 @@ def self_test(
     dtype: str,
     num_threads: int,
     chunks: tuple[int, ...] = CHUNKS,
-    say: Say = log.debug,
+    say: Say = log_progress,
 ) -> SelfTest:
     """Compare the bits of a text of at most `longest` tokens. With all `chunks`, computes some seven times as many rows.
 
@@ -104,8 +103,8 @@ def self_test(
     whole = _extend(target, slots, text)
     for threads in sorted({1, num_threads}) if chunks == CHUNKS else (1,):
         set_num_threads(threads)
-        say(f"testing the numerics: {length} rows in every batch, {threads} thread{'s' * (threads > 1)}")
-        found = _compare_all(target, slots, text, whole, chunks, rng)
+        stage = f"testing the numerics: {length} rows in every batch, {threads} thread{'s' * (threads > 1)}"
+        found = _compare_all(target, slots, text, whole, chunks, rng, partial(say, stage))
         failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
     set_num_threads(num_threads)
     slots.release()
@@ -113,13 +112,21 @@ def self_test(
 
 
 def _compare_all(
-    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, chunks: tuple[int, ...], rng: np.random.Generator
+    target: Forward,
+    slots: SequenceSlots,
+    text: Ints,
+    whole: Floats,
+    chunks: tuple[int, ...],
+    rng: np.random.Generator,
+    tick: Callable[[int, int], object],
 ) -> list[Failure]:
     """Compare every way of computing the end of the text with one forward of the whole text. Leaves the text in `slots`."""
     length = len(text)
     slots.release()  # the pages of an earlier round's trees
     failures = _compare("whole", _end(target, slots, text, 0, [length]), whole)
-    for size in (c for c in chunks if c < length):
+    sizes = [size for size in chunks if size < length]
+    for number, size in enumerate(sizes):
+        tick(number, len(sizes))
         count = min(_NUM_CHUNKS, length // size)
         start = length - count * size
         failures += _compare(f"chunks of {size}", _end(target, slots, text, start, [size] * count), whole[start:])

@@ -14,7 +14,6 @@ the index share a call. The number of questions in the pipeline is bounded: it r
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, Unpack, runtime_checkable
 
 from ragspec.config import GenerationConfig, PipelineConfig, settings_of
-from ragspec.core import Completion, Delta, SamplingOptions, SamplingParams, Say
+from ragspec.core import Completion, Delta, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
@@ -54,8 +53,6 @@ from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
-
-log = logging.getLogger(__name__)
 
 Questions = Iterable[Question] | AsyncIterable[Question]
 
@@ -95,7 +92,7 @@ class Pipeline(Closeable):
         config: PipelineConfig | str | Path | None = None,
         *,
         encoder: TextEncoder | None = None,
-        say: Say = log.info,
+        say: Say = log_progress,
     ) -> Self:
         """Open the index, load encoder and target, test the numerics, measure the costs.
 

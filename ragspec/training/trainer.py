@@ -1,7 +1,7 @@
 """The training loop of targets and drafter heads: schedule, optimizer, averaged weights, data parallelism and checkpoints.
 
-Every step's data and noise are a function of (seed, step, rank), so a killed run continues exactly from its last checkpoint. Data
-and losses belong to the subclasses; starting workers belongs to the pipelines.
+Every step's data and noise are a function of (seed, step, rank), so a killed run continues exactly from its last checkpoint. The
+batches and losses of a step belong to the subclasses; starting workers belongs to the pipelines.
 
     >>> for record in trainer.run(): ...
     >>> trainer.save(Path("checkpoint.safetensors"))
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ragspec.disk import atomic_writer
 from ragspec.errors import ConfigError
+from ragspec.training.step_data import StepData
 
 FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s", "decay_share")
 """Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
@@ -101,18 +102,38 @@ class WorkerGroup:
 
 SINGLE_WORKER = WorkerGroup()
 PlanT = TypeVar("PlanT", bound=TrainingPlan)
+Item = TypeVar("Item")
 
 
-class Trainer(ABC, Generic[PlanT]):
-    """Trains one module in place. A group of parameters may have an `lr_share`, a factor of the learning rate."""
+class TrainingBatch(Protocol):
+    """Some texts of a step that are computed together."""
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens whose prediction is learnt."""
+
+
+BatchT = TypeVar("BatchT", bound=TrainingBatch)
+
+
+class Trainer(ABC, Generic[PlanT, Item, BatchT]):
+    """Trains one module in place on the texts of `data`."""
 
     gradient_clip: ClassVar[float]
     """The largest norm of a step's gradients."""
 
     def __init__(
-        self, module: torch.nn.Module, groups: list[dict[str, Any]], plan: PlanT, device: str, workers: WorkerGroup
+        self,
+        module: torch.nn.Module,
+        groups: list[dict[str, Any]],
+        plan: PlanT,
+        device: str,
+        workers: WorkerGroup,
+        data: StepData[Item],
     ) -> None:
         self._module, self.plan, self.device, self.workers = module, plan, device, workers
+        self._data = data
+        self._steps: Iterator[list[Item]] | None = None
         self.progress = TrainingProgress()
         self.history: list[dict[str, float]] = []
         self.probes: list[dict[str, float]] = []
@@ -142,9 +163,11 @@ class Trainer(ABC, Generic[PlanT]):
         share = self.share_done()
         lr = self.learning_rate(share)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_share", 1.0)
-        seed = self.plan.seed * 1_000_003 + self.progress.step * self.workers.size + self.workers.rank
-        num_tokens, losses = self._accumulate_gradients(seed, share)
+            group["lr"] = lr
+        if self._steps is None:
+            self._steps = self._data.steps(self.progress.step)
+        texts = next(self._steps)
+        num_tokens, losses = self._accumulate_gradients(texts)
         self.workers.sum_gradients(self._module.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.gradient_clip)
         self.optimizer.step()
@@ -155,9 +178,27 @@ class Trainer(ABC, Generic[PlanT]):
         spent = {"step": self.progress.step, "tokens": self.progress.tokens, "share": share}
         return {**spent, "lr": lr, "grad_norm": float(norm), **losses}
 
-    @abstractmethod
-    def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
+    def _accumulate_gradients(self, texts: list[Item]) -> tuple[int, dict[str, float]]:
         """Add this worker's gradients to the module; returns its number of tokens, and the losses over all workers."""
+        seed = self.plan.seed * 1_000_003 + self.progress.step * self.workers.size + self.workers.rank
+        noise = torch.Generator().manual_seed(seed)
+        batches = self._batches(texts)
+        num_learnt = self.workers.sums(sum(batch.num_learnt for batch in batches))[0]
+        sums = [self._backward(batch, num_learnt, noise) for batch in batches]
+        losses = self._losses(self.workers.sums(*map(sum, zip(*sums, strict=True))))
+        return sum(map(self._data.length_of, texts)), losses
+
+    @abstractmethod
+    def _batches(self, texts: list[Item]) -> list[BatchT]:
+        """The texts of a step in the order of their lengths, in batches that fit into memory."""
+
+    @abstractmethod
+    def _backward(self, batch: BatchT, num_learnt: float, noise: torch.Generator) -> list[float]:
+        """Add the gradients of a batch's summed loss over `num_learnt`; returns sums for `_losses`."""
+
+    @abstractmethod
+    def _losses(self, sums: list[float]) -> dict[str, float]:
+        """The record of a step, from the sums over all batches and workers."""
 
     @abstractmethod
     def _model_config(self) -> dict[str, Any]:
@@ -209,7 +250,7 @@ class Trainer(ABC, Generic[PlanT]):
                 self.optimizer.state[parameter] = {key: tensors[f"optimizer.{key}.{name}"] for key in keys}
         for name, buffer in self._buffers():
             buffer.copy_(tensors[f"buffer.{name}"])
-        self.progress = TrainingProgress(**state["progress"])
+        self.progress, self._steps = TrainingProgress(**state["progress"]), None
         self.history, self.probes = history, state["probes"]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:

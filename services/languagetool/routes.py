@@ -16,12 +16,10 @@ from ragspec.rag.grammar.correction import CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.languagetool.check_request import CheckRequest
-from services.languagetool.check_response import check_reply, config_reply, languages_reply, software_reply
-from services.languagetool.corrector import Corrector
-from services.languagetool.grammar_api import GrammarRequest, grammar_reply
-from services.languagetool.languages import AUTO, DEFAULT, detect_language
-from services.request_limits import form_fields, read_form
+from services.languagetool.check import CheckRequest, check_reply, config_reply, languages_reply, software_reply
+from services.languagetool.corrector import AUTO, DEFAULT, Corrector, detect_language
+from services.languagetool.grammar import GrammarRequest, grammar_reply
+from services.limits import form_fields, read_form
 
 _MAX_WORDS = 500
 

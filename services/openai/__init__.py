@@ -1,4 +1,5 @@
-"""OpenAI's API. A body (`types`) becomes a `request_context`, runs as an `engine_stream`, and leaves through an `answer_format`.
+"""OpenAI's API. A body (`types`) becomes a `RequestContext`, runs as an `EngineStream` (`generation`), and leaves through an
+`AnswerFormat` (`answers`), whose choices have the citations and log-probabilities of `answer_fields`.
 
 Differences from OpenAI's service:
 

@@ -25,18 +25,9 @@ from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
-from services.openai.answer_format import AnswerFormat
-from services.openai.citation_formats import (
-    citation_fields,
-    citations_of,
-    passages_of,
-    sentences_of,
-    unknown_quotations_of,
-)
-from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
-from services.openai.logprobs import TokenTexts
-from services.openai.request_context import RequestContext
-from services.openai.streaming import ChoiceDelta, Chunk, GenerationResponse, ResponseSender
+from services.openai.answer_fields import TokenTexts, citation_fields, passages_of, support_of
+from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, GenerationResponse, ResponseSender
+from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
 from services.openai.types import ChatBody, RetrievalOptions
 
 _INLINE_CHARS = 2048
@@ -45,7 +36,7 @@ _MAX_PREPARING = 64
 
 
 class ChatParts(NamedTuple):
-    """What the requests of all routes that answer chat turns share. `threads` prepare turns."""
+    """Shared by the requests of all routes that answer chat turns. `threads` prepare turns."""
 
     token_texts: TokenTexts
     threads: Executor
@@ -93,7 +84,9 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
     options = body.retrieval_options
     for store_id in (options and options.vector_store_ids) or ():
-        context.backend.library.store(context.caller.tenant, store_id)  # raises NotFound for another tenant's store
+        context.backend.library.records.store(
+            context.caller.tenant, store_id
+        )  # raises NotFound for another tenant's store
     turn = ChatTurn(
         id=context.id,
         messages=tuple(message.message for message in body.messages),
@@ -216,14 +209,9 @@ class ChatFormat(AnswerFormat):
         return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
 
     def _support(self, answer: Answer, index: int) -> dict[str, list[dict[str, Any]]]:
-        """What the passages say of the answer; each item with its choice's number if there are several."""
+        """The passages' support of the answer; each item has its choice's number if there are several choices."""
         choice = {"choice": index} if len(self.indices) > 1 else {}
-        support = {
-            "citations": citations_of(answer),
-            "sentences": sentences_of(answer),
-            "unknown_quotations": unknown_quotations_of(answer),
-        }
-        return {name: [each | choice for each in items] for name, items in support.items()}
+        return {name: [each | choice for each in items] for name, items in support_of(answer).items()}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -23,11 +23,9 @@ from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.openai.answer_format import AnswerFormat
-from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
-from services.openai.logprobs import TextOffsets, TokenTexts
-from services.openai.request_context import RequestContext
-from services.openai.streaming import ChoiceDelta, GenerationResponse, ResponseSender
+from services.openai.answer_fields import TextOffsets, TokenTexts
+from services.openai.answers import AnswerFormat, ChoiceDelta, GenerationResponse, ResponseSender
+from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
 from services.openai.types import CompletionBody
 
 
@@ -36,7 +34,7 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionBody, request: Request) -> Response:
-        """What follows each prompt."""
+        """A continuation of each prompt."""
         context = RequestContext.of(backend, mailbox, body, request)
         return GenerationResponse(partial(_write, body, context, token_texts))
 

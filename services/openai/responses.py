@@ -19,14 +19,12 @@ from ragspec.core import FinishReason
 from ragspec.rag.answer import Answer
 from services.backend import ServiceBackend
 from services.errors import ApiError, validation_error
-from services.openai import streaming
+from services.limits import at_most
+from services.openai.answer_fields import citation_fields
+from services.openai.answers import END, KEEP_ALIVE, GenerationResponse, ResponseSender, immediate, padding
 from services.openai.chat import ChatFormat, ChatParts, write
-from services.openai.citation_formats import citation_fields
-from services.openai.engine_stream import DeltaMailbox
-from services.openai.request_context import RequestContext
-from services.openai.streaming import GenerationResponse, ResponseSender
+from services.openai.generation import DeltaMailbox, RequestContext
 from services.openai.types import MAX_MESSAGES, Body, ChatBody, RetrievalField, ShortText
-from services.request_limits import at_most
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SPOT = {"output_index": 0, "content_index": 0}
@@ -172,9 +170,9 @@ class ResponsesFormat(ChatFormat):
             _Event("response.output_item.added", {"output_index": 0, "item": item}),
             _Event("response.content_part.added", spot | {"part": _part("", [])}),
         )
-        async for delta in streaming.immediate(self.stream):
+        async for delta in immediate(self.stream):
             if delta is None:
-                await sender.event(streaming.KEEP_ALIVE)
+                await sender.event(KEEP_ALIVE)
             elif delta.text and not self._ready.require_support:
                 await send(self._text_event(spot, delta.text))
         (answer,) = await self._answers([self.stream.completion(self.stream.keys[0])])
@@ -282,4 +280,4 @@ def _frame(event: _Event, number: int) -> bytes:
     """Pure ASCII, because some clients end a line at any line break of Unicode."""
     data = {"type": event.type, "sequence_number": number, **event.fields}
     frame = f"event: {event.type}\ndata: {json.dumps(data)[:-1]}".encode()
-    return frame + (streaming.padding(len(frame)) if event.padded else b"") + streaming.END
+    return frame + (padding(len(frame)) if event.padded else b"") + END

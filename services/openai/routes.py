@@ -1,16 +1,33 @@
-"""OpenAI's routes under /v1. Owns `GET /v1/models`: the model that answers, and the encoder that embeds."""
+"""OpenAI's routes under /v1.
+
+Owns `GET /v1/models` (the model that answers, and the encoder that embeds) and `POST /v1/embeddings` (vectors of the encoder that
+searches the index), with the thread that encodes.
+
+Embeddings never truncate: a text longer than the encoder's limit is refused.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter
+import numpy as np
+from fastapi import APIRouter, Request
 
+from ragspec.core import check_text
+from ragspec.numerics.threads import started_threads
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.openai import chat, completions, embeddings, responses
-from services.openai.engine_stream import DeltaMailbox
+from services.openai import chat, completions, responses
+from services.openai.generation import DeltaMailbox, check_model
+from services.openai.types import EmbeddingBody
+
+_SLICE = 32
+"""Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
+_MAX_CHARS_PER_TOKEN = 64
 
 
 def routes(backend: ServiceBackend) -> APIRouter:
@@ -19,7 +36,7 @@ def routes(backend: ServiceBackend) -> APIRouter:
         chat.routes(backend, mailbox, parts),
         responses.routes(backend, mailbox, parts),
         completions.routes(backend, mailbox),
-        embeddings.routes(backend),
+        _embedding_routes(backend),
         _model_routes(backend),
     ):
         router.include_router(part)
@@ -49,3 +66,84 @@ def _model_routes(backend: ServiceBackend) -> APIRouter:
         return models[name]
 
     return router
+
+
+def _embedding_routes(backend: ServiceBackend) -> APIRouter:
+    router, embeddings = APIRouter(tags=["embeddings"]), Embeddings(backend)
+
+    @router.post("/v1/embeddings", response_model=None)
+    async def create(body: EmbeddingBody, request: Request) -> dict[str, Any]:
+        """One vector of length 1 for each text."""
+        lengths = await embeddings.count_tokens(body)
+        num_tokens = sum(lengths)
+        backend.rate_limiter.reserve(request.state.caller, num_tokens, 0)
+        vectors = await embeddings.encode(body)
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _formatted(vector, body.encoding_format)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": body.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    return router
+
+
+class Embeddings:
+    """Encodes slices of all requests in turn, in one thread. An abandoned request ends after its slice."""
+
+    def __init__(self, backend: ServiceBackend) -> None:
+        self._backend, self._encoder = backend, backend.encoder
+        self._thread = started_threads(1, "ragspec-embeddings")
+
+    async def count_tokens(self, body: EmbeddingBody) -> list[int]:
+        """The number of tokens of each text. Raises: ApiError, InputError."""
+        encoder = self._encoder
+        if body.model != encoder.identity.id:
+            check_model(self._backend, body.model)
+        dimension = encoder.identity.dimension
+        if body.dimensions not in (None, dimension):
+            raise ApiError(400, f"the vectors have {dimension} dimensions, and no others", param="dimensions")
+        lengths: list[int] = []
+        for number, text in enumerate(body.input):
+            check_text(text, "the input")
+            # Why first: a tokenizer takes seconds for a megabyte
+            if len(text) > _MAX_CHARS_PER_TOKEN * encoder.max_tokens:
+                reason = (
+                    f"the input has {len(text)} characters, but the encoder reads at most {encoder.max_tokens} tokens"
+                )
+                raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
+        for texts in _slices(body.input):
+            lengths += await self._in_thread(encoder.count_tokens, texts)
+            self._check_lengths(lengths, len(lengths) - len(texts))
+        return lengths
+
+    async def encode(self, body: EmbeddingBody) -> list[Any]:
+        """One vector a text. Shape: [E] each."""
+        vectors: list[Any] = []
+        for texts in _slices(body.input):
+            vectors += list(await self._in_thread(self._encoder.encode, texts, body.input_type))
+        return vectors
+
+    async def _in_thread(self, call: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _check_lengths(self, lengths: list[int], first: int) -> None:
+        most = self._encoder.max_tokens
+        for number, length in enumerate(lengths[first:], first):
+            if length > most:
+                reason = f"the input has {length} tokens, but the encoder reads at most {most}"
+                raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
+
+
+def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (texts[start : start + _SLICE] for start in range(0, len(texts), _SLICE))
+
+
+def _formatted(vector: Any, encoding_format: str) -> Any:
+    """Base64 of little-endian float32, or a list of numbers. Shape: [E]."""
+    if encoding_format == "base64":
+        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+    return vector.tolist()

@@ -27,7 +27,7 @@ from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
 from ragspec.rag.openai_fields import SAMPLING_FIELDS, content_text, sampling_arguments
 from services.errors import ApiError
-from services.request_limits import at_most
+from services.limits import at_most
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 16

@@ -27,17 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
-from ragspec.errors import IndexBusy, InputError, SaveError, StoreCorrupt
+from ragspec.errors import IndexBusy, InputError, StoreCorrupt
 from ragspec.retrieval.index.manifest import FileChecksum, file_checksum, read_generation, verify_checksums
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.reader_lock import reader_lock
 from services.settings import ServiceSettings
 from services.stores.library import library_folder
+from services.stores.records import read_only
 
 RECORD = "BACKUP.json"
 _DATABASES = ("conversations.sqlite", "dictionaries.sqlite")
 _LIBRARY = "library.sqlite"
-_BUSY_S, _RETRY_S = 120.0, 0.1
+_BUSY_S = 120.0
+"""Time to wait for a writer of the index or of a database."""
+_RETRY_S = 0.1
 
 
 def back_up(index_dir: Path, service: ServiceSettings, target: Path) -> dict[str, Any]:
@@ -128,18 +131,12 @@ def _no_writer(index_dir: Path) -> Iterator[None]:
 
 
 def _copy_database(path: Path, copy: Path) -> None:
-    """One state of a database that others use; nothing where there is none. Raises: SaveError."""
+    """Copies a consistent state of a database in use; does nothing if there is no database. Raises: SaveError."""
     if not path.exists():
         return
     make_folder(copy.parent)
-    try:
-        with (
-            contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_BUSY_S)) as source,
-            contextlib.closing(sqlite3.connect(copy)) as target,
-        ):
-            source.backup(target)
-    except sqlite3.Error as cause:
-        raise SaveError(f"{path} cannot be copied: {cause}") from cause
+    with read_only(path, _BUSY_S) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
     copy.chmod(0o600)
 
 

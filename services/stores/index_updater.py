@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 Forget = Callable[[str, Sequence[str]], None]
 """Called with a tenant and the ids of its documents that left the index."""
 
-TRIES, _RETRY_S = 20, 0.5
+TRIES = 20
+"""Attempts to take the index's lock while another process writes."""
+_RETRY_S = 0.5
+"""Time between two attempts."""
 SCRUB_WAIT_S = 600.0
 """From a deletion to the removal of its text from the disk. A scrub rewrites a whole segment, so deletions are collected."""
 

@@ -54,7 +54,11 @@ class _Deletion:
 
 
 class IngestWorker:
-    """Safe to call from several threads. `forget` clears caches of deleted and replaced documents."""
+    """Safe to call from several threads. `forget` clears caches of deleted and replaced documents.
+
+    `wake` guards `deletions`, which wait, and is notified of each change. `unfinished_deletions` are tried again at
+    `deletions_due_s`, and files are committed from `members_due_s` on; both times are of time.monotonic.
+    """
 
     def __init__(
         self,
@@ -70,12 +74,12 @@ class IngestWorker:
         self._records, self._path_of = records, path_of
         self._index = IndexUpdater(index_dir, encoder, forget)
         self._max_waiting, self._limits = max_waiting, limits or ParseLimits()
-        self._wake = threading.Condition()
-        self._uploads = UploadQueue(self._read, self._wake)
-        self._members_due_s = 0.0  # of time.monotonic
-        self._deletions = FairQueue[_Deletion](lambda deletion: deletion.tenant)
-        self._unfinished_deletions: list[StoreMember] = []
-        self._deletions_due_s = 0.0  # of time.monotonic
+        self.wake = threading.Condition()
+        self.uploads = UploadQueue(self._read, self.wake)
+        self.members_due_s = 0.0
+        self.deletions = FairQueue[_Deletion](lambda deletion: deletion.tenant)
+        self.unfinished_deletions: list[StoreMember] = []
+        self.deletions_due_s = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ragspec-ingest", daemon=True)
 
@@ -86,20 +90,20 @@ class IngestWorker:
             self._records.restart(completed)
         for member in self._records.unfinished():
             if member.status == "deleting":
-                self._unfinished_deletions.append(member)
+                self.unfinished_deletions.append(member)
             else:
-                self._uploads.append(Upload(member))
+                self.uploads.append(Upload(member))
         self._index.schedule_scrub()
-        self._uploads.start()
+        self.uploads.start()
         self._thread.start()
 
     def check_room(self, num_files: int) -> None:
         """Raises: Overloaded if the queue has no room for so many files."""
-        if len(self._uploads) + num_files > self._max_waiting:
-            raise Overloaded(f"{len(self._uploads)} files wait to be read already")
+        if len(self.uploads) + num_files > self._max_waiting:
+            raise Overloaded(f"{len(self.uploads)} files wait to be read already")
 
     def add(self, member: StoreMember) -> None:
-        self._uploads.append(Upload(member))
+        self.uploads.append(Upload(member))
 
     async def delete(self, members: Sequence[StoreMember]) -> None:
         """Deletes the members' documents and waits, without a thread: the next query finds none of them.
@@ -121,72 +125,72 @@ class IngestWorker:
 
     def _begin(self, deletion: _Deletion) -> None:
         """Queues a deletion. Raises: Overloaded, SaveError."""
-        with self._wake:
-            if len(self._deletions.of(deletion.tenant)) >= _MAX_DELETIONS:
+        with self.wake:
+            if len(self.deletions.of(deletion.tenant)) >= _MAX_DELETIONS:
                 raise Overloaded(f"{_MAX_DELETIONS} deletions wait already")
         self._records.set_status(deletion.members, "deleting")
-        with self._wake:
+        with self.wake:
             if self._stopping:
                 raise Overloaded(_STOPPING)
-            self._deletions.append(deletion)
-            self._wake.notify_all()
+            self.deletions.append(deletion)
+            self.wake.notify_all()
 
     def stop(self) -> None:
         """Returns after the current change."""
-        with self._wake:
+        with self.wake:
             self._stopping = True
             self._index.stop_waiting()
-            self._uploads.stop()
-            self._wake.notify_all()
+            self.uploads.stop()
+            self.wake.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        for deletion in self._deletions:
+        for deletion in self.deletions:
             deletion.done.set_exception(Overloaded(_STOPPING))
-        self._uploads.join()
+        self.uploads.join()
 
     def _run(self) -> None:
         yield_to_answers()
         compute_threads(num_processors())  # begins them before memory may run out
         while True:
-            with self._wake:
-                while not (self._stopping or self._deletions or (wait_s := self._due_s() - time.monotonic()) <= 0):
-                    self._wake.wait(wait_s if wait_s < math.inf else None)
+            with self.wake:
+                while not (self._stopping or self.deletions or (wait_s := self._due_s() - time.monotonic()) <= 0):
+                    self.wake.wait(wait_s if wait_s < math.inf else None)
                 if self._stopping:
                     return
-                deletions = self._deletions.heads()
+                deletions = self.deletions.heads()
                 for deletion in deletions:
-                    self._deletions.take(deletion)
+                    self.deletions.take(deletion)
             try:
                 for deletion in deletions:
                     self._delete(deletion)
                 self._retry_deletions()
-                if not deletions and self._members_due_s <= time.monotonic():
+                if not deletions and self.members_due_s <= time.monotonic():
                     self._add()
                 self._index.scrub_if_due()
             except Exception:
                 log.exception("a change of the index failed; others go on")
-                self._uploads.put_back_taken()
-                self._members_due_s = time.monotonic() + _RETRY_FILES_S
+                self.uploads.put_back_taken()
+                self.members_due_s = time.monotonic() + _RETRY_FILES_S
 
     def _due_s(self) -> float:
         """Time of the next task, of time.monotonic."""
-        times = [self._deletions_due_s] if self._unfinished_deletions else []
-        times += [self._members_due_s] if self._uploads.has_ready else []
+        times = [self.deletions_due_s] if self.unfinished_deletions else []
+        times += [self.members_due_s] if self.uploads.ready else []
         times += [] if self._index.scrub_due_s is None else [self._index.scrub_due_s]
         return min(times, default=math.inf)
 
     def _retry_deletions(self) -> None:
         """Retries deletions that an earlier process left or that failed, until they succeed."""
-        if not self._unfinished_deletions or time.monotonic() < self._deletions_due_s:
+        if not self.unfinished_deletions or time.monotonic() < self.deletions_due_s:
             return
         try:
-            self._unfinished_deletions = self._records.still_deleting(self._unfinished_deletions)
-            self._drop(self._unfinished_deletions)
+            self.unfinished_deletions = self._records.still_deleting(self.unfinished_deletions)
+            self._drop(self.unfinished_deletions)
         except Exception as cause:
-            log.warning("%d deletions still fail: %s", len(self._unfinished_deletions), type(cause).__name__)
-            self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
+            log.warning("%d deletions still fail: %s", len(self.unfinished_deletions), type(cause).__name__)
+            self.deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
         else:
-            self._unfinished_deletions = []
+            self.unfinished_deletions = []
 
     def _drop(self, members: Sequence[StoreMember]) -> None:
         if members:
@@ -199,7 +203,7 @@ class IngestWorker:
         except Exception as cause:
             try:
                 self._restore(deletion.members)
-            except RagspecError:  # as on a disk so full that neither is recorded: what was begun is owed
+            except RagspecError:  # disk full: retry the delete later
                 self._owe(deletion.members)
             finally:
                 deletion.done.set_exception(cause if isinstance(cause, RagspecError) else SaveError(str(cause)))
@@ -216,8 +220,8 @@ class IngestWorker:
                 self._owe([member])
 
     def _owe(self, members: Sequence[StoreMember]) -> None:
-        self._unfinished_deletions += members
-        self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
+        self.unfinished_deletions += members
+        self.deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
 
     def _read(self, upload: Upload) -> bool:
         """Parses a file, or reads the next part of a parsed one. Returns whether there is something to commit or to give up."""
@@ -244,9 +248,9 @@ class IngestWorker:
     def _add(self) -> None:
         """Commits some files of tenants in turn: of the small ones all, of a large one a part, or only encodes some of that."""
         read: list[Upload] = []
-        for upload in self._uploads.take_ready(_TURN_CHARS):
+        for upload in self.uploads.take_ready(_TURN_CHARS):
             if upload.is_dropped or not self._records.is_in_progress(upload.member):
-                self._uploads.close(upload)
+                self.uploads.close(upload)
             elif isinstance(upload.error, _PASSING):
                 self._wait([upload], upload.error)
             elif upload.error is not None:
@@ -264,7 +268,7 @@ class IngestWorker:
         try:
             if sum(upload.num_missing_chars for upload in read) > _TURN_CHARS:
                 self._index.encode(passages, _TURN_CHARS)
-                self._uploads.put_back(read)
+                self.uploads.put_back(read)
                 return
             if read:
                 whole = [upload for upload in read if upload.is_whole]
@@ -274,7 +278,7 @@ class IngestWorker:
             self._wait(read, cause)
         except PartsMissing:
             for upload in read:
-                self._uploads.close(upload)
+                self.uploads.close(upload)
                 self.add(upload.member)
         except Exception as cause:
             if len(read) == 1:
@@ -286,19 +290,19 @@ class IngestWorker:
             for upload in read:
                 upload.part_done()
                 if upload.is_whole:
-                    self._uploads.close(upload)
+                    self.uploads.close(upload)
                     self._end(upload.member, "completed", num_bytes=upload.num_bytes)
-            self._uploads.put_back([upload for upload in read if not upload.is_whole])
+            self.uploads.put_back([upload for upload in read if not upload.is_whole])
 
     def _wait(self, uploads: Sequence[Upload], cause: Exception) -> None:
         log.warning("files wait: %s", type(cause).__name__)
-        self._uploads.put_back(uploads)
-        self._members_due_s = time.monotonic() + _RETRY_FILES_S
+        self.uploads.put_back(uploads)
+        self.members_due_s = time.monotonic() + _RETRY_FILES_S
 
     def _fail(self, upload: Upload, cause: Exception, message: str) -> None:
         """Takes the committed parts out again. `message` is shown for errors that the file did not cause."""
         member = upload.member
-        self._uploads.close(upload)
+        self.uploads.close(upload)
         if upload.committed:
             try:
                 self._index.replace([member], [])

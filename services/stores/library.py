@@ -14,22 +14,25 @@ survive a crash; the next process goes on with unfinished ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import secrets
+import shutil
 import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.disk import make_private
-from ragspec.errors import InputError, NoRoom, NotFound, SaveError
+from ragspec.disk import TEMPORARY, atomic_writer, make_folder, make_private, saving
+from ragspec.errors import InputError, NoRoom, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
+from ragspec.retrieval.reading import SUFFIXES
 from services.settings import ServiceConfig, ServiceSettings
-from services.stores.blobs import Blobs, DiskReserve
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
@@ -46,6 +49,9 @@ from services.stores.records import (
 _MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
+_CHUNK_BYTES = 2**20
+_RESERVED_BYTES = 8 * 2**20
+_SWEEP_AGE_S = 3600.0
 
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
@@ -82,17 +88,17 @@ class Library(AbstractContextManager["Library"]):
         parse_limits: ParseLimits | None = None,
     ) -> None:
         """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
-        self._records = Records(data_dir / "library.sqlite")
+        self.records = Records(data_dir / "library.sqlite")
         make_private(data_dir)
-        self._blobs = Blobs(data_dir / "files")
-        self._disk_reserve = DiskReserve(data_dir / "reserve")
-        self._blobs.remove_unrecorded(self._records.all_files())
+        self.blobs = Blobs(data_dir / "files")
+        self.disk_reserve = DiskReserve(data_dir / "reserve")
+        self.blobs.remove_unrecorded(self.records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._lock, self._reserved = threading.Lock(), Counter[str]()  # bytes that are being written, by tenant
-        self._ingest = IngestWorker(
-            self._records, index_dir, encoder, self._blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
+        self.ingest = IngestWorker(
+            self.records, index_dir, encoder, self.blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
         )
-        self._ingest.start()
+        self.ingest.start()
 
     def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
         """Raises: InputError, SaveError, NoRoom if the tenant has no space left."""
@@ -100,46 +106,35 @@ class Library(AbstractContextManager["Library"]):
         num_bytes = content.seek(0, os.SEEK_END)
         content.seek(0)
         with self._room(tenant, num_bytes):
-            self._blobs.write(tenant, file_id, name, content)
+            self.blobs.write(tenant, file_id, name, content)
             try:
-                return self._records.add_file(tenant, file_id, name, purpose, num_bytes)
+                return self.records.add_file(tenant, file_id, name, purpose, num_bytes)
             except BaseException:
-                self._blobs.remove(FileRecord(tenant, file_id, name, purpose, num_bytes, 0.0))
+                self.blobs.remove(FileRecord(tenant, file_id, name, purpose, num_bytes, 0.0))
                 raise
-
-    def files(self, tenant: str) -> list[FileRecord]:
-        return self._records.files(tenant)
-
-    def file(self, tenant: str, file_id: str) -> FileRecord:
-        """Raises: NotFound."""
-        return self._records.file(tenant, file_id)
-
-    def path(self, file: FileRecord) -> Path:
-        """The path of the file's content."""
-        return self._blobs.path(file)
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Deletes a file and removes it from all stores; no later answer quotes it. Raises: NotFound, SaveError."""
         await self._deleting(lambda: self._delete_file(tenant, file_id))
 
     async def _delete_file(self, tenant: str, file_id: str) -> None:
-        file = await asyncio.to_thread(self._records.file, tenant, file_id)
-        members = await asyncio.to_thread(self._records.members_of_file, tenant, file_id)
-        await self._ingest.delete(members)
-        await asyncio.to_thread(self._blobs.remove, file)
-        await asyncio.to_thread(self._records.drop_file, tenant, file_id)
-        meanwhile = await asyncio.to_thread(self._records.members_of_file, tenant, file_id)
-        await self._ingest.delete(meanwhile)
+        file = await asyncio.to_thread(self.records.file, tenant, file_id)
+        members = await asyncio.to_thread(self.records.members_of_file, tenant, file_id)
+        await self.ingest.delete(members)
+        await asyncio.to_thread(self.blobs.remove, file)
+        await asyncio.to_thread(self.records.drop_file, tenant, file_id)
+        meanwhile = await asyncio.to_thread(self.records.members_of_file, tenant, file_id)
+        await self.ingest.delete(meanwhile)
 
     async def _deleting(self, delete: Callable[[], Awaitable[None]]) -> None:
         """Deletes; on a full disk once more, with the reserve given up."""
         try:
             await delete()
         except SaveError:
-            if not self._disk_reserve.give_up():
+            if not self.disk_reserve.give_up():
                 raise
             await delete()
-        await asyncio.to_thread(self._disk_reserve.fill)
+        await asyncio.to_thread(self.disk_reserve.fill)
 
     def create_store(
         self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None, file_ids: Collection[str] = ()
@@ -147,39 +142,32 @@ class Library(AbstractContextManager["Library"]):
         """A store with these files, or none. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
         checked = checked_metadata(metadata or {})
         with self._room(tenant, _num_bytes(checked)):
-            store = self._records.add_store(tenant, name, checked)
+            store = self.records.add_store(tenant, name, checked)
         try:
             if file_ids:
                 self.attach_all(tenant, store.id, {file_id: {} for file_id in file_ids})
         except BaseException:
-            self._records.drop_store(tenant, store.id)
+            self.records.drop_store(tenant, store.id)
             raise
         return store
-
-    def stores(self, tenant: str) -> list[StoreRecord]:
-        return self._records.stores(tenant)
-
-    def store(self, tenant: str, store_id: str) -> StoreRecord:
-        """Raises: NotFound."""
-        return self._records.store(tenant, store_id)
 
     def change_store(
         self, tenant: str, store_id: str, name: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> StoreRecord:
         """None keeps the value. Raises: NotFound, InputError, SaveError."""
-        old = self._records.store(tenant, store_id)
+        old = self.records.store(tenant, store_id)
         kept = old.metadata if metadata is None else checked_metadata(metadata)
         with self._room(tenant, _num_bytes(kept)):
-            self._records.change_store(tenant, store_id, old.name if name is None else name, kept)
-        return self._records.store(tenant, store_id)
+            self.records.change_store(tenant, store_id, old.name if name is None else name, kept)
+        return self.records.store(tenant, store_id)
 
     async def delete_store(self, tenant: str, store_id: str) -> None:
         """Deletes a store; its files stay. Raises: NotFound, SaveError."""
         await self._deleting(lambda: self._delete_store(tenant, store_id))
 
     async def _delete_store(self, tenant: str, store_id: str) -> None:
-        await self._ingest.delete(await asyncio.to_thread(self.members, tenant, store_id))
-        await asyncio.to_thread(self._records.drop_store, tenant, store_id)
+        await self.ingest.delete(await asyncio.to_thread(self.records.members, tenant, store_id))
+        await asyncio.to_thread(self.records.drop_store, tenant, store_id)
 
     def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
         """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
@@ -188,27 +176,20 @@ class Library(AbstractContextManager["Library"]):
     def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
         """Starts to index files, each with its attributes, as a batch. Raises as `attach`, before any is added."""
         checked = {file_id: checked_attributes(own, "attributes") for file_id, own in files.items()}
-        self._ingest.check_room(len(files))
+        self.ingest.check_room(len(files))
         num_bytes = sum(map(_num_bytes, checked.values())) + (len(files) - 1) * RECORD_BYTES
         with self._room(tenant, num_bytes):
-            members = self._records.add_members(tenant, store_id, checked)
+            members = self.records.add_members(tenant, store_id, checked)
         for member in members:
-            self._ingest.add(member)
+            self.ingest.add(member)
         return members
-
-    def batch(self, tenant: str, store_id: str, batch_id: str) -> list[StoreMember]:
-        """The members that were attached together. A member that is attached again leaves the batch. Raises: NotFound."""
-        found = [member for member in self.members(tenant, store_id) if member.batch_id == batch_id]
-        if not found:
-            raise NotFound(f"there is no batch {batch_id!r} in vector store {store_id!r}")
-        return found
 
     @contextmanager
     def _room(self, tenant: str, num_bytes: int) -> Iterator[None]:
         """Reserves room for a record and its bytes while they are written. Raises: NoRoom, SaveError."""
         num_bytes += RECORD_BYTES
         with self._lock:
-            room = self._max_bytes - self._reserved[tenant] - self._records.used_bytes(tenant)
+            room = self._max_bytes - self._reserved[tenant] - self.records.used_bytes(tenant)
             if num_bytes > room:
                 left = max(0, room - RECORD_BYTES)
                 raise NoRoom(f"there is room for {left} bytes more: delete files or vector stores that are not needed")
@@ -220,25 +201,15 @@ class Library(AbstractContextManager["Library"]):
                 self._reserved[tenant] -= num_bytes
                 self._reserved += Counter()  # drops zeros
 
-    def member(self, tenant: str, store_id: str, file_id: str) -> StoreMember:
-        """Raises: NotFound."""
-        self._records.store(tenant, store_id)
-        return self._records.member(tenant, store_id, file_id)
-
-    def members(self, tenant: str, store_id: str) -> list[StoreMember]:
-        """Raises: NotFound."""
-        self._records.store(tenant, store_id)
-        return self._records.members(tenant, store_id)
-
     async def detach(self, tenant: str, store_id: str, file_id: str) -> None:
         """Removes a file from a store; the next query does not find it there. Raises: NotFound, SaveError."""
-        member = await asyncio.to_thread(self.member, tenant, store_id, file_id)
-        await self._deleting(lambda: self._ingest.delete([member]))
+        member = await asyncio.to_thread(self.records.member, tenant, store_id, file_id)
+        await self._deleting(lambda: self.ingest.delete([member]))
 
     def close(self) -> None:
         """Returns after the current change of the index."""
-        self._ingest.stop()
-        self._records.close()
+        self.ingest.stop()
+        self.records.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -274,3 +245,75 @@ def _plain_name(filename: str) -> str:
     if name in ("", ".", "..") or len(name) > _MAX_NAME_CHARS:
         raise InputError(f"a file needs a name of 1 to {_MAX_NAME_CHARS} printable characters")
     return name
+
+
+class DiskReserve:
+    """A file that is given up when the disk is full, so that deletions, which write too, still succeed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.fill()
+
+    def fill(self) -> None:
+        """Takes the room again, if there is any."""
+        if not self._path.exists():
+            try:
+                with open(self._path, "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+            except OSError:
+                self.give_up()
+
+    def give_up(self) -> bool:
+        """Returns whether the reserve existed."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+            return True
+        return False
+
+
+class Blobs:
+    def __init__(self, folder: Path) -> None:
+        """Raises: SaveError."""
+        self._folder = folder
+        with saving(folder):
+            make_folder(folder)
+            for left in folder.glob(f"*/{TEMPORARY}*"):
+                left.unlink(missing_ok=True)
+
+    def remove_unrecorded(self, known: Iterable[FileRecord]) -> None:
+        """Removes files without a record: their upload was cut off.
+
+        Keeps files younger than an hour, which another process may be receiving. Removes nothing if there are no records at all:
+        then the records were lost, not the files.
+        """
+        kept, oldest_s = {_owner_and_id(self.path(file)) for file in known}, time.time() - _SWEEP_AGE_S
+        with saving(self._folder):
+            for path in self._folder.glob("*/file-*") if kept else ():
+                with contextlib.suppress(FileNotFoundError):  # another process may remove it at the same time
+                    if _owner_and_id(path) not in kept and path.is_file() and path.stat().st_mtime < oldest_s:
+                        path.unlink()
+
+    def path(self, file: FileRecord) -> Path:
+        return self._path(file.tenant, file.id, file.filename)
+
+    def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO) -> None:
+        """Writes `content` durably. Raises: SaveError."""
+        path = self._path(tenant, file_id, filename)
+        with saving(self._folder):
+            make_folder(path.parent)
+            with atomic_writer(path) as copy:
+                shutil.copyfileobj(content, copy, _CHUNK_BYTES)
+
+    def remove(self, file: FileRecord) -> None:
+        with saving(self._folder):
+            self.path(file).unlink(missing_ok=True)
+
+    def _path(self, tenant: str, file_id: str, filename: str) -> Path:
+        suffix = Path(filename).suffix.lower()
+        owner = hashlib.sha256(tenant.encode()).hexdigest()[:32]
+        return self._folder / owner / (file_id + (suffix if suffix in SUFFIXES else ""))
+
+
+def _owner_and_id(path: Path) -> tuple[str, str]:
+    """The hashed tenant and the file's id, without the suffix."""
+    return path.parent.name, path.name.partition(".")[0]

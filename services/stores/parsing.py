@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ragspec.core import Document, Heading
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import ROW_SUFFIXES, SUFFIXES, read_file
+from ragspec.retrieval.reading import SUFFIXES, format_of, has_rows, read_file
 
 if TYPE_CHECKING:
     from services.stores.records import FileRecord, StoreMember
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 STORE, FILE = "vector_store_id", "file_id"
 """Keys of a document's metadata that the service sets; users cannot."""
 
-_PLAIN_SUFFIXES = frozenset({".txt", ".md", ".markdown"})
-"""Read without a process: there is nothing to parse."""
 _MAX_REASON_CHARS = 300
 _MEMORY_BYTES = 2 * 2**30
 _REFUSED = 3
@@ -52,13 +50,12 @@ def parsed(path: Path, filename: str, limits: ParseLimits) -> TextIO:
 
     Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
     """
-    suffix = Path(filename).suffix.lower()
-    if suffix not in SUFFIXES:
+    if Path(filename).suffix.lower() not in SUFFIXES:
         raise UnsupportedFile(f"files of this type cannot be read; these can: {', '.join(sorted(SUFFIXES))}")
     with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
         output = Path(folder) / "documents.jsonl"
         try:
-            if suffix in _PLAIN_SUFFIXES:
+            if format_of(filename).is_safe:
                 write_documents(path, filename, output, limits)
             else:
                 _parse_in_process(path, filename, output, limits)
@@ -69,9 +66,9 @@ def parsed(path: Path, filename: str, limits: ParseLimits) -> TextIO:
 
 def documents(lines: TextIO, file: FileRecord, member: StoreMember) -> Iterator[Document]:
     """The documents of a parsed file in a vector store."""
-    has_rows = Path(file.filename).suffix.lower() in ROW_SUFFIXES
+    numbered = has_rows(file.filename)
     for number, line in enumerate(lines, 1):
-        yield _document(json.loads(line), file, member, f":{number}" if has_rows else "")
+        yield _document(json.loads(line), file, member, f":{number}" if numbered else "")
 
 
 def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:

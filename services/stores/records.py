@@ -2,19 +2,27 @@
 
 A member is a file in a vector store. Its states: in_progress -> completed or failed; any -> deleting -> gone. When a process
 ends, the next one goes on with members that are in_progress or deleting.
+
+A new column of a table: `_TABLES` with the next `_SCHEMA`, the dataclass of the row, and `schemas` for clients.
+
+    >>> stored_bytes(Path("/data/service"))["ann"].file_bytes       # read beside a running service, for `ragspec keys usage`
+    1048576
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragspec.errors import InputError, NotFound
+from ragspec.errors import InputError, NotFound, SaveError
 from ragspec.rag.database import Database
 
 _SCHEMA = 1
@@ -33,14 +41,19 @@ CREATE INDEX members_by_status ON members (status)
 """
 
 _KEY = "tenant=? AND store=? AND file=?"
-_USED = """
-SELECT (SELECT TOTAL(num_bytes + {0}) FROM files WHERE tenant=?1)
-    + (SELECT TOTAL(LENGTH(name) + LENGTH(metadata) + {0}) FROM stores WHERE tenant=?1)
-    + (SELECT TOTAL(LENGTH(attributes) + {0}) FROM members WHERE tenant=?1)
-"""
 RECORD_BYTES = 4096
+"""Bytes that a file, a store or a member counts beside its content, so that empty ones count too."""
 MAX_BYTES_PER_TENANT = 2**30
-"""What a file, a store or a member counts beside its bytes, so that empty ones count too."""
+"""Quota of a tenant in one library."""
+_BYTES_BY_RECORD = f"""
+SELECT tenant, 1 AS is_file, num_bytes + {RECORD_BYTES} AS bytes FROM files
+UNION ALL SELECT tenant, 0, LENGTH(name) + LENGTH(metadata) + {RECORD_BYTES} FROM stores
+UNION ALL SELECT tenant, 0, LENGTH(attributes) + {RECORD_BYTES} FROM members
+"""
+_BYTES_BY_CONVERSATION = """
+SELECT tenant, 1 AS is_file, num_bytes AS bytes FROM conversations UNION ALL SELECT tenant, 0, num_bytes FROM shown
+"""
+_READ_TIMEOUT_S = 30.0
 
 Attributes = Mapping[str, str | float | bool]
 
@@ -117,7 +130,7 @@ class Records:
 
     def used_bytes(self, tenant: str) -> int:
         """Bytes of a tenant's files and records."""
-        return int(self._rows(_USED.format(RECORD_BYTES), tenant)[0][0])
+        return int(self._rows(f"SELECT TOTAL(bytes) FROM ({_BYTES_BY_RECORD}) WHERE tenant=?", tenant)[0][0])
 
     def drop_file(self, tenant: str, file_id: str) -> None:
         self._write("DELETE FROM files WHERE tenant=? AND id=?", (tenant, file_id))
@@ -170,13 +183,23 @@ class Records:
 
     def member(self, tenant: str, store_id: str, file_id: str) -> StoreMember:
         """Raises: NotFound, also while it is being deleted."""
+        self.store(tenant, store_id)
         members = self._members(f"{_KEY} AND status<>'deleting'", tenant, store_id, file_id)
         if not members:
             raise NotFound(f"there is no file {file_id!r} in vector store {store_id!r}")
         return members[0]
 
     def members(self, tenant: str, store_id: str) -> list[StoreMember]:
+        """Raises: NotFound for the store."""
+        self.store(tenant, store_id)
         return self._members("tenant=? AND store=? AND status<>'deleting'", tenant, store_id)
+
+    def batch(self, tenant: str, store_id: str, batch_id: str) -> list[StoreMember]:
+        """The members that were attached together. A member that is attached again leaves the batch. Raises: NotFound."""
+        found = [member for member in self.members(tenant, store_id) if member.batch_id == batch_id]
+        if not found:
+            raise NotFound(f"there is no batch {batch_id!r} in vector store {store_id!r}")
+        return found
 
     def members_of_file(self, tenant: str, file_id: str) -> list[StoreMember]:
         return self._members("tenant=? AND file=?", tenant, file_id)
@@ -188,11 +211,6 @@ class Records:
     def completed(self) -> list[StoreMember]:
         """Members of all tenants."""
         return self._members("status='completed'")
-
-    def status(self, key: tuple[str, str, str]) -> str:
-        """Empty for an unknown member."""
-        rows = self._rows(f"SELECT status FROM members WHERE {_KEY}", *key)
-        return str(rows[0][0]) if rows else ""
 
     def is_in_progress(self, member: StoreMember) -> bool:
         """False if the member has ended, is being deleted or was attached again."""
@@ -249,3 +267,49 @@ class Records:
 
 def _store(row: Sequence[Any]) -> StoreRecord:
     return StoreRecord(*[*row[:-1], json.loads(row[-1])])
+
+
+@dataclass(slots=True)
+class StoredBytes:
+    """Stored bytes of one tenant, as its quotas count them. `fullest_bytes`: the most in one index, as each has its own quota."""
+
+    num_files: int = 0
+    file_bytes: int = 0
+    fullest_bytes: int = 0
+    num_conversations: int = 0
+    conversation_bytes: int = 0
+
+
+def stored_bytes(data_dir: Path) -> dict[str, StoredBytes]:
+    """Bytes by tenant in the databases of a service, which may be running. Raises: SaveError."""
+    found = defaultdict[str, StoredBytes](StoredBytes)
+    for path in sorted(data_dir.rglob("library.sqlite")):
+        for tenant, count, num_bytes in _totals(path, _BYTES_BY_RECORD):
+            usage = found[tenant]
+            usage.num_files += count
+            usage.file_bytes += num_bytes
+            usage.fullest_bytes = max(usage.fullest_bytes, num_bytes)
+    for tenant, count, num_bytes in _totals(data_dir / "conversations.sqlite", _BYTES_BY_CONVERSATION):
+        found[tenant].num_conversations += count
+        found[tenant].conversation_bytes += num_bytes
+    return dict(found)
+
+
+def _totals(path: Path, query: str) -> list[tuple[str, int, int]]:
+    """Tenant, count and bytes; nothing where there is no database."""
+    if not path.exists():
+        return []
+    with read_only(path) as db:
+        return db.execute(
+            f"SELECT tenant, SUM(is_file), CAST(TOTAL(bytes) AS INTEGER) FROM ({query}) GROUP BY tenant"
+        ).fetchall()
+
+
+@contextlib.contextmanager
+def read_only(path: Path, timeout_s: float = _READ_TIMEOUT_S) -> Iterator[sqlite3.Connection]:
+    """A database that another process may be writing. Raises: SaveError."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=timeout_s)) as db:
+            yield db
+    except sqlite3.Error as cause:
+        raise SaveError(f"{path} cannot be read: {cause}") from cause

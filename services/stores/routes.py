@@ -1,59 +1,222 @@
-"""/v1/files, /v1/vector_stores and /v1/conversations. Owns the routes of files.
+"""The routes of /v1/files, /v1/vector_stores and /v1/conversations.
 
-Routes that wait for disks are plain functions, which FastAPI runs in threads. Deletions wait for the index,
-which may take long, and hold no thread meanwhile.
+`schemas` has their fields; `Library` and `ConversationStore` do the work. Routes that wait for disks are plain functions, which
+FastAPI runs in threads. Deletions wait for the index, which may take long, and hold no thread meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Query, UploadFile
 from starlette.responses import FileResponse
 
+from ragspec.core import Message
+from ragspec.errors import InputError, NotFound
+from ragspec.rag.chat.conversations import ConversationStore, QaPair
+from ragspec.rag.chat.history import split_messages
+from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
+from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.stores import conversations, vector_stores
-from services.stores.schemas import Fields, FileQuery, Name, Tenant, deleted, file_object
+from services.stores import schemas
+from services.stores.library import checked_metadata
+from services.stores.parsing import STORE
+from services.stores.records import StoreMember, StoreRecord
+from services.stores.schemas import Fields, Name, Tenant
 
 
 def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter()
-    for part in (_file_routes, vector_stores.routes, conversations.routes):
+    for part in (_file_routes, _store_routes, _member_routes, _batch_routes, _search_routes, _conversation_routes):
         router.include_router(part(backend))
     return router
 
 
 def _file_routes(backend: ServiceBackend) -> APIRouter:
-    router, library = APIRouter(prefix="/v1/files"), backend.library
+    router, library, records = APIRouter(), backend.library, backend.library.records
 
-    @router.post("")
+    @router.post("/v1/files")
     def upload(
         tenant: Tenant, file: UploadFile, purpose: Annotated[Literal["assistants", "user_data"], Form()]
     ) -> Fields:
-        return file_object(library.upload(tenant, file.filename or "", purpose, file.file))
+        return schemas.file_object(library.upload(tenant, file.filename or "", purpose, file.file))
 
-    @router.get("")
-    def files(tenant: Tenant, query: Annotated[FileQuery, Query()]) -> Fields:
-        found = [file for file in library.files(tenant) if query.purpose in ("", file.purpose)]
-        return query.page(found, file_object, lambda file: (file.created_s, file.id))
+    @router.get("/v1/files")
+    def files(tenant: Tenant, query: Annotated[schemas.FileQuery, Query()]) -> Fields:
+        found = [file for file in records.files(tenant) if query.purpose in ("", file.purpose)]
+        return query.page(found, schemas.file_object, lambda file: (file.created_s, file.id))
 
-    @router.get("/{file_id}")
+    @router.get("/v1/files/{file_id}")
     def file(tenant: Tenant, file_id: Name) -> Fields:
-        return file_object(library.file(tenant, file_id))
+        return schemas.file_object(records.file(tenant, file_id))
 
-    @router.get("/{file_id}/content")
+    @router.get("/v1/files/{file_id}/content")
     def content(tenant: Tenant, file_id: Name) -> Any:
-        found = library.file(tenant, file_id)
-        path = library.path(found)
+        found = records.file(tenant, file_id)
+        path = library.blobs.path(found)
         if not path.is_file():
             raise ApiError(404, f"the content of {file_id!r} is gone")
         # Why never the file's own type: the browser would run an uploaded page as one of ours
         return FileResponse(path, media_type="application/octet-stream", filename=found.filename)
 
-    @router.delete("/{file_id}")
+    @router.delete("/v1/files/{file_id}")
     async def delete(tenant: Tenant, file_id: Name) -> Fields:
         await library.delete_file(tenant, file_id)
-        return deleted("file", file_id)
+        return schemas.deleted("file", file_id)
 
     return router
+
+
+def _store_routes(backend: ServiceBackend) -> APIRouter:
+    router, library, records = APIRouter(), backend.library, backend.library.records
+
+    def shape(store: StoreRecord) -> Fields:
+        return schemas.store_object(store, records.members(store.tenant, store.id))
+
+    @router.post("/v1/vector_stores")
+    def create(tenant: Tenant, body: schemas.NewStore) -> Fields:
+        return shape(library.create_store(tenant, body.name or "", body.metadata, body.file_ids))
+
+    @router.get("/v1/vector_stores")
+    def stores(tenant: Tenant, query: Annotated[schemas.StoreQuery, Query()]) -> Fields:
+        return query.page(records.stores(tenant), shape, lambda store: (store.created_s, store.id))
+
+    @router.get("/v1/vector_stores/{store_id}")
+    def store(tenant: Tenant, store_id: Name) -> Fields:
+        return shape(records.store(tenant, store_id))
+
+    @router.post("/v1/vector_stores/{store_id}")
+    def change(tenant: Tenant, store_id: Name, body: schemas.StoreChange) -> Fields:
+        return shape(library.change_store(tenant, store_id, body.name, body.metadata))
+
+    @router.delete("/v1/vector_stores/{store_id}")
+    async def delete(tenant: Tenant, store_id: Name) -> Fields:
+        await library.delete_store(tenant, store_id)
+        return schemas.deleted("vector_store.deleted", store_id)
+
+    return router
+
+
+def _page_of(members: list[StoreMember], query: schemas.MemberQuery) -> Fields:
+    found = [member for member in members if query.filter in ("", member.status)]
+    return query.page(found, schemas.member_object, lambda member: (member.created_s, member.file))
+
+
+def _member_routes(backend: ServiceBackend) -> APIRouter:
+    router, library, records = APIRouter(), backend.library, backend.library.records
+
+    @router.post("/v1/vector_stores/{store_id}/files")
+    def attach(tenant: Tenant, store_id: Name, body: schemas.NewMember) -> Fields:
+        return schemas.member_object(library.attach(tenant, store_id, body.file_id, body.attributes or {}))
+
+    @router.get("/v1/vector_stores/{store_id}/files")
+    def members(tenant: Tenant, store_id: Name, query: Annotated[schemas.MemberQuery, Query()]) -> Fields:
+        return _page_of(records.members(tenant, store_id), query)
+
+    @router.get("/v1/vector_stores/{store_id}/files/{file_id}")
+    def member(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
+        return schemas.member_object(records.member(tenant, store_id, file_id))
+
+    @router.post("/v1/vector_stores/{store_id}/files/{file_id}")
+    def change(tenant: Tenant, store_id: Name, file_id: Name, body: schemas.MemberChange) -> Fields:
+        """Indexes the file again with the new attributes. Unchanged passages keep their vectors."""
+        records.member(tenant, store_id, file_id)
+        return schemas.member_object(library.attach(tenant, store_id, file_id, body.attributes or {}))
+
+    @router.delete("/v1/vector_stores/{store_id}/files/{file_id}")
+    async def detach(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
+        await library.detach(tenant, store_id, file_id)
+        return schemas.deleted("vector_store.file.deleted", file_id)
+
+    return router
+
+
+def _batch_routes(backend: ServiceBackend) -> APIRouter:
+    router, library = APIRouter(), backend.library
+
+    @router.post("/v1/vector_stores/{store_id}/file_batches")
+    def attach_all(tenant: Tenant, store_id: Name, body: schemas.NewBatch) -> Fields:
+        return schemas.batch_object(library.attach_all(tenant, store_id, body.attributes_by_file()))
+
+    @router.get("/v1/vector_stores/{store_id}/file_batches/{batch_id}")
+    def batch(tenant: Tenant, store_id: Name, batch_id: Name) -> Fields:
+        return schemas.batch_object(library.records.batch(tenant, store_id, batch_id))
+
+    @router.get("/v1/vector_stores/{store_id}/file_batches/{batch_id}/files")
+    def members(
+        tenant: Tenant, store_id: Name, batch_id: Name, query: Annotated[schemas.MemberQuery, Query()]
+    ) -> Fields:
+        return _page_of(library.records.batch(tenant, store_id, batch_id), query)
+
+    return router
+
+
+def _search_routes(backend: ServiceBackend) -> APIRouter:
+    router, records, retriever = APIRouter(), backend.library.records, backend.config.retriever
+
+    @router.post("/v1/vector_stores/{store_id}/search")
+    def search(tenant: Tenant, store_id: Name, body: schemas.SearchBody) -> Fields:
+        records.store(tenant, store_id)
+        in_store: Any = ComparisonFilter(type="eq", key=STORE, value=store_id)
+        if body.filters is not None:
+            in_store = CompoundFilter(type="and", filters=(in_store, parse_filter(body.filters)))
+        queries = [body.query] if isinstance(body.query, str) else body.query
+        found = backend.retriever.retrieve(queries, body.max_num_results, SearchScope(tenant, in_store))
+        threshold = body.ranking_options.score_threshold if body.ranking_options else 0.0
+        results = []
+        for passage, score in schemas.merged(found.passages, retriever)[: body.max_num_results]:
+            file_id = passage.document_id.split(":")[1]
+            with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                member, file = records.member(tenant, store_id, file_id), records.file(tenant, file_id)
+                if score >= threshold:
+                    results.append(schemas.result_object(passage, file.filename, member.attributes, score))
+        return schemas.result_page(queries, results)
+
+    return router
+
+
+def _conversation_routes(backend: ServiceBackend) -> APIRouter:
+    router, conversations = APIRouter(), backend.chat.conversations
+
+    def store() -> ConversationStore:
+        if conversations is None:
+            raise ApiError(501, "conversations are not kept here")
+        return conversations
+
+    @router.post("/v1/conversations")
+    def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
+        body = body or schemas.NewConversation()
+        created = store().create(tenant, checked_metadata(body.metadata or {}), _turns(body))
+        return schemas.conversation_object(created)
+
+    @router.get("/v1/conversations/{conversation}")
+    def find(tenant: Tenant, conversation: Name) -> Fields:
+        return schemas.conversation_object(store().find(tenant, conversation))
+
+    @router.delete("/v1/conversations/{conversation}")
+    def delete(tenant: Tenant, conversation: Name) -> Fields:
+        store().delete(tenant, conversation)
+        return schemas.deleted("conversation.deleted", conversation)
+
+    @router.get("/v1/conversations/{conversation}/items")
+    def items(tenant: Tenant, conversation: Name, query: Annotated[schemas.PageQuery, Query()]) -> Fields:
+        texts = [text for turn in store().turns(tenant, conversation) for text in turn]
+        found = [schemas.conversation_item(conversation, number, text) for number, text in enumerate(texts)]
+        return query.page(found, lambda item: item, lambda item: (0.0, item["id"]))
+
+    return router
+
+
+def _turns(body: schemas.NewConversation) -> list[QaPair]:
+    """Raises: InputError unless the items are whole turns."""
+    messages = [Message(item.role, item.text) for item in body.items or ()]
+    if not messages:
+        return []
+    last, is_dialogue = messages[-1], all(message.role in ("user", "assistant") for message in messages)
+    if not is_dialogue or last.role != "assistant" or not last.content.strip():
+        raise InputError(
+            "items must be messages of user and assistant, and the last of them the assistant's and not empty"
+        )
+    return split_messages([*messages, Message("user", "?")])[1]

@@ -16,13 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.errors import InputError
+from ragspec.rag.chat.conversations import Conversation
 from ragspec.retrieval.search.relevance import RANK_OFFSET, unit_relevance
-from services.request_limits import at_most
+from services.limits import at_most
 from services.stores.records import FileRecord, StoreMember, StoreRecord
 
 T = TypeVar("T")
 _MAX_ATTRIBUTES = 64
-"""Of a body; the library refuses more than its own limit."""
+"""Keys of an attribute object that are validated at all; the library then applies its own, lower limit."""
 Fields = dict[str, Any]
 Attributes = Annotated[dict[str, StrictStr | StrictBool | StrictInt | StrictFloat], at_most(_MAX_ATTRIBUTES)]
 Metadata = Annotated[dict[str, StrictStr], at_most(_MAX_ATTRIBUTES)]
@@ -135,7 +136,7 @@ class PageQuery(BaseModel):
     after: Name = ""
 
     def page(self, records: Sequence[T], shape: Callable[[T], Fields], key: Callable[[T], tuple[float, str]]) -> Fields:
-        """One page of the records, ordered by `key` (time of creation, id). Raises: InputError for an unknown id."""
+        """A page of the records, ordered by `key` (time of creation, id). Raises: InputError for an unknown id."""
         ordered = sorted(records, key=key, reverse=self.order == "desc")
         ids, before = [key(record)[1] for record in ordered], getattr(self, "before", "")
         for cursor in filter(None, (self.after, before)):
@@ -258,6 +259,34 @@ def unit_score(score: float, retriever: RetrieverConfig) -> float:
         best = 2.0 / (RANK_OFFSET + 1)
         return unit_relevance(score) if retriever.fusion == "learned" else min(score / best, 1.0)
     return max(score, 0.0) / (1.0 + max(score, 0.0)) if retriever.mode == "sparse" else min(max(score, 0.0), 1.0)
+
+
+def result_page(queries: Sequence[str], results: Sequence[Fields]) -> Fields:
+    """All results of a search, as one page."""
+    kind = "vector_store.search_results.page"
+    return {"object": kind, "search_query": queries, "data": results, "has_more": False, "next_page": None}
+
+
+def conversation_object(conversation: Conversation) -> Fields:
+    return {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": int(conversation.created_s),
+        "metadata": dict(conversation.metadata),
+    }
+
+
+def conversation_item(conversation: str, number: int, text: str) -> Fields:
+    """Item `number` of a stored conversation. Even items are the user's. Ids sort as the numbers do."""
+    role, kind = ("assistant", "output_text") if number % 2 else ("user", "input_text")
+    part: Fields = {"type": kind, "text": text} | ({"annotations": []} if number % 2 else {})
+    return {
+        "id": f"msg_{conversation.removeprefix('conv_')}_{number:06d}",
+        "type": "message",
+        "status": "completed",
+        "role": role,
+        "content": [part],
+    }
 
 
 def deleted(kind: str, name: str) -> Fields:

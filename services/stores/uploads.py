@@ -18,20 +18,24 @@ from typing import TextIO
 
 from ragspec.core import Document
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
-from ragspec.retrieval.reading import ROW_SUFFIXES
+from ragspec.retrieval.reading import has_rows
 from ragspec.tenants import FairQueue
 from services.stores.parsing import ParseLimits, documents, parsed
 from services.stores.records import FileRecord, StoreMember
 
 log = logging.getLogger(__name__)
 
-_PART_DOCUMENTS, _PART_BYTES = 1000, 2**20
-"""Of one commit, after which the next tenant has its turn. A document is never divided."""
+_PART_DOCUMENTS = 1000
+"""Most documents of one commit, after which the next tenant has its turn."""
+_PART_BYTES = 2**20
+"""A commit takes no further document of a file above this size. A document is never divided."""
 _NUM_READERS = 2
 _MAX_AHEAD = 16
 """Files of one tenant that are read before they are committed, fewer if they have `_PART_BYTES`."""
-_LARGE_BYTES, _MAX_LARGE = 2**23, 4
-"""Texts of that size with passages in memory, over all tenants: one may have `ParseLimits.max_text_bytes`."""
+_LARGE_BYTES = 2**23
+"""A parsed text of more bytes is large."""
+_MAX_LARGE = 4
+"""Large texts whose passages are in memory at once, over all tenants: each may have `ParseLimits.max_text_bytes`."""
 _STOP_S = 10.0
 _NICENESS = 5
 """Why not more: a query waits for the forward that the encoder has begun."""
@@ -68,19 +72,19 @@ class Upload:
 
     @property
     def num_chars(self) -> int:
-        """Of the part."""
+        """Characters of the part."""
         return sum(len(document.text) for document in self.part)
 
     @property
     def num_missing_chars(self) -> int:
-        """Of the part's passages that must be encoded."""
+        """Characters of the part's passages that must be encoded."""
         return sum(each.num_missing_chars for each in self.passages)
 
     def parse(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
         """Raises: InputError."""
         self._lines = parsed(path, file.filename, limits)
-        has_rows = Path(file.filename).suffix.lower() in ROW_SUFFIXES  # then a part is small
-        self.is_large = not has_rows and os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
+        is_long = os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
+        self.is_large = is_long and not has_rows(file.filename)  # Why: a part of a file of rows is small
         self._rest = documents(self._lines, file, self.member)
 
     def read_part(self) -> None:
@@ -120,14 +124,17 @@ def yield_to_answers() -> None:
 
 
 class UploadQueue:
-    """Safe to call from several threads. States: started -> stopped -> joined."""
+    """Safe to call from several threads. States: started -> stopped -> joined.
+
+    `ready`: uploads to commit or to give up. `large`: those with a large part in memory.
+    """
 
     def __init__(self, read: Callable[[Upload], bool], wake: threading.Condition) -> None:
         """`read` reads the next piece of a file, and returns whether the upload is ready. `wake` is notified of each change."""
         self._read, self._wake = read, wake
-        self._unread, self._ready = (FairQueue[Upload](lambda upload: upload.tenant) for _ in range(2))
+        self._unread, self.ready = (FairQueue[Upload](lambda upload: upload.tenant) for _ in range(2))
         self._reading: set[str] = set()  # tenants
-        self._large: set[Upload] = set()  # with a part in memory
+        self.large: set[Upload] = set()
         self._taken: list[Upload] = []
         self._stopping = False
         self._threads = [
@@ -136,11 +143,7 @@ class UploadQueue:
 
     def __len__(self) -> int:
         with self._wake:
-            return len(self._unread) + len(self._ready)
-
-    @property
-    def has_ready(self) -> bool:
-        return bool(self._ready)
+            return len(self._unread) + len(self.ready)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -155,12 +158,12 @@ class UploadQueue:
         """Uploads of tenants in turn, with at most so many characters to encode; or a larger one alone."""
         taken: list[Upload] = []
         with self._wake:
-            while self._ready and len(taken) < _MAX_AHEAD:
-                upload = self._ready.heads()[0]
+            while self.ready and len(taken) < _MAX_AHEAD:
+                upload = self.ready.heads()[0]
                 max_chars -= upload.num_missing_chars
                 if taken and max_chars < 0:
                     break
-                self._ready.take(upload)
+                self.ready.take(upload)
                 taken.append(upload)
             self._taken = list(taken)
         return taken
@@ -175,9 +178,9 @@ class UploadQueue:
             self._taken = [upload for upload in self._taken if upload not in uploads]
             for upload in reversed(uploads):
                 upload.error = None
-                (self._ready if upload.passages else self._unread).appendleft(upload)
+                (self.ready if upload.passages else self._unread).appendleft(upload)
                 if not upload.part:
-                    self._large.discard(upload)
+                    self.large.discard(upload)
             self._wake.notify_all()
 
     def close(self, upload: Upload) -> None:
@@ -185,7 +188,7 @@ class UploadQueue:
         upload.close()
         with self._wake:
             self._taken = [each for each in self._taken if each is not upload]
-            self._large.discard(upload)
+            self.large.discard(upload)
             self._wake.notify_all()
 
     def stop(self) -> None:
@@ -200,7 +203,7 @@ class UploadQueue:
             if thread.is_alive():
                 thread.join(_STOP_S)
         with self._wake:
-            for upload in (*self._unread, *self._ready):
+            for upload in (*self._unread, *self.ready):
                 upload.close()
 
     def _run(self) -> None:
@@ -219,14 +222,14 @@ class UploadQueue:
             self._reading.add(upload.tenant)
             self._unread.take(upload)
             if upload.is_large:
-                self._large.add(upload)
+                self.large.add(upload)
         is_ready = False
         try:
             is_ready = self._read(upload)
         finally:
             with self._wake:
                 self._reading.discard(upload.tenant)
-                (self._ready.append if is_ready else self._unread.appendleft)(upload)
+                (self.ready.append if is_ready else self._unread.appendleft)(upload)
                 self._wake.notify_all()
 
     def _next(self) -> Upload | None:
@@ -234,9 +237,9 @@ class UploadQueue:
         return next(filter(self._may_be_read, self._unread.heads()), None)
 
     def _may_be_read(self, upload: Upload) -> bool:
-        ahead = self._ready.of(upload.tenant)
+        ahead = self.ready.of(upload.tenant)
         if upload.tenant in self._reading or len(ahead) >= _MAX_AHEAD:
             return False
         if sum(each.num_chars for each in ahead) >= _PART_BYTES:
             return False
-        return not upload.is_large or upload in self._large or len(self._large) < _MAX_LARGE
+        return not upload.is_large or upload in self.large or len(self.large) < _MAX_LARGE

@@ -28,7 +28,7 @@ def grammar(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What the command would load, writing "goes" for "go"; and with what settings it was loaded."""
     loaded: list[Any] = []
 
-    def from_config(settings: Any) -> Grammar:
+    def from_config(settings: Any, say: Any) -> Grammar:
         loaded.append(settings)
         return rewriting(lambda sentence: sentence.replace(" go ", " goes ").replace("Teh", "The"))[0]
 
@@ -119,9 +119,9 @@ def test_what_was_written_meanwhile_is_not_lost(
     path, load = tmp_path / "a.txt", correct.Grammar.from_config
     path.write_bytes(b"He go on.")
 
-    def slowly(settings: Any) -> Grammar:
+    def slowly(settings: Any, say: Any) -> Grammar:
         path.write_bytes(b"He go on. And on.")
-        return load(settings)
+        return load(settings, say)
 
     monkeypatch.setattr(correct.Grammar, "from_config", slowly)
     ended = call(path, "--in-place")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig
 
 
 def random_head(

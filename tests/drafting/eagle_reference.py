@@ -20,7 +20,7 @@ import torch
 from drafting.eagle_heads import random_head, save_head
 from torch import Tensor
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig
 
 __all__ = [
     "draft_outputs",

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, make_shape
-from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
-from ragspec.drafting.medusa.hydra import read_hydra
-from ragspec.drafting.medusa.network import PositionNetwork
-from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork
+from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
+from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter
+from ragspec.drafting.medusa.network import PositionNetwork, PrefixNetwork
 from ragspec.engine.target import Target
 
 FORMS = ("pt", "safetensors", "merged", "merged in shards")

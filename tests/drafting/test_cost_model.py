@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_planner import FREE, Running
+from planner_parts import FREE, Running
 
 from ragspec.drafting.cost_model import CostTable, StepPlan
 

@@ -11,7 +11,8 @@ import torch
 from drafting.eagle_heads import change_config, change_tensors, random_head
 from safetensors.torch import load_file, save_file
 
-from ragspec.drafting.eagle.checkpoint import HeadCheckpoint, check_fits, default_aux_layers, read_head, write_head
+from ragspec.drafting.eagle.checkpoint import read_head, write_head
+from ragspec.drafting.eagle.layout import HeadCheckpoint, check_fits, default_aux_layers
 from ragspec.errors import ModelError, SaveError
 
 LLAMA3: dict[str, Any] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head, target_ids
@@ -11,16 +9,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
+from ragspec.drafting.eagle.layout import HeadCheckpoint
 
 TOKENS = [3, 60, 7, 7, 21, 0, 44]
-HEADS: list[dict[str, Any]] = [
-    {"family": "eagle", "fc_bias": True},
-    {"family": "eagle", "rope_theta": 500.0, "num_kv_heads": 1, "head_dim": 16},
-    {"family": "eagle3"},
-    {"family": "eagle3", "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-    {"family": "eagle3", "norm_before_fc": "taps", "target_hidden_size": 48, "aux_layers": (0, 1)},
-]
 
 
 def inputs_of(head: HeadCheckpoint) -> tuple[Tensor, Tensor]:
@@ -88,42 +79,6 @@ def test_the_layer_is_transformers_layer(family: str) -> None:
         wanted = attended + layer.mlp(layer.post_attention_layernorm(attended))
     found = outputs_of(head, embed, TOKENS, features)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # transformers rotates and norms in float32
-
-
-@pytest.mark.parametrize("fields", HEADS)
-def test_a_later_pair_changes_no_earlier_output(fields: dict[str, Any]) -> None:
-    """Attention that sees pairs to come."""
-    head = random_head(**fields)
-    embed, features = inputs_of(head)
-    whole = outputs_of(head, embed, TOKENS, features)
-    torch.testing.assert_close(outputs_of(head, embed, TOKENS[:4], features), whole[:3])
-    assert whole.shape == (6, 32)
-    changed = outputs_of(head, embed, TOKENS, features + torch.eye(len(features), features.shape[1]))
-    assert not torch.isclose(whole, changed).all(1).any()
-
-
-def test_a_chain_feeds_the_output_back_as_the_next_feature() -> None:
-    """The next step of EAGLE-1/2 is its own forward with the prediction in the place of the feature."""
-    head = random_head("eagle", fc_bias=True)
-    embed, features = inputs_of(head)
-    fed = features.double()[:-1]
-    for depth, token in enumerate(draft := [9, 2, 9]):
-        fed = torch.cat([fed, outputs_of(head, embed, TOKENS + draft[:depth], fed)[-1:]])
-        wanted = outputs_of(head, embed, [*TOKENS, *draft[: depth + 1]], fed)[-1]
-        torch.testing.assert_close(draft_outputs(head, embed, TOKENS, features, draft)[depth], wanted)
-        assert token == draft[depth]
-
-
-@pytest.mark.parametrize("fields", HEADS)
-def test_a_node_of_a_tree_is_the_end_of_its_path(fields: dict[str, Any]) -> None:
-    """A node that sees its siblings."""
-    head = random_head(**fields)
-    embed, features = inputs_of(head)
-    nodes = draft_outputs(head, embed, TOKENS, features, [5, 9, 3, 1], parents=[-1, -1, 0, 2])
-    chain = draft_outputs(head, embed, TOKENS, features, [5, 3, 1])
-    torch.testing.assert_close(nodes[[0, 2, 3]], chain)
-    torch.testing.assert_close(nodes[1:2], draft_outputs(head, embed, TOKENS, features, [9]))
-    assert not torch.allclose(nodes[0], nodes[1])
 
 
 def test_flags_change_the_outputs() -> None:

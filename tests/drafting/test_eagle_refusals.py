@@ -15,7 +15,8 @@ from drafting.eagle_heads import change_config, change_tensors, random_head, sav
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, read_head
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.errors import ModelError
 
 Tensors = dict[str, Tensor]

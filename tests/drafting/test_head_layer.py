@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.heads.layer import HeadLayer, make_layer
+from ragspec.drafting.heads.layer import DecoderLayer, HeadAttention, HeadLayer, make_layer, prepare
 from ragspec.numerics.attention import AttentionShape
 from ragspec.numerics.backend import LayerModule
 from ragspec.numerics.cpu.backend import CpuBackend
@@ -18,17 +18,18 @@ WIDTH, INPUTS, BETWEEN, ROWS = 64, 128, 96, 40
 SLOTS = np.random.default_rng(1).permutation(64).astype(np.int32)
 
 
-def weights_of(generator: torch.Generator, *, has_norms: bool, has_biases: bool) -> dict[str, torch.Tensor]:
-    sizes = {"q": (64, INPUTS), "k": (32, INPUTS), "v": (32, INPUTS), "o": (WIDTH, 64)}
-    shapes = {f"self_attn.{name}_proj": size for name, size in sizes.items()}
-    shapes |= {"mlp.gate_proj": (BETWEEN, WIDTH), "mlp.up_proj": (BETWEEN, WIDTH), "mlp.down_proj": (WIDTH, BETWEEN)}
-    tensors = {f"{name}.weight": torch.randn(size, generator=generator) / 8 for name, size in shapes.items()}
-    if has_biases:
-        tensors |= {f"self_attn.{name}_proj.bias": torch.randn(sizes[name][0], generator=generator) for name in "qkvo"}
-    norms = {"post_attention_layernorm": WIDTH} | (
-        {"self_attn.q_norm": 16, "self_attn.k_norm": 16} if has_norms else {}
+def layer_of(shape: AttentionShape, *, has_norms: bool, has_biases: bool) -> DecoderLayer:
+    """The same random weights at every call."""
+    attention = HeadAttention(
+        shape, INPUTS, WIDTH, 1e-5, qkv_bias=has_biases, output_bias=has_biases, qk_norm=has_norms
     )
-    return tensors | {f"{name}.weight": 1 + torch.randn(size, generator=generator) / 3 for name, size in norms.items()}
+    layer, generator = DecoderLayer(attention, BETWEEN, 1e-5), torch.Generator().manual_seed(3)
+    weights = {
+        name: torch.randn(old.shape, generator=generator) / 8 + float("norm" in name)
+        for name, old in layer.state_dict().items()
+    }
+    prepare(layer, weights, torch.device("cpu"), torch.float32)
+    return layer
 
 
 @pytest.mark.parametrize(("has_norms", "has_biases", "window"), [(False, False, 0), (True, False, 5), (True, True, 0)])
@@ -37,14 +38,14 @@ def test_the_compiled_layer_is_its_products_and_norms(
 ) -> None:
     """A norm, bias, rotation or window was left out; a row's bits depended on other rows; or keys were another layer's."""
     generator = torch.Generator().manual_seed(3)
-    weights = weights_of(generator, has_norms=has_norms, has_biases=has_biases)
     shape = AttentionShape(4, 2, 16, 0.25, window)
     angles = torch.rand(ROWS + 8, 16, generator=generator) * 6
     stream, x = torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, INPUTS, generator=generator)
 
     def layer() -> tuple[CpuBackend, LayerModule]:
         backend = CpuBackend(WeightArena(), kv_dtype=np.uint16)
-        return backend, make_layer(weights, shape, 1e-5, (angles.cos(), angles.sin()), backend, 1)
+        weights = layer_of(shape, has_norms=has_norms, has_biases=has_biases)
+        return backend, make_layer(weights, (angles.cos(), angles.sin()), backend, 1)
 
     def outputs(backend: CpuBackend, made: LayerModule) -> list[torch.Tensor]:
         """Of all rows; of the last one alone; of a node below them."""

@@ -25,8 +25,7 @@ from drafting.medusa_heads import (
 
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.growing.shapes import MEDUSA_TREE
-from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.backend import CpuBackend
@@ -192,7 +191,7 @@ def test_a_state_below_the_last_is_tapped_where_the_config_says_so(tmp_path: Pat
     """`hidden_state_offset` was ignored."""
     for offset, tap in ((0, -1), (1, 1), (2, 0)):
         save_hydra(tmp_path, hydra_tensors(1), hidden_state_offset=offset)
-        assert read_hydra(tmp_path, a_target()).tap == tap
+        assert read_hydra(tmp_path, a_target()).config.tap == tap
 
 
 def test_a_medusa_head_in_the_place_of_an_eagle_head_says_where_it_belongs(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from drafters import Quiet
+from planner_parts import FREE, Chain, Running, plan
 
 from ragspec.core import Request
 from ragspec.drafting.acceptance import CopyAcceptance, Experience
@@ -18,55 +18,7 @@ from ragspec.drafting.planner import Planner, _judged
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Origin, Proposal, StepResult
 
-FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
 DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
-
-
-@dataclass
-class Running:
-    """A sequence as drafters see it."""
-
-    name: str = "a"
-    tokens: list[int] = field(default_factory=lambda: [1, 2, 3])
-    num_prompt: int = 2
-    most_tokens: int = 100
-    speculation: Speculation | bool = True
-    prepared: dict[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.request = Request(self.name, tuple(self.tokens[: self.num_prompt]), speculation=self.speculation)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.name, 0
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-
-class Chain(Quiet):
-    """Drafts a chain of `tokens`, each as probable as given."""
-
-    def __init__(self, tokens: Sequence[int], prob: float, name: str = "chain") -> None:
-        super().__init__()
-        self.tokens, self.prob, self.name = tokens, prob, name
-        self.asked = 0
-        self.learned: list[tuple[object, bool]] = []
-
-    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
-        self.asked += 1
-        return [
-            Proposal(token, i - 1, self.prob ** (i + 1), Origin(self.name, feedback=token))
-            for i, token in enumerate(self.tokens[:max_nodes])
-        ]
-
-    def learn(self, feedback: object, accepted: bool) -> None:
-        self.learned.append((feedback, accepted))
-
-
-def plan(planner: Planner, *sequences: Running, spare: int = 100) -> list[DraftTree]:
-    return planner.plan(sequences, 0, spare)
 
 
 def test_everything_where_rows_are_free() -> None:

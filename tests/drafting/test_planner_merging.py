@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
-from drafting.test_planner import FREE, Chain, Running, plan
+from planner_parts import FREE, Chain, Running, plan
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView

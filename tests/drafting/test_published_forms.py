@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from ragspec.drafting.eagle.checkpoint import read_head
-from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.errors import ModelError
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"

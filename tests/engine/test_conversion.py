@@ -128,15 +128,17 @@ def test_quick_reading_writes_the_files_that_transformers_writes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dequantising ahead of transformers changed a bit, a name or the tokenizer."""
-    path, said = tmp_path / "tiny.gguf", list[str]()
+    path, said = tmp_path / "tiny.gguf", list[tuple[Any, ...]]()
     write_gguf(llama, path, gguf.GGMLQuantizationType.Q8_0)
-    convert_target(str(path), None, "float32", tmp_path / "quick", said.append)
+    convert_target(str(path), None, "float32", tmp_path / "quick", lambda *stage: said.append(stage))
     monkeypatch.setattr(conversion, "_quick_reading", lambda path, say: contextlib.nullcontext())
     convert_target(str(path), None, "float32", tmp_path / "plain")
     quick, plain = ({file.name: file.read_bytes() for file in (tmp_path / n).iterdir()} for n in ("quick", "plain"))
     assert quick == plain
-    assert [line.partition(":")[0] for line in dict.fromkeys(said)][1::9] == ["dequantising the weights"] * 2
-    assert said[-1] == "writing the converted weights"
+    stages = list(dict.fromkeys(stage for stage, *_ in said))
+    assert stages[0] == "reading the GGUF file" and stages[-3] == "dequantising the weights"
+    shares = [share for stage, *share in said if stage == "dequantising the weights"]
+    assert shares == [[number, len(shares)] for number in range(len(shares))]
 
 
 def test_a_gguf_file_that_cannot_be_served_is_refused(

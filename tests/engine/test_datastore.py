@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, generated, requests_of, total, truth
-from letter_encoder import LetterEncoder
+from datastore_parts import Numbers, write
+from oracle_cases import PARAMS, PROMPTS, assert_equal, requests_of, truth
 from tiny_target import SENTENCES, tiny_engine, tiny_tokenizer
 
 from ragspec.config import DatastoreConfig, DraftingConfig
@@ -23,32 +22,10 @@ from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, StoreCorrupt, StoreMissing
-from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.tree import Proposal
 
 Tiny = Callable[..., Target]
 HARBOUR = "Ships lie in the deep harbour behind the long wall until the storm is over."
-
-
-class Numbers:
-    """A tokenizer of texts that are lists of token ids, as the tokens of tiny targets are no text."""
-
-    def __call__(self, texts: Sequence[str], **_: object) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[int(each) for each in text.split()] for text in texts]}
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-
-def write(folder: Path, *documents: Document, delete: Sequence[str] = ()) -> Path:
-    """One commit."""
-    with IndexWriter(folder, LetterEncoder()) as writer:
-        for document in documents:
-            writer.upsert(document)
-        for name in delete:
-            writer.delete(name)
-        writer.commit()
-    return folder
 
 
 def drafted(drafter: DatastoreDrafter, text: str, tenant: str = "") -> list[str]:
@@ -72,21 +49,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder, *(Document(f"s{i}", text) for i, text in enumerate(SENTENCES)))
     write(folder, Document("gone", HARBOUR), Document("b", "The river rises in the secret garden.", owner="b"))
     return write(folder, Document("n", SENTENCES[0]), delete=["gone"])
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PARAMS), ("T=1", "torch-float32")])
-def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
-    """A draft changed a token, alone or in a batch; or nothing was drafted at all."""
-    target = tiny("llama", dtype)
-    requests = requests_of(target, PARAMS[name])
-    expected = truth(target, requests, name)
-    texts = [[*request.prompt_ids, *expected[request.id, 0].token_ids] for request in requests]
-    write(tmp_path, *(Document(f"d{i}", " ".join(map(str, text))) for i, text in enumerate(texts)))
-    numbers: Any = Numbers()
-    drafter = DatastoreDrafter(Datastore(tmp_path, numbers))
-    completions = generated(target, [drafter], [requests, [replace(requests[2], id="r2")]])
-    assert_equal(completions, expected)
-    assert total(completions, "num_drafted") > 20 and total(completions, "num_accepted") > 40
 
 
 def test_what_the_documents_say_is_drafted(written: Path) -> None:
@@ -210,7 +172,7 @@ def test_a_lost_index_costs_drafts_and_nothing_else(tiny: Tiny, tmp_path: Path) 
         drafter.drafts.clear()
         folder.rename(tmp_path / "elsewhere")
         assert_equal(engine.generate([request]), truth(target, [request], "greedy"))
-        assert engine._planner.num_failures == 1 and not any(drafter.drafts)
+        assert engine.num_drafter_failures == 1 and not any(drafter.drafts)
 
 
 def test_it_is_named_in_the_configuration(tiny: Tiny, written: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from engine.test_oracle import (
+from oracle_cases import (
     PARAMS,
     PROMPTS,
     assert_equal,
@@ -36,7 +36,7 @@ from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import target as targets
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import load_engine, make_draft_model
+from ragspec.engine.loading import load_engine, make_draft_model, make_drafters
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError, ModelError
@@ -141,7 +141,7 @@ def test_states_are_those_of_a_fresh_reading(
     tiny: Tiny, folder: Path, options: dict[str, Any], num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of rejected nodes stayed, an accepted node was kept at another's place, a preempted or evicted text lost its keys."""
-    monkeypatch.setattr(module, "_MOST_WAITING", 8)
+    monkeypatch.setattr(module, "_MAX_WAITING", 8)
     monkeypatch.setattr(module, "_CHUNK", 7)
     target, model = tiny(), model_at(folder / "small", "float32")
     requests = requests_of(target, PARAMS["T=1"])
@@ -154,7 +154,7 @@ def test_states_are_those_of_a_fresh_reading(
             assert_equal(engine.generate(batch), expected)
         assert engine._planner.num_failures == 0
         if "num_kv_slots" in options:
-            assert engine._scheduler.num_preemptions > 0
+            assert engine.load().num_preemptions > 0
         assert_pool_is_empty(engine)
     assert_nothing_held(drafter)
     assert len(drafter.seen) > 12
@@ -299,6 +299,8 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, mon
         ModelError, match=r"foreign has another vocabulary than the target: token \d+ is '#' there and '!'"
     ):
         make_draft_model(target, DraftModelConfig(path=str(path.parent)))
+    of_earlier_versions = DraftModelConfig(path=str(path.parent), vocabulary="any")
+    assert not make_drafters(target, DraftingConfig(drafters=("draft_model",), draft_model=of_earlier_versions))
     with pytest.raises(ConfigError, match=r"drafting\.draft_model\.path"):
         make_draft_model(target, DraftModelConfig())
     with pytest.raises(ModelError, match="nowhere"):

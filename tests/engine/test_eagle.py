@@ -11,14 +11,14 @@ import pytest
 import torch
 from drafters import Half
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Free, tiny_engine
 
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.beam import PickedLevel

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafting.eagle_heads import change_config, random_head, save_head
-from engine.test_oracle import drafted_as_plainly
 from oracle import decode
+from oracle_cases import drafted_as_plainly
 from tiny_target import save_model
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
+from ragspec.drafting.eagle.layout import HeadCheckpoint
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
@@ -73,7 +73,7 @@ def test_a_heads_products_may_be_in_int8(model: Path, tmp_path: Path) -> None:
         assert done.stats.num_drafted > 0 and engine._planner.num_failures == 0
         assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
         (drafter,) = engine._planner._drafters
-        product = drafter._drafter.network._fc
+        product = drafter._drafter.network.head.fc.linear
         assert isinstance(product, Int8Linear)
         x = torch.randn(5, product.in_features)
         expected = F.linear(x, a_head().tensors["fc.weight"].float())
@@ -85,13 +85,13 @@ def test_one_head_at_a_time_is_in_memory(model: Path, tmp_path: Path, monkeypatc
     """`dtype: auto` held a head of every type until the fastest was known."""
     living, built = weakref.WeakSet[Any](), []
 
-    class Watched(loading.HeadTimer):
+    class Watched(loading.PairTimer):
         def __init__(self, network: Any, pool: Any) -> None:
             super().__init__(network, pool)
             living.add(network)
             built.append(len(living))
 
-    monkeypatch.setattr(loading, "HeadTimer", Watched)
+    monkeypatch.setattr(loading, "PairTimer", Watched)
     save_head(tmp_path, a_head(), "official")
     with open_engine(model, tmp_path, ("eagle",), dtype="auto"):
         assert set(built) == {1}

@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 import torch
+from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from drafters import Half, Random
-from engine.test_kv_offload import NUM_KV_SLOTS, PLENTY, answered, turns
 from oracle import decode
-from test_oracle import PARAMS, PROMPTS, requests_of
+from oracle_cases import PARAMS, PROMPTS, requests_of
 from tiny_target import save_model, tiny_engine
 
 from ragspec.config import TargetConfig

@@ -13,12 +13,13 @@ from drafters import Half
 from drafting.medusa_heads import PREFIX, hydra_logits, hydra_plus_tensors, position_drafter, prefix_model, save_hydra
 from engine.test_eagle import NotesReads, differs
 from engine.test_medusa import forward_of
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, truth
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, requests_of, truth
 from tiny_target import tiny_engine
 
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.medusa.hydra import read_hydra
-from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork
+from ragspec.drafting.medusa.checkpoint import read_hydra
+from ragspec.drafting.medusa.drafter import PrefixHydraDrafter
+from ragspec.drafting.medusa.network import PrefixNetwork
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8 import Int8Layer

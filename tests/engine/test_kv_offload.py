@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, truth
-from tiny_target import SENTENCES, Free, tiny_engine
+from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, truth
+from tiny_target import Free, tiny_engine
 
 from ragspec.config import EngineConfig, TargetConfig, load_config
-from ragspec.core import Completion, CopySource, Request, SourceKind
+from ragspec.core import Completion
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.engine.engine import Engine
 from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks, MemoryBlocks
 from ragspec.engine.kv_offload.kv_offload import KvOffload
 from ragspec.engine.parallel import load_rank
 from ragspec.engine.rank_messages import MessageKind, receive, send_blocks
+from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, RankLost, SaveError
 from ragspec.numerics.attention import PAGE, AttentionShape
@@ -34,28 +35,6 @@ from ragspec.numerics.ranks import Ranks
 
 Tiny = Callable[..., Target]
 SHAPES = [AttentionShape(4, 2, 16, 0.25), AttentionShape(4, 1, 24, 0.25)]
-PLENTY = 2**24
-NUM_KV_SLOTS = 224
-"""Fewer than two conversations need."""
-
-
-def turns(target: Target, params: Any, salts: Sequence[str] = ("", "", "")) -> list[list[Request]]:
-    """Two turns of three conversations. The second turn begins with all of the first."""
-    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
-    texts = [" ".join(SENTENCES[(i + j) % 5] for j in range(3)) for i in range(3)]
-    firsts = [tuple(target.tokenizer(text).input_ids)[:115] for text in texts]
-    return [
-        [
-            Request(f"{turn}{i}", (*first, *range(40, 40 + turn * 21)), params, sources, salt=salt)
-            for i, (first, salt) in enumerate(zip(firsts, salts, strict=True))
-        ]
-        for turn in range(2)
-    ]
-
-
-def answered(engine: Engine, requests: list[list[Request]]) -> list[list[Completion]]:
-    """One request at a time, so that each drives the others out of the pool."""
-    return [[engine.generate([request])[0] for request in turn] for turn in requests]
 
 
 def num_computed(completions: Sequence[Completion]) -> int:
@@ -131,7 +110,7 @@ def test_many_conversations_at_once_lose_nothing(tiny: Tiny) -> None:
             completions = engine.generate(turn)
             assert_equal(completions, {key: expected[key] for key in ((r.id, 0) for r in turn)})
         assert sum(c.stats.num_restored_tokens for c in completions) > 0
-        assert engine._scheduler.num_preemptions > 0
+        assert engine.load().num_preemptions > 0
         assert_pool_is_empty(engine)
 
 
@@ -141,13 +120,13 @@ def test_a_step_reads_no_more_than_it_would_compute(tiny: Tiny, monkeypatch: pyt
     first, second = turns(target, PARAMS["greedy"])
     with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1.0), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
         answered(engine, [first])
-        schedule, steps = engine._scheduler.schedule, list[int]()
+        schedule, steps = Scheduler.schedule, list[int]()
 
-        def counted() -> Any:
+        def counted(scheduler: Scheduler) -> Any:
             steps.append(len(clock.read))
-            return schedule()
+            return schedule(scheduler)
 
-        monkeypatch.setattr(engine._scheduler, "schedule", counted)
+        monkeypatch.setattr(Scheduler, "schedule", counted)
         answered(engine, [second[:1]])
     assert max(clock.read) <= 20 and len(clock.read) > 3
     assert all(after - before <= 1 for before, after in itertools.pairwise(steps))
@@ -176,13 +155,13 @@ def test_a_step_begins_no_write_after_its_time_for_writing(tiny: Tiny, monkeypat
         assert texts.known([num_writes] * 1000) == min(num_writes * 256, 992), "the first blocks are kept"
     target = tiny("llama", "float32")
     with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(0.5), kv_offload_bytes=PLENTY) as engine:
-        schedule, written = engine._scheduler.schedule, list[int]()
+        schedule, written = Scheduler.schedule, list[int]()
 
-        def counted() -> Any:
+        def counted(scheduler: Scheduler) -> Any:
             written.append(clock.num_writes)
-            return schedule()
+            return schedule(scheduler)
 
-        monkeypatch.setattr(engine._scheduler, "schedule", counted)
+        monkeypatch.setattr(Scheduler, "schedule", counted)
         answered(engine, turns(target, PARAMS["greedy"]))
     assert all(after - before <= 1 for before, after in itertools.pairwise(written)) and written[-1] > 1
 

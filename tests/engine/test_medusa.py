@@ -21,7 +21,7 @@ from drafting.medusa_heads import (
     save_hydra,
     save_medusa,
 )
-from engine.test_oracle import (
+from oracle_cases import (
     PARAMS,
     PROMPTS,
     assert_equal,

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from engine.test_eagle import free, head_for
-from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, total, truth
-from engine.test_tenant_drafts import drafts_of
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
 from tiny_target import tiny_engine
 
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.eagle import online as online_module
-from ragspec.drafting.eagle.checkpoint import HeadCheckpoint, write_head
+from ragspec.drafting.eagle.checkpoint import write_head
+from ragspec.drafting.eagle.layout import HeadCheckpoint
+from ragspec.drafting.eagle.learner import HeadLearner, RecordedText, Recording, trainable_head
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import OnlineEagleDrafter
 from ragspec.drafting.growing.shapes import make_shape
-from ragspec.drafting.learning.online import HeadLearner, RecordedText, Recording, trainable_head
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
@@ -315,5 +315,5 @@ def test_it_is_off_unless_configured(tiny: Tiny, tmp_path: Any) -> None:
 
     assert not isinstance(made("head", OnlineConfig()), OnlineEagleDrafter)
     assert isinstance(made("head", FAST), OnlineEagleDrafter)
-    with pytest.raises(ModelError, match="only plain EAGLE-3 heads learn online"):
+    with pytest.raises(ModelError, match="only EAGLE-3 heads learn online"):
         made("first", FAST)

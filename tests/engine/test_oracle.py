@@ -2,186 +2,101 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
-from drafters import Half, Perfect, Raising, Random, Wrong
-from oracle import Plain, decode
-from tiny_target import SENTENCES, tiny_engine
+from drafters import Half, Raising
+from oracle_cases import (
+    PARAMS,
+    PROMPTS,
+    Tiny,
+    assert_equal,
+    assert_pool_is_empty,
+    drafters,
+    params_key,
+    requests_of,
+    total,
+    truth,
+)
+from tiny_target import tiny_engine
 
-from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
-from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.drafter import Drafter
-from ragspec.engine.engine import Engine
-from ragspec.engine.target import Target
+from ragspec.core import Request, SamplingParams
 
-Tiny = Callable[..., Target]
-
-PARAMS = {
-    "greedy": SamplingParams(max_tokens=14),
-    "T=1": SamplingParams(temperature=1.0, seed=3, max_tokens=14),
-    "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=2**63 + 5, max_tokens=14),
-    "top-k, min-p": SamplingParams(temperature=1.3, top_k=20, min_p=0.05, seed=2**64 - 1, max_tokens=14),
-    "penalties": SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.7,
-        logit_bias={1: 6.0, 40: 3.0, 41: -50.0},
-        min_tokens=6,
-        seed=0,
-        max_tokens=14,
-    ),
-}
-PROMPTS = [
-    "The river rises in the northern hills",
-    "A",
-    'The report says: "The bridge was',
-    "Every spring the water carries sand and small stones down to the sea. " * 2,
-    "mill",
-    "She said that the bridge was built by the people",
-    "é ü 水 🌊",
-    "A mill needs water, and water needs rain. The",
-]
+DTYPES = ("float32", "bfloat16", "torch-float32", "torch-bfloat16")
+DRAFTERS = ("off", "copy", "random", "perfect", "wrong", "half", "raises")
 
 
-@functools.cache
-def _plain(target: Target, prompt: tuple[int, ...], params: Any, choice: int) -> Plain:
-    return decode(target, prompt, PARAMS[params] if isinstance(params, str) else params, choice)
-
-
-def requests_of(target: Target, params: SamplingParams, prompts: Sequence[str] = PROMPTS) -> list[Request]:
-    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
-    return [
-        Request(f"r{i}", tuple(target.tokenizer(text).input_ids), params, sources) for i, text in enumerate(prompts)
-    ]
-
-
-def truth(target: Target, requests: Sequence[Request], params: Any) -> dict[tuple[str, int], Plain]:
-    return {
-        (r.id, choice): _plain(target, r.prompt_ids, params, choice) for r in requests for choice in range(r.params.n)
-    }
-
-
-def drafters(target: Target, expected: dict[tuple[str, int], Plain]) -> dict[str, Drafter]:
-    answers = {key: plain.token_ids for key, plain in expected.items()}
-    return {
-        "copy": CopyDrafter(target.tokenizer, target.eos_ids),
-        "random": Random(target.vocab_size),
-        "perfect": Perfect(answers),
-        "wrong": Wrong(answers),
-        "half": Half(answers),
-        "raises": Raising("propose", answers),
-    }
-
-
-def assert_equal(completions: Sequence[Completion], expected: dict[tuple[str, int], Plain]) -> None:
-    for completion in completions:
-        plain = expected[completion.request_id, completion.choice]
-        assert completion.token_ids == plain.token_ids
-        assert completion.finish_reason == plain.finish_reason
-        assert completion.stats.num_output_tokens == len(plain.token_ids)
-
-
-def total(completions: Sequence[Completion], name: str) -> int:
-    return sum(getattr(completion.stats, name) for completion in completions)
-
-
-def assert_pool_is_empty(engine: Engine) -> None:
-    engine.close()
-    if engine._scheduler.prefixes is not None:
-        engine._scheduler.prefixes.purge("")
-    assert engine.target.pool.num_free_pages == engine.target.pool.num_pages
-    assert not engine.target.pool._holders.any()
-
-
-def generated(
-    target: Target, drafters: Sequence[Drafter], batches: Sequence[list[Request]], **options: Any
-) -> list[Completion]:
-    """The completions of one batch after another. No drafter may fail, and the pool must be empty afterwards."""
-    with tiny_engine(target, drafters, **options) as engine:
-        completions = [done for batch in batches for done in engine.generate(batch)]
-        assert engine._planner.num_failures == 0
-        assert_pool_is_empty(engine)
-    return completions
-
-
-def drafted_as_plainly(engine: Engine, temperature: float = 1.0) -> list[Completion]:
-    """Three requests for whose every token drafts were tried, and which got the tokens of plain decoding."""
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True)
-    requests = [Request(f"{i}", tuple(range(20 + i, 50 + 2 * i)), params) for i in range(3)]
-    completions = engine.generate(requests)
-    assert engine._planner.num_failures == 0
-    for request, done in zip(requests, completions, strict=True):
-        assert done.stats.num_drafted > 0
-        assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
-    return completions
-
-
-def names_of(engine: Engine) -> list[str]:
-    return [drafter.name for drafter in engine._planner._drafters]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype: str) -> None:
-    """A draft, or the company in a batch, changed the output."""
+def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, kind: str) -> None:
+    """A draft, or the company in a batch, changed the output. Every pair of parameters, drafter and dtype comes once."""
+    dtype = DTYPES[(list(PARAMS).index(name) + DRAFTERS.index(kind)) % len(DTYPES)]
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
-    for kind, drafter in {"off": None, **drafters(target, expected)}.items():
-        with tiny_engine(target, [drafter] if drafter else []) as engine:
-            together = engine.generate(requests)
-            alone = [engine.generate([request])[0] for request in requests[::3]]
-        assert_equal(together, expected)
-        assert_equal(alone, expected)
-        for completions in (together, alone):
-            accepted, drafted = total(completions, "num_accepted"), total(completions, "num_drafted")
-            if kind in ("perfect", "half"):
-                share = 0.7 if kind == "perfect" else 0.4
-                assert accepted > share * total(completions, "num_output_tokens"), kind
-            if kind in ("off", "raises"):
-                assert drafted == 0
-            if kind == "wrong":
-                assert drafted > 0 == accepted
+    drafter = None if kind == "off" else drafters(target, expected)[kind]
+    with tiny_engine(target, [drafter] if drafter else []) as engine:
+        together = engine.generate(requests)
+        alone = [engine.generate([request])[0] for request in requests[::3]]
+    assert_equal(together, expected)
+    assert_equal(alone, expected)
+    for completions in (together, alone):
+        accepted, drafted = total(completions, "num_accepted"), total(completions, "num_drafted")
+        if kind in ("perfect", "half"):
+            share = 0.7 if kind == "perfect" else 0.4
+            assert accepted > share * total(completions, "num_output_tokens")
+        if kind in ("off", "raises"):
+            assert drafted == 0
+        if kind == "wrong":
+            assert drafted > 0 == accepted
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
-def test_other_architectures(tiny: Tiny, kind: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "which"),
+    [
+        ("qwen2", "greedy", "half"),
+        ("qwen3", "top-p", "copy"),
+        ("mistral", "top-p", "half"),
+        ("mistral", "greedy", "copy"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "torch-bfloat16"])
+def test_other_architectures(tiny: Tiny, kind: str, name: str, which: str, dtype: str) -> None:
     """A sliding window counted in slots, a bias or a query norm lost, trees at other positions than chains."""
     target = tiny(kind, dtype)
-    for name in ("greedy", "top-p"):
-        requests = requests_of(target, PARAMS[name])
-        expected = truth(target, requests, name)
-        for drafter in (drafters(target, expected)[which] for which in ("half", "copy")):
-            with tiny_engine(target, [drafter], max_step_tokens=40) as engine:
-                assert_equal(engine.generate(requests), expected)
+    requests = requests_of(target, PARAMS[name], PROMPTS[:6])
+    expected = truth(target, requests, name)
+    with tiny_engine(target, [drafters(target, expected)[which]], max_step_tokens=40) as engine:
+        assert_equal(engine.generate(requests), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
+@pytest.mark.parametrize(
+    ("max_step_tokens", "dtype", "name", "which"),
+    [
+        (16, "float32", "greedy", "perfect"),
+        (16, "torch-float32", "T=1", "random"),
+        (23, "float32", "T=1", "random"),
+        (23, "torch-float32", "greedy", "perfect"),
+        (512, "float32", "T=1", "perfect"),
+        (512, "torch-float32", "greedy", "random"),
+    ],
+)
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("max_step_tokens", [16, 23, 512])
-def test_chunked_prefill(tiny: Tiny, dtype: str, max_step_tokens: int, prefix_cache: bool) -> None:
+def test_chunked_prefill(
+    tiny: Tiny, max_step_tokens: int, dtype: str, name: str, which: str, prefix_cache: bool
+) -> None:
     """A prompt cut into chunks, or found in the cache, gave other bits; a chunk's last row was taken for a decision."""
     target = tiny("llama", dtype)
-    for name in ("greedy", "T=1"):
-        requests = requests_of(target, PARAMS[name])
-        expected = truth(target, requests, name)
-        for which in ("perfect", "random"):
-            drafter = drafters(target, expected)[which]
-            with tiny_engine(target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache) as engine:
-                assert_equal(engine.generate(requests), expected)
-                again = engine.generate(requests)
-                assert_equal(again, expected)
-                assert (total(again, "num_cached_tokens") > 0) == prefix_cache
-                assert_pool_is_empty(engine)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    drafter = drafters(target, expected)[which]
+    with tiny_engine(target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache) as engine:
+        assert_equal(engine.generate(requests), expected)
+        again = engine.generate(requests)
+        assert_equal(again, expected)
+        assert (total(again, "num_cached_tokens") > 0) == prefix_cache
+        assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("torch-float32", False)])
 def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
     """All choices alike, or the second choice waiting for a prompt that nobody computes."""
     target = tiny("llama", dtype)
@@ -200,8 +115,7 @@ def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str
         assert max(long) == len(requests[3].prompt_ids) - 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("float32", False), ("torch-float32", True)])
 def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
     """Sequences that all fit when they began and outgrew the pool together."""
     target = tiny("llama", dtype)
@@ -211,24 +125,26 @@ def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) 
         expected = [completion.token_ids for completion in engine.generate(requests)]
     with tiny_engine(target, num_kv_slots=128, prefix_cache=prefix_cache) as engine:
         assert [completion.token_ids for completion in engine.generate(requests)] == expected
-        assert engine._scheduler.num_preemptions > 0
+        assert engine.load().num_preemptions > 0
         assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("num_kv_slots", [128, 160, 256])
-def test_a_small_pool_changes_nothing(tiny: Tiny, dtype: str, num_kv_slots: int, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_kv_slots", "name", "which"),
+    [(128, "greedy", "perfect"), (128, "penalties", "wrong"), (160, "penalties", "random"), (256, "greedy", "wrong")],
+)
+@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("torch-float32", False)])
+def test_a_small_pool_changes_nothing(
+    tiny: Tiny, num_kv_slots: int, name: str, which: str, dtype: str, prefix_cache: bool
+) -> None:
     """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
     target = tiny("llama", dtype)
-    for name in ("greedy", "penalties"):
-        requests = requests_of(target, PARAMS[name])
-        expected = truth(target, requests, name)
-        for which in ("perfect", "wrong", "random"):
-            drafter = drafters(target, expected)[which]
-            with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
-                assert_equal(engine.generate(requests), expected)
-                assert_pool_is_empty(engine)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    drafter = drafters(target, expected)[which]
+    with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
+        assert_equal(engine.generate(requests), expected)
+        assert_pool_is_empty(engine)
 
 
 @pytest.mark.parametrize("where", ["start", "propose", "observe", "learn", "finish", "malformed", "nan", "too few"])
@@ -244,7 +160,7 @@ def test_a_broken_drafter_costs_nothing_but_its_draft(tiny: Tiny, where: str) ->
         assert total(completions, "num_accepted") > 0
         assert_pool_is_empty(engine)
         if where not in ("nan", "too few"):
-            assert engine._planner.num_failures > 0
+            assert engine.num_drafter_failures > 0
 
 
 def test_a_draft_outside_the_vocabulary_is_dropped(tiny: Tiny) -> None:
@@ -268,10 +184,3 @@ def test_requests_without_speculation_draft_nothing(tiny: Tiny) -> None:
         completions = engine.generate(requests)
     assert_equal(completions, expected)
     assert total(completions[1::2], "num_drafted") == 0 < total(completions[::2], "num_accepted")
-
-
-def params_key(params: SamplingParams) -> str:
-    """A name for params that are made in a test, so that plain decoding is done once."""
-    name = repr(params)
-    PARAMS.setdefault(name, params)
-    return name

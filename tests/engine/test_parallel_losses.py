@@ -24,6 +24,7 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import HEARTBEAT_S
 
+pytestmark = pytest.mark.slow
 ENGINE = EngineConfig(max_kv_tokens=512, num_threads=1)
 TIMEOUT_S = 2.0
 NOTICED_S = 5.0
@@ -67,7 +68,7 @@ def assert_dead(engine: Engine) -> None:
         engine.between_steps(lambda: None)
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_an_idle_engine_notices_a_lost_rank(followers: Followers, engine: Engine, how: int) -> None:
     """An idle engine looked alive until somebody asked it, and then waited half an hour for its other half."""
     begin = lose(followers, how)
@@ -104,7 +105,6 @@ def test_a_rank_lost_in_a_step_ends_every_request(followers: Followers, engine: 
         followers.replace(1)
 
 
-@pytest.mark.slow
 def test_an_idle_engine_outlives_every_timeout(followers: Followers, engine: Engine) -> None:
     """Followers that waited for the next step gave up after the seconds that a collective may take."""
     request = Request("again", (5, 6, 7), SamplingParams(max_tokens=8))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from engine.test_eagle import drafter_for, logits_after, near
-from engine.test_oracle import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
+from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
 from scipy.stats import chi2
 from tiny_target import tiny_engine
 
@@ -54,7 +54,7 @@ def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule
         for seed in range(8):
             own = SamplingParams(**{f: getattr(params, f) for f in params.__dataclass_fields__} | {"seed": seed})
             completions += engine.generate([Request(f"{seed}", PROMPT, own, sources, speculation=speculation)])
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
     seen.update(completion.token_ids for completion in completions)
     by_name = Counter[str]()
     for completion in completions:
@@ -87,13 +87,13 @@ def test_every_rule_beside_keyed_requests(tiny: Tiny, rule: AcceptanceRule, name
     drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
     with tiny_engine(target, drafters) as engine:
         alone = engine.generate(plain)
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
     runs = []
     for _ in range(2):
         drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
         with tiny_engine(target, drafters) as engine:
             runs.append(engine.generate(by_rule))
-            assert engine._planner.num_failures == 0
+            assert engine.num_drafter_failures == 0
             assert_pool_is_empty(engine)
     assert [c.token_ids for c in runs[0]] == [c.token_ids for c in runs[1]]
     assert [c.token_ids for c in runs[0]][::2] == [c.token_ids for c in alone][::2]

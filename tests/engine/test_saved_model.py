@@ -103,6 +103,7 @@ print(*[name for name in sys.argv[2].split() if name in sys.modules])
 """
 
 
+@pytest.mark.slow
 def test_a_later_start_imports_neither_model_classes_nor_a_compiler(tmp_path: Path) -> None:
     """One careless import at the top of a module: three seconds more before `serve` is ready."""
     settings, index = settings_of(save_model("llama", tmp_path)), tmp_path / "index"

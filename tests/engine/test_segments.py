@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from oracle import Plain, decode
-from test_oracle import PARAMS, PROMPTS
+from oracle_cases import PARAMS, PROMPTS
 from tiny_target import SENTENCES, tiny_engine, tiny_target
 
 from ragspec.core import (
@@ -67,11 +67,11 @@ def test_segments_join_to_the_oracles_output(target: Target, name: str, draft: s
     params, drafter = PARAMS[name], CopyDrafter(target.tokenizer, target.eos_ids)
     sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
     with tiny_engine(target, [drafter]) as engine:
-        for number, prompt in enumerate(PROMPTS[:4]):
+        for number, prompt in enumerate(PROMPTS[:3]):
             request = Request(f"{number}", tuple(target.tokenizer(prompt).input_ids), params, sources)
             plain = decode(target, request.prompt_ids, params)
-            for sizes in ((4,), (1, 3), (100,)):
-                assert_joins(in_segments(engine, request, sizes, plain.token_ids, DRAFTS[draft]), plain)
+            sizes = ((4,), (1, 3), (100,))[number]
+            assert_joins(in_segments(engine, request, sizes, plain.token_ids, DRAFTS[draft]), plain)
 
 
 def assert_joins(parts: Sequence[Completion], plain: Plain) -> None:
@@ -86,7 +86,7 @@ def test_a_stop_string_across_segments_ends_the_output(target: Target, length: i
     """The part of a stop string that stood in the segment before was forgotten, or its text told twice."""
     prompt = tuple(target.tokenizer("The river").input_ids)
     free = decode(target, prompt, SamplingParams(temperature=1.0, seed=8, max_tokens=30, ignore_eos=True))
-    for start in range(1, 24):
+    for start in range(1, 24, 2):
         stop = target.tokenizer.decode(free.token_ids[start : start + 3])
         if "\ufffd" in stop or not stop:
             continue

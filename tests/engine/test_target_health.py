@@ -11,7 +11,9 @@ import pytest
 from tiny_target import tiny_engine
 
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.drafting.planner import Planner
 from ragspec.engine import sequence
+from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
 from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, EngineError, RankLost
@@ -59,7 +61,7 @@ def test_a_step_that_fails_alone_ends_only_its_requests(tiny: Tiny, monkeypatch:
         before, free = engine.generate([ask("a")])[0].token_ids, target.pool.num_free_pages
         for number in range(4):
             with monkeypatch.context() as patch:
-                patch.setattr(engine._planner, "plan", broken)
+                patch.setattr(Planner, "plan", broken)
                 with pytest.raises(EngineError, match="could not create"):
                     engine.generate([ask(f"b{number}")])
         assert engine.generate([ask("c")])[0].token_ids == before and not engine.lost
@@ -77,14 +79,14 @@ def test_requests_end_when_scheduling_fails_while_others_wait(tiny: Tiny, monkey
             ended.set()
 
     with tiny_engine(tiny(), max_running=1) as engine:
-        schedule, num_steps = engine._scheduler.schedule, 0
+        schedule, num_steps = Scheduler.schedule, 0
 
-        def failing() -> Any:
+        def failing(scheduler: Scheduler) -> Any:
             nonlocal num_steps
             num_steps += 1
-            return schedule() if num_steps < 3 else broken()
+            return schedule(scheduler) if num_steps < 3 else broken()
 
-        monkeypatch.setattr(engine._scheduler, "schedule", failing)
+        monkeypatch.setattr(Scheduler, "schedule", failing)
         engine.submit_all([ask("a"), ask("b")], listen)
         assert ended.wait(30.0) and num_steps < 6
     assert all(delta.finish_reason is FinishReason.ERROR for delta in deltas.values())

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engine.test_datastore import write
-from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from datastore_parts import write
+from oracle_cases import (
+    PARAMS,
+    PROMPTS,
+    assert_equal,
+    assert_pool_is_empty,
+    drafts_of,
+    generated,
+    requests_of,
+    total,
+    truth,
+)
 from tiny_target import SENTENCES, Free, tiny_engine
 
-from ragspec.core import Document, Request, SamplingParams
+from ragspec.core import Document, SamplingParams
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
-from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.engine.target import Target
-from ragspec.tree import Proposal
 
 Tiny = Callable[..., Target]
 LEARNING: dict[str, Callable[[Target, Path], Drafter]] = {
@@ -29,28 +37,6 @@ LEARNING: dict[str, Callable[[Target, Path], Drafter]] = {
     "lookahead": lambda *_: LookaheadDrafter(),
     "datastore": lambda target, folder: DatastoreDrafter(Datastore(folder, target.tokenizer)),
 }
-
-
-def drafts_of(target: Target, drafter: Drafter, before: Sequence[Request], own: Sequence[Request]) -> list[Any]:
-    """Every draft for `own`, by the text that it followed, after the requests `before`."""
-    drafts: list[Any] = []
-    propose = drafter.propose
-
-    def noting(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        lists = propose(sequences, budget)
-        for sequence, proposals in zip(sequences, lists, strict=True):
-            nodes = [(p.token_id, p.parent, p.path_prob) for p in proposals]
-            drafts.append((list(sequence.tokens), nodes))
-        return lists
-
-    with tiny_engine(target, [drafter]) as engine:
-        for request in before:
-            engine.generate([request])
-        drafter.propose = noting  # type: ignore[method-assign]
-        for request in own:
-            engine.generate([request])
-        assert engine._planner.num_failures == 0
-    return drafts
 
 
 @pytest.mark.parametrize("kind", LEARNING)
@@ -79,7 +65,7 @@ def test_earlier_answers_change_no_output_and_are_drafted(tiny: Tiny, name: str)
     with tiny_engine(target, [drafter]) as engine:
         first = engine.generate(requests)
         again = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
         assert_pool_is_empty(engine)
     expected = truth(target, requests, name)
     assert_equal([*first, *again], expected)

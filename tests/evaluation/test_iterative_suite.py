@@ -37,12 +37,12 @@ def take(seconds: float, text: str = "yes", ids: tuple[int, ...] = (1, 2), **cou
     return TimedUnit(seconds, [Answer("?", text, (), (), (), FinishReason.STOP, ids, (), stats)])
 
 
-def made_up_row(workload: Workload | None = None, **changes: Any) -> Row:
+def made_up_row(asked: Workload | None = None, **changes: Any) -> Row:
     """A row of the product on an index that takes 40 steps: baseline 8 s, product 2 s, three of four guesses right."""
     counters = {"num_right": 3, "num_wrong": 1, "num_kept_tokens": 2, "num_lost_tokens": 8}
     takes = {BASELINE: [[take(8.0)]], PSA: [[take(2.0, **counters, strides=[2, 4])]]}
     timed = WorkloadTimes(takes, StrideTiming(0.01, lambda _: 0.4))
-    chosen = workload or Workload(TABLE, 1, 1, (BASELINE, PSA))
+    chosen = asked or Workload(TABLE, 1, 1, (BASELINE, PSA))
     return {"row": ""} | iterative._row("far", 40.0, chosen, PSA, lambda: timed) | changes
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from infra_parts import ROOT
+from infra_parts import ALERTS, ROOT, queries
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
 from ray.dashboard import http_server_agent, http_server_head
 from ray.serve.schema import ServeDeploySchema
-from test_monitoring import ALERTS, queries
 
 from ragspec.cli.app import app as ragspec
+from services.backend import ENGINE_GAUGES
 from services.metrics import Metrics
 from services.serving import ServeArgs, build_app, settings_of
 from services.settings import DEFAULT_PORT, ServiceSettings
@@ -208,6 +208,7 @@ def test_compose_and_prometheus_name_the_same_addresses() -> None:
 def test_metrics_of_alerts_and_panels_are_exposed() -> None:
     """Bug guarded: a renamed metric; the dashboard's test against a real Prometheus is a slow one."""
     watched = re.findall(r'watch\(\s*"([\w:]+)"', (ROOT / "services/backend.py").read_text())
+    watched += [name for name, *_ in ENGINE_GAUGES]
     exposed = set(re.findall(r"^# TYPE (\S+)", Metrics("m").text().decode(), re.MULTILINE)) | set(watched)
     texts = [*queries().values(), *(rule["expr"] for rule in ALERTS), (INFRA / "RUNBOOK.md").read_text()]
     named = {name for text in texts for name in re.findall(r"(?:vllm:|\bragspec_|\bprocess_)\w+", text)}

@@ -16,6 +16,8 @@ import httpx2 as httpx
 import pytest
 from infra_parts import ROOT, ran
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = ("ragspec", "services", "pipelines")
 QUESTION = "When does the old mill of Kirby open?"
 
@@ -52,7 +54,6 @@ def served(
             process.communicate()
 
 
-@pytest.mark.slow
 def test_an_empty_environment_indexes_answers_and_serves_with_it(installed: Path, tmp_path: Path) -> None:
     """Bug guarded: a path into the checkout, or a file that was left out, found by the first user who installs it."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HOME": str(tmp_path)}

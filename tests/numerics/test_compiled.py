@@ -54,6 +54,7 @@ def test_a_second_process_reads_what_the_first_compiled(kept: Path) -> None:
     assert run(kept) == (1, expected())
 
 
+@pytest.mark.slow
 def test_damaged_files_are_compiled_over(kept: Path, tmp_path: Path) -> None:
     """A process that died while writing, or a full disk, broke every later start."""
     cache = tmp_path / "cache"
@@ -65,6 +66,7 @@ def test_damaged_files_are_compiled_over(kept: Path, tmp_path: Path) -> None:
     assert run(cache) == (0, expected())
 
 
+@pytest.mark.slow
 def test_an_index_of_a_version_with_other_classes_is_made_anew(kept: Path, tmp_path: Path) -> None:
     """After a class of arguments was renamed, nothing was ever kept again."""
     cache = tmp_path / "cache"

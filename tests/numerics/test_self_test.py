@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,18 @@ from ragspec.numerics.self_test import SelfTest, _compare, self_test
 Tiny = Callable[..., Target]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "torch-float32", "torch-bfloat16"])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+DTYPES = ("float32", "bfloat16", "int8", "torch-float32", "torch-bfloat16")
+QUICK = {(kind, DTYPES[n % 5]) for i, kind in enumerate(ARCHITECTURES) for n in (i, i + 2)}
+"""Two dtypes of each architecture, each dtype several times."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(ARCHITECTURES, DTYPES)
+    ],
+)
 def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
     """Rows that depend on their company; a self-test that leaks slots."""
     target = tiny(kind, dtype)

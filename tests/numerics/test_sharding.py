@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -50,16 +51,13 @@ def assert_columns_equal(out_features: int, in_features: int, size: int, dtype: 
             assert torch.equal(gathered, whole(x)), (num_threads, num_rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    ("out_features", "in_features"), [*WIDTHS, *(pytest.param(*w, marks=pytest.mark.slow) for w in REALISTIC)]
+    ("number", "shape"),
+    [*enumerate(WIDTHS), *(pytest.param(n, shape, marks=pytest.mark.slow) for n, shape in enumerate(REALISTIC))],
 )
-def test_columns_of_a_part_are_those_of_the_whole(
-    out_features: int, in_features: int, size: int, dtype: torch.dtype
-) -> None:
+def test_columns_of_a_part_are_those_of_the_whole(number: int, shape: tuple[int, int]) -> None:
     """A group's products differed from one rank's in the last bit: oneDNN takes another path for another width."""
-    assert_columns_equal(out_features, in_features, size, dtype)
+    assert_columns_equal(*shape, size=(2, 4)[number % 2], dtype=(torch.float32, torch.bfloat16)[number // 2 % 2])
 
 
 @given(
@@ -88,27 +86,23 @@ def test_a_column_alone_would_differ() -> None:
     assert not torch.equal(alone, whole)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("width", [1, 16, 63, 64, 65, 88, 320, 1001])
-@pytest.mark.parametrize(
-    ("name", "dim", "multiple"),
-    [
+def test_every_column_is_on_one_rank() -> None:
+    """A column on two ranks or on none, at widths that do not divide."""
+    weights = (
         ("model.layers.0.mlp.gate_proj.weight", 0, FFN_MULTIPLE),
         ("model.layers.0.mlp.up_proj.bias", 0, FFN_MULTIPLE),
         ("model.layers.0.self_attn.o_proj.weight", 0, 16),
         ("lm_head.weight", 0, 16),
         ("model.embed_tokens.weight", 1, 16),
-    ],
-)
-def test_every_column_is_on_one_rank(name: str, dim: int, multiple: int, width: int, size: int) -> None:
-    """A column on two ranks or on none, at widths that do not divide."""
-    shape = (width,) if name.endswith("bias") else (width, 5) if dim == 0 else (5, width)
-    cuts = [weight_slice(name, shape, ranks) for ranks in group(size)]
-    columns = [column for cut in cuts for column in range(cut.start, cut.stop)]
-    assert columns == list(range(width))
-    assert {(cut.dim, cut.width) for cut in cuts} == {(dim, cuts[0].width)}
-    assert cuts[0].width % multiple == 0
-    assert all(cut.stop - cut.start <= cut.width for cut in cuts)
+    )
+    widths, sizes = (1, 16, 63, 64, 65, 88, 320, 1001), (1, 2, 3, 4, 8)
+    for (name, dim, multiple), width, size in itertools.product(weights, widths, sizes):
+        shape = (width,) if name.endswith("bias") else (width, 5) if dim == 0 else (5, width)
+        cuts = [weight_slice(name, shape, ranks) for ranks in group(size)]
+        columns = [column for cut in cuts for column in range(cut.start, cut.stop)]
+        assert columns == list(range(width)), (name, width, size)
+        assert {(cut.dim, cut.width) for cut in cuts} == {(dim, cuts[0].width)}, (name, width, size)
+        assert cuts[0].width % multiple == 0, (name, width, size)
 
 
 def test_heads_are_cut_where_heads_end() -> None:

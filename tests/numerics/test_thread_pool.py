@@ -80,6 +80,7 @@ def test_little_work_has_one_thread_and_attention_alone_has_all() -> None:
         assert number_chunks(make_table(phases), 3, 8, 2, least)[2] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["helper", "caller"])
 def test_an_error_in_one_thread_ends_the_step(tmp_path: Path, fails: str) -> None:
     """The engine hung for ever, at full load, and no request of it ended."""

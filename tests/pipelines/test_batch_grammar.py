@@ -13,7 +13,7 @@ from batch_files import SEED, answers_of, chat_row, read_lines, texts_of, write_
 from tiny_target import SENTENCES
 from typer.testing import CliRunner
 
-from pipelines.batch import task as batch_task
+from pipelines.batch import job as batch_job
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.output import OutputFolder
@@ -67,10 +67,10 @@ def test_a_stopped_job_is_finished_by_running_it_again(
     place: Path, loaded: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts corrected twice or not at all, because the machinery is the questions' job's own."""
-    rows = [{"id": f"t{n}", "text": TEXT, "max_tokens": 4 + n} for n in range(12)]
+    rows = [{"id": f"t{n}", "text": TEXT, "max_tokens": 4 + n} for n in range(6)]
     inputs = write_lines(tmp_path / "t.jsonl", rows)
     run_job(job(place, inputs, tmp_path / "straight"), GrammarTask())
-    record, left = batch_task.output_record, 5
+    record, left = batch_job.output_record, 3
 
     def killed(*arguments: Any) -> Any:
         nonlocal left
@@ -80,13 +80,13 @@ def test_a_stopped_job_is_finished_by_running_it_again(
         return record(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_task, "output_record", killed)
+        patch.setattr(batch_job, "output_record", killed)
         with pytest.raises(KeyboardInterrupt):
             run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
     kept = texts_of(tmp_path / "out", "corrected")
-    assert len(kept) <= 5
+    assert len(kept) <= 3
     summary = run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
-    assert (summary.num_skipped, summary.num_answered) == (len(kept), 12 - len(kept))
+    assert (summary.num_skipped, summary.num_answered) == (len(kept), 6 - len(kept))
     assert texts_of(tmp_path / "out", "corrected") == texts_of(tmp_path / "straight", "corrected")
 
 
@@ -140,7 +140,7 @@ def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.Capture
         collect_texts(folder / "data.bin", out, told.append)
 
 
-def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> None:
+def test_a_job_of_files_corrects_and_goes_on(place: Path, loaded: Runtime, tmp_path: Path) -> None:
     """Files that are corrected again from the start; other guards for the second half."""
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
@@ -167,7 +167,7 @@ def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> Non
 
 
 def test_files_are_written_though_a_row_failed_and_none_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path, loaded: Runtime
 ) -> None:
     """--strict threw away all that was corrected."""
     folder, out = tmp_path / "in", tmp_path / "out"

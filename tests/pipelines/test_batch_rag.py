@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,20 @@ from job_processes import alive, children
 from stand_ins import until
 from typer.testing import CliRunner, Result
 
+from pipelines.batch import backend as batch_backend
 from pipelines.batch import job as batch_job
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
-from ragspec.config import EncoderConfig, load_config
+from ragspec.config import EncoderConfig, PipelineConfig, load_config
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError, SaveError
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.retriever import Retriever
 
 NUM_ROWS = 30
 
@@ -48,8 +51,8 @@ def job(place: Path, inputs: Path, out: Path, **options: Any) -> Job:
     return Job(inputs, out, config, SEED, **{"backend": BackendSpec(address="local"), **options})
 
 
-def command(place: Path, inputs: Path, out: Path, *more: str) -> list[str]:
-    options = ["--config", str(place / "config.yaml"), "--input", str(inputs), "--out", str(out), *more]
+def command(place: Path, inputs: Path, out: Path) -> list[str]:
+    options = ["--config", str(place / "config.yaml"), "--input", str(inputs), "--out", str(out)]
     return [sys.executable, "-m", "pipelines.batch_rag", "--address", "local", *options]
 
 
@@ -111,23 +114,25 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
 
 def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
     """An update made int8 automatic: half of a begun job's texts came from other weights, or the job was refused."""
-    inputs, config = write_lines(tmp_path / "q.jsonl", uneven_rows(8)), load_config(place / "config.yaml")
-    floats = config.model_copy(update={"target": config.target.model_copy(update={"quantization": "none"})})
-    for name, settings in (("float", floats), ("int8", config)):
-        run_job(replace(job(place, inputs, tmp_path / name), config=settings), RagTask())
-    expected, settings = texts_of(tmp_path / "float"), json.loads((tmp_path / "float" / "job.json").read_text())
-    assert texts_of(tmp_path / "int8") != expected and "weights" not in settings
-    assert json.loads((tmp_path / "int8" / "job.json").read_text())["weights"] == "int8"
-    for name in ("float", "int8"):  # the begun job, with half of its answers
-        [answers] = (tmp_path / name).glob("answers-*.jsonl")
-        whole = texts_of(tmp_path / name)
-        answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:4]))
-        summary = run_job(job(place, inputs, tmp_path / name), RagTask())
-        assert (summary.num_skipped, summary.num_answered) == (4, 4)
-        assert texts_of(tmp_path / name) == whole
-    asked = config.model_copy(update={"target": config.target.model_copy(update={"quantization": "int8"})})
+    inputs, out, config = (
+        write_lines(tmp_path / "q.jsonl", uneven_rows(4)),
+        tmp_path / "out",
+        load_config(place / "config.yaml"),
+    )
+    floats, int8 = (
+        config.model_copy(update={"target": config.target.model_copy(update={"quantization": kind})})
+        for kind in ("none", "int8")
+    )
+    run_job(replace(job(place, inputs, out), config=floats), RagTask())
+    whole = texts_of(out)
+    assert "weights" not in json.loads((out / "job.json").read_text())
+    [answers] = out.glob("answers-*.jsonl")
+    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))  # the begun job
+    summary = run_job(job(place, inputs, out), RagTask())
+    assert (summary.num_skipped, summary.num_answered) == (2, 2)
+    assert texts_of(out) == whole
     with pytest.raises(ConfigError, match="holds a job"):
-        run_job(replace(job(place, inputs, tmp_path / "float"), config=asked), RagTask())
+        run_job(replace(job(place, inputs, out), config=int8), RagTask())
 
 
 def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
 
 
 def test_a_job_keeps_tenants_apart_and_its_generation(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, served: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A filter or a tenant that retrieval never hears of; answers from an index that was changed while the job ran."""
     shutil.copytree(place / "index", tmp_path / "index")
@@ -180,7 +185,12 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
                 writer.purge()
         answer(*arguments)
 
+    @contextlib.contextmanager
+    def load(config: PipelineConfig) -> Iterator[Runtime]:
+        yield served._replace(retriever=Retriever.from_config(config.retriever, encoder))
+
     monkeypatch.setattr(batch_job, "_answer", change_first)
+    monkeypatch.setattr(batch_backend, "_load_in_process", load)
     begun = job(place, inputs, tmp_path / "out")
     retriever = begun.config.retriever.model_copy(update={"index_dir": str(tmp_path / "index")})
     run_job(replace(begun, config=begun.config.model_copy(update={"retriever": retriever})), RagTask())
@@ -268,36 +278,18 @@ def num_lines(out: Path) -> int:
     return sum(part.read_bytes().count(b"\n") for part in out.glob("answers-*"))
 
 
-def finish(place: Path, out: Path, *more: str) -> dict[str, Any]:
-    """The job run to its end: its summary."""
-    done = subprocess.run(
-        command(place, place / "q.jsonl", out, *more), check=True, cwd=out.parent, stdout=subprocess.PIPE
-    )
-    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return summary
-
-
-def check_killed_and_finished(place: Path, out: Path, straight: dict[str, str], moments: Sequence[int]) -> None:
-    for moment in moments:
+@pytest.mark.slow
+def test_a_job_killed_three_times_is_finished(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
+    """Rows lost, answered twice or otherwise; a moment at which the disk does not hold what will be read again."""
+    out = tmp_path / "out"
+    for moment in sorted(random.Random(os.getpid()).sample(range(1, NUM_ROWS // 2), 3)):
         whole = killed_at(place, out, moment)
         assert moment <= whole < NUM_ROWS, "killed too late to show anything"
-    summary = finish(place, out)
+    done = subprocess.run(command(place, place / "q.jsonl", out), check=True, cwd=tmp_path, stdout=subprocess.PIPE)
+    summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["skipped"], summary["answered"], summary["failed"]) == (whole, NUM_ROWS - whole, 0)
     assert texts_of(out) == straight
     assert not read_lines(out / "errors.jsonl")
-
-
-@pytest.mark.slow
-def test_a_killed_job_is_finished_by_running_it_again(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
-    """Rows are lost, answered twice, or answered differently."""
-    check_killed_and_finished(place, tmp_path / "out", straight, [3])
-
-
-@pytest.mark.slow
-def test_a_job_killed_five_times_is_finished(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
-    """A moment at which what is on the disk is not what will be read again."""
-    moments = sorted(random.Random(os.getpid()).sample(range(1, NUM_ROWS - 8), 5))
-    check_killed_and_finished(place, tmp_path / "out", straight, moments)
 
 
 class Losing:

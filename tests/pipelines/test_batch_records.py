@@ -8,9 +8,8 @@ import pytest
 from batch_files import chat_row
 from pydantic import BaseModel, ConfigDict
 
-from pipelines.batch.input import RowLocation
 from pipelines.batch.records import answer_result, correction_result, error_record, output_record, recorded_row
-from pipelines.batch.rows import QUESTIONS, TEXTS, parse_row
+from pipelines.batch.rows import QUESTIONS, TEXTS, RowLocation, parse_row
 from ragspec.core import FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.grammar.correction import Correction

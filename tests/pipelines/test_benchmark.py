@@ -90,7 +90,7 @@ def test_quick_means_one_run(seen: list[Run]) -> None:
 @pytest.mark.parametrize(
     ("suite", "options", "said"),
     [
-        ("speculation", ["--data", "no/such/folder"], "no folder"),
+        ("speculation", ["--data", "no/such/folder"], "not a folder"),
         ("nonsense", [], "unknown suite"),
         ("answers", [], "--data"),
     ],

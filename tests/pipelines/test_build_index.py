@@ -14,7 +14,6 @@ from letter_encoder import LetterEncoder
 from typer.testing import CliRunner
 
 import pipelines.build_index as build_index_job
-from pipelines.batch import index_ingest
 from pipelines.batch.ray_session import ray_session
 from ragspec.config import EncoderConfig
 from ragspec.core import Document
@@ -242,7 +241,7 @@ def test_a_file_that_vanishes_or_changes_is_skipped(
     run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A traceback for a file that was deleted after it was listed; half of one that was being written."""
-    real = index_ingest.read_file
+    real = build_index_job.read_file
 
     def read(path: Path, name: str) -> Iterator[Document]:
         if name == "docs/a.txt":
@@ -251,7 +250,7 @@ def test_a_file_that_vanishes_or_changes_is_skipped(
             path.write_text(path.read_text() + "\n")
         return real(path, name)
 
-    monkeypatch.setattr(index_ingest, "read_file", read)
+    monkeypatch.setattr(build_index_job, "read_file", read)
     ended = run()
     assert ended.code == 0 and ended.summary["skipped"] == ["docs/rows.jsonl", "docs/sub/b.md"]
     assert "was changed while it was read" in ended.err and "b.md cannot be read" in ended.err
@@ -261,7 +260,7 @@ def test_a_large_file_is_read_twice_and_the_same(
     run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that do not fit the memory, taken in half before their bad line is met."""
-    monkeypatch.setattr(index_ingest, "_READ_AT_ONCE_BYTES", 10)
+    monkeypatch.setattr(build_index_job, "_READ_AT_ONCE_BYTES", 10)
     (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
     ended = run()
     assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]

@@ -99,6 +99,24 @@ def test_an_acknowledged_turn_is_there_once_and_unchanged(kept: list[tuple[str, 
     assert +asyncio.run(counted()) == ({} if mark is None else {mark: 1})
 
 
+def test_an_answer_is_remembered_as_its_conversation_keeps_it() -> None:
+    """A target of random weights wrote NUL, which no conversation keeps, and its turn counted as changed."""
+
+    async def reply(request: web.Request) -> web.Response:
+        message = {"choices": [{"message": {"content": "a\0b"}}], "ragspec": {"kept": True}}
+        return web.json_response(message)
+
+    async def remembered() -> list[tuple[str, str]]:
+        async with serving("POST", "/v1/chat/completions", reply) as url:
+            clients = clients_of(url)
+            clients.turns["conv"] = []
+            async with clients._session() as session:
+                await clients._turn(session)
+            return clients.turns["conv"]
+
+    assert asyncio.run(remembered()) == [("Question 1?", "a\ufffdb")]
+
+
 @pytest.mark.parametrize(
     ("pieces", "end", "counts"),
     [
@@ -355,7 +373,7 @@ def test_every_possible_fault_comes_in_the_order_of_its_seed(tmp_path: Path, mon
     assert set(chosen(replace(run, quick=True), 2, True)) == set(QUICK) < set(FAULTS)
     assert {fault.part for fault in FAULTS} - {fault.part for fault in chosen(run, 1, False)} == {"rank", "disk"}
     clock = iter([0.0, 61.0, 119.0, 121.0])
-    monkeypatch.setattr(faults.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert Counter(chosen(replace(run, minutes=2.0), 2, True)) == dict.fromkeys(FAULTS, 3)
 
 

@@ -14,16 +14,17 @@ from tiny_target import save_model, tiny_tokenizer
 from pipelines import train_drafter
 from pipelines.train_drafter import parser, run_of
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, read_head
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
 from ragspec.drafting.heads.files import read_tensors
-from ragspec.drafting.learning.head import Inputs, LossWeights, Objective
-from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.heads.learning import Inputs, LossWeights, Objective
+from ragspec.drafting.medusa.checkpoint import read_hydra
+from ragspec.drafting.medusa.network import PositionConfig
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.initialisation import fresh_head, head_config, start_from
-from ragspec.training.heads.position_model import PositionConfig
+from ragspec.training.heads.initialisation import fresh_head, head_config, start_from, write_trained
 from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,16 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_options_reach_the_plan(tmp_path: Path) -> None:
     """An ablation that is silently the default run."""
-    ablation = [
-        "--inputs",
-        "feature+unshifted-token",
-        "--position-decay",
-        "0.5",
-        "--ttt-steps",
-        "6",
-        "--step-tokens",
-        "99",
-    ]
+    ablation = "--inputs feature+unshifted-token --position-decay 0.5 --ttt-steps 6 --step-tokens 99".split()
     where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
     run = run_of(parser().parse_args(["--family", "eagle3", *where, *ablation, "--aux-layers", "1", "2", "3"]))
     assert (run.family, run.aux_layers) == (EagleFamily.EAGLE3, (1, 2, 3))
@@ -83,7 +75,7 @@ def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, 
     """Specialists began at random, or a head of another shape was half copied."""
     loaded = FrozenTarget.load(TargetConfig(model=target))
     first = fresh_head(head_config(loaded, EagleFamily.EAGLE), loaded, None, seed=5)
-    first.write(tmp_path / "first", first.state_dict(), "target")
+    write_trained(tmp_path / "first", first, first.state_dict(), "target")
     poss = fresh_head(head_config(loaded, EagleFamily.EAGLE, (), None, 3, 2), loaded, None, seed=6)
     start_from(poss, tmp_path / "first")
     given = first.state_dict()
@@ -192,17 +184,7 @@ def test_what_cannot_fit_the_target_ends_in_one_line(
     options: list[str], reason: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A traceback, or a head that is refused only when it is served."""
-    arguments = [
-        "train_drafter",
-        "--family",
-        "eagle3",
-        "--data",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "out"),
-        "--target",
-        target,
-    ]
+    arguments = f"train_drafter --family eagle3 --data {tmp_path} --out {tmp_path}/out --target {target}".split()
     monkeypatch.setattr(sys, "argv", [*arguments, *options])
     with pytest.raises(SystemExit, match=reason):
         train_drafter.main()
@@ -229,15 +211,15 @@ def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
 
     The little tokenizer makes 750 tokens of a question behind a passage.
     """
-    options += ("--answers", "both", "--num-answers", "12")
-    command(tmp_path, target, *options, "--tokens", "7000")
+    options += ("--answers", "both", "--num-answers", "12", "--checkpoint-minutes", "0.01")
+    command(tmp_path, target, *options, "--tokens", "7000", "--data-workers", "0")
     record = json.loads((tmp_path / "history.json").read_text())
     assert record["history"][-1]["tokens"] >= 7000
     assert probes <= record["probes"][-1].keys()
     assert (tmp_path / "curves.png").stat().st_size > 1000
     if "hydra" in options:
         heads = read_hydra(tmp_path / "head", Target.load(TargetConfig(model=target), 64))
-        assert (heads.num_heads, heads.num_blocks, heads.is_grounded) == (4, 2, True)
+        assert (heads.config.num_heads, heads.config.num_blocks, heads.config.is_grounded) == (4, 2, True)
     else:
         assert read_head(tmp_path / "head").config.aux_layers == (2, 4, 6)
     command(tmp_path, target, *options, "--tokens", "9000", "--resume")
@@ -258,22 +240,13 @@ def test_two_workers_write_the_same_head_twice(family: str, target: str, tmp_pat
     assert heads[0] and all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "--tokens -1",
-        "--tokens 0",
-        "--minutes 0",
-        "--minutes nan",
-        "--steps 0",
-        "--layers 0",
-        "--loss-weights 0 -1 nan",
-        "--max-tokens 7",
-        "--num-answers 0",
-    ],
-)
-def test_lengths_that_cannot_be_meant_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+WRONG = """--tokens -1; --tokens 0; --minutes 0; --minutes nan; --steps 0; --layers 0; --loss-weights 0 -1 nan; --max-tokens 7;
+    --num-answers 0; --data-workers -1; --checkpoint-minutes 0"""
+
+
+def test_lengths_that_cannot_be_meant_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A run without an end, one that looked for texts short enough for ever, a division by nothing, or the option was ignored."""
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--family", "eagle", "--data", "d", "--out", "o", *wrong.split()])
-    assert wrong.split()[0] in capsys.readouterr().err
+    for wrong in WRONG.split(";"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--family", "eagle", "--data", "d", "--out", "o", *wrong.split()])
+        assert wrong.split()[0] in capsys.readouterr().err

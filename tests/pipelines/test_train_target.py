@@ -65,21 +65,8 @@ def test_two_workers_write_the_same_adapter_twice(tmp_path: Path) -> None:
     chat_tokenizer().save_pretrained(target)
     adapters = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        options = [
-            "--target",
-            target,
-            "--data",
-            DATA,
-            "--out",
-            out,
-            "--tokens",
-            "5000",
-            "--seed",
-            "3",
-            "--workers",
-            "2",
-        ]
-        command = [sys.executable, "-m", "pipelines.train_target", *map(str, options)]
+        options = f"--target {target} --data {DATA} --out {out} --tokens 5000 --seed 3 --workers 2".split()
+        command = [sys.executable, "-m", "pipelines.train_target", *options]
         subprocess.run(command, cwd=ROOT, check=True, timeout=800)
         assert (out / "curves.png").stat().st_size > 1000
         assert json.loads((out / "adapter/adapter_config.json").read_text())["r"] == 32

@@ -23,7 +23,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
     encoder = Encoder.load(EncoderConfig())
     index = tmp_path_factory.mktemp("index")
@@ -31,13 +31,13 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
     return Retriever(encoder, Store.open(index, encoder.identity))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
     return Target.load(TargetConfig(model=str(folder)), num_kv_slots=4096)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def switch(target: Target) -> Switch:
     return Switch(target)
 

@@ -189,7 +189,7 @@ async def test_leaving_a_flow_early_frees_the_engine(
     async with aclosing(flow.run([replace(short, params=GREEDY), *endless])) as results:
         await anext(results)
     pipeline.ask(QUESTION, replace(GREEDY, max_tokens=1))  # the engine's queue is in order: the cancels are done before
-    assert not engine._scheduler.running and not engine._scheduler.waiting
+    assert engine.idle()
 
 
 def test_limits_that_cannot_be_meant_are_refused() -> None:

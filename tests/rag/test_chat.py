@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_tokenizers import ALL
 from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
-from test_prompt import ALL
 
 from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import (

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_prompt import ALL
+from prompt_tokenizers import ALL
 
 from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong

@@ -130,9 +130,9 @@ def test_nothing_long_enough_is_missed(answer: list[str], passage: list[str]) ->
 def test_a_long_answer_takes_no_long_time(answer: str) -> None:
     """Comparing every position of the answer with every position of the passages hung on 100 kB of repetition."""
     passages = [*PASSAGES, Passage("ab", 0, "a b " * 150, 0, 600), Passage("a", 0, "a " * 20_000, 0, 40_000)]
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     find_citations(answer, passages)
-    assert time.perf_counter() - started_s < 10
+    assert time.process_time() - started_s < 10
 
 
 @pytest.mark.parametrize(

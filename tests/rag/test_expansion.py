@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from letter_encoder import LetterEncoder
-from test_prompt import CHAT
+from prompt_tokenizers import CHAT
 
 from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Heading, Message, Passage, SamplingParams

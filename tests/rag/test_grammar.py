@@ -144,7 +144,7 @@ def test_a_failed_sentence_fails_its_text_and_stops_the_rest(engine: Engine, tar
     with pytest.raises(EngineError, match="failed"):
         asyncio.run(corrector.complete(corrector.prepare(CorrectionRequest("m", TEXT, endless))))
     engine.between_steps(lambda: None)  # the engine's queue is in order: the cancels are done before
-    assert not engine._scheduler.running and not engine._scheduler.waiting
+    assert engine.idle()
 
 
 @pytest.mark.parametrize(

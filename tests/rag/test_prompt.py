@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from prompt_tokenizers import ALL, CHAT, CHATML, PLAIN, STRICT, tokenizer
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from ragspec.config import PromptConfig
@@ -20,35 +21,7 @@ from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag import wording
 from ragspec.rag.prompt import PromptBuilder
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 PASSAGES = [Passage(f"d{n}", 0, f"Fact {n}: it rained.", 0, 19) for n in range(1, 4)]
-
-
-def tokenizer(special: tuple[str, ...], **settings: Any) -> PreTrainedTokenizerFast:
-    """Byte level, so that every text is encoded without loss."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(["The question and the passages. It rained."], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-
-
-CHAT = tokenizer(("<|im_start|>", "<|im_end|>"), chat_template=CHATML, eos_token="<|im_end|>")
-PLAIN = tokenizer(("<s>", "</s>"), bos_token="<s>", eos_token="</s>")
-STRICT = tokenizer(
-    ("<|im_start|>", "<|im_end|>"),
-    chat_template="{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + CHATML,
-    eos_token="<|im_end|>",
-)
-"""Its template refuses a system message, as Gemma's does."""
-ALL = {"chat": CHAT, "strict": STRICT, "plain": PLAIN}
 
 
 def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
@@ -217,10 +190,10 @@ def test_passages_shrink_first_the_last_ranked_first() -> None:
 )
 def test_a_question_of_a_megabyte_is_refused_at_once(question: str, context: int) -> None:
     """Tokenising it again for every dropped passage took minutes of the server's time."""
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     with pytest.raises((PromptTooLong, InputError)):
         PromptBuilder(CHAT, context).build(question, PASSAGES * 8, 96)
-    assert time.perf_counter() - started_s < 20
+    assert time.process_time() - started_s < 20
 
 
 @pytest.mark.parametrize("bad", ["", " \n", "a\0", "\udcff", None, 3])

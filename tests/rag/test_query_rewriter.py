@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,14 +106,6 @@ def test_any_text_is_taken(question: str, said: list[QaPair]) -> None:
     assert rewrite_by_rules(question, said).startswith(question)
 
 
-@pytest.mark.parametrize("text", ["A " * 50_000, "a." * 50_000, "A of the " * 20_000, "x_" * 50_000, "'" * 100_000])
-def test_a_long_text_takes_no_longer_than_its_beginning(text: str) -> None:
-    """One message kept a processor busy for minutes."""
-    begin_s = time.perf_counter()
-    rewrite_by_rules("Why? " + text, [QaPair(text, text)] * 3)
-    assert time.perf_counter() - begin_s < 20
-
-
 class Failing:
     """An engine that is closed."""
 
@@ -155,11 +146,12 @@ class _Short:
         return self._engine.generate([replace(each, prompt_ids=each.prompt_ids[-256:]) for each in requests])
 
 
-@pytest.mark.parametrize("text", ["1", "a-", "a.", "“", "A.'", "a ", "_"])
+@pytest.mark.parametrize("text", ["1", "a-", "a.", "“", "A.'", "a ", "_", "A of the ", "x_"])
 def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str) -> None:
     """Patterns that look from every place to the end held the whole service for hours."""
-    question = f"tell me about {text * 1_000_000}"
-    assert rewrite_by_rules(question, [QaPair("What is X?", "Y.")]).startswith(question)
+    long = text * (1_000_000 // len(text))
+    question = f"tell me about {long}"
+    assert rewrite_by_rules(question, [QaPair("What is X?", "Y."), QaPair(long, long)]).startswith(question)
     extract_names(text * 100_000)
 
 

@@ -90,15 +90,10 @@ def damage_often(index_dir: Path, times: int, seed: int) -> None:
     assert Store.open(index_dir).manifest.num_documents == 50
 
 
-def test_damaged_files_are_refused_with_a_reason(index_dir: Path) -> None:
+@pytest.mark.parametrize(("times", "seed"), [(100, 1), pytest.param(2_000, 2, marks=pytest.mark.slow)])
+def test_damaged_files_are_refused_with_a_reason(index_dir: Path, times: int, seed: int) -> None:
     """A flipped bit that becomes a wrong passage; a crash inside a parser of C++."""
-    damage_often(index_dir, times=300, seed=1)
-
-
-@pytest.mark.slow
-def test_ten_thousand_damaged_files_are_refused(index_dir: Path) -> None:
-    """The same, often enough for every byte of the small files."""
-    damage_often(index_dir, times=10_000, seed=2)
+    damage_often(index_dir, times, seed)
 
 
 def test_foreign_files_with_the_right_hashes_are_refused_too(index_dir: Path, tmp_path: Path) -> None:

@@ -197,19 +197,10 @@ class IndexMachine(RuleBasedStateMachine):
             assert {d.id: d for d in Store.open(self.folder).documents()} == self.model.documents
 
 
-def run(examples: int, steps: int) -> None:
+@pytest.mark.parametrize(("examples", "steps"), [(5, 30), pytest.param(25, 50, marks=pytest.mark.slow)])
+def test_random_changes_and_searches_agree_with_the_model(examples: int, steps: int) -> None:
+    """A document found after its deletion, an old version, a score of yesterday's statistics."""
     limits = settings(
         max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(IndexMachine, settings=limits)
-
-
-def test_random_changes_and_searches_agree_with_the_model() -> None:
-    """A document found after its deletion, an old version, a score of yesterday's statistics."""
-    run(examples=5, steps=30)
-
-
-@pytest.mark.slow
-def test_a_thousand_changes_and_searches_agree_with_the_model() -> None:
-    """The same, long enough for states that only a long history reaches."""
-    run(examples=25, steps=50)

@@ -82,9 +82,11 @@ class Letters:
         return np.array([len(set(query) & set(text)) // 2 for text in texts], np.float64)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reranker", [None, Letters()])
+PAIRS = [(m, scope, (None, Letters())[(i + j) % 2]) for i, m in enumerate(MODES) for j, scope in enumerate(SCOPES)]
+"""Every pair of a mode, a scope and a reranker."""
+
+
+@pytest.mark.parametrize(("mode", "scope", "reranker"), PAIRS)
 def test_prefetching_changes_no_answer(index_dir: Path, mode: Any, scope: SearchScope, reranker: Any) -> None:
     """A verification that finds another passage than the baseline would, since it searched deeper."""
     for retriever in retrievers(index_dir, mode, reranker=reranker):
@@ -122,9 +124,7 @@ def test_prefetching_changes_no_answer_of_an_approximate_index(
         assert [len(each) for each in alone] == [prefetch_k] * len(queries)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reranker", [None, Letters()])
+@pytest.mark.parametrize(("mode", "scope", "reranker"), PAIRS)
 def test_candidates_are_the_best_in_order_less_the_known(
     index_dir: Path, mode: Any, scope: SearchScope, reranker: Any
 ) -> None:

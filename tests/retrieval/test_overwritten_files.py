@@ -15,6 +15,8 @@ from ragspec.retrieval.index.manifest import DOCUMENTS, PASSAGES, VECTORS
 from ragspec.retrieval.retriever import build_index
 from ragspec.retrieval.search.bm25 import POSTING_FILES
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parents[1]
 _SEARCHING = """
 import shutil, sys
@@ -69,7 +71,7 @@ print("alive")
 
 @pytest.mark.parametrize(
     "filler",
-    ["0123456789abcdef" * 3 + "55", *(pytest.param(filler, marks=pytest.mark.slow) for filler in ("ff", "00"))],
+    ["0123456789abcdef" * 3 + "55", "ff", "00"],
 )
 def test_an_open_index_whose_files_are_overwritten_ends_no_process(tmp_path: Path, filler: str) -> None:
     """Compiled code followed an index of the mapped file out of its arrays: SIGSEGV, and every stream of the process ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import random
 import time
@@ -100,9 +101,16 @@ def test_any_text_is_read_or_refused(tmp_path: Path, kind: str, raw: str) -> Non
         assert list(document.headings) == sorted(document.headings)
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".md", ".rst", ".html", ".csv", ".jsonl"])
+FORMATS = (".txt", ".md", ".rst", ".html", ".csv", ".jsonl")
+REPEATED = ("word ", "# ", "<b>", "[", "`", "* ", '"",', "a" * 50, "<!--", "&amp", "\n=\n", "<p>x", "![](", "<a ")
+
+
 @pytest.mark.parametrize(
-    "part", ["word ", "# ", "<b>", "[", "`", "* ", '"",', "a" * 50, "<!--", "&amp", "\n=\n", "<p>x", "![](", "<a "]
+    ("suffix", "part"),
+    [
+        pytest.param(suffix, part, marks=[] if i == j % len(FORMATS) else pytest.mark.slow)
+        for (i, suffix), (j, part) in itertools.product(enumerate(FORMATS), enumerate(REPEATED))
+    ],
 )
 def test_five_megabytes_of_anything_take_seconds(tmp_path: Path, suffix: str, part: str) -> None:
     """A pattern that looks back at every sign takes hours for one long line."""

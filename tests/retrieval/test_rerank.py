@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import torch
 from tiny_reranker import save_model
 
 from ragspec.errors import ConfigError, ModelError
-from ragspec.retrieval import row_invariant
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
 
 QUERY = "when did it rain ?"
@@ -58,21 +55,6 @@ def test_a_score_is_bitwise_the_same_alone_and_in_any_company(reranker: Reranker
         assert all(np.array_equal(future.result(), alone[n % 3 :]) for n, future in enumerate(futures))
 
 
-def test_pairs_of_different_lengths_run_side_by_side(reranker: Reranker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs that share no forward took the time of one processor after another."""
-    texts, forward, both = ["rain . " * count for count in range(1, 5)], reranker._forward, Barrier(2)
-    alone = np.concatenate([reranker.scores(QUERY, [text]) for text in texts])
-
-    def together(token_ids: Any, type_ids: Any = None) -> Any:
-        both.wait(30)
-        return forward(token_ids, type_ids)
-
-    monkeypatch.setattr(reranker, "_forward", together)
-    monkeypatch.setattr(row_invariant, "num_processors", lambda: 2)
-    monkeypatch.setattr(reranker._computing, "waited_s", -math.inf)
-    assert np.array_equal(reranker.scores(QUERY, texts), alone)
-
-
 def test_scores_are_the_logits_of_sentence_transformers(folder: str, reranker: Reranker) -> None:
     """Query and passage exchanged, token types forgotten, or another cut: plausible scores, wrong order."""
     from sentence_transformers import CrossEncoder
@@ -97,25 +79,6 @@ def test_a_long_passage_leaves_the_query_whole(reranker: Reranker) -> None:
 def test_nothing_to_score_gives_no_scores(reranker: Reranker) -> None:
     """An empty batch stops the tokenizer."""
     assert reranker.scores(QUERY, []).shape == (0,)
-
-
-def test_a_model_that_fails_its_self_test_scores_one_by_one(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where packing is missing, batching would silently break "same seed, same text"."""
-    monkeypatch.setattr(Reranker, "self_test", lambda _: False)
-    careful = Reranker.load(RerankerConfig(model=folder))
-    sizes: list[int] = []
-    real = careful._forward
-    monkeypatch.setattr(careful, "_forward", lambda ids, types: sizes.append(len(ids)) or real(ids, types))  # type: ignore[func-returns-value]
-    careful.scores(QUERY, ["rain .", "snow .", "rain ."])
-    assert sizes == [1, 1, 1]
-
-
-def test_self_test_fails_on_a_variant_model(reranker: Reranker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A self-test that cannot fail protects nobody."""
-    real = reranker._forward
-    noise = np.float32(1e-6)
-    monkeypatch.setattr(reranker, "_forward", lambda token_ids: real(token_ids) + noise * (len(token_ids) > 1))
-    assert not reranker.self_test()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from letter_encoder import LetterEncoder
 
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
@@ -107,18 +105,6 @@ def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mo
             expected = expected or together
             assert together == expected
     assert expected is not None and sum(map(len, expected)) > 50
-
-
-@pytest.mark.parametrize("mode", ["dense", "hybrid"])
-def test_a_filter_leaves_as_many_as_there_are(layouts: list[Path], mode: Any) -> None:
-    """A filter over the best hits that comes back empty while matching passages exist."""
-    retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode))
-    for value in range(60):
-        scope = SearchScope(
-            "bob" if value % 4 == 3 else "ann", parse_filter({"type": "eq", "key": "n", "value": value})
-        )
-        (found,) = retriever.retrieve(["the river"], 12, scope).passages
-        assert found and {passage.document_id for passage in found} == {f"d{value:03d}"}
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
@@ -279,19 +265,6 @@ def test_a_reranker_has_the_last_word_over_a_deeper_list(layouts: list[Path]) ->
         assert found == expected
     (wide,) = reranked.retrieve(["the river"], 40).passages
     assert len(wide) == 40
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.text(st.sampled_from("ab c.é雨"), max_size=12), max_size=12), st.integers(1, 5))
-def test_random_texts_agree_in_one_and_in_many_segments(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], per_segment: int
-) -> None:
-    """Texts without words, without anything, or twice the same."""
-    base, encoder = tmp_path_factory.mktemp("random"), CoarseEncoder()
-    documents = [Document(str(number), text) for number, text in enumerate(texts)]
-    folders = [in_segments(base / name, documents, n, encoder) for name, n in (("one", 99), ("many", per_segment))]
-    found = [Retriever(encoder, Store.open(folder)).retrieve(["a b", "雨"], 9).passages for folder in folders]
-    assert passages(found[0]) == passages(found[1])
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf"])

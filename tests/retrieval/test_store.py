@@ -289,6 +289,7 @@ for limit in (64, 20_000, 400_000, 900_000):
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_is_a_save_error(index_dir: Path) -> None:
     """The kernel's own refusal, at the header, in the vectors and in the texts, must arrive as one error."""
     before = visible(index_dir)

@@ -11,25 +11,12 @@ import httpx2 as httpx
 import openai
 import pytest
 from letter_encoder import LetterEncoder
-from service_parts import (
-    CONTEXT,
-    DOCUMENTS,
-    HASTY,
-    KV_SLOTS,
-    MODEL,
-    Service,
-    Serving,
-    make_backend,
-    make_keys,
-    save_parts,
-    started,
-)
+from service_parts import CONTEXT, DOCUMENTS, HASTY, KV_SLOTS, Service, Serving, save_parts, served, service_engine
 from tiny_target import save_model
 
-from ragspec.config import TargetConfig, load_settings
+from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
 from ragspec.retrieval.retriever import build_index
-from services.settings import ServiceConfig
 
 
 @pytest.fixture(scope="session")
@@ -67,20 +54,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, model_
 
     @contextmanager
     def start(index: Path = letter_index, engine: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Service]:
-        folder = tmp_path_factory.mktemp("serving")
-        keys = make_keys(folder / "keys.json")
-        settings = {
-            "service.model": MODEL,
-            "service.port": 0,
-            "service.keys_file": str(keys.path),
-            "service.data_dir": str(folder / "data"),
-            "retriever.index_dir": str(index),
-            **overrides,
-        }
-        config = load_settings(ServiceConfig, **settings)
-        target = load_target(model_folder)
-        with make_backend(config, target, engine or {}) as backend, started(config, backend, keys) as running:
-            yield running
+        running = service_engine(load_target(model_folder), **engine or {})
+        with served(running, tmp_path_factory.mktemp("serving"), index, **overrides) as service:
+            yield service
 
     return start
 

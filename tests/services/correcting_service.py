@@ -6,27 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from forced_sampler import ForcedSampler
-from letter_encoder import LetterEncoder
-from service_parts import KV_SLOTS, MODEL, Service, make_keys, started
+from service_parts import KV_SLOTS, Service, served
 from tiny_target import Free
 
-from ragspec.config import EngineConfig, load_settings
+from ragspec.config import EngineConfig
 from ragspec.core import Request
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever
 from ragspec.verification.sampling import Sampler
-from services.backend import ServiceBackend
-from services.settings import ServiceConfig
 
 
 class Writing:
@@ -53,25 +48,8 @@ def correcting(
         yield running
 
 
-@contextmanager
-def corrected_by(engine: Engine, folder: Path, index: Path, **overrides: Any) -> Iterator[Service]:
+def corrected_by(engine: Engine, folder: Path, index: Path, **overrides: Any) -> AbstractContextManager[Service]:
     """As `correcting`; the engine's own target writes."""
-    keys = make_keys(folder / "keys.json")
-    settings: dict[str, Any] = {
-        "service.model": MODEL,
-        "service.port": 0,
-        "service.keys_file": str(keys.path),
-        "service.data_dir": str(folder / "data"),
-        "service.languagetool_open": True,
-        "service.grammar.timeout_s": 600.0,  # the first request compiles kernels, beside whatever else the machine does
-        "retriever.index_dir": str(index),
-        **overrides,
-    }
-    config = load_settings(ServiceConfig, **settings)
-    encoder = LetterEncoder()
-    retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
-    with (
-        ServiceBackend(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
-        started(config, backend, keys) as running,
-    ):
-        yield running
+    # The first request compiles kernels, beside whatever else the machine does
+    settings = {"service.languagetool_open": True, "service.grammar.timeout_s": 600.0}
+    return served(engine, folder, index, **settings | overrides)

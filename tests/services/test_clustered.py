@@ -20,7 +20,7 @@ from ragspec.config import (
     load_settings,
 )
 from ragspec.errors import EngineError
-from services.clustered import clustered, settled_config
+from services.backend import clustered, settled_config
 from services.settings import ServiceConfig
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2 as httpx
@@ -13,6 +14,7 @@ from service_parts import Service, Serving
 from ragspec.core import Delta, Request
 from ragspec.errors import Overloaded
 from services.health import Canary
+from services.settings import ServiceConfig, ServiceSettings, Timeouts
 
 
 def test_a_service_that_runs_lives_and_is_ready(service: Service) -> None:
@@ -59,16 +61,16 @@ class Busy:
 
 @pytest.mark.parametrize("error", [None, Overloaded("full")])
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_busy_deployment_is_no_dead_one(service: Service, error: Exception | None, goes_on: bool) -> None:
+def test_a_busy_deployment_is_no_dead_one(
+    service: Service, monkeypatch: pytest.MonkeyPatch, error: Exception | None, goes_on: bool
+) -> None:
     """Gateways of a deployment under load were taken for dead, and killed with the answers they were streaming."""
-    canary = Canary(service.backend)
-    canary._engine, canary._timeout_s = cast(Any, Busy(error, goes_on=goes_on)), 0.05
+    monkeypatch.setattr("services.health._FRESH_S", 0.0)
+    config = ServiceConfig(service=ServiceSettings(timeouts=Timeouts(canary_s=0.05)))
+    engine = Busy(error, goes_on=goes_on)
+    canary = Canary(cast(Any, SimpleNamespace(engine=engine, config=config, prompts=service.backend.prompts)))
 
     async def asked() -> list[bool]:
-        sung = []
-        for _ in range(2):
-            canary._checked_s = -10.0
-            sung.append(await canary.check())
-        return sung
+        return [await canary.check() for _ in range(2)]
 
     assert asyncio.run(asked())[-1] == goes_on

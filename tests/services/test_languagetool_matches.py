@@ -13,8 +13,8 @@ from rewriting import rewriting
 from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import CorrectionRequest, build_correction
 from ragspec.rag.grammar.edit_filters import EditFilter
-from services.languagetool.check_response import matches_of
-from services.languagetool.languages import detect_language
+from services.languagetool.check import matches_of
+from services.languagetool.corrector import detect_language
 
 
 def applied(text: str, matches: list[dict[str, Any]]) -> str:

@@ -13,12 +13,12 @@ import pytest
 from stand_ins import Clock
 from starlette.datastructures import Headers
 
-from services import request_limits
+from services import gateway
 from services.errors import ApiError
+from services.gateway import IncomingRequest
 from services.keys import Caller
 from services.limits import RateLimiter
 from services.metrics import Metrics
-from services.request_limits import IncomingRequest
 from services.settings import KeyLimits, Limits
 
 
@@ -192,7 +192,7 @@ def test_the_table_of_keys_does_not_grow(clock: Clock, monkeypatch: pytest.Monke
     for number in range(200):
         with limiter.admit(Caller(str(number), "")):
             clock.now += 10.0
-    assert len(limiter._usage) <= 11
+    assert limiter.num_keys <= 11
 
 
 async def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ async def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.Mon
             incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits())
             await incoming.read(30.0, limiter.large_bodies(caller.key_id))
 
-    monkeypatch.setattr(request_limits, "check_json", check)
+    monkeypatch.setattr(gateway, "check_json", check)
     limiter = RateLimiter(Limits(), Metrics("m"))
     await asyncio.gather(*(send(limiter, caller, mark) for mark in "!    " for caller in (ANN, BOB)))
     assert most == {ANN.key_id: 1, BOB.key_id: 1}
@@ -258,7 +258,7 @@ def test_a_large_body_is_read_with_pauses_and_a_small_one_without(monkeypatch: p
         await incoming.read(30.0, limiter.large_bodies(ANN.key_id))
         return len((await incoming.receive())["body"])
 
-    monkeypatch.setattr(request_limits.asyncio, "sleep", paused)
+    monkeypatch.setattr(gateway.asyncio, "sleep", paused)
     limiter = limiter_of(Clock())
     assert asyncio.run(read(limiter, 1024)) == 2**26  # 16 s of the rate, without the clock moving on
     assert max(pauses) == pytest.approx((2**26 - 2**17) / (4 * 2**20) - 2.5)

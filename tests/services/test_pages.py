@@ -9,7 +9,8 @@ import httpx2 as httpx
 import pytest
 from service_parts import Service
 
-from services.web.routes import HEADERS, STATIC
+from ragspec.retrieval.reading import SUFFIXES
+from services.app import PAGE_HEADERS, STATIC
 
 FILES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())
 TEXTS = {name: (STATIC / name).read_text() for name in FILES}
@@ -26,7 +27,7 @@ def test_pages_come_without_a_key_and_under_the_policy(public: httpx.Client) -> 
     for name in ["/", *(f"/web/{name}" for name in FILES)]:
         reply = public.get(name)
         assert reply.status_code == 200, name
-        assert {key: reply.headers[key] for key in HEADERS} == HEADERS, name
+        assert {key: reply.headers[key] for key in PAGE_HEADERS} == PAGE_HEADERS, name
         assert len(reply.headers.get_list("content-security-policy")) == 1
     assert public.head("/").status_code == 200 and not public.head("/").content
 
@@ -41,21 +42,21 @@ def test_a_page_that_did_not_change_is_not_sent_again(public: httpx.Client) -> N
 @pytest.mark.parametrize(
     "path",
     [
-        "routes.py",
-        "../routes.py",
-        "%2e%2e/routes.py",
-        "..%2froutes.py",
+        "__init__.py",
+        "../__init__.py",
+        "%2e%2e/__init__.py",
+        "..%2f__init__.py",
         "js/",
         "js",
         "",
         "/etc/passwd",
-        "js/../../routes.py",
+        "js/../../__init__.py",
     ],
 )
 def test_no_path_leads_to_other_files(public: httpx.Client, path: str) -> None:
     """Path traversal, and folders that list themselves."""
     reply = public.get(f"/web/{path}")
-    assert reply.status_code in (401, 404) and "import" not in reply.text
+    assert reply.status_code in (401, 404) and "build step" not in reply.text
 
 
 def test_no_file_parses_text_as_markup_or_runs_it() -> None:
@@ -78,6 +79,12 @@ def test_pages_hold_nothing_inline_and_nothing_from_elsewhere() -> None:
         elsewhere = [place for place in re.findall(r"https?://[^\s\"'`)]+", text) if "www.w3.org/2000/svg" not in place]
         assert not elsewhere, name
         assert not re.search(r"@import|url\(", text) or not name.endswith(".css"), name
+
+
+def test_the_page_offers_the_files_that_can_be_read() -> None:
+    """A format that the service reads and the page's dialog hides."""
+    (offered,) = re.findall(r'accept="([^"]*)"', TEXTS["index.html"])
+    assert sorted(offered.split(",")) == sorted(SUFFIXES)
 
 
 def test_every_file_is_short_enough_to_read() -> None:

@@ -21,6 +21,7 @@ from services.keys import add_key
 from services.serving import ServeArgs, build_app, settings_of
 
 SERVE = Path(__file__).parents[2] / "infra" / "serve"
+DEPLOYED = {"config": {"service": {"keys_file": "k", "data_dir": "d"}}, "cluster": "c"}
 
 
 @pytest.mark.parametrize("name", ["chat.yaml", "cluster.yaml"])
@@ -29,8 +30,10 @@ def test_the_files_for_serve_run_are_what_serve_and_the_service_read(name: str) 
     given = yaml.safe_load((SERVE / name).read_text(encoding="utf-8"))
     (application,) = ServeDeploySchema.model_validate(given).applications
     assert application.import_path == "services.serving:build_app"
-    settings = settings_of(ServeArgs.model_validate(application.args))
+    settings, options = settings_of(ServeArgs.model_validate(application.args)), application.args["deployment_config"]
     assert settings.service.host == given["http_options"]["host"]
+    assert options["max_ongoing_requests"] > settings.service.limits.max_in_flight, "Serve refuses before the service"
+    assert options["max_queued_requests"] > 0
     build_app(application.args)
 
 
@@ -41,20 +44,10 @@ def test_the_files_for_serve_run_are_what_serve_and_the_service_read(name: str) 
         ({"config": {"service": {"keys_file": "k.json"}}}, "index_dir"),
         ({"config": {"service": {"kees_file": "k.json"}}}, "kees_file"),
         ({"confg": {}}, "Extra inputs"),
+        (DEPLOYED | {"deployment_config": {"num_replica": 1}}, "num_replica"),
+        (DEPLOYED | {"deployment_config": {"num_replicas": -1}}, "num_replicas"),
         (
-            {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": {"num_replica": 1}},
-            "num_replica",
-        ),
-        (
-            {
-                "config": {"service": {"keys_file": "k", "data_dir": "d"}},
-                "cluster": "c",
-                "deployment_config": {"num_replicas": -1},
-            },
-            "num_replicas",
-        ),
-        (
-            {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": {"num_replicas": 2}},
+            {"config": {"service": {"keys_file": "k"}}, "deployment_config": {"num_replicas": 2}, "cluster": "c"},
             "data_dir",
         ),
     ],
@@ -68,8 +61,7 @@ def test_args_that_cannot_be_meant_are_refused_before_anything_starts(args: dict
 def test_serve_s_options_are_passed_through() -> None:
     """Autoscaling that is written down and never happens."""
     options = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}, "max_ongoing_requests": 7}
-    args = {"config": {"service": {"keys_file": "k", "data_dir": "d"}}, "cluster": "c", "deployment_config": options}
-    deployment = build_app(args)._bound_deployment
+    deployment = build_app(DEPLOYED | {"deployment_config": options})._bound_deployment
     assert deployment._deployment_config.autoscaling_config.max_replicas == 3
     assert deployment._deployment_config.max_ongoing_requests == 7
     assert deployment._deployment_config.graceful_shutdown_timeout_s >= 120
@@ -85,17 +77,6 @@ def test_the_service_refuses_before_serve_lets_requests_queue_without_end() -> N
         )
         assert options.backpressure_config.status_code == 429
         assert options.max_ongoing_requests > most.max_in_flight == options.max_queued_requests
-
-
-def test_the_examples_refuse_before_serve_does() -> None:
-    """An example that shows how not to."""
-    for path in SERVE.glob("*.yaml"):
-        args = yaml.safe_load(path.read_text())["applications"][0]["args"]
-        most = settings_of(ServeArgs(**args)).service.limits.max_in_flight
-        assert (
-            args["deployment_config"]["max_ongoing_requests"] > most
-            and args["deployment_config"]["max_queued_requests"] > 0
-        )
 
 
 @pytest.fixture(scope="module")

@@ -348,7 +348,7 @@ def test_a_files_name_is_never_a_path(ann: openai.OpenAI, library_service: Servi
     """A name with dots and slashes wrote outside of the tenant's folder."""
     file = ann.files.create(file=(name, b"Hello there."), purpose="assistants")
     assert not set(file.filename) & set("/\\\n")
-    path = library_service.backend.library.path(library_service.backend.library.file("ann", file.id))
+    path = library_service.backend.library.blobs.path(library_service.backend.library.records.file("ann", file.id))
     assert path.stem == file.id and path.read_bytes() == b"Hello there."
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended
+from library_files import attached, attached_by, commits_paused, ended, status_of
 from stand_ins import until
 
 from ragspec.config import RetrieverConfig
@@ -108,6 +108,7 @@ for number in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_before_a_kill_is_read_after_it(tmp_path: Path, index: Path, opened: Opened) -> None:
     """Files that waited when the process was killed stood at in_progress for ever."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
@@ -126,7 +127,7 @@ def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opene
     """A kill between the bytes and their record: what was never acknowledged, or was deleted, stayed for good."""
     library = opened()
     _, file = attached(library)
-    acknowledged = library.path(library.file("ann", file))
+    acknowledged = library.blobs.path(library.records.file("ann", file))
     orphan, young = (acknowledged.with_name(f"file-{name}.txt") for name in ("orphan", "young"))
     for path in (orphan, young):
         path.write_text("A zebra.")
@@ -137,33 +138,22 @@ def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opene
     assert acknowledged.exists() and young.exists() and not orphan.exists()
 
 
-def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, opened: Opened) -> None:
-    """What its owner had asked to delete was found after a crash."""
-    library, store, file = with_a_file(opened)
-    library._records.set_status([library.member("ann", store, file)], "deleting")
-    library.close()
-    again = opened()
-    with pytest.raises(NotFound):
-        again.member("ann", store, file)
-    while any("zebra" in text for text in found(index)):
-        time.sleep(0.01)
-    assert found(index) == {OLD.text}
-
-
 def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that failed after a restart was forgotten, and its file, failed or never read, was said to be completed."""
+    """After a crash it was found still; or one that failed after the restart was forgotten, and its file said to be completed."""
     library, store, file = with_a_file(opened)
-    library._records.set_status([library.member("ann", store, file)], "deleting")
+    library.records.set_status([library.records.member("ann", store, file)], "deleting")
     library.close()
     monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.2)
     monkeypatch.setattr(index_updater, "TRIES", 1)
     with IndexWriter(index, LetterEncoder()):
         again = opened()
-        time.sleep(0.5)
-        assert again._records.status(("ann", store, file)) == "deleting"
-    until(lambda: not again._records.status(("ann", store, file)))
+        with pytest.raises(NotFound):
+            again.records.member("ann", store, file)
+        until(lambda: again.ingest.deletions_due_s > 0)  # it has tried
+        assert status_of(again, "ann", store, file) == "deleting"
+    until(lambda: not status_of(again, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -179,8 +169,8 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
             library.attach("ann", store, other, {})
         with pytest.raises(SaveError):
             asyncio.run(library.detach("ann", store, file))
-    assert found(index) == before and library.member("ann", store, file).status == "completed"
-    assert {each.filename for each in library.files("ann")} == {"zebra.txt", "other.txt"}
+    assert found(index) == before and library.records.member("ann", store, file).status == "completed"
+    assert {each.filename for each in library.records.files("ann")} == {"zebra.txt", "other.txt"}
     library.attach("ann", store, other, {})
     assert ended(library, store, other) == ("completed", "")
     assert found(index) == {*before, "Another zebra."}
@@ -189,7 +179,7 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
 def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion writes a record and a commit: what would make room was refused because there was none."""
     library, _, file = with_a_file(opened)
-    give_up, reserve = library._disk_reserve.give_up, library._disk_reserve._path
+    give_up, reserve = library.disk_reserve.give_up, library.disk_reserve._path
     assert reserve.stat().st_size >= 2**20
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -197,10 +187,10 @@ def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatc
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # with the reserve's room, files may grow again
         return give_up()
 
-    monkeypatch.setattr(library._disk_reserve, "give_up", freed)
+    monkeypatch.setattr(library.disk_reserve, "give_up", freed)
     with small_files(0):
         asyncio.run(library.delete_file("ann", file))
-    assert found(index) == {OLD.text} and library.files("ann") == []
+    assert found(index) == {OLD.text} and library.records.files("ann") == []
     assert reserve.stat().st_size >= 2**20
 
 
@@ -221,7 +211,7 @@ def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
         assert ended(library, store, failed) == ("failed", "server_error")
         with pytest.raises(SaveError):
             asyncio.run(library.detach("ann", store, file))
-    assert library.member("ann", store, file).status == "completed" and found(index) == before
+    assert library.records.member("ann", store, file).status == "completed" and found(index) == before
     asyncio.run(library.detach("ann", store, file))
     assert found(index) == {OLD.text}
 
@@ -266,9 +256,9 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_is_owed(
         broken.setattr(IndexWriter, "commit", full)
         broken.setattr(Records, "set_status", full_at_last)
         with pytest.raises(SaveError):
-            asyncio.run(library._ingest.delete([library.member("ann", store, file)]))
-        assert library._records.status(("ann", store, file)) == "deleting"
-    until(lambda: not library._records.status(("ann", store, file)))
+            asyncio.run(library.ingest.delete([library.records.member("ann", store, file)]))
+        assert status_of(library, "ann", store, file) == "deleting"
+    until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -299,11 +289,11 @@ def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
         with pytest.raises(NoRoom):
             for _ in range(60):
                 add()
-        for store in library.stores("ann"):
+        for store in library.records.stores("ann"):
             asyncio.run(library.delete_store("ann", store.id))
-        for file in library.files("ann"):
+        for file in library.records.files("ann"):
             asyncio.run(library.delete_file("ann", file.id))
-    assert library._records.used_bytes("ann") == 0
+    assert library.records.used_bytes("ann") == 0
     store = library.create_store("ann").id
     with pytest.raises(NoRoom):
         for _ in range(60):
@@ -335,20 +325,27 @@ def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
         until(lambda: sum(upload.done() for upload in uploads) == 3)
         may_come.set()
     assert sum(isinstance(upload.exception(), NoRoom) for upload in uploads) == 3
-    assert len(library.files("ann")) == 1
+    assert len(library.records.files("ann")) == 1
 
 
-def test_a_file_that_hangs_is_given_up(opened: Opened) -> None:
-    """One file that a parser never finishes stopped all others."""
-    library = opened(parse_limits=ParseLimits(timeout_s=0.01))
-    assert ended(library, *attached(library, "zebra.html")) == ("failed", "invalid_file")
-
-
-def test_a_file_with_more_text_than_allowed_is_refused(opened: Opened) -> None:
-    """A small file unpacked into more text than the memory holds."""
-    library = opened(parse_limits=ParseLimits(max_text_bytes=100))
-    for name in ("zebra.txt", "zebra.html"):
-        assert ended(library, *attached(library, name, "A zebra has stripes. " * 100)) == ("failed", "invalid_file")
+@pytest.mark.parametrize(
+    ("limits", "name", "text", "message"),
+    [
+        (ParseLimits(timeout_s=0.01), "zebra.html", "A zebra.", "longer than"),
+        (ParseLimits(max_text_bytes=100), "zebra.txt", "A zebra has stripes. " * 100, "bytes of text"),
+        (ParseLimits(max_text_bytes=100), "zebra.html", "A zebra has stripes. " * 100, "bytes of text"),
+        (ParseLimits(max_documents=2), "rows.csv", "text\na\nb\nc\n", "more than 2 rows"),
+    ],
+)
+def test_a_file_beyond_the_limits_of_parsing_fails_alone(
+    opened: Opened, limits: ParseLimits, name: str, text: str, message: str
+) -> None:
+    """A parser that never ends stopped all others; a small file was unpacked into more text or rows than the memory holds."""
+    library = opened(parse_limits=limits)
+    store, file = attached(library, name, text)
+    assert ended(library, store, file) == ("failed", "invalid_file")
+    assert message in library.records.member("ann", store, file).message
+    assert ended(library, *attached(library, "rows.txt", "A zebra.")) == ("completed", "")
 
 
 def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened) -> None:
@@ -417,11 +414,11 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
     monkeypatch.setattr(index_updater, "TRIES", 1)
     library, store, file = with_a_file(opened)
-    deleting = replace(library.member("ann", store, file), status="deleting")
-    library._records.set_status([deleting], "deleting")
+    deleting = replace(library.records.member("ann", store, file), status="deleting")
+    library.records.set_status([deleting], "deleting")
     with IndexWriter(index, LetterEncoder()), pytest.raises(SaveError):
-        asyncio.run(library._ingest.delete([deleting]))
-    until(lambda: not library._records.status(("ann", store, file)))
+        asyncio.run(library.ingest.delete([deleting]))
+    until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -432,19 +429,10 @@ def test_a_long_build_of_the_index_fails_no_upload(
     monkeypatch.setattr(index_updater, "TRIES", 1)
     monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
     library = opened()
-    with IndexWriter(index, LetterEncoder()):
-        store, file = attached(library)
-        time.sleep(0.3)
-        assert library.member("ann", store, file).status == "in_progress"
-    assert ended(library, store, file) == ("completed", "")
-
-
-def test_another_writer_is_waited_for(index: Path, opened: Opened) -> None:
-    """A file failed because `ragspec index` ran at the same time."""
-    library = opened()
     with IndexWriter(index, LetterEncoder()) as writer:
         store, file = attached(library)
-        time.sleep(1.0)
+        until(lambda: library.ingest.members_due_s > 0)  # it has tried
+        assert library.records.member("ann", store, file).status == "in_progress"
         writer.upsert(Document("new", "New corn."))
         writer.commit()
     assert ended(library, store, file) == ("completed", "")
@@ -466,10 +454,10 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
         thread = threading.Thread(target=detach)
         thread.start()
         time.sleep(0.2)
-        library._ingest.stop()
+        library.ingest.stop()
         thread.join()
     assert len(ends) == 1
-    assert library._records.status(("ann", store, file)) in ("completed", "deleting")
+    assert status_of(library, "ann", store, file) in ("completed", "deleting")
 
 
 @contextmanager
@@ -492,28 +480,16 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
         go_on.set()
 
 
-def test_a_deletion_waits_for_no_file_that_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wanted a text gone waited for up to two minutes behind a file of others that was parsed, and got an error."""
+def test_nothing_waits_for_a_slow_parse_of_another_tenant(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that commits also parsed: 34 bytes, and a deletion, waited for two minutes behind each file of others."""
     library, gone, _ = with_a_file(opened)
-    (file,) = library.files("ann")
-    with held_reads(monkeypatch) as (begun, read):
-        others = [attached(library, f"slow {number}.txt") for number in range(4)]
-        assert begun.wait(90.0)
-        asyncio.run(library.delete_file("ann", file.id))
-        assert read == [] and library.members("ann", gone) == []
-    assert [ended(library, *other) for other in others] == [("completed", "")] * 4
-
-
-def test_a_small_file_waits_for_no_slow_parse_of_another_tenant(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that commits also parsed: sixteen files of two minutes each came before one of 34 bytes."""
-    library = opened()
+    (file,) = library.records.files("ann")
     with held_reads(monkeypatch) as (begun, read):
         slow = [attached_by("bob", library, f"slow {number}.txt", "A quagga.") for number in range(3)]
         assert begun.wait(90.0)
-        assert ended(library, *attached(library)) == ("completed", "")
-        assert read == ["zebra.txt"]
+        assert ended(library, *attached(library, "small.txt")) == ("completed", "")
+        asyncio.run(library.delete_file("ann", file.id))
+        assert read == ["small.txt"] and library.records.members("ann", gone) == []
     assert [ended(library, *each, tenant="bob") for each in slow] == [("completed", "")] * 3
 
 
@@ -526,14 +502,14 @@ def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
     first = opened()
     store, file = attached(first)
     assert ended(first, store, file) == ("completed", "")
-    first._records.set_status([first.member("ann", store, file)], "deleting")
+    first.records.set_status([first.records.member("ann", store, file)], "deleting")
     with IndexWriter(index, LetterEncoder()):
         second = opened()
-        until(lambda: second._ingest._deletions_due_s > 0)  # it has tried
-    first._records.drop_members(second._ingest._unfinished_deletions)
+        until(lambda: second.ingest.deletions_due_s > 0)  # it has tried
+    first.records.drop_members(second.ingest.unfinished_deletions)
     first.attach("ann", store, file, {})
     assert ended(first, store, file) == ("completed", "")
-    until(lambda: not second._ingest._unfinished_deletions)
+    until(lambda: not second.ingest.unfinished_deletions)
     assert ended(first, store, file) == ("completed", "") and "A zebra has stripes." in found(index)
 
 
@@ -553,7 +529,7 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
     monkeypatch.setattr(IndexUpdater, "replace", failing)
     with commits_paused(library):
         pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(2)]
-        until(lambda: len(library._ingest._uploads._ready) == 2)
+        until(lambda: len(library.ingest.uploads.ready) == 2)
     ends = [ended(library, *pair) for pair in pairs]
     assert not errors and sorted(ends) == [("completed", ""), ("failed", "server_error")]
 
@@ -566,7 +542,7 @@ def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
     library, store, file = with_a_file(opened)
     with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="ask again"):
         asyncio.run(library.detach("ann", store, file))
-    until(lambda: not library._records.status(("ann", store, file)))
+    until(lambda: not status_of(library, "ann", store, file))
     assert found(index) == {OLD.text}
 
 
@@ -581,9 +557,9 @@ def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
         assert ended(library, *attached(library)) == ("completed", "")
     with open_library(second, LetterEncoder(), lambda *_: None) as library:
-        assert library.files("ann") == [] and found(other) == {OLD.text}
+        assert library.records.files("ann") == [] and found(other) == {OLD.text}
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
-        (file,) = library.files("ann")
+        (file,) = library.records.files("ann")
         asyncio.run(library.delete_file("ann", file.id))
     assert found(index) == {OLD.text}
     beside = first.service.model_copy(update={"data_dir": ""})
@@ -614,12 +590,12 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
         for number in range(20):
             attached_by("bob", library, f"{number}.txt", "A quagga.")
         small = attached_by("ann", library, "small.txt", "An okapi.")
-        until(lambda: len(library._ingest._uploads._ready.heads()) == 2)
+        until(lambda: len(library.ingest.uploads.ready.heads()) == 2)
     assert ended(library, *small) == ("completed", "")
     assert sum("bob" in owners for owners in commits) <= 2
     assert ended(library, *large, tenant="bob") == ("completed", "")
     assert sum("bob" in owners for owners in commits) >= 5
-    member = library.member("bob", *large)
+    member = library.records.member("bob", *large)
     assert member.num_bytes == sum(len(f"zebra {number}") for number in range(220))
     documents = DocumentMap(Store.open(index), with_texts=False)
     origins = [origin for _, owner, origin in documents.origins() if owner == "bob"]
@@ -634,7 +610,7 @@ def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
     library = opened()
     store, file = attached(library, "rows.csv", rows(45))
     assert ended(library, store, file) == ("completed", "")
-    library.path(library.file("ann", file)).write_text(rows(23, "gnu"))
+    library.blobs.path(library.records.file("ann", file)).write_text(rows(23, "gnu"))
     library.attach("ann", store, file, {"year": 1874})
     assert ended(library, store, file) == ("completed", "")
     texts = found(index, " ".join(f"{word} {number}" for word in ("gnu", "zebra") for number in range(45)))
@@ -660,15 +636,6 @@ def test_a_file_that_fails_in_a_later_part_leaves_nothing_behind(
     until(lambda: found(index, " ".join(f"zebra {number}" for number in range(45))) <= {OLD.text})
 
 
-def test_a_file_of_too_many_rows_is_refused(opened: Opened) -> None:
-    """Ten megabytes of short rows keep the index busy for an hour."""
-    library = opened(parse_limits=ParseLimits(max_documents=100))
-    store, file = attached(library, "rows.csv", rows(101))
-    assert ended(library, store, file) == ("failed", "invalid_file")
-    assert "more than 100 rows" in library.member("ann", store, file).message
-    assert ended(library, *attached(library, "rows.csv", rows(100))) == ("completed", "")
-
-
 async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -679,22 +646,22 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
     others = attached_by("bob", library, "bob.txt", "A quagga.")
     assert ended(library, *others, tenant="bob") == ("completed", "")
-    take_out = library._ingest._delete
+    take_out = library.ingest._delete
 
     def late(deletion: Any) -> None:
         assert go_on.wait(300.0)
         take_out(deletion)
 
-    monkeypatch.setattr(library._ingest, "_delete", late)
+    monkeypatch.setattr(library.ingest, "_delete", late)
 
     pool = ThreadPoolExecutor(2)
     asyncio.get_running_loop().set_default_executor(pool)
     deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]
     await asyncio.wait(deletions, return_when=asyncio.FIRST_COMPLETED)
     bob = asyncio.create_task(library.detach("bob", *others))
-    while library._records.status(("bob", *others)) != "deleting":
+    while status_of(library, "bob", *others) != "deleting":
         await asyncio.sleep(0.01)
-    assert await asyncio.to_thread(library.files, "bob"), "a thread is free"
+    assert await asyncio.to_thread(library.records.files, "bob"), "a thread is free"
     go_on.set()
     await bob
     ends = await asyncio.gather(*deletions, return_exceptions=True)

@@ -77,16 +77,16 @@ def test_others_have_their_turn_while_a_large_text_is_encoded(library: Library, 
     large = attached_by("bob", library, "large.txt", LARGE)
     assert encoder.begun.wait(90.0)
     small = attached(library, "small.txt")
-    until(lambda: library._ingest._uploads.has_ready)
+    until(lambda: library.ingest.uploads.ready)
     deletion = threading.Thread(target=lambda: asyncio.run(library.detach("ann", *gone)))
     deletion.start()
-    until(lambda: library._ingest._deletions)
+    until(lambda: library.ingest.deletions)
     encoder.go_on.set()
     deletion.join()
     assert ended(library, *small) == ("completed", "")
     with pytest.raises(NotFound):
-        library.member("ann", *gone)
-    assert library.member("bob", *large).status == "in_progress"
+        library.records.member("ann", *gone)
+    assert library.records.member("bob", *large).status == "in_progress"
     encoder.finish.set()
     assert ended(library, *large, tenant="bob") == ("completed", "")
 
@@ -99,14 +99,14 @@ def test_a_large_text_that_is_deleted_is_not_encoded_to_its_end(
     assert encoder.begun.wait(90.0)
     deletion = threading.Thread(target=lambda: asyncio.run(library.detach("bob", *large)))
     deletion.start()
-    until(lambda: library._ingest._deletions)
+    until(lambda: library.ingest.deletions)
     encoder.go_on.set()
     deletion.join()
     assert ended(library, *attached(library)) == ("completed", "")
     assert len(encoder.num_chars) == 1 and encoder.num_chars[0] < len(LARGE) / 2
     assert documents(tmp_path, "bob") == []
     with pytest.raises(NotFound):
-        library.member("bob", *large)
+        library.records.member("bob", *large)
 
 
 def test_a_text_encoded_in_slices_is_indexed_as_one_encoded_at_once(
@@ -156,6 +156,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_between_slices_leaves_no_half_text_and_loses_none(tmp_path: Path) -> None:
     """What was acknowledged is indexed once, by the next process; nothing of it is found before."""
     build_index([Document("old", "The old mill grinds corn.")], tmp_path / "index", LetterEncoder())
@@ -184,7 +185,7 @@ def test_a_commit_holds_a_bounded_amount_of_text(library: Library, monkeypatch: 
     with commits_paused(library):
         pairs = [attached(library, f"{number}.txt", text) for number in range(3)]
         pairs += [attached(library, f"small {number}.txt") for number in range(3)]
-        until(lambda: len(library._ingest._uploads._ready) == 6)
+        until(lambda: len(library.ingest.uploads.ready) == 6)
     assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
     assert ingest._TURN_CHARS / 2 < len(text) < ingest._TURN_CHARS and commits[:2] == [1, 1] and sum(commits) == 6
 
@@ -199,14 +200,14 @@ def test_parts_of_few_large_files_are_in_memory_at_once(
     replace = IndexUpdater.replace
 
     def noting(self: IndexUpdater, *arguments: Any) -> None:
-        num_large.append(len(library._ingest._uploads._large))
+        num_large.append(len(library.ingest.uploads.large))
         replace(self, *arguments)
 
     monkeypatch.setattr(IndexUpdater, "replace", noting)
     texts = {f"tenant {number}": f"Zebra of {number}. " * 200 for number in range(6)}
     with commits_paused(library):
         pairs = {tenant: attached_by(tenant, library, "zebra.txt", text) for tenant, text in texts.items()}
-        until(lambda: len(library._ingest._uploads._ready) == 2)
+        until(lambda: len(library.ingest.uploads.ready) == 2)
     for tenant, pair in pairs.items():
         assert ended(library, *pair, tenant=tenant) == ("completed", "")
         assert [document.text.strip() for document in documents(tmp_path, tenant)] == [texts[tenant].strip()]
@@ -219,9 +220,9 @@ def test_rows_do_not_wait_for_large_texts(library: Library, monkeypatch: pytest.
     monkeypatch.setattr(uploads, "_MAX_LARGE", 1)
     with commits_paused(library):
         attached_by("bob", library, "large.txt", "Zebra. " * 500)
-        until(lambda: len(library._ingest._uploads._ready) == 1)
+        until(lambda: len(library.ingest.uploads.ready) == 1)
         attached_by("cleo", library, "rows.csv", "text\n" + "A zebra.\n" * 500)
-        until(lambda: len(library._ingest._uploads._ready) == 2)
+        until(lambda: len(library.ingest.uploads.ready) == 2)
 
 
 @pytest.mark.parametrize("name", ["is_in_progress", "end"])
@@ -243,7 +244,7 @@ def test_a_fault_of_the_records_keeps_no_file_from_the_index(
     monkeypatch.setattr(Records, name, failing)
     with commits_paused(library):
         pairs = [attached_by(tenant, library, "zebra.txt", "A zebra.") for tenant in ("ann", "bob")]
-        until(lambda: len(library._ingest._uploads._ready) == 2)
+        until(lambda: len(library.ingest.uploads.ready) == 2)
     found = [ended(library, *pair, tenant=tenant) for tenant, pair in zip(("ann", "bob"), pairs, strict=True)]
     assert found == [("completed", "")] * 2 and not faults
 
@@ -281,11 +282,11 @@ def test_a_file_of_which_committed_parts_are_gone_is_read_anew(
         replace(self, *arguments)
         num_parts += 1
         if num_parts == 3:
-            library._ingest._members_due_s = math.inf
+            library.ingest.members_due_s = math.inf
 
     monkeypatch.setattr(IndexUpdater, "replace", pausing)
     pair = attached_by("bob", library, "rows.csv", "\n".join(["text", *rows]))
-    until(lambda: num_parts == 3 and library._ingest._uploads.has_ready)
+    until(lambda: num_parts == 3 and library.ingest.uploads.ready)
     with commits_paused(library), pytest.raises(SaveError):
         asyncio.run(library.detach("bob", *pair))
     assert ended(library, *pair, tenant="bob") == ("completed", "")

@@ -107,9 +107,9 @@ def test_rows_of_one_batch_do_not_touch() -> None:
     torch.testing.assert_close(logits[1, : single.shape[1]], single[0], rtol=1e-4, atol=1e-4)
 
 
-def draw_row(seed: str) -> Row:
+def draw_row(rng: random.Random) -> Row:
     row = Row(400)
-    row.add(encoded(random.Random(seed).sample(SENTENCES, 1)))
+    row.add(encoded(rng.sample(SENTENCES, 1)))
     return row
 
 

@@ -1,12 +1,16 @@
 """What a head is trained on: which tokens count, which are drafted, and the cache of the target's own answers."""
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from real_data import DATA, needs_data
 from tiny_target import chat_tokenizer, tiny_tokenizer
 
@@ -26,8 +30,17 @@ from ragspec.training.heads.target_answers import (
     read_answers,
     write_answers,
 )
-from ragspec.training.heads.training_texts import TextSource, draft_vocabulary, draw_batches, probe_batches, probe_texts
+from ragspec.training.heads.training_texts import (
+    TextSource,
+    draft_vocabulary,
+    micro_batches,
+    num_tokens,
+    probe_batches,
+    probe_texts,
+    whole_text,
+)
 from ragspec.training.sentences import normalise
+from ragspec.training.step_data import POOL_STEPS, StepData, split_evenly
 
 ORIGIN = AnswerOrigin("one target", 0, 320, "these texts")
 
@@ -48,21 +61,48 @@ def test_only_tokens_of_answers_and_prose_have_weight() -> None:
     assert prose.weights == [1.0] * len(prose.ids)
 
 
+def draw(rng: random.Random) -> Encoded:
+    return _text(rng.randint(4, 60), is_prose=rng.random() < 0.5)
+
+
+def data_of(seed: str = "0/0", num_processes: int = 0) -> StepData[Encoded]:
+    return StepData(partial(whole_text, draw, 40), num_tokens, num_tokens, 100, seed, num_processes)
+
+
 def test_all_tokens_of_whole_texts_are_learnt_in_small_batches() -> None:
-    """Answers alone, a step that ends too early, or rows that are mostly padding."""
-
-    def draw(rng: random.Random) -> Encoded:
-        return _text(rng.randint(4, 60), is_prose=rng.random() < 0.5)
-
-    batches = draw_batches(draw, random.Random(1), max_tokens=40, step_tokens=600, micro_tokens=200)
-    assert len(batches) > 2
+    """Answers alone, very short texts, or a batch that does not fit into memory."""
+    texts = next(data_of().steps(0))
+    batches = micro_batches(texts, micro_tokens=80)
     lengths = [int((row > 0).sum()) + 1 for batch in batches for row in batch.ids]
-    assert lengths == sorted(lengths) and min(lengths) >= 8 and max(lengths) == 40
-    assert 600 <= sum(lengths) < 640
-    assert sum(len(batch.positions) for batch in batches) == sum(lengths) - len(lengths)
-    assert all(batch.ids.numel() <= 200 for batch in batches)
-    again = draw_batches(draw, random.Random(1), max_tokens=40, step_tokens=600, micro_tokens=200)
-    assert all(a.ids.equal(b.ids) for a, b in zip(batches, again, strict=True))
+    assert len(batches) > 1 and lengths == [len(text.ids) for text in texts] == sorted(lengths)
+    assert min(lengths) >= 8 and max(lengths) <= 40
+    assert sum(batch.num_learnt for batch in batches) == sum(lengths) - len(lengths)
+    assert all(batch.ids.numel() <= 80 for batch in batches)
+
+
+def test_steps_are_the_same_however_they_are_drawn() -> None:
+    """A resumed run, or a run with more processes, learned other texts; workers learned the same texts."""
+    steps = list(itertools.islice(data_of().steps(0), 40))
+    assert list(itertools.islice(data_of(num_processes=2).steps(13), 27)) == steps[13:]
+    assert steps != list(itertools.islice(data_of("0/1").steps(0), 40))
+
+
+def test_a_steps_texts_are_of_about_one_length() -> None:
+    """Short texts beside long ones: half of the products were of padding. Or steps were empty, or much larger than others."""
+    steps = list(itertools.islice(data_of().steps(0), POOL_STEPS))
+    sizes = [sum(map(num_tokens, texts)) for texts in steps]
+    assert min(sizes) > 80 and max(sizes) < 160
+    assert sum(num_tokens(texts[-1]) - num_tokens(texts[0]) for texts in steps) < 3 * 40
+    assert [num_tokens(texts[0]) for texts in steps] != sorted(num_tokens(texts[0]) for texts in steps)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 12))
+def test_parts_are_neighbours_and_never_empty(sizes: list[int], count: int) -> None:
+    """A step without a text, or a text lost."""
+    assume(len(sizes) >= count)
+    parts = split_evenly(sizes, count, lambda size: size)
+    assert len(parts) == count and all(parts)
+    assert [size for part in reversed(parts) for size in part] == sizes
 
 
 def _text(length: int, is_prose: bool) -> Encoded:

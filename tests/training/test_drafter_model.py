@@ -7,21 +7,29 @@ import torch
 from drafting.eagle_heads import random_head
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
-from ragspec.drafting.eagle.layout import expected_shapes
-from ragspec.drafting.learning.eagle_model import EagleHead, build_head
-from ragspec.drafting.learning.head import Inputs, Objective
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads.learning import Inputs, Objective
 
 HEADS: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family in EagleFamily},
     "PosS-1": {"family": "eagle", "num_layers": 3, "positions_per_layer": 1},
     "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2},
+    "biases": {"family": "eagle", "fc_bias": True, "qkv_bias": True, "output_bias": True},
+    "norms": {
+        "family": "eagle3",
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "norm_output": True,
+        "qk_norm": True,
+    },
+    "yarn": {"family": "eagle3", "rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
 }
 NUM_TOKENS, NUM_STEPS = 9, 4
 
 
 def head_of(checkpoint: HeadCheckpoint) -> EagleHead:
-    head = build_head(checkpoint.config)
+    head = EagleHead(checkpoint.config)
     head.load_state_dict({name: t for name, t in checkpoint.tensors.items() if name != "embed_tokens.weight"})
     return head
 
@@ -41,8 +49,8 @@ def text_of(checkpoint: HeadCheckpoint) -> tuple[torch.Tensor, list[int], torch.
 
 def test_names_and_shapes_are_the_published_ones(checkpoint: HeadCheckpoint) -> None:
     """A head with a name of our own would be refused, or silently not loaded, by every server."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in build_head(checkpoint.config).state_dict().items()}
-    assert shapes == expected_shapes(checkpoint.config)[0]
+    shapes = {name: tuple(tensor.shape) for name, tensor in EagleHead(checkpoint.config).state_dict().items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
 
 
 def test_first_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
@@ -52,7 +60,7 @@ def test_first_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
     states = head.unroll(embed[tokens][None], features[None], torch.arange(NUM_TOKENS - 1)[None], Objective(1))[0, 0]
     outputs = eagle3_outputs if checkpoint.config.family is EagleFamily.EAGLE3 else eagle_outputs
     expected = outputs(checkpoint, embed, tokens, features)
-    torch.testing.assert_close(states, expected.float())
+    torch.testing.assert_close(states, head.output(expected.float()))
     output = torch.randn(checkpoint.config.vocab_size, checkpoint.config.hidden_size)
     logits = head.logits(states, lambda state: state @ output.T)
     torch.testing.assert_close(logits, head_logits(checkpoint, expected, output).float())
@@ -62,11 +70,12 @@ def test_later_steps_equal_feeding_back_one_by_one(checkpoint: HeadCheckpoint) -
     """Training-time test whose mask shows a row more, less or later keys than it will have when it drafts."""
     embed, tokens, features = text_of(checkpoint)
     pairs = torch.tensor([[5, 0, 3]])
-    states = head_of(checkpoint).unroll(embed[tokens][None], features[None], pairs, Objective(NUM_STEPS))
+    head = head_of(checkpoint)
+    states = head.unroll(embed[tokens][None], features[None], pairs, Objective(NUM_STEPS))
     for row, pair in enumerate(pairs[0].tolist()):
         drafted = tokens[pair + 2 : pair + 1 + NUM_STEPS]
         expected = draft_outputs(checkpoint, embed, tokens[: pair + 2], features[: pair + 1], drafted)
-        torch.testing.assert_close(states[1 : 1 + len(drafted), 0, row], expected.float())
+        torch.testing.assert_close(states[1 : 1 + len(drafted), 0, row], head.output(expected.float()))
 
 
 def test_texts_of_a_batch_do_not_touch(checkpoint: HeadCheckpoint) -> None:

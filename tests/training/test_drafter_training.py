@@ -14,10 +14,10 @@ from transformers import LlamaForCausalLM
 
 from pipelines.train.training_run import draw_curves
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head
-from ragspec.drafting.learning.eagle_model import EagleHead
-from ragspec.drafting.learning.head import LossWeights, Objective
-from ragspec.drafting.learning.losses import collate
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.layout import EagleFamily, check_fits
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads.learning import LossWeights, Objective, collate
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
@@ -58,7 +58,7 @@ def make_trainer(
     return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
 
 
-T = TypeVar("T", bound=Trainer[Any])
+T = TypeVar("T", bound=Trainer[Any, Any, Any])
 
 
 def unbroken_and_resumed(

@@ -142,7 +142,8 @@ class FaultClients:
         if not answer["ragspec"]["kept"]:
             raise Refused("the turn was not kept")
         self.unsure.discard(question)
-        self.turns[name].append((question, answer["choices"][0]["message"]["content"]))
+        text = answer["choices"][0]["message"]["content"].replace("\0", "\ufffd")  # as conversations keep it
+        self.turns[name].append((question, text))
 
     async def _call(self, session: aiohttp.ClientSession, method: str, path: str, **body: Any) -> Any:
         """Raises: Refused, aiohttp.ClientError, TimeoutError."""

@@ -11,9 +11,7 @@ with the target's noise (`ragspec.drafting.coupling`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -26,35 +24,17 @@ from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, OpenRows
 from ragspec.drafting.growing.shapes import TreeShape
+from ragspec.drafting.heads.target import FINAL, DraftTarget
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, Ints
-from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Proposal
 
-FINAL = -1
-"""The tap of the model's final norm (`ragspec.engine.target`)."""
-_MOST_WAITING, _CHUNK = 64, 512
+_MAX_WAITING = 64
 """Unread tokens of one sequence that the first forward of a draft takes; more are read before it, in chunks."""
-
-
-class DraftModel(Protocol):
-    """The part of `ragspec.engine.target.Target` that drafts need."""
-
-    vocab_size: int
-    num_positions: int
-    backend: Backend
-    pool: KvPool
-
-    @property
-    def embedding(self) -> Tensor: ...
-
-    def forward_tapped(
-        self, token_ids: Ints | Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: SequenceOf[int]
-    ) -> tuple[LogitRows, Mapping[int, Tensor]]: ...
-
-    def logits_of(self, states: Tensor) -> Tensor: ...
+_CHUNK = 512
 
 
 class ModelDrafter(AttendingDrafter[ModelDraft]):
@@ -65,7 +45,7 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
 
     def __init__(
         self,
-        model: DraftModel,
+        model: DraftTarget,
         vocab_size: int,
         shape: TreeShape,
         costs: CostTable,
@@ -120,7 +100,7 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
 
     def _prefill(self, memory: ModelMemory) -> bool:
         """Read most of a long text. False: there is no room for it now."""
-        while memory.num_waiting > _MOST_WAITING:
+        while memory.num_waiting > _MAX_WAITING:
             start, count = memory.slots.length, min(_CHUNK, memory.num_waiting - 1)
             if not self.cache.make_room(memory, count):
                 return False
@@ -171,6 +151,5 @@ def check_vocabulary(path: str, ours: PreTrainedTokenizerBase, targets: PreTrain
         if draft.get(i) != target.get(i):
             raise ModelError(
                 f"the draft model {path} has another vocabulary than the target: "
-                f"token {i} is {draft.get(i)!r} there and {target.get(i)!r} in the target; "
-                'drafting.draft_model.vocabulary "any" drafts text instead'
+                f"token {i} is {draft.get(i)!r} there and {target.get(i)!r} in the target"
             )

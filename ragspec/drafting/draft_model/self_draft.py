@@ -12,7 +12,6 @@ Source: self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); here co
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -23,24 +22,11 @@ from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.numerics.attention import AttentionMetadata, Ints
-from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.drafting.heads.target import DraftTarget
+from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.tree import Proposal
-
-
-class LayeredTarget(Protocol):
-    """The part of `ragspec.engine.target.Target` that drafts need."""
-
-    vocab_size: int
-    backend: Backend
-    pool: KvPool
-
-    def states_through(
-        self, layers: SequenceOf[int], token_ids: Ints | Tensor, metadata: AttentionMetadata
-    ) -> Tensor: ...
-
-    def logits_of(self, states: Tensor) -> Tensor: ...
 
 
 class SelfMemory:
@@ -72,7 +58,7 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
     name = "self"
 
     def __init__(
-        self, target: LayeredTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable, *, coupled: bool = True
+        self, target: DraftTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable, *, coupled: bool = True
     ) -> None:
         super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs, coupled=coupled)
         self._target, self._keep = target, tuple(keep)

@@ -6,34 +6,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from ragspec.drafting.eagle.dialects import AUX_KEY, DEFAULT_ROPE_THETA, POSITIONS_KEY, official_form
-from ragspec.drafting.eagle.layout import (
-    EagleFamily,
-    HeadCheckpoint,
-    HeadConfig,
-    check_fits,
-    check_tensors,
-    default_aux_layers,
-    reachable,
-)
-from ragspec.drafting.heads.files import CONFIG, WEIGHTS, read_json, read_tensors, write_files
+from ragspec.drafting.eagle.dialects import official_form, published_form
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads.files import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors, write_files
 from ragspec.errors import ModelError
-
-__all__ = [
-    "EagleFamily",
-    "HeadCheckpoint",
-    "HeadConfig",
-    "check_fits",
-    "default_aux_layers",
-    "reachable",
-    "read_head",
-    "write_head",
-]
 
 
 def read_head(directory: str | Path, positions_per_layer: int | None = None) -> HeadCheckpoint:
@@ -47,7 +30,7 @@ def read_head(directory: str | Path, positions_per_layer: int | None = None) -> 
     try:
         raw = read_json(directory / CONFIG)
         checkpoint = official_form(raw, read_tensors(directory), positions_per_layer)
-        check_tensors(checkpoint.config, checkpoint.tensors)
+        check_head(checkpoint.config, checkpoint.tensors)
     except ModelError as cause:
         raise ModelError(f"{directory}: {cause}") from cause
     return checkpoint
@@ -58,62 +41,47 @@ def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:
 
     Raises: ModelError for a head that `read_head` would refuse, SaveError.
     """
-    check_tensors(checkpoint.config, checkpoint.tensors)
-    raw, tensors = _published_form(checkpoint)
+    check_head(checkpoint.config, checkpoint.tensors)
+    raw, tensors = published_form(checkpoint)
     write_files(Path(directory), raw, WEIGHTS, tensors)
 
 
-def _published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config.json and the tensors to store, with the keys and names of the published heads."""
-    config, tensors = checkpoint.config, dict(checkpoint.tensors)
-    norms = tensors.pop("fc_norm.weight", None)
-    if norms is not None:
-        names = ["input_norm.weight"] if len(norms) == 1 else [f"fc_norm.{i}.weight" for i in range(len(norms))]
-        tensors |= dict(zip(names, norms, strict=True))
-    raw = _published_shape(config) | _published_dialect(config, per_tap=norms is not None and len(norms) > 1)
-    raw["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    return raw, tensors
+def check_head(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raises: ModelError naming the first tensor that a head of this configuration has not, or has otherwise."""
+    check_tensors(tensors, *_expected(config, tensors))
+    if ("d2t" in tensors) != ("t2d" in tensors):
+        raise ModelError("the head has only one of d2t and t2d")
+    if "d2t" in tensors:
+        _check_vocabulary(tensors["d2t"], tensors["t2d"])
 
 
-def _published_shape(config: HeadConfig) -> dict[str, Any]:
-    raw: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_positions,
-        "model_type": "llama",
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
-        "pad_token_id": 0,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": False,
-        "vocab_size": config.vocab_size,
-    }
-    if config.head_dim * config.num_heads != config.hidden_size:
-        raw["head_dim"] = config.head_dim
-    if config.rope_theta != DEFAULT_ROPE_THETA:
-        raw["rope_theta"] = config.rope_theta
-    if config.rope:
-        raw["rope_scaling"] = dict(config.rope)
-    if config.window:
-        raw |= {"layer_types": ["sliding_attention"] * config.num_layers, "sliding_window": config.window}
-    if config.positions_per_layer:
-        raw[POSITIONS_KEY] = config.positions_per_layer
-    return raw
+def _expected(config: HeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors that a head of this configuration has, and those that it may have, without memory."""
+    norms = tensors.get("fc_norm.weight")
+    num_taps = config.num_features // config.target_hidden_size
+    has_norm_a_tap = norms is not None and norms.ndim == 2 and len(norms) == num_taps
+    with torch.device("meta"):
+        needed = EagleHead(config, num_taps if has_norm_a_tap else 1).state_dict()
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        if config.family is EagleFamily.EAGLE:
+            return needed, {"embed_tokens.weight": table, "lm_head.weight": table}
+        if config.hidden_size != config.target_hidden_size:
+            needed["embed_tokens.weight"] = table
+        d2t = torch.empty(config.draft_vocab_size, dtype=torch.int64)
+        t2d = torch.empty(config.vocab_size, dtype=torch.bool)
+        return needed, {"embed_tokens.weight": table, "d2t": d2t, "t2d": t2d}
 
 
-def _published_dialect(config: HeadConfig, per_tap: bool) -> dict[str, Any]:
-    if config.family is EagleFamily.EAGLE:
-        return {"bias": config.fc_bias}
-    raw: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size}
-    if config.fc_bias:
-        raw["bias"] = True
-    if config.target_hidden_size != config.hidden_size:
-        raw["target_hidden_size"] = config.target_hidden_size
-    if config.aux_layers:
-        raw[AUX_KEY] = list(config.aux_layers)
-    if config.norm_before_fc:
-        raw["fc_norm" if per_tap else "norm_before_fc"] = True
-    return raw | {name: True for name in ("norm_before_residual", "norm_output") if getattr(config, name)}
+def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+    """d2t [Vd] holds offsets: draft token i is the target's token i + d2t[i]. t2d [V] marks these tokens."""
+    if _reaches(torch.arange(len(d2t)) + d2t, t2d):
+        return
+    if _reaches(d2t, t2d):
+        raise ModelError("the head's d2t holds token ids; the published layout holds offsets, id minus row")
+    raise ModelError("the head's d2t and t2d name different tokens")
+
+
+def _reaches(ids: Tensor, t2d: Tensor) -> bool:
+    if bool((ids < 0).any()) or bool((ids >= len(t2d)).any()) or not bool((ids[1:] > ids[:-1]).all()):
+        return False
+    return int(t2d.sum()) == len(ids) and bool(t2d[ids].all())

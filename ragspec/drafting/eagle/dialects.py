@@ -1,8 +1,9 @@
-"""Translates the dialects of published EAGLE heads to one official form.
+"""Translates the dialects of published EAGLE heads to one official form, and back.
 
 Owns the meaning of config.json keys and tensor names; reads no files.
 
     >>> config, tensors = official_form(config_json, stored_tensors)
+    >>> config_json, stored_tensors = published_form(HeadCheckpoint(config, tensors))
 """
 
 from __future__ import annotations
@@ -14,14 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragspec.drafting.eagle.layout import NUM_AUX_LAYERS, EagleFamily, HeadCheckpoint, HeadConfig, layer_prefix
-from ragspec.drafting.heads.config_keys import Raw, integer, number, section_of, truth
+from ragspec.drafting.eagle.layout import NUM_AUX_LAYERS, EagleFamily, HeadCheckpoint, HeadConfig
+from ragspec.drafting.heads.files import Raw, integer, number, section_of, truth
 from ragspec.errors import ModelError
 
 DEFAULT_ROPE_THETA = 10000.0  # Why: the published code falls back to it, even where the target's base is another.
 _DEFAULT_EPS = 1e-6
 _DEFAULT_POSITIONS = 2048
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+_AUX_KEY, _POSITIONS_KEY = "eagle_aux_hidden_state_layer_ids", "position_per_layer"
+_FLAGS = ("norm_before_residual", "norm_output")
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+"""Fields of `HeadConfig` by their published keys, which every config.json has."""
+_OTHER_KEYS = {"truncated_vocab_size": "draft_vocab_size", "eagle_fc_bias": "bias"}
+"""Keys of single dialects, and the keys that they stand for."""
+_NORM = "input_norm.weight"
+"""One norm for the features of all taps."""
 _IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NOT_EAGLE = {
@@ -29,8 +44,9 @@ _NOT_EAGLE = {
     "Medusa": re.compile(r"(medusa_head\.|\d+\.\d+\.(linear\.)?(weight|bias)$)"),
     "GliDe": re.compile(r".+\.cross_attn\."),
 }
+_PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
 _EAGLE_FLAGS: dict[str, tuple[Any, ...]] = {
-    AUX_KEY: (),
+    _AUX_KEY: (),
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
@@ -46,10 +62,8 @@ _ROPE_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
-ROPE_KEYS = ("rope_scaling", "rope_parameters")
-POSITIONS_KEY = "position_per_layer"
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _SPECFORGE = re.compile(r"\w+ForCausalLMEagle3")
-_PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
 
 
 def official_form(raw: Raw, stored: Mapping[str, Tensor], positions_per_layer: int | None = None) -> HeadCheckpoint:
@@ -63,14 +77,51 @@ def official_form(raw: Raw, stored: Mapping[str, Tensor], positions_per_layer: i
     family = _family_of(raw, stored)
     merged = _merged(raw)
     if positions_per_layer is not None:
-        merged[POSITIONS_KEY] = positions_per_layer
-    config = _config_of(family, merged, stored)
-    kept = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
-    if config.norm_before_fc:
-        kept["fc_norm.weight"] = _taken_norm(kept, _norm_names(merged, config))
+        merged[_POSITIONS_KEY] = positions_per_layer
+    tensors = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
     if family is EagleFamily.EAGLE3:
-        kept = _renamed(kept, "layers.0.", layer_prefix(family))
-    return HeadCheckpoint(config, {name: _official_map(name, tensor) for name, tensor in kept.items()})
+        tensors = _renamed(tensors, "layers.0.", "midlayer.")
+    config = _config_of(family, merged, tensors)
+    if config.norm_before_fc:
+        count = len(config.aux_layers) or NUM_AUX_LAYERS
+        tensors["fc_norm.weight"] = _taken_norm(tensors, _norms_of_taps(count) if truth(merged, "fc_norm") else [_NORM])
+    return HeadCheckpoint(config, {name: _official_map(name, tensor) for name, tensor in tensors.items()})
+
+
+def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config.json and the tensors to store, with the keys and names of the published heads."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "model_type": "llama",
+        "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
+        "pad_token_id": 0,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        **{key: getattr(config, name) for name, key in _SIZES.items()},
+    }
+    is_eagle3, width = config.family is EagleFamily.EAGLE3, config.hidden_size
+    optional = {
+        "bias": config.fc_bias,
+        "draft_vocab_size": config.draft_vocab_size if is_eagle3 else 0,
+        "head_dim": config.head_dim if config.head_dim * config.num_heads != width else 0,
+        "layer_types": ["sliding_attention"] * config.num_layers if config.window else [],
+        "rope_scaling": dict(config.rope),
+        "rope_theta": config.rope_theta if config.rope_theta != DEFAULT_ROPE_THETA else 0,
+        "sliding_window": config.window,
+        "target_hidden_size": config.target_hidden_size if config.target_hidden_size != width else 0,
+        _AUX_KEY: list(config.aux_layers),
+        _POSITIONS_KEY: config.positions_per_layer,
+        **{name: getattr(config, name) for name in _FLAGS},
+    }
+    raw |= {key: value for key, value in optional.items() if value or (key == "bias" and not is_eagle3)}
+    if (norms := tensors.pop("fc_norm.weight", None)) is not None:
+        raw["fc_norm" if len(norms) > 1 else "norm_before_fc"] = True
+        names = _norms_of_taps(len(norms)) if len(norms) > 1 else [_NORM]
+        tensors |= dict(zip(names, norms, strict=True))
+    return raw, tensors
 
 
 def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
@@ -102,46 +153,50 @@ def _merged(raw: Raw) -> dict[str, Any]:
     for key, value in eagle.items():
         if key not in _EAGLE_FLAGS or (value is not None and _EAGLE_FLAGS[key] and value not in _EAGLE_FLAGS[key]):
             raise ModelError(f"config.json has {key} {value!r} in eagle_config, which is not served")
-    if eagle.get(AUX_KEY) is not None:
-        eagle[AUX_KEY] = [tap + 1 for tap in _taps(eagle)]
+    if eagle.get(_AUX_KEY) is not None:
+        eagle[_AUX_KEY] = [tap + 1 for tap in _taps(eagle)]
     given = {key: value for key, value in raw.items() if value is not None}
     nested = section_of(raw, "model") if raw.get("model_type") == "eagle" else {}
-    return {**section_of(raw, "transformer_layer_config"), **nested, **eagle, **given}
+    merged = {**section_of(raw, "transformer_layer_config"), **nested, **eagle, **given}
+    for other, key in _OTHER_KEYS.items():
+        if merged.get(key) is None and other in merged:
+            merged[key] = merged[other]
+    return merged
 
 
-def _config_of(family: EagleFamily, merged: Raw, stored: Mapping[str, Tensor]) -> HeadConfig:
-    _refuse_unserved(merged)
-    layer = "layers.0." if "layers.0.mlp.up_proj.weight" in stored else layer_prefix(family)
-    num_layers, positions_per_layer = _layers(merged, stored)
-    attention_bias = truth(merged, "attention_bias", f"{layer}self_attn.o_proj.bias" in stored)
-    has_bias = family is EagleFamily.EAGLE and "fc.bias" in stored  # the published code reads an absent key as true
-    hidden_size, num_heads = integer(merged, "hidden_size"), integer(merged, "num_attention_heads")
-    if merged.get("head_dim") is None and (num_heads < 1 or hidden_size % num_heads):
-        raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {hidden_size}")
-    vocab_size = integer(merged, "vocab_size")
+def _config_of(family: EagleFamily, merged: Raw, tensors: Mapping[str, Tensor]) -> HeadConfig:
+    if (activation := merged.get("hidden_act") or "silu") != "silu":
+        raise ModelError(f"config.json has hidden_act {activation!r}; silu is served")
+    if truth(merged, "norm_before_fc") and truth(merged, "fc_norm"):
+        raise ModelError("config.json has both norm_before_fc and fc_norm")
+    attention = ("midlayer." if family is EagleFamily.EAGLE3 else "layers.0.") + "self_attn."
+    num_layers, positions_per_layer = _layers(merged, tensors)
+    defaults = {"max_positions": _DEFAULT_POSITIONS, "num_kv_heads": merged.get("num_attention_heads")}
+    sizes = {name: integer(merged, key, defaults.get(name)) for name, key in _SIZES.items()}
+    width, num_heads, vocab_size = sizes["hidden_size"], sizes["num_heads"], sizes["vocab_size"]
+    if merged.get("head_dim") is None and (num_heads < 1 or width % num_heads):
+        raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {width}")
+    has_bias = family is EagleFamily.EAGLE and "fc.bias" in tensors  # the published code reads an absent key as true
+    output_bias = f"{attention}o_proj.bias" in tensors
+    qkv_bias = truth(merged, "attention_bias", output_bias) or f"{attention}q_proj.bias" in tensors
     return HeadConfig(
         family=family,
-        hidden_size=hidden_size,
-        intermediate_size=integer(merged, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=integer(merged, "num_key_value_heads", num_heads),
-        head_dim=integer(merged, "head_dim", hidden_size // max(num_heads, 1)),
-        vocab_size=vocab_size,
-        draft_vocab_size=integer(merged, "draft_vocab_size", integer(merged, "truncated_vocab_size", vocab_size)),
+        **sizes,
+        head_dim=integer(merged, "head_dim", width // max(num_heads, 1)),
+        draft_vocab_size=integer(merged, "draft_vocab_size", vocab_size),
         rms_norm_eps=number(merged, "rms_norm_eps", _DEFAULT_EPS),
         rope_theta=_rope_theta(merged),
-        max_positions=integer(merged, "max_position_embeddings", _DEFAULT_POSITIONS),
-        target_hidden_size=integer(merged, "target_hidden_size", hidden_size),
+        target_hidden_size=integer(merged, "target_hidden_size", width),
         aux_layers=tuple(sorted(_taps(merged))),
-        fc_bias=truth(merged, "eagle_fc_bias", truth(merged, "bias", has_bias)),
+        fc_bias=truth(merged, "bias", has_bias),
         norm_before_residual=truth(merged, "norm_before_residual"),
         norm_before_fc=truth(merged, "norm_before_fc") or truth(merged, "fc_norm"),
         norm_output=_feeds_normed(merged),
         num_layers=num_layers,
         positions_per_layer=positions_per_layer,
-        qkv_bias=truth(merged, "qkv_bias", attention_bias or f"{layer}self_attn.q_proj.bias" in stored),
-        output_bias=f"{layer}self_attn.o_proj.bias" in stored,
-        qk_norm=f"{layer}self_attn.q_norm.weight" in stored,
+        qkv_bias=truth(merged, "qkv_bias", qkv_bias),
+        output_bias=output_bias,
+        qk_norm=f"{attention}q_norm.weight" in tensors,
         window=_window(merged, num_layers),
         rope=_rope(merged),
     )
@@ -153,11 +208,11 @@ def _layers(merged: Raw, stored: Mapping[str, Tensor]) -> tuple[int, int]:
     found = {int(match[1]) for name in stored if (match := re.match(r"layers\.(\d{1,9})\.", name))} | {0}
     if len(found) == 1 or any(re.match(r"layers\.[1-9]\d*\.input_layernorm\.weight", name) for name in stored):
         return count, 0
-    positions = integer(merged, POSITIONS_KEY, 0)
+    positions = integer(merged, _POSITIONS_KEY, 0)
     if positions < 1:
         raise ModelError(
             f"this is a PosS head of {len(found)} layers (layers.{max(found)}); its files do not say how many positions each "
-            f"drafts: set drafting.eagle.positions_per_layer, or {POSITIONS_KEY} in its config.json"
+            f"drafts: set drafting.eagle.positions_per_layer, or {_POSITIONS_KEY} in its config.json"
         )
     return len(found), positions
 
@@ -195,7 +250,7 @@ def _window(merged: Raw, num_layers: int) -> int:
 def _rope(merged: Raw) -> dict[str, Any]:
     """transformers' `rope_parameters` of rotary positions that are not plain. Raises: ModelError."""
     rope: dict[str, Any] = {}
-    for key in ROPE_KEYS:
+    for key in _ROPE_KEYS:
         section = dict(section_of(merged, key))
         kind = section.get("rope_type") or section.get("type") or "default"
         served = isinstance(kind, str) and (kind in _PLAIN_ROPE or kind in _ROPE_NUMBERS)
@@ -211,19 +266,8 @@ def _rope(merged: Raw) -> dict[str, Any]:
     return rope
 
 
-def _refuse_unserved(merged: Raw) -> None:
-    """Raises: ModelError for keys that would change the result and are not supported."""
-    if (activation := merged.get("hidden_act") or "silu") != "silu":
-        raise ModelError(f"config.json has hidden_act {activation!r}; silu is served")
-    if truth(merged, "norm_before_fc") and truth(merged, "fc_norm"):
-        raise ModelError("config.json has both norm_before_fc and fc_norm")
-
-
-def _norm_names(merged: Raw, config: HeadConfig) -> list[str]:
-    """Names of the feature norms: one norm for all taps, or one for each tap."""
-    if not truth(merged, "fc_norm"):
-        return ["input_norm.weight"]
-    return [f"fc_norm.{i}.weight" for i in range(len(config.aux_layers) or NUM_AUX_LAYERS)]
+def _norms_of_taps(count: int) -> list[str]:
+    return [f"fc_norm.{i}.weight" for i in range(count)]
 
 
 def _taken_norm(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
@@ -262,7 +306,7 @@ def _rope_theta(merged: Raw) -> float:
 
 
 def _taps(section: Raw) -> list[int]:
-    taps = section.get(AUX_KEY) or []
+    taps = section.get(_AUX_KEY) or []
     if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise ModelError(f"config.json has {AUX_KEY} {taps!r}, not a list of whole numbers")
+        raise ModelError(f"config.json has {_AUX_KEY} {taps!r}, not a list of whole numbers")
     return taps

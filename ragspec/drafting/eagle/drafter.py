@@ -9,6 +9,7 @@ Sources: see `ragspec.drafting.eagle.network`; drafts grow in `ragspec.drafting.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 from typing import Generic, Protocol, TypeVar
 
@@ -52,9 +53,16 @@ class PairNetwork(Protocol):
     taps: tuple[int, ...]
     backend: Backend
 
+    @property
+    def num_features(self) -> int:
+        """Width of the states that it reads."""
+
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool: ...
 
     def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor: ...
+
+    def first_logits(self, states: Tensor, next_tokens: Ints) -> LogitRows:
+        """Of the first level, from the outputs of `first`. Shapes: [B, H], int32 [B]."""
 
 
 Network = TypeVar("Network", bound=PairNetwork)
@@ -162,3 +170,23 @@ class EagleDrafter(PairDrafter[EagleNetwork]):
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         above = states[self.network.backend.tokens(nodes.above)]
         return self.network.further(nodes.token_ids, above, cache, metadata, nodes.depth)
+
+
+class PairTimer(Generic[Network]):
+    """Times a network's forwards over a context of zeros. Keys that it writes are never read."""
+
+    def __init__(self, network: Network, pool: KvPool) -> None:
+        self.network, self._num_slots = network, pool.num_slots
+        self._cache = network.make_cache(pool)
+
+    def seconds(self, num_rows: int, context: int) -> float:
+        """Seconds of one forward of so many rows, logits included."""
+        network, slots = self.network, np.arange(context + num_rows, dtype=np.int32)
+        assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
+        rows = DraftBatch([ScheduledDraft(slots, num_rows, len(slots), slots[:0])]).chains()
+        features = torch.zeros(num_rows, network.num_features, device=network.backend.device)
+        token_ids = np.zeros(num_rows, np.int32)
+        begin = time.perf_counter()
+        network.first_logits(network.first(token_ids, features, self._cache, rows), token_ids)
+        network.backend.wait()
+        return time.perf_counter() - begin

@@ -1,19 +1,22 @@
-"""An EAGLE head's network as the engine runs it: products and attention of the target's backend, ragged batches.
+"""An EAGLE head's network: one decoder layer, or a few, over pairs (state, next token).
 
-One decoder layer, or a few, over pairs (state, next token). The state of a draft's first row is the target's, the states of
-later rows are the head's own outputs. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
+Pair t is (feature F_t, token x_{t+1}) at rotary position t. Its output h_t replaces F_{t+1} in the next draft step: the state
+of a draft's first row is the target's, the states of later rows are the head's own outputs. `EagleHead` holds the weights by
+their published names and the formulas, and trains. `EagleNetwork` runs a head in the engine, with products and attention of the
+target's backend over ragged batches. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
 
-    >>> network = EagleNetwork(read_head(path), target)
+    >>> network = EagleNetwork(read_head(path), target, max_positions=2048)
     >>> hidden = network.first(token_ids, features, cache, metadata)         # [N, H]
-    >>> logits = network.logits(hidden)                                  # [N, Vd]
+    >>> logits = network.logits(hidden)                                      # [N, Vd]
+    >>> states = EagleHead(config).unroll(embedded, features, rows, Objective(num_steps=4))       # [4, B, A, H]
 
-Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
+Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840), HASS (arXiv
+2408.15766), PosS (arXiv 2506.03566).
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping
 from typing import cast
 
@@ -23,124 +26,240 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
-from ragspec.drafting.eagle.layout import layer_prefix
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.heads.layer import make_cache, make_layer, make_norm
-from ragspec.drafting.heads.target import FINAL, HeadTarget, float_dtype
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
+from ragspec.drafting.heads.layer import (
+    DecoderLayer,
+    HeadAttention,
+    KeyValues,
+    RmsNorm,
+    Rotations,
+    make_cache,
+    make_layer,
+    prepare,
+    serve,
+)
+from ragspec.drafting.heads.learning import Head, Inputs, LossWeights, Objective, Projection, rows_of
+from ragspec.drafting.heads.target import FINAL, DraftTarget, float_dtype
+from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
-from ragspec.numerics.backend import ForwardContext, LayerModule, LogitRows
+from ragspec.numerics.backend import ForwardContext, LogitRows
 from ragspec.numerics.kv_cache import KvPool
+
+HIDDEN_SCORE = -30_000.0
+
+
+class FeatureNorm(RmsNorm):
+    """One norm over the features of all taps, or a norm for each tap. Shapes: weight [groups, F / groups]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, self.weight.shape)
+        return (F.rms_norm(groups, groups.shape[-1:], None, self.eps) * self.weight).flatten(-2)
+
+
+class EagleHead(Head):
+    """Weights and formulas. `num_norms`: norms of the features, where the dialect has any."""
+
+    def __init__(self, config: HeadConfig, num_norms: int = 1) -> None:
+        super().__init__()
+        self.config, self.is_eagle3 = config, config.family is EagleFamily.EAGLE3
+        self.loss_weights = LossWeights(teacher=1.0) if self.is_eagle3 else LossWeights(state=1.0, teacher=0.1)
+        width, eps, num_features = config.hidden_size, config.rms_norm_eps, config.num_features
+        self.fc = nn.Linear(num_features if self.is_eagle3 else 2 * width, width, bias=config.fc_bias)
+        layers = {str(i): _layer(config, i) for i in range(config.num_layers)}
+        if self.is_eagle3:
+            self.midlayer = layers.pop("0")
+            self.norm = RmsNorm(width, eps)
+            self.lm_head: nn.Module = nn.Linear(width, config.draft_vocab_size, bias=False)
+            if config.norm_before_fc:
+                self.fc_norm = FeatureNorm([num_norms, num_features // num_norms], eps)
+            if config.draft_vocab_size < config.vocab_size:
+                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+                self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        if layers:
+            self.layers = nn.ModuleDict(layers)
+
+    def layer(self, index: int = 0) -> DecoderLayer:
+        is_first_of_eagle3 = self.is_eagle3 and index == 0
+        return self.midlayer if is_first_of_eagle3 else cast(DecoderLayer, self.layers[str(index)])
+
+    def index_at(self, depth: int) -> int:
+        """The specialist that drafts `depth` levels below the root."""
+        config: HeadConfig = self.config
+        return min(depth // max(1, config.positions_per_layer), config.num_layers - 1)
+
+    def read(self, features: Tensor) -> Tensor:
+        """The state of the first draft step. EAGLE-3 projects several layers of the target to one state."""
+        if not self.is_eagle3:
+            return features
+        normed = self.fc_norm(features) if self.config.norm_before_fc else features
+        return cast(Tensor, self.fc(normed)).float()
+
+    def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and the rows that the first layer attends with. Shapes: [..., H] twice -> [..., H], [..., inputs].
+
+        EAGLE-1 and 2: one projection of both, without a norm. EAGLE-3: both normed, side by side.
+        """
+        if not self.is_eagle3:
+            joined = cast(Tensor, self.fc(torch.cat([embedded, state], -1))).float()
+            return joined, joined
+        normed = self.midlayer.hidden_norm(state)
+        residual = normed if self.config.norm_before_residual else state
+        return residual, torch.cat([self.midlayer.input_layernorm(embedded), normed], -1)
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """The state that is fed back."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
+        if not self.is_eagle3:
+            return project(state)
+        return cast(Tensor, self.lm_head(state if self.config.norm_output else self.norm(state)))
+
+    def draft_token_ids(self) -> Tensor | None:
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        offsets = self.get_buffer("d2t")
+        return offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
+        """The states of chosen rows after 1..num_steps draft steps over the given text.
+
+        Every row drafts as it does when serving (EAGLE-3's training-time test, HASS's harmonised context): keys of the text come
+        from true features; later steps of a row attend to the keys up to its pair, and to its own drafted states. A specialist of
+        PosS computes all of these keys by its own layer. Behind the text's end, the last token is repeated; callers ignore those
+        states.
+
+        Shapes: embedded float32 [B, T, H] of tokens 0..T-1, features [B, T, F], rows int64 [B, A] -> [num_steps, B, A, H].
+        """
+        inputs, num_pairs = objective.inputs, embedded.shape[1] - 1
+        shift = int(inputs is not Inputs.UNSHIFTED)
+        tables = rotations_of(self.config, num_pairs + objective.num_steps)
+        cos, sin = (table.to(embedded.device) for table in tables)
+        residual, text_x = self.join(*inputs.kept(embedded[:, shift : shift + num_pairs], self.read(features[:, :-1])))
+        text_rotations = cos[None, :num_pairs], sin[None, :num_pairs]
+        attention = self.layer().self_attn
+        text = attention.keys_values(text_x, text_rotations)
+        positions = torch.arange(num_pairs, device=embedded.device)
+        bias = torch.where(positions <= rows[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
+        x, residual = rows_of(text_x, rows), rows_of(residual, rows)
+        drafted: list[Tensor] = []  # the rows of the draft steps so far
+        own: list[KeyValues] = []
+        states: list[Tensor] = []
+        for step in range(objective.num_steps):
+            layer = self.layer(self.index_at(step))
+            if step:
+                tokens = rows_of(embedded, (rows + shift + step).clamp(max=num_pairs))
+                state = states[-1].detach() if objective.is_detached else states[-1]
+                residual, x = self.join(*inputs.kept(tokens, state))
+                drafted.append(x)
+                if layer.self_attn is not attention:  # a specialist takes over
+                    attention, own = layer.self_attn, []
+                    text = attention.keys_values(text_x, text_rotations)
+                for i in range(len(own), len(drafted)):
+                    own.append(attention.keys_values(drafted[i], (cos[rows + i + 1], sin[rows + i + 1])))
+            attended = attention(x, (cos[rows + step], sin[rows + step]), text, own, bias)
+            states.append(self.output(layer.finish(residual, attended)))
+        return torch.stack(states)
+
+
+def _layer(config: HeadConfig, index: int) -> DecoderLayer:
+    is_first_of_eagle3 = config.family is EagleFamily.EAGLE3 and index == 0
+    heads, head_dim, width = config.num_heads, config.head_dim, config.hidden_size
+    attention = HeadAttention(
+        AttentionShape(heads, config.num_kv_heads, head_dim, head_dim**-0.5, config.window),
+        2 * width if is_first_of_eagle3 else width,
+        width,
+        config.rms_norm_eps,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm=config.qk_norm,
+    )
+    layer = DecoderLayer(attention, config.intermediate_size, config.rms_norm_eps)
+    if is_first_of_eagle3:
+        layer.hidden_norm = RmsNorm(width, config.rms_norm_eps)
+    if is_first_of_eagle3 or (index and not config.positions_per_layer):
+        layer.input_layernorm = RmsNorm(width, config.rms_norm_eps)
+    return layer
+
+
+def check_trainable(config: HeadConfig) -> None:
+    """Raises: ModelError for a head that `EagleHead.unroll` would compute otherwise than it is served."""
+    if config.window or (config.num_layers > 1 and not config.positions_per_layer):
+        raise ModelError("heads with a sliding window or a stack of layers are served, not trained")
 
 
 class EagleNetwork:
-    """A head's weights, products in `dtype` (None: the target's), everything between them in float32.
+    """A head with products in `dtype` (None: the target's), everything between them in float32.
 
     Raises: ModelError if the head was made for another target.
     """
 
     def __init__(
-        self, checkpoint: HeadCheckpoint, target: HeadTarget, max_positions: int, dtype: torch.dtype | None = None
+        self, checkpoint: HeadCheckpoint, target: DraftTarget, max_positions: int, dtype: torch.dtype | None = None
     ) -> None:
         config, tensors = checkpoint
         check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
         self.config, self.vocab_size = config, config.vocab_size
         self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
-        dtype = dtype or target.embedding.dtype
-        self._target, self.backend, self._product_dtype = target, target.backend.for_head(dtype), dtype
-        dtype = float_dtype(dtype)
+        self._target, self._dtype = target, dtype or target.embedding.dtype
+        self._rotations = rotations_of(config, max_positions)
+        own = tensors.get("embed_tokens.weight")
+        self.embedding = target.embedding if own is None else own.to(target.backend.device, float_dtype(self._dtype))
+        self._build(tensors)
         self._ids_on_device = self.backend.tokens(self.draft_ids)
-        self._dtype, self._rotations = dtype, _rotations(config, max_positions)
-        weights = self._weights_of(tensors)
-        self.embedding = weights.get("embed_tokens.weight", target.embedding)
-        self._build(weights)
-        is_eagle3 = config.family is EagleFamily.EAGLE3
-        self._lm_head = self.backend.make_linear(weights["lm_head.weight"]) if is_eagle3 else None
+
+    def _build(self, tensors: Mapping[str, Tensor], lm_head: nn.Module | None = None) -> None:
+        """Everything but the embedding. `lm_head`: an output layer that serves already."""
+        self.backend = self._target.backend.for_head(self._dtype)
+        with torch.device("meta"):
+            self.head = EagleHead(self.config, len(tensors.get("fc_norm.weight", [0])))
+        prepare(self.head, tensors, self.backend.device, float_dtype(self._dtype))
+        if lm_head is not None:
+            self.head.lm_head = lm_head
+        layers = [self.head.layer(i) for i in range(self.config.num_layers)]
+        self._layers = [make_layer(layer, self._rotations, self.backend, i) for i, layer in enumerate(layers)]
+        serve(self.head, self.backend)
 
     def relearned(self, tensors: Mapping[str, Tensor]) -> EagleNetwork:
         """The same head with other weights of its layers. Embedding, output layer and rotations are shared."""
         other = copy.copy(self)
-        other.backend = self._target.backend.for_head(self._product_dtype)
-        other._build(self._weights_of(tensors))
+        other._build(tensors, self.head.lm_head)
         return other
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
         return make_cache(self._layers, self.backend, pool, num_own_slots)
+
+    @property
+    def num_features(self) -> int:
+        return self.config.num_features
 
     def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states of the target. Shapes: int32 [N], float32 [N, F] -> [N, H].
 
         A single row is computed twice where a backend's product takes another path for it.
         """
-        with torch.inference_mode():
-            return self._outputs(token_ids, features, cache, metadata, depth=0)
+        return self._outputs(token_ids, features, cache, metadata, depth=0)
 
     def further(
         self, token_ids: Ints | Tensor, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int = 1
     ) -> Tensor:
         """Pairs with states that the head itself computed, `depth` levels below the root. Shapes: int32 [N], [N, H] -> [N, H]."""
-        with torch.inference_mode():
-            return self._outputs(token_ids, states, cache, metadata, depth)
+        return self._outputs(token_ids, states, cache, metadata, depth)
 
     def logits(self, hidden: Tensor) -> LogitRows:
         """Logits of the token after each pair, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
         with torch.inference_mode():
-            if self._lm_head is None:
-                values = self._target.logits_of(hidden.to(self._target.embedding.dtype))
-            else:
-                values = self._product(self._lm_head, hidden if self.config.norm_output else self._norm(hidden))
+            values = self.head.logits(hidden, self._project)
             return self.backend.logits(values, self._ids_on_device, self.config.vocab_size)
 
-    def _weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-        return {name: tensor.to(self.backend.device, self._dtype) for name, tensor in floats.items()}
+    def first_logits(self, states: Tensor, next_tokens: Ints) -> LogitRows:
+        return self.logits(states)
 
-    def _build(self, weights: dict[str, Tensor]) -> None:
-        """Everything but embedding and output layer."""
-        self._fc = self.backend.make_linear(weights["fc.weight"], weights.get("fc.bias"))
-        self._build_layers(weights)
-        if self.config.family is EagleFamily.EAGLE3:
-            self._build_norms(weights)
+    def _project(self, states: Tensor) -> Tensor:
+        return self._target.logits_of(states.to(self._target.embedding.dtype))
 
-    def _build_layers(self, weights: dict[str, Tensor]) -> None:
-        config = self.config
-        shape = AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.window
-        )
-        self._layers, self._input_norms = list[LayerModule](), {}
-        for i in range(config.num_layers):
-            prefix = layer_prefix(config.family, i)
-            layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-            self._layers.append(make_layer(layer, shape, config.rms_norm_eps, self._rotations, self.backend, i))
-            if i and not config.positions_per_layer:
-                self._input_norms[i] = make_norm(self.backend, layer["input_layernorm.weight"], config.rms_norm_eps)
-
-    def _through_layers(self, residual: Tensor, x: Tensor, context: ForwardContext, depth: int) -> Tensor:
-        """A stack's layers all run. Of specialists that of the position runs; later specialists only keep the rows' keys."""
-        positions = self.config.positions_per_layer
-        if not positions:
-            hidden = self._layers[0](residual, x, context)
-            for i, norm in self._input_norms.items():
-                hidden = self._layers[i](hidden, norm(hidden), context)
-            return hidden
-        specialist, *later = self._layers[min(depth // positions, self.config.num_layers - 1) :]
-        for layer in later:
-            layer.write(x, context)
-        return specialist(residual, x, context)
-
-    def _build_norms(self, weights: dict[str, Tensor]) -> None:
-        """EAGLE-3 norms the embedding, the state and the output, and perhaps the features."""
-        eps, prefix = self.config.rms_norm_eps, layer_prefix(self.config.family)
-        self._token_norm = make_norm(self.backend, weights[f"{prefix}input_layernorm.weight"], eps)
-        self._state_norm = make_norm(self.backend, weights[f"{prefix}hidden_norm.weight"], eps)
-        self._norm = make_norm(self.backend, weights["norm.weight"], eps)
-        fc_norm = weights.get("fc_norm.weight")
-        self._fc_norm = None if fc_norm is None else fc_norm.float()
-
-    def _product(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return cast(Tensor, layer(x.to(self._dtype)).float())
-
+    @torch.inference_mode()
     def _outputs(
         self, token_ids: Ints | Tensor, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
     ) -> Tensor:
@@ -148,32 +267,21 @@ class EagleNetwork:
         if num_rows < self.backend.least_rows:
             tokens, states = tokens.repeat(2), states.repeat(2, 1)
         embedded = F.embedding(tokens, self.embedding).float()
-        build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
-        residual, x = build(embedded, states, depth == 0)
+        residual, x = self.head.join(embedded, states if depth else self.head.read(states))
         hidden = self._through_layers(residual, x, self.backend.context(cache, metadata), depth)
-        if self.config.norm_output:
-            hidden = self._norm(hidden)
-        return hidden[:num_rows]
+        return self.head.output(hidden)[:num_rows]
 
-    def _input_1(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """EAGLE-1 and 2: one projection of both, without a norm. Shapes: [N, H] twice -> (residual, x) [N, H] each."""
-        x = self._product(self._fc, torch.cat([embedded, states], 1))
-        return x, x
-
-    def _input_3(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """EAGLE-3: several layers of the target are projected to one state; both halves normed, side by side."""
-        if is_first:
-            states = self._product(self._fc, self._normed_features(states))
-        normalised = self._state_norm(states)
-        residual = normalised if self.config.norm_before_residual else states
-        return residual, torch.cat([self._token_norm(embedded), normalised], 1)
-
-    def _normed_features(self, features: Tensor) -> Tensor:
-        if self._fc_norm is None:
-            return features
-        parts = features.view(len(features), *self._fc_norm.shape)
-        normed = F.rms_norm(parts, parts.shape[-1:], None, self.config.rms_norm_eps) * self._fc_norm
-        return normed.view_as(features)
+    def _through_layers(self, residual: Tensor, x: Tensor, context: ForwardContext, depth: int) -> Tensor:
+        """A stack's layers all run. Of specialists that of the position runs; later specialists only keep the rows' keys."""
+        if not self.config.positions_per_layer:
+            hidden = self._layers[0](residual, x, context)
+            for i in range(1, len(self._layers)):
+                hidden = self._layers[i](hidden, self.head.layer(i).input_layernorm(hidden), context)
+            return hidden
+        specialist, *later = self._layers[self.head.index_at(depth) :]
+        for layer in later:
+            layer.write(x, context)
+        return specialist(residual, x, context)
 
 
 def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
@@ -183,14 +291,14 @@ def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
     return config.aux_layers or default_aux_layers(num_layers)
 
 
-def _draft_ids(tensors: dict[str, Tensor], draft_vocab_size: int) -> NDArray[np.int64]:
+def _draft_ids(tensors: Mapping[str, Tensor], draft_vocab_size: int) -> NDArray[np.int64]:
     """The target's id of each draft token. Shape: int64 [Vd]."""
     ids = torch.arange(draft_vocab_size)
     return cast(NDArray[np.int64], (ids + tensors["d2t"] if "d2t" in tensors else ids).numpy())
 
 
-def _rotations(config: HeadConfig, max_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions of the target, not only the head's. Shapes: float32 [positions, head_dim]."""
+def rotations_of(config: HeadConfig, num_positions: int) -> Rotations:
+    """Of the positions from 0 on. Shapes: float32 [positions, head_dim] each."""
     frequencies, factor = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim), 1.0
     if config.rope:
         from transformers import LlamaConfig  # Why here: the classes of configurations take a second
@@ -204,25 +312,6 @@ def _rotations(config: HeadConfig, max_positions: int) -> tuple[Tensor, Tensor]:
             rope_parameters={"rope_theta": config.rope_theta, **config.rope},
         )
         frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](llama, torch.device("cpu"))
-    angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies.double()
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies.double()
     both = torch.cat([angles, angles], 1)
     return (both.cos() * factor).float(), (both.sin() * factor).float()
-
-
-class HeadTimer:
-    """Times a head's forwards over a context of zeros. Keys that it writes are never read."""
-
-    def __init__(self, network: EagleNetwork, pool: KvPool) -> None:
-        self.network, self._num_slots = network, pool.num_slots
-        self._cache = network.make_cache(pool)
-
-    def seconds(self, num_rows: int, context: int) -> float:
-        """Seconds of one forward of so many rows, logits included."""
-        network, slots = self.network, np.arange(context + num_rows, dtype=np.int32)
-        assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
-        rows = DraftBatch([ScheduledDraft(slots, num_rows, len(slots), slots[:0])]).chains()
-        features = torch.zeros(num_rows, network.config.num_features, device=network.backend.device)
-        begin = time.perf_counter()
-        network.logits(network.first(np.zeros(num_rows, np.int32), features, self._cache, rows))
-        network.backend.wait()
-        return time.perf_counter() - begin

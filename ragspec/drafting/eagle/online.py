@@ -24,9 +24,8 @@ from ragspec.config import OnlineConfig
 from ragspec.core import salt_belongs_to
 from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.drafting.eagle.drafter import EagleDrafter
-from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.learning.eagle_model import Eagle3Head
-from ragspec.drafting.learning.online import HeadLearner, Recording
+from ragspec.drafting.eagle.learner import HeadLearner, Recording
+from ragspec.drafting.eagle.network import EagleHead, EagleNetwork
 from ragspec.errors import ConfigError
 from ragspec.numerics.threads import set_num_threads
 from ragspec.tenants import TenantStates
@@ -39,7 +38,7 @@ class OnlineEagleDrafter(EagleDrafter):
     """See the module. `head`: the network's weights. Raises: ConfigError if not even one learned head fits."""
 
     def __init__(
-        self, network: EagleNetwork, *args: Any, head: Eagle3Head, online: OnlineConfig, **options: Any
+        self, network: EagleNetwork, *args: Any, head: EagleHead, online: OnlineConfig, **options: Any
     ) -> None:
         super().__init__(network, *args, **options)
         needed = HeadLearner.num_bytes(head)

@@ -1,4 +1,4 @@
-"""The files of a published head: config.json and named tensors.
+"""The files of a published head: config.json, the values of its keys, and named tensors.
 
 Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files without pickled code.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ragspec.disk import atomic_writer
-from ragspec.drafting.heads.config_keys import Raw
 from ragspec.errors import ModelError, SaveError
+
+Raw = Mapping[str, Any]
+"""The content of a config.json, or a section of it."""
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -86,6 +88,22 @@ def check_tensor(
         raise ModelError(f"the head's {name} holds a value that is not finite")
 
 
+def check_tensors(tensors: Mapping[str, Tensor], needed: Mapping[str, Tensor], optional: Mapping[str, Tensor]) -> None:
+    """`needed` and `optional`: tensors of the right shape and kind, without memory.
+
+    Raises: ModelError naming the first tensor that is missing, unknown, of another shape or kind, or not finite.
+    """
+    for name in needed:
+        if name not in tensors:
+            raise ModelError(f"the head lacks {name}, which its config or its other tensors ask for")
+    for name, tensor in tensors.items():
+        wanted = needed.get(name, optional.get(name))
+        if wanted is None:
+            raise ModelError(f"the head has {name}, which a head of its config has not")
+        dtypes = STORED_DTYPES if wanted.is_floating_point() else (wanted.dtype,)
+        check_tensor(name, tensor, tuple(wanted.shape), dtypes)
+
+
 def _weights_path(directory: Path, own_names: tuple[str, ...]) -> Path:
     """The first published name that exists, or else the only file of tensors."""
     for name in (*own_names, *_PUBLISHED_WEIGHTS):
@@ -129,3 +147,35 @@ def _read_file(path: Path, section: str) -> dict[str, Tensor]:
 
 def _is_named_tensor(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, Tensor)
+
+
+def section_of(raw: Raw, key: str) -> Raw:
+    """Raises: ModelError naming the key, as all functions below do for a value of another kind."""
+    section = raw.get(key) or {}
+    if not isinstance(section, dict):
+        raise ModelError(f"config.json has {key} {section!r}, not a section")
+    return section
+
+
+def _value(section: Raw, key: str, absent: Any, kinds: tuple[type, ...], wanted: str) -> Any:
+    value = absent if section.get(key) is None else section[key]
+    if type(value) not in kinds:
+        raise ModelError(f"config.json has {key} {value!r}, not {wanted}")
+    return value
+
+
+def integer(section: Raw, key: str, absent: int | None = None) -> int:
+    if absent is None and section.get(key) is None:
+        raise ModelError(f"config.json has no {key}")
+    return cast(int, _value(section, key, absent, (int,), "a whole number"))
+
+
+def number(section: Raw, key: str, absent: float) -> float:
+    value = _value(section, key, absent, (int, float), "a number")
+    if abs(value) > 1e30:
+        raise ModelError(f"config.json has {key} {value!r}, not a number")
+    return float(value)
+
+
+def truth(section: Raw, key: str, absent: bool = False) -> bool:
+    return cast(bool, _value(section, key, absent, (bool,), "true or false"))

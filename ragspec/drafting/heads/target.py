@@ -1,13 +1,16 @@
-"""The part of a target that heads need."""
+"""The part of a target that drafters with a network need. A draft model is a target, too."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ragspec.numerics.backend import Backend
+from ragspec.numerics.attention import AttentionMetadata, Ints
+from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.kv_cache import KvPool
 
 FINAL = -1
 """The tap of the target's final norm (`ragspec.engine.target`)."""
@@ -18,12 +21,14 @@ def float_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.int8 else dtype
 
 
-class HeadTarget(Protocol):
-    """See `ragspec.engine.target`."""
+class DraftTarget(Protocol):
+    """See `ragspec.engine.target.Target`."""
 
     vocab_size: int
     hidden_size: int
+    num_positions: int
     backend: Backend
+    pool: KvPool
 
     @property
     def embedding(self) -> Tensor:
@@ -35,5 +40,13 @@ class HeadTarget(Protocol):
     @property
     def text_config(self) -> Any:
         """The model's configuration, as transformers reads it."""
+
+    def forward_tapped(
+        self, token_ids: Ints | Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
+    ) -> tuple[LogitRows, Mapping[int, Tensor]]: ...
+
+    def states_through(
+        self, layers: Sequence[int], token_ids: Ints | Tensor, metadata: AttentionMetadata
+    ) -> Tensor: ...
 
     def logits_of(self, states: Tensor) -> Tensor: ...

@@ -1,8 +1,8 @@
 """The drafters with one head for each position ahead, which read the target's last hidden state: Medusa and Hydra.
 
 Head i guesses the token at distance i + 2 from the state, so level i + 1 of the tree. A Medusa head reads nothing else: its level
-is the same below all nodes. A grounded Hydra head also reads the path to its node. Heads keep no keys, so there is no window, and
-every state is enough to draft from.
+is the same below all nodes. A grounded Hydra head also reads the path to its node. These heads keep no keys, so there is no
+window, and every state is enough to draft from; Hydra++ keeps its prefix layer's keys as an EAGLE head does.
 
 Sources: see `ragspec.drafting.medusa.network`; drafts grow in `ragspec.drafting.growing`, the noise is in
 `ragspec.drafting.coupling`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
+from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
+from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.medusa.network import PositionNetwork
+from ragspec.drafting.medusa.network import PositionNetwork, PrefixNetwork
 
 
 class LastState(NamedTuple):
@@ -84,6 +86,25 @@ class HydraDrafter(MedusaDrafter):
     """As `MedusaDrafter`, under Hydra's name."""
 
     name = "hydra"
+
+
+class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):
+    """Hydra++: a draft first reads the states that are new through the prefix layer."""
+
+    name = "hydra"
+
+    def __init__(self, network: PrefixNetwork, shape: TreeShape, costs: CostTable, **options: Any) -> None:
+        super().__init__(network, shape, costs, **options)
+        self.nodes_share_rows = not network.is_grounded
+
+    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
+        return super()._draft(sequence, settings, min(num_levels, self.network.num_heads))
+
+    def _levels(self, drafts: list[HeadDraft]) -> Levels:
+        assert self._slots is not None
+        parts = [draft.scheduled() for draft in drafts]
+        states = self._read(drafts, DraftBatch(parts), self._slots.cache)
+        yield from levels_of(self.network, states, drafts)
 
 
 def levels_of(network: PositionNetwork, states: Tensor, drafts: SequenceOf[GrowingDraft]) -> Levels:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import threading
 from collections import deque
@@ -29,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.engine.checkpoints.model_config import check_servable
 from ragspec.engine.checkpoints.weights import check_complete, load_whole, model_errors
 from ragspec.engine.target import read_tokenizer
@@ -37,16 +36,15 @@ from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.row_invariant import without_progress_bars
 
-log = logging.getLogger(__name__)
-
 _READING = threading.Lock()
 """Held while names of the library gguf stand for a file's own, which one thread at a time can do."""
 
 _MAX_FILE = "4GB"
+_SAY_EVERY_BYTES = 100_000
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 
 
-def convert_target(model: str, adapter: Path | None, dtype: str, folder: Path, say: Say = log.info) -> None:
+def convert_target(model: str, adapter: Path | None, dtype: str, folder: Path, say: Say = log_progress) -> None:
     """Write the target's folder: weights in `dtype`, tokenizer, chat template and generation settings.
 
     `say` gets a line for each part of the work. Raises: ModelError.
@@ -60,6 +58,7 @@ def convert_target(model: str, adapter: Path | None, dtype: str, folder: Path, s
             merge_adapter(loaded, adapter)
         say("writing the converted weights")
         loaded.save_pretrained(folder, max_shard_size=_MAX_FILE)
+        say("writing the tokenizer")
         _source_tokenizer(model).save_pretrained(folder)
 
 
@@ -89,9 +88,16 @@ def merge_adapter(model: Any, folder: Path) -> None:
 class _Reader(gguf.GGUFReader):
     """Reads a file's metadata in a third of the time: slices of a mapped file cost several times as much as an array's."""
 
-    def _get(self, *place: Any, **order: Any) -> Any:
+    def __init__(self, path: str, say: Say) -> None:
+        self._say, self._said_bytes = say, 0
+        super().__init__(path)
+
+    def _get(self, offset: int, *kind: Any, **order: Any) -> Any:
         self.data: Any = np.asarray(self.data)
-        return super()._get(*place, **order)
+        if offset >= self._said_bytes + _SAY_EVERY_BYTES:
+            self._said_bytes = int(offset)
+            self._say("reading the metadata of the GGUF file, kilobytes", self._said_bytes // 1000)
+        return super()._get(offset, *kind, **order)
 
 
 @contextlib.contextmanager
@@ -103,7 +109,7 @@ def _quick_reading(path: str, say: Say) -> Iterator[None]:
     say("reading the GGUF file")
     library: Any = gguf
     caller: Any = modeling_gguf_pytorch_utils
-    reader = _Reader(path)
+    reader = _Reader(path, say)
     with _READING, ThreadPoolExecutor(num_processors()) as pool:
         kept = library.GGUFReader, library.dequantize, caller.tqdm
         library.GGUFReader, caller.tqdm = lambda _: reader, lambda tensors, **_: tensors
@@ -130,9 +136,7 @@ class _Dequantiser:
         for tensor in self._tensors[self._num_started : number + self._num_ahead]:
             self._ahead.append(self._pool.submit(self._dequantize, tensor.data, tensor.tensor_type))
             self._num_started += 1
-        percent = 100 * number // len(self._tensors)
-        if percent // 10 > 100 * (number - 1) // len(self._tensors) // 10:
-            self._say(f"dequantising the weights: {percent} %")
+        self._say("dequantising the weights", number, len(self._tensors))
         return self._ahead.popleft().result()
 
 

@@ -15,14 +15,13 @@ import gc
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import shutil
 import time
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
-from ragspec.core import Say
+from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving, turn
 from ragspec.engine.checkpoints.catalogue import any_float, known, listed, sha256_of
 from ragspec.engine.checkpoints.downloads import local_model
@@ -35,15 +34,13 @@ _FORMAT = 1
 """Of converted folders."""
 MAX_UNUSED_DAYS = 30
 
-log = logging.getLogger(__name__)
-
 _STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
 """Files that decide a target's hidden states and tokens."""
 _TEXTS = ("chat_template*", "generation_config.json")
 """Files that also decide prompts and where texts end."""
 
 
-def target_folder(config: TargetConfig, say: Say = log.info) -> str:
+def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
     """The Hugging Face folder of a target, or its name on the hub. Converts a GGUF file, or merges an adapter, the first time.
 
     `say` gets a line for each part of a conversion.
@@ -57,6 +54,8 @@ def target_folder(config: TargetConfig, say: Say = log.info) -> str:
     elif is_path and not (Path(model) / "config.json").is_file():
         raise ModelError(f"{model} is not a model directory: it has no config.json")
     elif adapter is None:
+        if not is_path:
+            say(f"downloading {model}, unless it is on this machine")
         return model
     elif not is_path:
         model = _hub_snapshot(model)

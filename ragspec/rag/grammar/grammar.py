@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragspec.config import PipelineConfig, settings_of
-from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind, check_text
+from ragspec.core import Completion, CopySource, Request, SamplingParams, Say, SourceKind, check_text, log_progress
 from ragspec.engine.loading import load_engine
 from ragspec.numerics.noise import random_seed, row_seed
 from ragspec.rag.grammar.correction import (
@@ -78,13 +78,13 @@ class Grammar(Closeable):
         self._max_tokens = max(1, (prompts.max_context_tokens - overhead) // 2)  # of a sentence, and of its correction
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | str | Path | None = None) -> Self:
+    def from_config(cls, config: PipelineConfig | str | Path | None = None, say: Say = log_progress) -> Self:
         """Load the target, test the numerics and measure the costs; no index is opened. `config`: settings, or a YAML file.
 
         Raises: ConfigError, ModelError.
         """
         config = settings_of(config)
-        engine = load_engine(config.target, config.engine, config.drafting)
+        engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
         return cls(engine, prompts, max_in_flight=config.engine.max_running)
 

@@ -10,7 +10,6 @@ The text equals that of waiting for every retrieval (`guessing=False`), for any 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig, settings_of
-from ragspec.core import GenerationStats, Passage, SamplingOptions, SamplingParams, Say
+from ragspec.core import GenerationStats, Passage, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import IncrementalDetokenizer, detokenize
 from ragspec.errors import ConfigError, InputError
@@ -37,8 +36,6 @@ from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
-
-log = logging.getLogger(__name__)
 
 
 class IterativeOptions(SamplingOptions, total=False):
@@ -83,7 +80,7 @@ class IterativePipeline(Closeable):
         policy: Policy | None = None,
         *,
         encoder: TextEncoder | None = None,
-        say: Say = log.info,
+        say: Say = log_progress,
     ) -> Self:
         """As `Pipeline.from_config`, except that the policy sets the number of passages.
 

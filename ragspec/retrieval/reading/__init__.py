@@ -9,6 +9,17 @@ footnotes of .docx files, pictures, or scanned text.
 """
 
 from ragspec.retrieval.reading.file_reader import read_documents, read_file
-from ragspec.retrieval.reading.file_search import ROW_SUFFIXES, SUFFIXES, find_files, input_root, passed_over
+from ragspec.retrieval.reading.file_search import find_files, input_root, passed_over
+from ragspec.retrieval.reading.formats import CORRECTABLE_SUFFIXES, SUFFIXES, format_of, has_rows
 
-__all__ = ["ROW_SUFFIXES", "SUFFIXES", "find_files", "input_root", "passed_over", "read_documents", "read_file"]
+__all__ = [
+    "CORRECTABLE_SUFFIXES",
+    "SUFFIXES",
+    "find_files",
+    "format_of",
+    "has_rows",
+    "input_root",
+    "passed_over",
+    "read_documents",
+    "read_file",
+]

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ragspec.core import Document, check_text
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.file_search import find_files
-from ragspec.retrieval.reading.markup import read_markdown, read_rst
+from ragspec.retrieval.reading.formats import ReaderInput, format_of
 from ragspec.retrieval.reading.parsed_file import ParsedFile, read_text
-from ragspec.retrieval.reading.rows import read_csv, read_jsonl
 
 
 def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
@@ -46,42 +46,23 @@ def read_file(path: Path, name: str) -> Iterator[Document]:
 
 
 def _documents(path: Path, name: str) -> Iterator[Document]:
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        yield from read_jsonl(path, name)
-    elif suffix in (".csv", ".tsv"):
-        yield from read_csv(path, name)
-    else:
-        found = _parsed_file(path, suffix)
-        if found.text.strip():
-            yield Document(
-                id=name,
-                text=found.text,
-                title=found.title or path.stem,
-                source=name,
-                metadata=found.metadata,
-                headings=found.headings,
-            )
-
-
-def _parsed_file(path: Path, suffix: str) -> ParsedFile:
-    """Imports the parsers of other libraries late: a folder of text files needs none of them."""
-    if suffix in (".html", ".htm", ".xhtml"):
-        from ragspec.retrieval.reading.html import read_html
-
-        return read_html(path)
-    if suffix == ".pdf":
-        from ragspec.retrieval.reading.pdf import read_pdf
-
-        return read_pdf(path)
-    if suffix == ".docx":
-        from ragspec.retrieval.reading.docx import read_docx
-
-        return read_docx(path)
-    text = read_text(path)
-    if suffix == ".rst":
-        return read_rst(text)
-    return read_markdown(text) if suffix in (".md", ".markdown") else ParsedFile(text)
+    found = format_of(path)
+    module, _, function = found.reader.rpartition(".")
+    # Why here: parsers of other libraries take seconds to import, and a folder of text files needs none of them
+    reader = getattr(importlib.import_module(f"ragspec.retrieval.reading.{module}"), function)
+    if found.reader_input is ReaderInput.ROWS:
+        yield from reader(path, name)
+        return
+    parsed: ParsedFile = reader(read_text(path) if found.reader_input is ReaderInput.TEXT else path)
+    if parsed.text.strip():
+        yield Document(
+            id=name,
+            text=parsed.text,
+            title=parsed.title or path.stem,
+            source=name,
+            metadata=parsed.metadata,
+            headings=parsed.headings,
+        )
 
 
 def _reason(cause: Exception) -> str:

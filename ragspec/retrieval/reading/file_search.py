@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ragspec.errors import InputError
+from ragspec.retrieval.reading.formats import SUFFIXES
 
-ROW_SUFFIXES = frozenset(".jsonl .csv .tsv".split())
-"""Files in which each row is one document."""
-SUFFIXES = ROW_SUFFIXES | frozenset(".txt .md .markdown .rst .html .htm .xhtml .pdf .docx".split())
 _READMES = frozenset(
     "authors changelog changes contributing copying copyright faq hacking history install licence license news notes notice "
     "readme release thanks todo".split()

@@ -1,7 +1,9 @@
-"""The shape of a head for a target, and the head's initial weights.
+"""The shape of a head for a target, the head's initial weights, and its files.
 
-A head starts with copies of the target's final norm, of its output rows of the draft vocabulary and of its last layer's
+An EAGLE head starts with copies of the target's final norm, of its output rows of the draft vocabulary and of its last layer's
 feed-forward network (of a narrower one, the neurons with the largest weights), so its first predictions are near the target's.
+Medusa's and Hydra's blocks begin near the identity and output layers as copies of the target's, so every network begins by
+guessing the next token; the prefix layer of Hydra++ begins as the identity.
 
     >>> config = head_config(target, EagleFamily.EAGLE3, spread_aux_layers(target.num_layers))
     >>> head = fresh_head(config, target, vocabulary=None, seed=0)
@@ -12,9 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, default_aux_layers, read_head
-from ragspec.drafting.eagle.layout import layer_prefix
-from ragspec.drafting.learning.eagle_model import Eagle3Head, EagleHead, build_head
+from ragspec.drafting.eagle.checkpoint import read_head, write_head
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, default_aux_layers
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads.learning import Head
+from ragspec.drafting.medusa.checkpoint import write_positions
+from ragspec.drafting.medusa.network import PositionCheckpoint, PositionConfig, PositionHead
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.heads.frozen_target import FrozenTarget
 
@@ -80,18 +85,18 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
     """A head ready for training. `vocabulary`: ascending target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = build_head(config)
+        head = EagleHead(config)
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
     _copy_feed_forward(head, target)
     for i in range(1, config.num_layers):
-        head.layer(i * config.positions_per_layer).load_state_dict(head.layer().state_dict())
+        head.layer(i).load_state_dict(head.layer().state_dict())
     width = config.hidden_size
     head.fc.weight[:, -width:] += torch.eye(width)  # the last input: EAGLE's feature, EAGLE-3's highest layer
-    if isinstance(head, Eagle3Head):
+    if head.is_eagle3:
         rows = target.model.lm_head.weight if vocabulary is None else target.model.lm_head.weight[vocabulary]
-        head.lm_head.weight.copy_(rows)
+        head.get_parameter("lm_head.weight").copy_(rows)
         head.norm.weight.copy_(target.model.model.norm.weight)
         if vocabulary is not None:
             head.get_buffer("d2t").copy_(vocabulary - torch.arange(len(vocabulary)))
@@ -116,15 +121,54 @@ def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
 
 
 @torch.no_grad()
+def fresh_position_head(config: PositionConfig, target: FrozenTarget, seed: int) -> PositionHead:
+    """Medusa or Hydra heads ready for training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = PositionHead(config, target.config)
+        for position in range(config.num_heads):
+            for block in head.blocks(position):
+                nn.init.zeros_(block.linear.weight)
+                if isinstance(block.res_connection, nn.Linear):
+                    nn.init.normal_(block.res_connection.weight, std=INIT_STD)
+                    block.res_connection.weight[:, : config.hidden_size] += torch.eye(config.hidden_size)
+            output = head.output(position)
+            if isinstance(output, nn.Linear):
+                output.weight.copy_(target.model.lm_head.weight)
+                if output.bias is not None:
+                    nn.init.zeros_(output.bias)
+        if config.has_prefix:
+            _begin_as_identity(head.get_submodule("prefix_embeding_layer"), target)
+    return head.to(target.device)
+
+
+def _begin_as_identity(prefix: nn.Module, target: FrozenTarget) -> None:
+    for name, weight in prefix.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(weight)
+        elif weight.dim() > 1:
+            nn.init.normal_(weight, std=INIT_STD)
+    scale = float(target.model.model.norm.weight.float().square().mean().sqrt())
+    nn.init.constant_(prefix.get_parameter("norm.weight"), scale)
+
+
+@torch.no_grad()
 def start_from(head: EagleHead, directory: Path) -> None:
     """Copy the weights of a head on disk; specialists that it lacks begin as its last layer. Raises: ModelError."""
     config, tensors = read_head(directory)
-    layers = [layer_prefix(config.family, i) for i in range(config.num_layers)]
+    last = f"layers.{config.num_layers - 1}."
     for i in range(config.num_layers, head.config.num_layers):
-        old, new = layers[-1], layer_prefix(head.config.family, i)
-        tensors |= {new + name.removeprefix(old): t for name, t in tensors.items() if name.startswith(old)}
+        tensors |= {f"layers.{i}.{n.removeprefix(last)}": t for n, t in tensors.items() if n.startswith(last)}
     own = head.state_dict()
     for name, weight in own.items():
         if name not in tensors or tensors[name].shape != weight.shape:
             raise ModelError(f"{directory}: a head of another shape: {name} is not {list(weight.shape)}")
         weight.copy_(tensors[name])
+
+
+def write_trained(directory: Path, head: Head, tensors: dict[str, Tensor], target: str) -> None:
+    """Write tensors of a head's names in the published layout. `target`: its directory or name. Raises: ModelError, SaveError."""
+    if isinstance(head, PositionHead):
+        write_positions(directory, PositionCheckpoint(head.config, tensors), target)
+    else:
+        write_head(directory, HeadCheckpoint(head.config, tensors))

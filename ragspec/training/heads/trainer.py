@@ -4,18 +4,29 @@
 """
 
 import copy
-import random
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragspec.drafting.learning.head import Head, Objective
-from ragspec.drafting.learning.losses import MicroBatch, StepScores, TokenPredictions, draft_indices, step_scores
+from ragspec.drafting.heads.learning import (
+    Head,
+    MicroBatch,
+    Objective,
+    StepScores,
+    TokenPredictions,
+    draft_indices,
+    step_scores,
+    total_loss,
+)
+from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.training_texts import TextSampler, draw_batches
+from ragspec.training.heads.initialisation import write_trained
+from ragspec.training.heads.training_texts import TextSampler, micro_batches, num_tokens, whole_text
+from ragspec.training.step_data import StepData
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 
 NOISE_TOKENS = 512
@@ -36,7 +47,7 @@ class DrafterPlan(TrainingPlan):
     num_answers: int = 0
 
 
-class DrafterTrainer(Trainer[DrafterPlan]):
+class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
     """Trains one head in place."""
 
     gradient_clip = 0.5
@@ -48,32 +59,36 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         sample_text: TextSampler,
         plan: DrafterPlan,
         workers: WorkerGroup = SINGLE_WORKER,
+        num_processes: int = 0,
     ) -> None:
         parameters = list(head.parameters())
         groups: list[dict[str, Any]] = [
             {"params": [p for p in parameters if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
-        super().__init__(head, groups, plan, target.device, workers)
-        self.head, self.target, self.sample_text = head, target, sample_text
+        data = StepData(
+            partial(whole_text, sample_text, plan.max_tokens),
+            num_tokens,
+            num_tokens,
+            plan.step_tokens,
+            f"{plan.seed}/{workers.rank}",
+            num_processes,
+        )
+        super().__init__(head, groups, plan, target.device, workers, data)
+        self.head, self.target = head, target
 
-    def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
-        plan = self.plan
-        rng, noise = random.Random(seed), torch.Generator().manual_seed(seed)
-        batches = draw_batches(self.sample_text, rng, plan.max_tokens, plan.step_tokens, plan.micro_tokens)
-        num_rows = self.workers.sums(sum(len(batch.positions) for batch in batches))[0]
-        sums = [self._backward(batch, num_rows, noise) for batch in batches]
-        num_tokens = sum(batch.ids.numel() for batch in batches)
-        return num_tokens, step_rates(self.workers.sums(*map(sum, zip(*sums, strict=True))))
+    def _batches(self, texts: list[Encoded]) -> list[MicroBatch]:
+        return micro_batches(texts, self.plan.micro_tokens)
 
-    def _backward(self, batch: MicroBatch, num_rows: float, noise: torch.Generator) -> list[float]:
-        """Add a micro-batch's gradients; returns its sums for `step_rates`."""
+    def _backward(self, batch: MicroBatch, num_learnt: float, noise: torch.Generator) -> list[float]:
         with mixed_precision(self.device):
             scores = batch_scores(self.head, self.target, batch, self.plan.objective, noise)
-            decay = self.plan.objective.position_decay
-            loss = torch.stack([decay**i * step.loss for i, step in enumerate(scores)]).sum() / num_rows
+            loss = total_loss(scores, self.plan.objective, num_learnt)
         torch.autograd.backward(loss)
         return _flat(scores)
+
+    def _losses(self, sums: list[float]) -> dict[str, float]:
+        return step_rates(sums)
 
     @torch.no_grad()
     def probe(self, batches: list[MicroBatch], num_steps: int) -> dict[str, float]:
@@ -100,7 +115,7 @@ class DrafterTrainer(Trainer[DrafterPlan]):
 
     def write_head(self, directory: Path) -> None:
         """Write the averaged head in the published layout. Raises: ModelError, SaveError."""
-        self.head.write(directory, self.exported(), self.target.name)
+        write_trained(directory, self.head, self.exported(), self.target.name)
 
     def _model_config(self) -> dict[str, Any]:
         return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}

@@ -9,19 +9,19 @@ adapter: its articles, JFLEG, standard-library names, documentation files, and a
 SQuAD articles and dialogues that neither training nor evaluation reads.
 
     >>> sample_text = dataset_sampler(TextSource(data_dir), AnswerEncoder(tokenizer))
-    >>> batches = draw_batches(sample_text, random.Random(0), max_tokens=576, step_tokens=512, micro_tokens=1536)
+    >>> batches = micro_batches([whole_text(sample_text, 576, random.Random(0))], micro_tokens=1536)
 """
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragspec.drafting.learning.losses import MicroBatch, collate
+from ragspec.drafting.heads.learning import MicroBatch, collate
 from ragspec.rag.wording import question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
 from ragspec.training.reference.mixture import Mixture
@@ -86,19 +86,23 @@ def dataset_sampler(source: TextSource, encoder: AnswerEncoder) -> TextSampler:
     return lambda rng: encoder.encode(source.draw(rng))
 
 
-def draw_batches(
-    sample_text: TextSampler, rng: random.Random, max_tokens: int, step_tokens: int, micro_tokens: int
-) -> list[MicroBatch]:
-    """One optimizer step's texts, up to the text that reaches `step_tokens` tokens. All tokens are learnt."""
-    texts: list[Encoded] = []
-    while sum(len(text.ids) for text in texts) < step_tokens:
+def whole_text(sample_text: TextSampler, max_tokens: int, rng: random.Random) -> Encoded:
+    """A text that is cut to `max_tokens`. All of its tokens are learnt; very short texts are drawn again."""
+    while True:
         ids = sample_text(rng).ids[:max_tokens]
         if len(ids) >= MIN_TOKENS:
-            texts.append(Encoded(ids, [1.0] * len(ids)))
-    texts.sort(key=lambda text: len(text.ids))
+            return Encoded(ids, [1.0] * len(ids))
+
+
+def num_tokens(text: Encoded) -> int:
+    return len(text.ids)
+
+
+def micro_batches(texts: Sequence[Encoded], micro_tokens: int) -> list[MicroBatch]:
+    """Texts in rising order of their lengths, in batches of at most `micro_tokens` tokens with their padding, or of one text."""
     groups: list[list[Encoded]] = [[]]
     for text in texts:
-        if groups[-1] and (len(groups[-1]) + 1) * max(len(t.ids) for t in [*groups[-1], text]) > micro_tokens:
+        if groups[-1] and (len(groups[-1]) + 1) * len(text.ids) > micro_tokens:
             groups.append([])
         groups[-1].append(text)
     return [collate(group) for group in groups]

@@ -30,6 +30,10 @@ class RowBatch(NamedTuple):
     targets: Tensor
     weights: Tensor
 
+    @property
+    def num_learnt(self) -> int:
+        return int((self.targets >= 0).sum())
+
 
 class Token(NamedTuple):
     """`group` and `member` say who sees whom; member 0 is the beginning of its group."""
@@ -51,6 +55,9 @@ class Row:
         self.length = length
         self.tokens: list[Token] = []
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     def add(self, group: Iterable[Encoded]) -> None:
         """Append a group up to its first conversation that does not fit; the rest is not even encoded."""
         kept, shared = list[Encoded](), self.length
@@ -67,6 +74,11 @@ class Row:
         for member, (text, start, end) in enumerate([*parts, *((text, shared, len(text.ids)) for text in kept)]):
             for at in range(start, end):
                 self.tokens.append(Token(text.ids[at], text.weights[at] > 0, number, member, at))
+
+
+def one_row(row: Row) -> int:
+    """Steps are counted in rows."""
+    return 1
 
 
 def collate(rows: Sequence[Row], device: str = "cpu") -> RowBatch:

@@ -10,6 +10,7 @@ Source: Hu et al., LoRA (arXiv 2106.09685).
 
 import contextlib
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ragspec.disk import atomic_writer, saving
 from ragspec.errors import ConfigError
-from ragspec.training.reference.rows import Row, RowBatch, collate
+from ragspec.training.reference.rows import Row, RowBatch, collate, one_row
+from ragspec.training.step_data import StepData
 from ragspec.training.trainer import Trainer, TrainingPlan, WorkerGroup, check_same
 
 RANK, ALPHA = 32, 64
@@ -36,8 +38,8 @@ CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_pat
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 GPU_ROWS, NUM_QUERIES = 16, 128
 """Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
-DrawRow = Callable[[str], Row]
-"""A row as a function of a seed."""
+DrawRow = Callable[[random.Random], Row]
+"""A row as a function of a generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,32 +57,37 @@ class AdapterPlan(TrainingPlan):
     checkpoint_every_s: float = 600.0
 
 
-class AdapterTrainer(Trainer[AdapterPlan]):
+class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
     """Adds adapters to a model and trains them."""
 
     gradient_clip = 1.0
 
-    def __init__(self, model: PreTrainedModel, draw_row: DrawRow, plan: AdapterPlan, workers: WorkerGroup) -> None:
-        self.model, self._draw_row, self._attention = model, draw_row, model.config._attn_implementation
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draw_row: DrawRow,
+        plan: AdapterPlan,
+        workers: WorkerGroup,
+        num_processes: int = 0,
+    ) -> None:
+        self.model, self._attention = model, model.config._attn_implementation
         add_adapters(model, plan.seed)
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
-        super().__init__(module, [{"params": list(module.parameters())}], plan, str(model.device), workers)
+        seed = f"{plan.seed}/{workers.rank}"
+        data = StepData(draw_row, len, one_row, plan.rows_per_step, seed, num_processes)
+        super().__init__(module, [{"params": list(module.parameters())}], plan, str(model.device), workers, data)
 
     def learning_rate(self, share: float) -> float:
         """Warm-up over steps, a constant rate, and a line down at the end: a run that is lengthened early loses nothing."""
         warmup = min(1.0, (self.progress.step + 1) / self.plan.warmup_steps)
         return self.plan.peak_lr * min(warmup, max((1 - share) / self.plan.decay_share, self.plan.final_lr_share))
 
-    def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
-        rows = [self._draw_row(f"{seed}/{number}") for number in range(self.plan.rows_per_step)]
-        num_learnt = self.workers.sums(sum(token.is_learnt for row in rows for token in row.tokens))[0]
+    def _batches(self, texts: list[Row]) -> list[RowBatch]:
         count = 1 if self.device == "cpu" else GPU_ROWS
-        batches = [collate(rows[at : at + count], self.device) for at in range(0, len(rows), count)]
-        loss = self.workers.sums(sum(self._backward(batch, num_learnt) for batch in batches))[0]
-        return sum(len(row.tokens) for row in rows), {"loss": loss}
+        return [collate(texts[at : at + count], self.device) for at in range(0, len(texts), count)]
 
-    def _backward(self, batch: RowBatch, num_learnt: float) -> float:
-        """Adds the gradients of the summed loss over `num_learnt`; the output layer reads the learnt places only."""
+    def _backward(self, batch: RowBatch, num_learnt: float, noise: torch.Generator) -> list[float]:
+        """The output layer reads the learnt places only."""
         self.model.config._attn_implementation = BLOCKS if self.device == "cpu" else self._attention
         states = self.model.model(**batch.inputs, use_cache=False).last_hidden_state  # [R, T, H]
         learnt = batch.targets >= 0
@@ -88,7 +95,10 @@ class AdapterTrainer(Trainer[AdapterPlan]):
         losses = nn.functional.cross_entropy(logits, batch.targets[learnt], reduction="none")
         loss = (losses * batch.weights[learnt]).sum() / num_learnt
         torch.autograd.backward(loss)
-        return float(loss.detach())
+        return [float(loss.detach())]
+
+    def _losses(self, sums: list[float]) -> dict[str, float]:
+        return {"loss": sums[0]}
 
     @torch.no_grad()
     def start_from(self, folder: Path) -> None:

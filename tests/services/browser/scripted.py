@@ -16,21 +16,18 @@ import numpy as np
 from forced_sampler import ForcedSampler
 from letter_encoder import LetterEncoder
 from numpy.typing import NDArray
-from service_parts import Service, make_keys, started
+from service_parts import Service, served
 from tiny_target import Free
 
-from ragspec.config import EngineConfig, load_settings
+from ragspec.config import EngineConfig
 from ragspec.core import Document, Request
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.retriever import build_index
 from ragspec.verification.sampling import KeyedSampler, Sampler
-from services.backend import ServiceBackend
-from services.settings import ServiceConfig
 
 CONTEXT, KV_SLOTS = 4096, 16_384
 SCRIPT_TAG = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>"
@@ -117,19 +114,11 @@ class _Held:
 @contextmanager
 def scripted(folder: Path, target: Target, **settings: Any) -> Iterator[tuple[Service, Script]]:
     """A service over `DOCUMENTS`, and who decides its answers."""
-    encoder, index = LetterEncoder(), folder / "index"
-    if not index.exists():
-        build_index(DOCUMENTS, index, encoder)
-    keys = make_keys(folder / "keys.json")
-    given = {"keys_file": str(keys.path), "data_dir": str(folder / "data"), "port": 0, "model": "scripted"}
-    named = {f"service.{name}": value for name, value in given.items()}
-    config = load_settings(ServiceConfig, **named, **{"retriever.index_dir": str(index)}, **settings)
+    build_index(DOCUMENTS, folder / "index", LetterEncoder())
     target.reset_pool(KV_SLOTS)
     script = Script(target)
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 12, target.vocab_size)
     limits = EngineConfig(max_step_tokens=256, max_kv_tokens=KV_SLOTS)
     engine = Engine(target, planner, Admission(target, "tiny", script), limits)
-    retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
-    backend = ServiceBackend(engine, target.tokenizer, retriever, config, engine.close)
-    with backend, started(config, backend, keys) as service:
+    with served(engine, folder, folder / "index", **{"service.model": "scripted", **settings}) as service:
         yield service, script

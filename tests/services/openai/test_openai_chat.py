@@ -168,6 +168,8 @@ def test_metrics_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> N
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.ann) as ann:
         assert "metrics" not in ask(ann, extra_body={"metrics": True}).model_extra
         assert not any("metrics" in chunk.model_extra for chunk in stream(ann, extra_body={"metrics": True}))
+        completion = ann.completions.create(model="tiny", prompt="The mill", extra_body={"metrics": True})
+        assert "metrics" not in completion.model_extra
 
 
 def test_predicted_output_is_drafted_from_and_counted(api: openai.OpenAI) -> None:

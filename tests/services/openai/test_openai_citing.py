@@ -8,7 +8,7 @@ from openai.types.chat.chat_completion_message import Annotation
 from ragspec.core import FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.support import find_support
-from services.openai.citation_formats import citation_fields, citations_of, passages_of
+from services.openai.answer_fields import citation_fields, citations_of, passages_of
 
 DOCUMENTS = {
     "mill": "Ça commence. Die Mühle 🏭 am Fluß steht seit 1874. E\u0301te\u0301 dernier.",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from services.openai.answers import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, _num_fitting_chars
 from services.openai.responses import _Event, _frame
-from services.openai.streaming import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, _num_fitting_chars
 
 HEAD = {"id": "chatcmpl-" + "a" * 32, "object": "chat.completion.chunk", "created": 1, "model": "m"}
 TEXTS = ("", "a", 'quote " and \\ and \n', "\u2028\u2029\x85", "Mühle 🏭", "x" * 500)

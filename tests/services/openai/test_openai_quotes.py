@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from letter_encoder import LetterEncoder
-from service_parts import Service, make_keys, started
+from service_parts import Service, served
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig, load_settings
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Document
 from ragspec.engine.loading import load_engine
-from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever, build_index
-from services.backend import ServiceBackend
-from services.settings import ServiceConfig
+from ragspec.retrieval.retriever import build_index
 
 pytestmark = pytest.mark.slow
 
@@ -35,16 +31,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         Document(name, text, title=name.title(), source=f"https://example.org/{name}") for name, text in TEXTS.items()
     ]
     build_index(documents, folder / "index", encoder)
-    keys = make_keys(folder / "keys.json")
-    settings = {"port": 0, "keys_file": str(keys.path), "data_dir": str(folder / "data"), "model": "reference"}
-    given = {f"service.{name}": value for name, value in settings.items()}
-    config = load_settings(ServiceConfig, **given, **{"retriever.index_dir": str(folder / "index")})
     engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
-    retriever = Retriever(encoder, Store.open(Path(config.retriever.index_dir), encoder.identity), config.retriever)
-    with (
-        ServiceBackend(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
-        started(config, backend, keys) as running,
-    ):
+    with served(engine, folder, folder / "index", **{"service.model": "reference"}) as running:
         yield running
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from letter_encoder import LetterEncoder
+from raw_http import head, opened
 from service_parts import Service, Serving
 from stand_ins import until
 
@@ -23,9 +24,9 @@ from ragspec.errors import Cancelled, EngineError, ReplicaLost
 from services.errors import ClientTooSlow
 from services.limits import TokenReservation
 from services.metrics import Metrics
-from services.openai import streaming
-from services.openai.engine_stream import DeltaMailbox, EngineStream
-from services.openai.streaming import immediate, paced
+from services.openai import answers
+from services.openai.answers import immediate, paced
+from services.openai.generation import DeltaMailbox, EngineStream
 
 LONG = 500
 PATIENCE_S = 30.0
@@ -71,11 +72,9 @@ def counted(service: Service, name: str) -> float:
 def post(service: Service, given: dict[str, Any]) -> socket.socket:
     """A request on a socket of its own, sent and not read."""
     content = json.dumps(given).encode()
-    host, port = service.url.removeprefix("http://").split(":")
-    link = socket.create_connection((host, int(port)))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    head += f"Authorization: Bearer {service.keys.trusted}\r\nContent-Length: {len(content)}\r\n\r\n"
-    link.sendall(head.encode() + content)
+    lines = (service.bearer, "Content-Type: application/json", f"Content-Length: {len(content)}")
+    link = opened(service.url)
+    link.sendall(head("POST", "/v1/chat/completions", *lines) + content)
     return link
 
 
@@ -176,7 +175,7 @@ def test_a_strict_stream_sends_pieces_of_one_size(service: Service) -> None:
             frames = [line for line in reply.iter_lines() if line]
         refused = client.post("/v1/chat/completions", json=asked | {"privacy": "strict", "logprobs": True})
     assert frames.pop() == "data: [DONE]"
-    assert all((len(frame) + 2) % streaming.STRICT_PAD_BYTES == 0 for frame in frames)
+    assert all((len(frame) + 2) % answers.STRICT_PAD_BYTES == 0 for frame in frames)
     chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames]
     pieces = [(len(frame), chunk) for frame, chunk in zip(frames, chunks, strict=True) if "ragspec" not in chunk]
     assert len({size for size, _ in pieces}) == 1
@@ -189,7 +188,7 @@ def test_the_end_of_a_choice_does_not_wait_for_another_choice(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A choice that had ended was sent with the next text of another one, which may take as long as that one's queue."""
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 10 * PATIENCE_S)  # a keep-alive would send what is held
+    monkeypatch.setattr(answers, "KEEP_ALIVE_S", 10 * PATIENCE_S)  # a keep-alive would send what is held
     seen, was_seen = threading.Event(), list[bool]()
 
     def submit(request: Request, listener: Callable[[Delta], None]) -> None:
@@ -286,7 +285,7 @@ async def test_what_was_computed_for_nobody_is_counted() -> None:
 
 async def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy closed a connection on which nothing came while the request stood in the queue."""
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(answers, "KEEP_ALIVE_S", 0.01)
     engine: Any = Told([delta("x"), delta("y", FinishReason.STOP)], wait_s=0.2)
 
     async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:

@@ -1,8 +1,10 @@
-"""Requests in the engine, read by one coroutine and cancelled when nobody reads them any more.
+"""From a request body to deltas of the engine: the caller's checks and limits, and the stream that one coroutine reads.
 
-Owns the path of deltas from the engine's thread to an event loop. Never formats them.
+`RequestContext` owns the checks that chat and text completions share, and reserves the key's tokens. `EngineStream` submits the
+requests and cancels them when nobody reads them any more. Never formats an answer.
 
-    >>> async with EngineStream(engine, [request], mailbox, metrics) as stream:
+    >>> context = RequestContext.of(backend, mailbox, body, request)
+    >>> async with context.generate(requests) as stream:
     ...     while stream.is_open:
     ...         for key, deltas in (await stream.next_deltas()).items(): ...
 
@@ -13,34 +15,101 @@ together. Leaving the block cancels unfinished requests within one step.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self
 
-from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
+from fastapi import Request as HttpRequest
+
+from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.client import completion_of
-from services.errors import ClientTooSlow
+from services.backend import ServedEngine, ServiceBackend
+from services.errors import ApiError, ClientTooSlow
+from services.keys import Caller
 from services.metrics import Metrics
+from services.openai.types import SamplingBody
 
 ChoiceKey = tuple[str, int]
 """A request's id and the number of a choice."""
-
 MAX_WAITING_TOKENS = 16_384
 """A stream with more unsent tokens is given up."""
-
 _INLINE_CHARS = 1024
 """Drafters read a request's sources during `submit`. Longer sources are submitted in a thread, as that takes milliseconds."""
-
 _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
 
 
-class Submits(Protocol):
-    """The part of an engine that a stream needs."""
+@dataclass(frozen=True)
+class RequestContext:
+    """`begin_s`: when the request came, of time.perf_counter. `created`: the same as Unix time."""
 
-    def submit(self, request: Request, listener: Callable[[Delta], None]) -> None: ...
+    backend: ServiceBackend
+    mailbox: DeltaMailbox
+    body: SamplingBody
+    caller: Caller
+    begin_s: float
+    id: str
+    created: int
+    params: SamplingParams
 
-    def cancel(self, request_id: str) -> None: ...
+    @classmethod
+    def of(
+        cls, backend: ServiceBackend, mailbox: DeltaMailbox, body: SamplingBody, request: HttpRequest
+    ) -> RequestContext:
+        """Raises: ApiError for an unknown model, too long an output or a stream that strict privacy forbids; InputError."""
+        check_model(backend, body.model)
+        params = body.params(backend.default_params)
+        name, given = body.output_limit
+        if given >= (context_tokens := backend.engine.max_context_tokens):
+            reason = f"{name} is {given}, but the context has {context_tokens} tokens, the prompt included"
+            raise ApiError(400, reason, param=name, code="context_length_exceeded")
+        caller, begin_s = request.state.caller, request.state.begin
+        context = cls(backend, mailbox, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
+        if context.is_strict and body.stream and params.logprobs is not None:
+            reason = "a stream with log-probabilities shows each token, which strict privacy forbids"
+            raise ApiError(400, reason, param="logprobs")
+        return context
+
+    @property
+    def is_strict(self) -> bool:
+        """A request may ask for more privacy than the service's setting, never for less."""
+        return "strict" in (self.backend.config.service.privacy, self.body.privacy)
+
+    @asynccontextmanager
+    async def generate(
+        self, requests: Sequence[Request], retrieve_s: float = 0.0, *, said: str = ""
+    ) -> AsyncIterator[EngineStream]:
+        """Runs the requests in the engine within the key's limits; returns unused tokens to the key at the end.
+
+        `said`: the answer, if it is known already; then no engine runs.
+
+        Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
+        """
+        metrics, limiter = self.backend.metrics, self.backend.rate_limiter
+        num_prompt = sum(len(request.prompt_ids) for request in requests)
+        max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
+        max_waiting = MAX_WAITING_TOKENS if self.body.stream else None
+        with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
+            reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
+            metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
+            engine = KnownAnswer(said) if said else self.backend.engine
+            stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
+            try:
+                async with stream:
+                    yield stream
+            finally:
+                reservation.used(num_prompt + stream.num_tokens)
+
+
+def check_model(backend: ServiceBackend, name: str) -> None:
+    """Raises: ApiError 404."""
+    if name != backend.model:
+        raise ApiError(
+            404, f"there is no model {name!r}; this is {backend.model!r}", param="model", code="model_not_found"
+        )
 
 
 class KnownAnswer:
@@ -89,7 +158,7 @@ class EngineStream:
 
     def __init__(
         self,
-        engine: Submits,
+        engine: ServedEngine | KnownAnswer,
         requests: Sequence[Request],
         mailbox: DeltaMailbox,
         metrics: Metrics,

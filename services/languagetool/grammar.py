@@ -17,10 +17,9 @@ from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.speculation import Speculation
 from ragspec.tenants import cache_salt_of
-from services.languagetool.check_request import annotated
-from services.languagetool.corrector import Corrected
-from services.languagetool.languages import DetectedLanguage
-from services.request_limits import at_most
+from services.languagetool.check import annotated
+from services.languagetool.corrector import Corrected, DetectedLanguage
+from services.limits import at_most
 
 _MAX_WORDS = 10_000
 _MAX_PARTS = 20_000

@@ -20,25 +20,34 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
-from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.learning.eagle_model import Eagle3Head, build_head
-from ragspec.drafting.learning.head import LossWeights, Objective
-from ragspec.drafting.learning.losses import StepScores, TokenPredictions, collate, step_scores
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.network import EagleHead, EagleNetwork, check_trainable
+from ragspec.drafting.heads.learning import (
+    LossWeights,
+    Objective,
+    StepScores,
+    TokenPredictions,
+    collate,
+    step_scores,
+    total_loss,
+)
 from ragspec.errors import ModelError
 
 MAX_TEXT_TOKENS = 128
 """The last positions of a request that are kept."""
-_LEAST_LEARNT, _MAX_WAITING, _MAX_KEPT = 8, 32, 32
-"""Tokens of a text worth learning; texts that wait to be learned, and earlier texts that are learned again beside a new one."""
+_LEAST_LEARNT = 8
+"""Output tokens of a text that is worth learning."""
+_MAX_WAITING = 32
+"""Texts that wait to be learned; further texts push out the oldest."""
+_MAX_KEPT = 32
+"""Learned texts that are kept, to be learned again beside a new text."""
 _STEPS = Objective(num_steps=3)
 _TOKENS = LossWeights(token=1.0)
 _CLIP = 0.5
@@ -108,18 +117,18 @@ class HeadLearner:
     Weights are copied when the first text is learned. `acceptance`: of the tenant's drafts, which learning changes.
     """
 
-    def __init__(self, base: Eagle3Head, loaded: EagleNetwork, learning_rate: float) -> None:
+    def __init__(self, base: EagleHead, loaded: EagleNetwork, learning_rate: float) -> None:
         self._base, self._loaded, self._learning_rate = base, loaded, learning_rate
         self._waiting, self._kept = deque[RecordedText](maxlen=_MAX_WAITING), deque[RecordedText](maxlen=_MAX_KEPT)
         self._random = random.Random(0)
         self.acceptance = ChildAcceptance()
         self.network: EagleNetwork | None = None
         self.num_learned = self.num_restarts = 0
-        self._head: Eagle3Head | None = None
+        self._head: EagleHead | None = None
         self._work: Iterator[None] | None = None  # the passes over one text
 
     @staticmethod
-    def num_bytes(base: Eagle3Head) -> int:
+    def num_bytes(base: EagleHead) -> int:
         """The most that a learner takes."""
         weights = sum(parameter.numel() * parameter.element_size() for parameter in _trained(base))
         num_tokens = (_MAX_WAITING + _MAX_KEPT) * MAX_TEXT_TOKENS
@@ -154,8 +163,7 @@ class HeadLearner:
         for each in [text, *self._random.sample(list(self._kept), min(_EARLIER_TEXTS, len(self._kept)))]:
             yield
             steps = self._scores(self._own_head, each)
-            losses = [_STEPS.position_decay**i * step.loss for i, step in enumerate(steps)]
-            torch.autograd.backward(torch.stack(losses).sum() / max(1, steps[0].num_rows))
+            torch.autograd.backward(total_loss(steps, _STEPS, max(1, steps[0].num_rows)))
         nn.utils.clip_grad_norm_(_trained(self._own_head), _CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -163,7 +171,7 @@ class HeadLearner:
         self._kept.append(text)
 
     @property
-    def _own_head(self) -> Eagle3Head:
+    def _own_head(self) -> EagleHead:
         assert self._head is not None
         return self._head
 
@@ -189,7 +197,7 @@ class HeadLearner:
             weights = {name: p.detach().clone() for name, p in named if p.requires_grad}
             self.network = self._loaded.relearned(weights)
 
-    def _scores(self, head: Eagle3Head, text: RecordedText) -> list[StepScores]:
+    def _scores(self, head: EagleHead, text: RecordedText) -> list[StepScores]:
         """Of every draft step."""
         batch, embedding = collate([text]), self._loaded.embedding
         expected = TokenPredictions(batch, head.draft_token_ids(), embedding.device)
@@ -199,21 +207,22 @@ class HeadLearner:
         return [step_scores(head, _no_projection, expected, i, state, _TOKENS) for i, state in enumerate(states)]
 
 
-def trainable_head(checkpoint: HeadCheckpoint, device: torch.device | str) -> Eagle3Head:
+def trainable_head(checkpoint: HeadCheckpoint, device: torch.device | str) -> EagleHead:
     """A loaded head in float32. Raises: ModelError for a head that cannot learn online."""
     config, tensors = checkpoint
-    flags = ("fc_bias", "norm_before_residual", "norm_before_fc", "norm_output", "qkv_bias", "output_bias", "qk_norm")
-    plain: dict[str, Any] = {**dict.fromkeys(flags, False), "num_layers": 1, "window": 0, "rope": {}}
-    if config.family is not EagleFamily.EAGLE3 or config != replace(config, **plain):
-        raise ModelError("drafting.eagle.online: only plain EAGLE-3 heads learn online, and this one is another")
-    head = build_head(config)
-    assert isinstance(head, Eagle3Head)
-    head.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"})
+    try:
+        check_trainable(config)
+    except ModelError as cause:
+        raise ModelError(f"drafting.eagle.online: {cause}") from cause
+    if config.family is not EagleFamily.EAGLE3:
+        raise ModelError("drafting.eagle.online: only EAGLE-3 heads learn online, and this one is another")
+    head = EagleHead(config, len(tensors.get("fc_norm.weight", [0])))
+    head.load_state_dict({name: tensors[name] for name in head.state_dict()})
     head.lm_head.requires_grad_(False)
     return head.to(device)
 
 
-def _trained(head: Eagle3Head) -> list[nn.Parameter]:
+def _trained(head: EagleHead) -> list[nn.Parameter]:
     return [parameter for parameter in head.parameters() if parameter.requires_grad]
 
 

@@ -1,9 +1,11 @@
-"""Admits or refuses every request before any route sees it.
+"""Admits or refuses every request before any route sees it, reads its body, and sends its response.
 
-Owns, in this order: checks of the head (host, size), the key, the rate limits, reading the body, and the time limit of the route.
-Every error becomes a response that the client can read. Routes never check keys.
+`AuthMiddleware` owns, in this order: checks of the head (host, size), the key, the rate limits, reading the body, and the time
+limit of the route. Every error becomes a response that the client can read. Routes never check keys. `IncomingRequest` reads the
+whole body before the route runs, except uploads of files, which stream; after that it watches whether the client is still there.
+`OutgoingResponse` adds security headers and the request's id. The limits are in `services.limits`.
 
-Plain ASGI middleware, because responses stream through it and a client that leaves must cancel the route's task.
+Why plain ASGI middleware: responses stream through it, and a client that leaves must cancel the route's task.
 
     >>> app.add_middleware(AuthMiddleware, backend=backend, keys=KeyFile(Path("keys.json")))
 """
@@ -11,21 +13,33 @@ Plain ASGI middleware, because responses stream through it and a client that lea
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import NoReturn
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, ClientTooSlow, api_error, is_expected, is_languagetool
 from services.keys import Caller, KeyStore
-from services.limits import network_of
+from services.limits import (
+    INLINE_BYTES,
+    MAX_ANONYMOUS_FORMS,
+    MAX_FORMS_PER_NETWORK,
+    LargeBodies,
+    check_json,
+    form_fields,
+    network_of,
+    read_form,
+)
 from services.logs import current_request
-from services.request_limits import IncomingRequest, OutgoingResponse, form_fields
+from services.settings import Limits
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +48,27 @@ PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/
 METRICS = "/metrics"
 ANONYMOUS = Caller("~stranger", "~stranger")
 """The caller under /v2 where no key is needed."""
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-store",
+}
+"""Headers of every response; a route's own headers win."""
 
+_RAW_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _NO_CALLER = Caller("", "")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_MAX_ANONYMOUS_FORMS = 64
-_MAX_FORMS_PER_ADDRESS = 8
+_METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_JSON, _FORM, _FILES = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
+_CHARSET = re.compile(r"charset[^=;]*=\s*\"?([^\";\s]*)", re.IGNORECASE)
 
 
 class AuthMiddleware:
@@ -94,7 +123,7 @@ class AuthMiddleware:
                 raise ApiError(400, "this address takes no body")
             await self._run_route(scope, incoming, response)
             return
-        caller = self._caller(_key_of(scope))
+        caller = self._keys.caller(_key_of(scope))
         if caller is None and is_languagetool(scope["path"]):
             caller = await self._languagetool_caller(scope, incoming)
         if caller is None:
@@ -139,9 +168,6 @@ class AuthMiddleware:
             # Why: DNS rebinding gives another site's name this machine's address, and its pages could ask here
             raise ApiError(403, "this service is not known by that Host name", code="host_not_allowed")
 
-    def _caller(self, key: str) -> Caller | None:
-        return self._keys.caller(key) if key else None
-
     async def _languagetool_caller(self, scope: Scope, incoming: IncomingRequest) -> Caller | None:
         """LanguageTool's clients send the key as the field `apiKey`, or cannot send one."""
         if self._settings.is_languagetool_open:
@@ -150,7 +176,7 @@ class AuthMiddleware:
         fields = form_fields(scope["query_string"])
         if "apiKey" not in fields:
             fields = await self._read_anonymous_form(network_of(scope["client"]), incoming)
-        return self._caller(fields.get("apiKey", [""])[0])
+        return self._keys.caller(fields.get("apiKey", [""])[0])
 
     def _check_origin(self, headers: Headers) -> None:
         """Keeps other sites' pages from asking through a visitor's browser where no key is needed. Raises: ApiError 403.
@@ -167,7 +193,7 @@ class AuthMiddleware:
     async def _read_anonymous_form(self, network: str, incoming: IncomingRequest) -> dict[str, list[str]]:
         """Bounded in number: these requests have no key yet, and each may hold megabytes."""
         forms = self._anonymous_forms
-        if forms[network] >= _MAX_FORMS_PER_ADDRESS or forms.total() >= _MAX_ANONYMOUS_FORMS:
+        if forms[network] >= MAX_FORMS_PER_NETWORK or forms.total() >= MAX_ANONYMOUS_FORMS:
             self._metrics.rejected("queue")
             raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
         forms[network] += 1
@@ -212,3 +238,169 @@ def _key_of(scope: Scope) -> str:
         elif name == b"x-api-key":
             keys.append(value.decode("latin-1").strip())
     return keys[0] if len(keys) == 1 else ""
+
+
+class IncomingRequest:
+    """One request. The route reads it through `receive` in place of the server's."""
+
+    def __init__(self, method: str, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
+        self._path, self._headers = path, headers
+        self._receive, self._limits = receive, limits
+        self._num_bytes, self._deadline_s = 0, 0.0
+        self._body: bytes | None = None
+        self.is_complete = False  # whether the whole body was received
+        self._gone = asyncio.Event()
+        self._on_gone: Callable[[], None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._may_have_body = method in _METHODS_WITH_BODY
+        self._content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client left."""
+        return self._gone.is_set()
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the head announces a body."""
+        return self._headers.get("content-length", "0") != "0" or "transfer-encoding" in self._headers
+
+    def check_head(self) -> None:
+        """Refuses a request by its head, before any of its body is read. Raises: ApiError 400, 413, 415."""
+        length = self._headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()):
+            raise ApiError(400, "Content-Length is no number")
+        if int(length[:20]) > self._limits.body_bytes:
+            self._refuse_size()
+        if not (self._may_have_body and self.has_body):
+            return
+        allowed = (_FORM if is_languagetool(self._path) else _JSON, _FILES)
+        if self._content_type not in allowed:
+            raise ApiError(415, f"Content-Type must be {' or '.join(allowed)}")
+        charsets = _CHARSET.findall(self._headers.get("content-type", ""))
+        if any(charset.lower() not in ("utf-8", "utf8") for charset in charsets):
+            raise ApiError(415, "the charset must be UTF-8")  # checks all of them: parsers differ in which one they use
+
+    async def read(self, timeout_s: float, large_bodies: LargeBodies) -> None:
+        """Reads the whole body, except of uploads, which get a deadline. A large one is read as fast as `large_bodies` lets it.
+
+        Raises: ApiError 400, 408, 413; ClientGone.
+        """
+        if self._body is not None:
+            return
+        if self._content_type == _FILES and self._may_have_body:
+            self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+            return
+        parts = []
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                while not self.is_complete:
+                    parts.append((await self._next()).get("body", b""))
+                    if self._num_bytes > INLINE_BYTES and (wait_s := large_bodies.wait_s(len(parts[-1]))):
+                        limit.reschedule((limit.when() or 0.0) + wait_s)
+                        await asyncio.sleep(wait_s)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
+        self._body = b"".join(parts)
+        if self._content_type == _JSON and self._body:
+            if len(self._body) > INLINE_BYTES:
+                async with large_bodies.checking:
+                    await asyncio.to_thread(check_json, self._body, self._limits)
+            else:
+                check_json(self._body, self._limits)
+
+    async def form(self) -> dict[str, list[str]]:
+        """The fields of a form. Raises: ApiError 400."""
+        return await read_form(self._body) if self._content_type == _FORM and self._body else {}
+
+    async def receive(self) -> Message:
+        """For the route: the body, then `http.disconnect` when the client leaves."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            self._watch_client()
+            return {"type": "http.request", "body": body, "more_body": False}
+        if not self.is_complete:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    message = await self._next()
+            except TimeoutError:
+                raise ApiError(408, "the upload took too long") from None
+            self._watch_client()
+            return message
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    def when_gone(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` if the client leaves before `close`."""
+        self._on_gone = callback
+        self._watch_client()
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def _watch_client(self) -> None:
+        """After the body, the only message left is `http.disconnect`."""
+        if self.is_complete and self._watcher is None and self._on_gone is not None:
+            self._watcher = asyncio.create_task(self._wait_for_disconnect(self._on_gone))
+
+    async def _wait_for_disconnect(self, callback: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone.set()
+        callback()
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._gone.set()
+            raise ClientGone
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._limits.body_bytes:
+            self._refuse_size()
+        self.is_complete = not message.get("more_body", False)
+        return message
+
+    def _refuse_size(self) -> NoReturn:
+        raise ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes")
+
+
+class OutgoingResponse:
+    """The response to one request. States: not started -> started -> complete."""
+
+    def __init__(self, send: Send, path: str, request_id: str, slow_client_s: float) -> None:
+        self._send, self._path, self._slow_client_s = send, path, slow_client_s
+        self._headers = (*_RAW_HEADERS, (b"x-request-id", request_id.encode()))
+        self._is_event_stream = False
+        self.status = 0
+        self.is_complete = False
+
+    async def send(self, message: Message) -> None:
+        """Raises: ClientTooSlow."""
+        if message["type"] == "http.response.start":
+            headers = dict(message.get("headers", []))
+            own = [header for header in self._headers if header[0] not in headers]
+            message = {**message, "headers": [*message.get("headers", []), *own]}
+            self._is_event_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self.status = message["status"]
+        try:
+            async with asyncio.timeout(self._slow_client_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientTooSlow from None
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def fail(self, error: ApiError, *, close: bool = False) -> None:
+        """Sends an error: as the response if none has started, as the last event of a stream. Other responses break off."""
+        if self.is_complete:
+            return
+        if not self.status:
+            response = error.response(self._path)
+            if close:
+                response.headers["connection"] = "close"
+            start = {"type": "http.response.start", "status": error.status, "headers": response.raw_headers}
+            await self.send(start)
+            await self.send({"type": "http.response.body", "body": response.body})
+        elif self._is_event_stream:
+            event = f"data: {json.dumps(error.body())}\n\n".encode()
+            await self.send({"type": "http.response.body", "body": event})

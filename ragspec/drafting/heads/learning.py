@@ -1,23 +1,102 @@
-"""Losses and hits of one draft step over a micro-batch of texts.
+"""How a head of any family learns: what the training loop asks of a head, and the losses of its draft steps.
 
-Owns which rows count. Step i of pair t predicts token x_{t+2+i}, which the target predicts at position t+1+i; only predictions of
-tokens that carry loss count.
+Row t of a text drafts from the target's state at token t and knows token t + 1: draft step i of row t guesses token t + 2 + i.
 
+    >>> states = head.unroll(embedded, features, rows, Objective(num_steps=4))          # [4, B, A, H]
+    >>> logits = head.logits(states[2], target.logits, step=2)               # [B, A, V]
     >>> expected = TokenPredictions(batch, head.draft_token_ids())
-    >>> states = head.unroll(embedded, features, expected.pairs, Objective(num_steps=4))
     >>> scores = step_scores(head, project, expected, 0, states[0], LossWeights(token=1.0))
+
+Step i of pair t predicts token x_{t+2+i}, which the target predicts at position t+1+i; only predictions of tokens that carry loss
+count.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-
-from ragspec.drafting.learning.head import Head, LossWeights, Projection
+from torch import Tensor, nn
 
 TOP = 4
 TOP_OF_TARGET = 10
+"""Of HASS's loss on the target's most probable tokens."""
+Projection = Callable[[Tensor], Tensor]
+"""The target's output layer."""
+
+
+class Inputs(enum.StrEnum):
+    """The parts of an EAGLE head's pair; all but the first are ablations of the EAGLE paper."""
+
+    SHIFTED = "feature+token"
+    UNSHIFTED = "feature+unshifted-token"
+    TOKEN = "token"
+    FEATURE = "feature"
+
+    def kept(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedding and state, with zeros for the part that the head must not see."""
+        if self is Inputs.TOKEN:
+            return embedded, torch.zeros_like(state)
+        return (torch.zeros_like(embedded), state) if self is Inputs.FEATURE else (embedded, state)
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the distance to the target's state, of the cross-entropy with the target's distribution, of the cross-entropy
+    with the text's own token, and of the part of the second on the target's ten most probable tokens (HASS's top-k distillation).
+    """
+
+    state: float = 0.0
+    teacher: float = 0.0
+    token: float = 0.0
+    top: float = 0.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`num_steps`: draft steps learnt. `position_decay`: weight of a step relative to the step before. `noise`: width of the
+    uniform noise on features, for a text of 512 tokens. `loss_weights` None: those of the head's paper. `is_detached`: no
+    gradient flows from a draft step into the step before (HASS, PosS).
+    """
+
+    num_steps: int
+    position_decay: float = 0.8
+    inputs: Inputs = Inputs.SHIFTED
+    noise: float = 0.0
+    loss_weights: LossWeights | None = None
+    is_detached: bool = False
+
+
+class Head(nn.Module, ABC):
+    """A trainable head, whose weights have the published names."""
+
+    config: Any
+    """A frozen dataclass. With `aux_layers`, the taps that the head reads; none: the state behind the target's final norm."""
+
+    loss_weights: LossWeights
+    """The published ones."""
+
+    @abstractmethod
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
+        """The states of chosen rows after each draft step; a family of fewer positions gives fewer.
+
+        Shapes: embedded float32 [B, T, H], features [B, T, F], rows int64 [B, A] -> [num_steps, B, A, H].
+        """
+
+    @abstractmethod
+    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
+        """Shapes: [..., H] -> [..., Vd]."""
+
+    def draft_token_ids(self) -> Tensor | None:
+        """Ascending target ids of a smaller draft vocabulary, or None. Shape: int64 [Vd]."""
+        return None
+
+
+def rows_of(values: Tensor, rows: Tensor) -> Tensor:
+    """Shapes: values [B, T, ...], rows int64 [B, A] -> [B, A, ...]."""
+    return values[torch.arange(len(values), device=values.device)[:, None], rows]
 
 
 class LearntText(Protocol):
@@ -35,6 +114,10 @@ class MicroBatch(NamedTuple):
 
     ids: Tensor
     positions: Tensor
+
+    @property
+    def num_learnt(self) -> int:
+        return len(self.positions)
 
 
 def collate(texts: Sequence[LearntText]) -> MicroBatch:
@@ -127,3 +210,8 @@ def step_scores(
         )
     hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == argmax[:, None]
     return StepScores(total, len(numbers), int(hits[:, 0].sum()), int(hits.sum()))
+
+
+def total_loss(scores: Sequence[StepScores], objective: Objective, num_rows: float) -> Tensor:
+    """The loss of all draft steps over `num_rows`; each step counts `position_decay` times the step before."""
+    return torch.stack([objective.position_decay**i * step.loss for i, step in enumerate(scores)]).sum() / num_rows
