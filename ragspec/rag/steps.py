@@ -37,7 +37,6 @@ from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.index_types import SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 
@@ -141,18 +140,12 @@ def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -
         return []
     begin = time.perf_counter()
     texts = [question.text for question in questions]
-    retrieval = retriever.retrieve(texts, questions[0].num_passages, questions[0].scope)
-    return attach_passages(questions, retrieval, time.perf_counter() - begin)
-
-
-def attach_passages(
-    questions: Sequence[Question], retrieval: RetrievalResult | SearchResult, retrieve_s: float
-) -> list[RetrievedQuestion]:
-    """Each question with its own passages of a batched retrieval."""
-    closeness = retrieval.closeness or [None] * len(questions)
+    found = retriever.retrieve(texts, questions[0].num_passages, questions[0].scope)
+    retrieve_s = time.perf_counter() - begin
+    closeness = found.closeness or [None] * len(questions)
     return [
-        RetrievedQuestion(question, passages, retrieval.generation, retrieve_s, retrieval.missing, close)
-        for question, passages, close in zip(questions, retrieval.passages, closeness, strict=True)
+        RetrievedQuestion(question, passages, found.generation, retrieve_s, found.missing, close)
+        for question, passages, close in zip(questions, found.passages, closeness, strict=True)
     ]
 
 
