@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ragspec.rag.grammar.grammar import Grammar as Grammar
     from ragspec.rag.iterative.pipeline import IterativePipeline as IterativePipeline
     from ragspec.rag.pipeline import AsyncPipeline as AsyncPipeline
-    from ragspec.rag.pipeline import Flow as Flow
     from ragspec.rag.pipeline import Pipeline as Pipeline
     from ragspec.retrieval.index.writer import IndexWriter as IndexWriter
     from ragspec.retrieval.retriever import Retriever as Retriever
@@ -35,7 +34,7 @@ _NAMES = {
     "ragspec.rag.answer": "Answer",
     "ragspec.rag.grammar.grammar": "Grammar",
     "ragspec.rag.iterative.pipeline": "IterativePipeline",
-    "ragspec.rag.pipeline": "AsyncPipeline Flow Pipeline",
+    "ragspec.rag.pipeline": "AsyncPipeline Pipeline",
     "ragspec.retrieval.index.writer": "IndexWriter",
     "ragspec.retrieval.retriever": "Retriever build_index",
 }

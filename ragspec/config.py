@@ -295,8 +295,7 @@ class HydraConfig(TreeHeadConfig):
 
 
 class DraftModelConfig(ConfigSection):
-    """A small language model that drafts. `path`: as `target.model`. Of a model with other tokens than the target's, `vocabulary`
-    "target" is an error; with "any", which earlier versions knew, such a model does not draft.
+    """A small language model with the target's vocabulary that drafts. `path`: as `target.model`.
 
     `tree`, `num_children`, `width`, `max_depth` and `coupled`: as in `eagle`; every level takes a forward of the model. Device,
     backend and dtype are the target's; `quantization`: "auto" as the target's. Keys and values of at most `max_kv_tokens` tokens
@@ -304,7 +303,6 @@ class DraftModelConfig(ConfigSection):
     """
 
     path: str = ""
-    vocabulary: Literal["target", "any"] = "target"
     tree: Literal["dynamic", "static", "chain"] = "dynamic"
     num_children: int = Field(3, ge=1, le=64)
     width: int = Field(1, ge=1, le=64)

@@ -16,12 +16,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ragspec.errors import InputError
 from ragspec.speculation import ON, Speculation
 
 MAX_SEED = 2**64 - 1
+LEAST_TEMPERATURE = 1e-6
+"""Logits are divided by at least this number: a smaller one would overflow float32, and infinities tie."""
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +195,33 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p leaves tokens out."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Single sampling parameters, as keyword arguments; they replace those of `params` or of the configuration."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: tuple[str, ...]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    verbatim_quotes: bool
+    n: int
+    logprobs: int | None
+    seed: int | None
+    json_schema: str
 
 
 class SourceKind(enum.IntEnum):

@@ -32,6 +32,7 @@ OLD_KEYS: dict[str, OldKey] = {
     "drafting.max_recycling_bytes": OldKey(),
     "drafting.draft_model.vocabulary": OldKey(),
     "drafting.draft_models.*.vocabulary": OldKey(),
+    "topology.fail_closed": OldKey("retriever.fail_closed"),
     "topology.spares_per_node": OldKey(),
 }
 """`*` stands for any name."""
@@ -42,10 +43,9 @@ OLD_DRAFTERS = frozenset({"recycling"})
 def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the keys of today; the argument stays as it is. Raises: ConfigError."""
     tree, said = _copied(tree), list[str]()
-    for model in _draft_models(tree):
-        if model.get("vocabulary") == "any":  # a drafter that is gone: drafts in another model's tokens
-            model.pop("path", None)
-            said.append("drafts by a model of another vocabulary are no more, and left out")
+    drafting = tree.get("drafting")
+    if isinstance(drafting, dict):
+        said += _without_old_drafters(drafting)
     for old, key in OLD_KEYS.items():
         for found, section, name in list(_places(tree, old.split("."))):
             value = section.pop(name)
@@ -56,13 +56,6 @@ def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{found} is no more: {key.reason}")
             else:
                 said.append(f"{found} is no more, and has no effect")
-    for _, section, name in list(_places(tree, ["drafting", "drafters"])):
-        if not isinstance(drafters := section[name], list | tuple):
-            continue
-        gone = [each for each in drafters if isinstance(each, str) and each in OLD_DRAFTERS]
-        if gone:
-            section[name] = [each for each in drafters if each not in gone]
-            said.append(f"drafting.drafters: {', '.join(gone)} is no more, and left out")
     if said:
         log.warning("the configuration is of an earlier version: %s", "; ".join(dict.fromkeys(said)))
     return tree
@@ -72,9 +65,19 @@ def _copied(value: Any) -> Any:
     return {name: _copied(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
-def _draft_models(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for old in ("drafting.draft_model.vocabulary", "drafting.draft_models.*.vocabulary"):
-        yield from (section for _, section, _ in _places(tree, old.split(".")))
+def _without_old_drafters(drafting: dict[str, Any]) -> Iterator[str]:
+    """Takes drafters that are gone out of the section; a line for each."""
+    gone = dict.fromkeys(OLD_DRAFTERS, "is no more, and left out")
+    for _, section, name in list(_places(drafting, ["draft_model"])) + list(_places(drafting, ["draft_models", "*"])):
+        model = section[name]
+        if isinstance(model, dict) and model.get("vocabulary") == "any":
+            del section[name]
+            gone[name] = "drafted in the tokens of another vocabulary, which is no more, and is left out"
+            yield f"the draft model {name} {gone[name]}"
+    drafters = drafting.get("drafters")
+    if isinstance(drafters, list | tuple):
+        drafting["drafters"] = [name for name in drafters if not isinstance(name, str) or name not in gone]
+        yield from (f"the drafter {name} {gone[name]}" for name in drafters if name in OLD_DRAFTERS)
 
 
 def _places(tree: Any, keys: list[str], above: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:

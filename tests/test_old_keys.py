@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipelines.batch.output import OutputFolder
 from ragspec import old_keys
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import load_config, load_settings
@@ -15,9 +16,9 @@ from ragspec.errors import ConfigError
 from ragspec.old_keys import OLD_KEYS, OldKey, with_new_keys
 
 WRITTEN = """
-topology: {replicas: 2, spares_per_node: 1}
+topology: {replicas: 2, spares_per_node: 1, fail_closed: false}
 drafting:
-  drafters: [copy, recycling]
+  drafters: [copy, recycling, draft_model, small]
   max_recycling_bytes: 1000000
   draft_model: {path: /models/other, vocabulary: any}
   draft_models: {small: {path: /models/small, vocabulary: target}}
@@ -33,11 +34,19 @@ def test_a_file_of_an_earlier_version_is_read_with_one_warning(
     with caplog.at_level(logging.WARNING):
         config = load_settings(ClusterConfig, path)
     assert config.topology.replicas == 2
-    assert config.drafting.drafters == ("copy",)
+    assert not config.retriever.fail_closed
+    assert config.drafting.drafters == ("copy", "small")
     assert config.drafting.draft_model.path == ""  # its drafts were of another vocabulary
     assert config.drafting.draft_models["small"].path == "/models/small"
     (record,) = caplog.records
-    for name in ("topology.spares_per_node", "max_recycling_bytes", "recycling", "draft_models.small.vocabulary"):
+    for name in (
+        "topology.spares_per_node",
+        "topology.fail_closed is now retriever.fail_closed",
+        "draft_model",
+        "max_recycling_bytes",
+        "recycling",
+        "draft_models.small.vocabulary",
+    ):
         assert name in record.getMessage()
 
 
@@ -73,3 +82,10 @@ def test_every_old_key_is_unknown_today() -> None:
                 break
         else:
             assert keys[-1] not in sections.model_fields, name
+
+
+def test_settings_of_a_begun_job_are_read_alike(tmp_path: Path) -> None:
+    """Bug guarded: an upgrade ends a job of days, because `job.json` names a key that changed no text."""
+    (tmp_path / "job.json").write_text('{"seed": 5, "topology": {"replicas": 2, "spares_per_node": 1}}')
+    with OutputFolder(tmp_path) as output:
+        assert output.begun() == {"seed": 5, "topology": {"replicas": 2}}

@@ -1,4 +1,5 @@
-"""Files of commit d5d7a05 stay readable: an index, conversations, dictionaries and half a batch job.
+"""Files of commit d5d7a05 stay readable: an index, conversations, dictionaries and half a batch job. So do a configuration with
+every key and a keys file of commit 44b9a34.
 
 `tests/written_before/` holds the files. They are never written again; a new format needs new files beside them.
 """
@@ -17,7 +18,8 @@ from tiny_target import SENTENCES, save_model
 from pipelines.batch.backend import BackendSpec
 from pipelines.batch.job import Job, run_job
 from pipelines.batch_grammar import GrammarTask
-from ragspec.config import IndexConfig, PipelineConfig, RetrieverConfig
+from ragspec.cluster.topology import ClusterConfig
+from ragspec.config import IndexConfig, PipelineConfig, RetrieverConfig, load_settings
 from ragspec.core import Document, Heading, Passage
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.grammar.dictionaries import DictionaryStore
@@ -27,6 +29,8 @@ from ragspec.retrieval.index.segment import check_segment
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
+from services.keys import Caller, KeyFile
+from services.settings import KeyLimits, ServiceConfig
 
 WRITTEN = Path(__file__).parent / "written_before"
 CONVERSATION = "conv_f8770f60fb917f646129803b"
@@ -110,6 +114,22 @@ def test_an_index_is_changed(written: Path) -> None:
         after = writer.compact()
     assert after.generation > 2 and (after.config, after.analyzer) == (before.config, before.analyzer)
     assert {document.id for document in Store.open(written / "index").documents()} == {"mill", "bridge", "rain", "gone"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("service", ServiceConfig), ("cluster", ClusterConfig)])
+def test_a_configuration_with_every_key_is_read(
+    name: str, kind: type[PipelineConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that a release dropped stops a service at its start."""
+    config = load_settings(kind, WRITTEN / f"{name}.yaml")
+    assert config.retriever.num_passages == (5 if name == "service" else 3)
+    assert len(caplog.records) == 1
+
+
+def test_keys_stay_valid() -> None:
+    """Every client is locked out by an upgrade."""
+    caller = KeyFile(WRITTEN / "keys.json").caller("rs-written-before")
+    assert caller == Caller("office", "ann", True, KeyLimits(requests_per_minute=60))
 
 
 def test_conversations_go_on(written: Path) -> None:

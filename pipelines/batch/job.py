@@ -35,7 +35,8 @@ from pipelines.batch.summary import Summary
 from ragspec.cli.terminal import loading, stderr_console
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
 from ragspec.core import SamplingParams, Say
-from ragspec.engine.checkpoints.target_files import files_digest, target_folder, with_known_weights
+from ragspec.engine.checkpoints.file_digests import files_digest
+from ragspec.engine.checkpoints.target_files import target_folder, with_known_weights
 from ragspec.errors import ConfigError, EngineError, InputError, ModelError, PromptTooLong, RagspecError
 from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ragspec.disk import fsync, saving, write_atomically, writer_lock
 from ragspec.errors import ConfigError, IndexBusy, SaveError, StoreCorrupt
+from ragspec.old_keys import with_new_keys
 
 FORMAT = "ragspec-batch/1"
 ROWS_PER_PART = 10_000
@@ -73,9 +74,9 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
             raise ConfigError(f"another job writes to {folder}") from cause
 
     def begun(self) -> dict[str, Any]:
-        """The settings of the folder's job; empty without one. Raises: StoreCorrupt."""
+        """The settings of the folder's job, under the names of today; empty without one. Raises: StoreCorrupt, ConfigError."""
         path = self.folder / "job.json"
-        return _json_object(path.read_bytes(), str(path)) if path.exists() else {}
+        return with_new_keys(_json_object(path.read_bytes(), str(path))) if path.exists() else {}
 
     def open_job(self, settings: Mapping[str, Any], resume: bool) -> None:
         """Continue the folder's job, or begin one; without `resume`, the folder's results are removed.

@@ -132,8 +132,6 @@ def down(address: Address = None, name: DeploymentName = "ragspec") -> None:
 def _topology_of(settings: ClusterConfig) -> Topology:
     """Without an index there are no shards, unless the configuration asks for some. Raises: ConfigError."""
     topology, retriever = settings.topology, settings.retriever
-    if "fail_closed" in retriever.model_fields_set and retriever.fail_closed != topology.fail_closed:
-        raise ConfigError("of a deployment it is topology.fail_closed that counts, not retriever.fail_closed")
     if not retriever.index_dir and "num_shards" not in topology.model_fields_set:
         return topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
     return topology

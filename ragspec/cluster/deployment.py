@@ -52,7 +52,7 @@ _WITHOUT_EFFECT_ON_TEXT = (
     "retriever.gpu_memory_bytes",
     "retriever.fail_closed",
 )
-"""Settings that `check_agreement` ignores: they change no text, or the topology decides them."""
+"""Settings that `check_agreement` ignores: they change no text, or the deployment decides them."""
 
 
 class Deployment(AbstractContextManager["Deployment"]):
@@ -130,7 +130,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         topology = self.topology
         if not topology.num_shards:
             raise ConfigError(f"the deployment {self.name!r} has no shards, so it finds nothing")
-        config = (config or self.config.retriever).model_copy(update={"fail_closed": topology.fail_closed})
+        config = (config or self.config.retriever).model_copy(update={"fail_closed": self.config.retriever.fail_closed})
         encoder = self.config.encoder if topology.num_encoders else Encoder.load(self.config.encoder)
         return ClusterRetriever(
             config,

@@ -25,8 +25,7 @@ class Topology(ConfigSection):
 
     Ray restarts a part that dies. A part that hangs is killed by its caller: a stopped rank after two heartbeats (`heartbeat_s`),
     an actor that answers no health check for twice `hang_s`, an engine that is not loaded within `start_timeout_s`.
-    `rank_timeout_s`: how long a rank waits for another. `fail_closed`: without a shard, retrieval is an error; else a partial
-    answer that says so.
+    `rank_timeout_s`: how long a rank waits for another.
     """
 
     replicas: int = Field(1, ge=0, le=256)
@@ -42,7 +41,6 @@ class Topology(ConfigSection):
     hang_s: float = Field(4.0, gt=0.0, le=600.0)
     start_timeout_s: float = Field(600.0, gt=0.0)
     rank_timeout_s: float = Field(30.0, gt=0.0)
-    fail_closed: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> Topology:

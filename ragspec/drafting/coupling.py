@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.core import SamplingParams
+from ragspec.core import LEAST_TEMPERATURE, SamplingParams
 from ragspec.drafting.drafter import SequenceView
 from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits
 from ragspec.numerics.compiled import compiled
@@ -91,8 +91,8 @@ class Coupling:
             if params.has_penalties or params.logit_bias:
                 scaled[row] = self._warped(logits[row], sequence)
             elif not params.greedy and params.temperature != 1.0:
-                scaled[row] /= np.float32(max(params.temperature, 1e-6))
-            if not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
+                scaled[row] /= np.float32(max(params.temperature, LEAST_TEMPERATURE))
+            if params.truncates:
                 floors[row] = survivor_floor(scaled[row], params)
         size = (len(owners), num_children)
         best = BestTokens(np.empty(size, np.int64), np.empty(size, np.float64), finite)

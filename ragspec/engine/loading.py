@@ -159,7 +159,7 @@ def _accepted(tested: SelfTest, config: TargetConfig) -> SelfTest:
 
 def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     """The configured drafters. Raises: ConfigError for an unknown drafter, ModelError for an unusable or foreign head."""
-    known: dict[str, Callable[[], Drafter | None]] = {
+    known: dict[str, Callable[[], Drafter]] = {
         "copy": lambda: CopyDrafter(
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
         ),
@@ -181,11 +181,10 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
-    made = [known[name]() for name in names] if drafting.speculation else []
-    return [drafter for drafter in made if drafter is not None]
+    return [known[name]() for name in names] if drafting.speculation else []
 
 
-def _add(known: dict[str, Callable[[], Drafter | None]], name: str, make: Callable[[], Drafter | None]) -> None:
+def _add(known: dict[str, Callable[[], Drafter]], name: str, make: Callable[[], Drafter]) -> None:
     if name in known:
         raise ConfigError(f"drafting names {name!r}, the name of another drafter")
     known[name] = make
@@ -279,8 +278,8 @@ def _fastest_dtype(
     return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
-def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter | None:
-    """Load a small model beside the target, on the same device, and measure its costs. None: see `vocabulary`.
+def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter:
+    """Load a small model beside the target, on the same device, and measure its costs.
 
     Raises: ConfigError, ModelError.
     """
@@ -295,13 +294,7 @@ def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draf
     others["device"] = target.ranks.device(target.config.device)
     settings = TargetConfig(**{**target.config.model_dump(), **others})
     tokenizer = load_tokenizer(settings)
-    try:
-        check_vocabulary(config.path, tokenizer, target.tokenizer)
-    except ModelError as difference:
-        if config.vocabulary == "target":
-            raise
-        log.warning("drafting.%s does not draft: %s", name, difference)
-        return None
+    check_vocabulary(config.path, tokenizer, target.tokenizer)
     num_slots = min(config.max_kv_tokens, target.pool.num_slots)
     model = Target.load(settings, num_slots, max_kv_bytes=config.max_kv_bytes)
     context = min(model.max_context_tokens, model.pool.num_slots - PAGE, 2048) // 2

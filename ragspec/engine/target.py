@@ -13,17 +13,15 @@ layer, both before any norm. Tap `FINAL` is the output of the final norm, which 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
 from ragspec.core import Say, log_progress
@@ -31,7 +29,8 @@ from ragspec.drafting.drafter import NODES
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.saved_model import load_saved
 from ragspec.engine.checkpoints.target_files import return_freed, target_folder, with_known_weights
-from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
+from ragspec.engine.checkpoints.tokenizer import read_tokenizer
+from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
 from ragspec.errors import ModelError, RankLost
@@ -315,32 +314,3 @@ def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """A target's tokenizer alone, without the model. Raises: ModelError, SaveError."""
     return read_tokenizer(target_folder(config))
-
-
-def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder or name. Raises: ModelError."""
-    with model_errors(folder):
-        config = _plain_config(Path(folder))
-        if config is not None and (config.model_type, config.tokenizer_class) == ("llama", TokenizersBackend.__name__):
-            return cast(PreTrainedTokenizerBase, TokenizersBackend.from_pretrained(folder))
-        from transformers import AutoTokenizer  # Why here: it reads the tables of all models, half a second of a start
-
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, config=config))
-
-
-def _plain_config(folder: Path) -> PretrainedConfig | None:
-    """What the choice of a tokenizer's class needs of a model's configuration. None: transformers reads it itself.
-
-    Why: importing the class of a model's configuration takes a second of a start.
-    """
-    try:
-        own, model = (
-            json.loads((folder / name).read_text("utf-8")) for name in ("tokenizer_config.json", "config.json")
-        )
-    except (OSError, ValueError):
-        return None
-    if "tokenizer_class" not in own or "auto_map" in own or "model_type" not in model:
-        return None
-    config = PretrainedConfig()
-    vars(config).update(model, _name_or_path=str(folder), tokenizer_class=own["tokenizer_class"])
-    return config

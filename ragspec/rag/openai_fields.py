@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from ragspec.core import GenerationStats, SourceKind
+from ragspec.core import GenerationStats, SamplingParams, SourceKind
 from ragspec.errors import InputError
 
-_SAME_NAME = (
-    "temperature top_p presence_penalty frequency_penalty logit_bias stop max_tokens n seed "
-    "top_k min_p repetition_penalty min_tokens ignore_eos "  # as in vLLM
-    "verbatim_quotes"
-).split()
-SAMPLING_FIELDS = {name: name for name in _SAME_NAME} | {
+_OTHER_FORM = frozenset({"logprobs", "json_schema"})
+"""Parameters that request bodies give in another form."""
+SAMPLING_FIELDS = {each.name: each.name for each in fields(SamplingParams) if each.name not in _OTHER_FORM} | {
     "max_completion_tokens": "max_tokens",
     "response_format": "json_schema",
 }
@@ -31,7 +29,7 @@ IGNORED_FIELDS = frozenset(
 )
 """Fields that many clients send and that change no answer of ours."""
 
-_WHOLE_NUMBERS = frozenset({"top_k", "max_tokens", "min_tokens", "n", "seed"})
+_WHOLE_NUMBERS = frozenset(each.name for each in fields(SamplingParams) if each.metadata.get("kind") is int)
 _MAX_EXACT_FLOAT = 2.0**53
 
 

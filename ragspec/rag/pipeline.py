@@ -7,24 +7,23 @@
     ...     print(result.id, result.error or result.value[0].text)
 
 Retriever and engine may be local objects or handles to remote ones. `AsyncPipeline` runs the steps of `Pipeline` concurrently for
-a stream of questions; the answers are the same. Retrieval runs while the engine generates; questions that wait for the encoder or
-the index share a call. The number of questions in the pipeline is bounded: it reads another question when one leaves.
+a stream of questions; the answers are the same. Retrieval runs while the engine generates; questions that wait for the retriever
+share a call. The number of questions in the pipeline is bounded: it reads another question when one leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, Unpack, runtime_checkable
+from typing import Any, Self, Unpack
 
 from ragspec.config import GenerationConfig, PipelineConfig, settings_of
-from ragspec.core import Completion, Delta, SamplingParams, Say, log_progress
+from ragspec.core import Completion, Delta, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
@@ -38,8 +37,6 @@ from ragspec.rag.steps import (
     Question,
     RetrievedQuestion,
     RetrieverLike,
-    SamplingOptions,
-    attach_passages,
     build_answer,
     build_request,
     collect_completions,
@@ -51,7 +48,6 @@ from ragspec.rag.steps import (
 )
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
 
@@ -185,18 +181,9 @@ class Pipeline(Closeable):
         return [build_request(retrieved, self._prompts) for retrieved in retrieve_passages(self._retriever, asked)]
 
 
-@runtime_checkable
-class EncodingRetriever(Protocol):
-    """A retriever that encodes and searches in separate calls, as `Retriever` and `IndexLike` do."""
-
-    def encode(self, texts: Sequence[str]) -> list[Query]: ...
-
-    def search(self, queries: Sequence[Query], k: int, scope: SearchScope) -> SearchResult: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
-    """`max_batch`: questions per call of encoder or index; `max_lookups`: such calls at a time; `max_in_flight`: engine requests
+    """`max_batch`: questions that share a retrieval; `max_lookups`: retrievals at a time; `max_in_flight`: engine requests
     at a time, at least the engine's `max_running` to keep it full; `max_waiting`: questions queued before each stage.
 
     Raises: ConfigError.
@@ -223,7 +210,7 @@ class AsyncPipeline:
         self._retriever, self._engine, self._prompts = retriever, engine, prompts
         limits = limits or PipelineLimits()
         stages = (
-            *self._retrieval_stages(limits),
+            PipelineStage("retrieve", self._retrieve, limits.max_batch, limits.max_lookups, _search_key),
             PipelineStage("prompt", self._prompt, limits.max_batch),
             PipelineStage("generate", self._generate, num_workers=limits.max_in_flight),
             PipelineStage("cite", _cite, limits.max_batch),
@@ -242,18 +229,8 @@ class AsyncPipeline:
                 for result in batch:
                     yield result
 
-    def _retrieval_stages(self, limits: PipelineLimits) -> tuple[PipelineStage, ...]:
-        retriever, batching = self._retriever, (limits.max_batch, limits.max_lookups)
-        if not isinstance(retriever, EncodingRetriever):
-            return (
-                PipelineStage("retrieve", lambda asked: retrieve_passages(retriever, asked), *batching, _search_key),
-            )
-        return (
-            PipelineStage("encode", lambda questions: _encode(retriever, questions), *batching),
-            PipelineStage(
-                "retrieve", lambda queries: _search(retriever, queries), *batching, lambda q: _search_key(q.question)
-            ),
-        )
+    def _retrieve(self, batch: Sequence[Question]) -> list[RetrievedQuestion]:
+        return retrieve_passages(self._retriever, batch)
 
     def _prompt(self, batch: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
         return [build_request(retrieved, self._prompts) for retrieved in batch]
@@ -264,34 +241,12 @@ class AsyncPipeline:
         ]
 
 
-Flow = AsyncPipeline
-"""The name in earlier versions."""
-
 _GeneratedChoices = tuple[PreparedQuestion, list[Completion]]
-
-
-class _EncodedQuestion(NamedTuple):
-    question: Question
-    query: Query
-    encode_s: float
 
 
 def _search_key(question: Question) -> tuple[int, SearchScope]:
     """Questions with equal keys can share a search."""
     return question.num_passages, question.scope
-
-
-def _encode(retriever: EncodingRetriever, questions: Sequence[Question]) -> list[_EncodedQuestion]:
-    begin = time.perf_counter()
-    queries = retriever.encode([question.text for question in questions])
-    encode_s = time.perf_counter() - begin
-    return [_EncodedQuestion(question, query, encode_s) for question, query in zip(questions, queries, strict=True)]
-
-
-def _search(retriever: EncodingRetriever, encoded: Sequence[_EncodedQuestion]) -> list[RetrievedQuestion]:
-    begin, questions = time.perf_counter(), [each.question for each in encoded]
-    result = retriever.search([each.query for each in encoded], questions[0].num_passages, questions[0].scope)
-    return attach_passages(questions, result, time.perf_counter() - begin + max(each.encode_s for each in encoded))
 
 
 def _cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:

@@ -37,7 +37,6 @@ from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.index_types import SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 
@@ -141,18 +140,12 @@ def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -
         return []
     begin = time.perf_counter()
     texts = [question.text for question in questions]
-    retrieval = retriever.retrieve(texts, questions[0].num_passages, questions[0].scope)
-    return attach_passages(questions, retrieval, time.perf_counter() - begin)
-
-
-def attach_passages(
-    questions: Sequence[Question], retrieval: RetrievalResult | SearchResult, retrieve_s: float
-) -> list[RetrievedQuestion]:
-    """Each question with its own passages of a batched retrieval."""
-    closeness = retrieval.closeness or [None] * len(questions)
+    found = retriever.retrieve(texts, questions[0].num_passages, questions[0].scope)
+    retrieve_s = time.perf_counter() - begin
+    closeness = found.closeness or [None] * len(questions)
     return [
-        RetrievedQuestion(question, passages, retrieval.generation, retrieve_s, retrieval.missing, close)
-        for question, passages, close in zip(questions, retrieval.passages, closeness, strict=True)
+        RetrievedQuestion(question, passages, found.generation, retrieve_s, found.missing, close)
+        for question, passages, close in zip(questions, found.passages, closeness, strict=True)
     ]
 
 
@@ -254,28 +247,6 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
 def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
     """A tenant and a filter in JSON form as a search scope. Raises: InputError for an invalid filter."""
     return SearchScope(tenant, None if filter is None else parse_filter(filter))
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Single sampling parameters, as in `ragspec.core.SamplingParams`; they replace those of `params` or of the configuration."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    stop: tuple[str, ...]
-    max_tokens: int
-    min_tokens: int
-    ignore_eos: bool
-    verbatim_quotes: bool
-    n: int
-    logprobs: int | None
-    seed: int | None
-    json_schema: str
 
 
 def params_of_each(

@@ -19,16 +19,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.core import Request, SamplingParams, TokenLogprob
+from ragspec.core import LEAST_TEMPERATURE, Request, SamplingParams, TokenLogprob
 from ragspec.numerics.backend import KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
 from ragspec.tree import DraftTree
 
 Logits = NDArray[np.float32]
-
-_LEAST_TEMPERATURE = 1e-6
-"""Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
 
 
 @compiled(nogil=True)
@@ -213,7 +210,7 @@ def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, for
         x[edits.forbidden] = -np.inf
     if params.greedy or params.temperature == 1.0:
         return x
-    return x / np.float32(max(params.temperature, _LEAST_TEMPERATURE))
+    return x / np.float32(max(params.temperature, LEAST_TEMPERATURE))
 
 
 @compiled(nogil=True)

@@ -165,9 +165,7 @@ class GrammarSampler(KeyedSampler):
         self._grammar = grammar
         for token in arguments[4]:
             grammar.take(token)
-        params = self._params
-        truncates = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self._needs_mask = truncates and not params.greedy
+        self._needs_mask = self._params.truncates
 
     def __call__(self, logits: Logits) -> int:
         """The argmax of all tokens, if the grammar allows it: it needs no mask. Devices always mask (`draws`)."""

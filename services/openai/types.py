@@ -6,10 +6,20 @@ Owns which fields a body may have. Unknown fields are refused, so that a misspel
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ragspec.core import Message, SamplingParams
@@ -178,25 +188,22 @@ RetrievalField = Annotated[
 ]
 
 
-class SamplingBody(Body):
+def _sampling_fields() -> dict[str, Any]:
+    """The numbers and switches among the sampling parameters, as optional fields. `SamplingParams` checks their ranges."""
+    kinds = {each.name: each.metadata.get("kind", type(each.default)) for each in fields(SamplingParams)}
+    return {name: (kinds[name] | None, None) for name in SAMPLING_FIELDS if kinds.get(name) in (float, int, bool)}
+
+
+SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields())
+
+
+class SamplingBody(SamplingFields):
     """Fields that chat and text completions share."""
 
     model: str = Field(max_length=512)
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    seed: int | None = None
     stop: Stop | None = None
-    max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: LogitBias | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    verbatim_quotes: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: bool | dict[str, Any] | None = None
@@ -249,10 +256,10 @@ class SamplingBody(Body):
 
         Raises: InputError.
         """
-        fields = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
-        if isinstance(form := fields["response_format"], ResponseFormat):
-            fields["response_format"] = form.model_dump(by_alias=True, exclude_none=True)
-        given = sampling_arguments(fields)
+        body = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
+        if isinstance(form := body["response_format"], ResponseFormat):
+            body["response_format"] = form.model_dump(by_alias=True, exclude_none=True)
+        given = sampling_arguments(body)
         if given.get("seed", defaults.seed) is None:
             given["seed"] = portable_seed()
         return replace(defaults, **given, logprobs=self.num_alternatives)

@@ -55,13 +55,6 @@ def test_there_is_nothing_to_take_down_twice(run: Run) -> None:
         assert code == 0 and "nothing to take down" in said
 
 
-def test_what_a_deployment_would_not_heed_is_refused(run: Run, tmp_path: Path) -> None:
-    """`retriever.fail_closed` was taken, and overwritten without a word."""
-    (tmp_path / "ragspec.yaml").write_text("retriever: {fail_closed: false}")
-    code, said = run("up", "--config", str(tmp_path / "ragspec.yaml"))
-    assert code == 1 and "topology.fail_closed that counts" in said
-
-
 def test_where_nothing_runs_there_is_nothing_to_export(run: Run) -> None:
     """`eval` of an address at which nobody listens; the next program would wait for it."""
     code, said = run("env", "--name", "nothing")

@@ -36,7 +36,7 @@ from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import target as targets
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import load_engine, make_draft_model, make_drafters
+from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError, ModelError
@@ -299,8 +299,6 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, mon
         ModelError, match=r"foreign has another vocabulary than the target: token \d+ is '#' there and '!'"
     ):
         make_draft_model(target, DraftModelConfig(path=str(path.parent)))
-    of_earlier_versions = DraftModelConfig(path=str(path.parent), vocabulary="any")
-    assert not make_drafters(target, DraftingConfig(drafters=("draft_model",), draft_model=of_earlier_versions))
     with pytest.raises(ConfigError, match=r"drafting\.draft_model\.path"):
         make_draft_model(target, DraftModelConfig())
     with pytest.raises(ModelError, match="nowhere"):

@@ -16,7 +16,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.pipeline import AsyncPipeline, EncodingRetriever, Pipeline, PipelineLimits
+from ragspec.rag.pipeline import AsyncPipeline, Pipeline, PipelineLimits
 from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, Question, RetrieverLike
@@ -28,23 +28,16 @@ from ragspec.retrieval.search.segment_search import SearchScope
 TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1911)), QUESTION)
 
 
-class OneStep:
-    """A retriever that cannot be asked for its encoding alone."""
+class Lost:
+    """An index that no question of one tenant can reach."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
-        return self._retriever.retrieve(queries, k, scope)
-
-
-class Lost(OneStep):
-    """An index that no question of one tenant can reach."""
-
-    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
         if scope.tenant == "lost":
             raise RetrievalError("the index is lost")
-        return super().retrieve(queries, k, scope)
+        return self._retriever.retrieve(queries, k, scope)
 
 
 def questions(params: SamplingParams, texts: Sequence[str] = TEXTS, **options: Any) -> list[Question]:
@@ -69,15 +62,12 @@ def run(flow: AsyncPipeline, asked: Sequence[Question]) -> dict[str, ItemResult[
 @pytest.mark.parametrize(
     "params", [replace(GREEDY, seed=3), SAMPLED, replace(SAMPLED, n=2)], ids=["greedy", "sampled", "two choices"]
 )
-@pytest.mark.parametrize("kind", [Retriever, OneStep])
 def test_a_flow_answers_as_the_pipeline_does(
-    retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target, params: SamplingParams, kind: type
+    retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target, params: SamplingParams
 ) -> None:
     """A second way to prepare or cite: another prompt, key or order of passages."""
     expected = iter(pipeline.ask_many(TEXTS, params))
-    given = retriever if kind is Retriever else OneStep(retriever)
-    assert isinstance(given, EncodingRetriever) == (kind is Retriever)
-    got = run(flow_of(given, engine, target), questions(params))
+    got = run(flow_of(retriever, engine, target), questions(params))
     assert len(got) == len(TEXTS)
     for n, text in enumerate(TEXTS):
         for answer in got[f"q{n}"].result():
@@ -89,9 +79,8 @@ def test_a_flow_answers_as_the_pipeline_does(
             assert answer.stats.retrieve_s > 0 and answer.stats.prompt_s > 0
 
 
-@pytest.mark.parametrize("kind", [OneStep, Retriever])
 def test_filters_that_are_equal_in_python_alone_are_not_looked_up_together(
-    retriever: Retriever, engine: Engine, target: Target, kind: type, monkeypatch: pytest.MonkeyPatch
+    retriever: Retriever, engine: Engine, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1 == True: rows of a batch were answered from what another row's filter found, by chance of timing."""
     filters = [ComparisonFilter(type="eq", key="public", value=value) for value in (True, 1, False, 0)]
@@ -103,7 +92,7 @@ def test_filters_that_are_equal_in_python_alone_are_not_looked_up_together(
 
     monkeypatch.setattr(retriever, "search", watched)
     asked = [replace(each, scope=SearchScope("", filters[n % 4])) for n, each in enumerate(questions(GREEDY))]
-    run(flow_of(retriever if kind is Retriever else OneStep(retriever), engine, target, max_batch=8), asked)
+    run(flow_of(retriever, engine, target, max_batch=8), asked)
     assert sorted(looked) == sorted(f"{each.text}: {each.scope.filter!r}" for each in asked)
 
 
@@ -117,8 +106,7 @@ def test_a_quote_is_cited(retriever: Retriever, engine: Engine, target: Target, 
     assert answer.text[citation.start : citation.end] in QUOTE and citation.document_id == "mill"
 
 
-@pytest.mark.parametrize("kind", [OneStep, Retriever])
-def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, target: Target, kind: type) -> None:
+def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, target: Target) -> None:
     """One question of ten thousand that ends the others, or is answered as its neighbour."""
     texts = [
         "",
@@ -130,8 +118,7 @@ def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, 
         QUESTION,
         "Where does the river rise?",
     ]
-    given = retriever if kind is Retriever else OneStep(retriever)
-    got = run(flow_of(given, engine, target), questions(GREEDY, texts))
+    got = run(flow_of(retriever, engine, target), questions(GREEDY, texts))
     assert {n for n in range(8) if got[f"q{n}"].error is None} == {1, 6, 7}
     assert isinstance(got["q3"].error, PromptTooLong)
     assert all(isinstance(got[f"q{n}"].error, InputError) for n in (0, 2, 4, 5))
@@ -172,11 +159,11 @@ def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, e
     flow = flow_of(retriever, counting, target, max_in_flight=3)
     run(flow, questions(GREEDY))
     assert counting.most == 3
-    assert [each.name for each in flow.stages.metrics] == ["encode", "retrieve", "prompt", "generate", "cite"]
-    assert [each.num_items for each in flow.stages.metrics] == [len(TEXTS)] * 5
+    assert [each.name for each in flow.stages.metrics] == ["retrieve", "prompt", "generate", "cite"]
+    assert [each.num_items for each in flow.stages.metrics] == [len(TEXTS)] * 4
     assert all(each.max_depth <= 3 and each.depth == 0 and each.busy_s > 0 for each in flow.stages.metrics)
-    encode, *_, generate, _ = flow.stages.metrics
-    assert encode.num_batches < len(TEXTS) == generate.num_batches
+    retrieve, _, generate, _ = flow.stages.metrics
+    assert retrieve.num_batches < len(TEXTS) == generate.num_batches
 
 
 async def test_leaving_a_flow_early_frees_the_engine(

@@ -10,14 +10,14 @@ import pytest
 from small_parts import CONTEXT, DOCUMENTS, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Recording, Switch
 
 from ragspec.config import PipelineConfig, PromptConfig, RetrieverConfig, TargetConfig
-from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.core import Delta, FinishReason, Request, SamplingOptions, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import Cancelled, InputError, PromptTooLong
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Question, SamplingOptions, build_request, retrieve_passages
+from ragspec.rag.steps import Question, build_request, retrieve_passages
 from ragspec.rag.wording import NOT_SUPPORTED, NOTHING_CLOSE
 from ragspec.retrieval.retriever import Retriever
 

@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeli
 
 from ragspec.core import Say, log_progress
 from ragspec.engine.checkpoints.model_config import check_servable
+from ragspec.engine.checkpoints.tokenizer import read_tokenizer
 from ragspec.engine.checkpoints.weights import check_complete, load_whole, model_errors
-from ragspec.engine.target import read_tokenizer
 from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.row_invariant import without_progress_bars

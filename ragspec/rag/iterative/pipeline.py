@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig, settings_of
-from ragspec.core import GenerationStats, Passage, SamplingParams, Say, log_progress
+from ragspec.core import GenerationStats, Passage, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import IncrementalDetokenizer, detokenize
 from ragspec.errors import ConfigError, InputError
@@ -27,7 +27,7 @@ from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.iterative.ralmspec import OnFinal, RalmSpec
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Closeable, EngineLike, SamplingOptions, default_params, params_of_each, parse_scope
+from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
 from ragspec.rag.support import find_support
 from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.encoder import TextEncoder
