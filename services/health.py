@@ -28,7 +28,8 @@ from services.metrics import CONTENT_TYPE
 log = logging.getLogger(__name__)
 
 _FRESH_S = 1.0
-_SALT = "~canary"
+CANARY_SALT = "~canary"
+"""The tenant of the health check's token."""
 
 
 class Canary:
@@ -55,7 +56,7 @@ class Canary:
 
     async def _generate(self) -> bool:
         params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
-        request = Generation(secrets.token_hex(16), self._prompt_ids, params, salt=_SALT, speculation=OFF)
+        request = Generation(secrets.token_hex(16), self._prompt_ids, params, salt=CANARY_SALT, speculation=OFF)
         self._is_healthy, before = False, self._progress()
         try:
             async with asyncio.timeout(self._timeout_s), aclosing(cast(Any, self._engine.stream(request))) as stream:

@@ -40,6 +40,7 @@ from ragspec.engine.engine import Engine
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE
 from ragspec.rag.steps import copy_sources
+from services.health import CANARY_SALT
 
 _CROWD = "cleo"
 _TENANTS = (ATTACKER, VICTIM, _CROWD)
@@ -176,11 +177,11 @@ def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
 
 
 def leaked_slots(engine: Engine, tenants: Sequence[str]) -> int:
-    """KV slots still held when nothing runs and every tenant's cache is purged."""
+    """KV slots still held when nothing runs and the caches of all tenants and of the health check are purged."""
     pool, deadline = engine.target.pool, time.monotonic() + _SETTLE_S
     free = list[int]()
     while True:
-        for tenant in tenants:
+        for tenant in (*tenants, CANARY_SALT):
             engine.purge(tenant)
         engine.between_steps(lambda: free.append(pool.num_free_pages))
         if free[-1] == pool.num_pages or time.monotonic() > deadline:

@@ -31,26 +31,26 @@ QUOTED = re.compile(r'"(?P<quote>.+)" \[(?P<number>\d)\]', re.DOTALL)
 
 
 @pytest.fixture(scope="module", params=["float32", "torch-float32"])
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+def quoted_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     return tiny_target("llama", request.param, tmp_path_factory.mktemp("llama"))
 
 
-def quoting(target: Target, name: str, **params: Any) -> Request:
+def quoting(quoted_target: Target, name: str, **params: Any) -> Request:
     """The output given is a quotation mark, and the rest is the random model's."""
     given = SamplingParams(**{"max_tokens": 100, **params})
-    mark = tuple(target.tokenizer('"', add_special_tokens=False)["input_ids"])
+    mark = tuple(quoted_target.tokenizer('"', add_special_tokens=False)["input_ids"])
     sources = tuple(CopySource(SourceKind.PASSAGE, text) for text in TEXTS)
     grammar = answer_grammar(given, ON, PASSAGES)
     return Request(name, (5, 6, 7, 8), given, sources, segment=Segment(mark), grammar=grammar)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
-def test_quotes_are_verbatim_and_drafts_change_none(target: Target, params: dict[str, Any]) -> None:
+def test_quotes_are_verbatim_and_drafts_change_none(quoted_target: Target, params: dict[str, Any]) -> None:
     """A quote that ends inside a word, or has another passage's number; a drafted token that no mask was applied to."""
     accepted, whole = 0, 0
-    with tiny_engine(target, [CopyDrafter(target.tokenizer)], fixed_nodes=6) as engine:
+    with tiny_engine(quoted_target, [CopyDrafter(quoted_target.tokenizer)], fixed_nodes=6) as engine:
         for seed in range(6):
-            asked = quoting(target, f"{seed}", seed=seed, **params)
+            asked = quoting(quoted_target, f"{seed}", seed=seed, **params)
             on = engine.generate([asked])[0]
             off = engine.generate([replaced(asked, OFF)])[0]
             assert on.token_ids == off.token_ids and on.text == off.text
@@ -93,10 +93,12 @@ def replaced(request: Request, speculation: Speculation) -> Request:
         ('"no".\nIt grinds" [1]', True),
     ],
 )
-def test_answers_that_the_grammar_allows(target: Target, answer: str, is_allowed: bool) -> None:
+def test_answers_that_the_grammar_allows(quoted_target: Target, answer: str, is_allowed: bool) -> None:
     """A free answer that is refused; a quote with blanks, marks, lines or ideographs that no token sequence can write."""
-    grammar = Grammars(target.tokenizer, target.vocab_size, target.eos_ids).of_lark(quote_grammar(TEXTS))
-    for token in [*target.tokenizer(answer, add_special_tokens=False)["input_ids"], target.eos_ids[0]]:
+    grammar = Grammars(quoted_target.tokenizer, quoted_target.vocab_size, quoted_target.eos_ids).of_lark(
+        quote_grammar(TEXTS)
+    )
+    for token in [*quoted_target.tokenizer(answer, add_special_tokens=False)["input_ids"], quoted_target.eos_ids[0]]:
         assert grammar.allows(token) or not grammar.allowed()[token]
         if not grammar.allows(token):
             break
@@ -107,11 +109,13 @@ def test_answers_that_the_grammar_allows(target: Target, answer: str, is_allowed
     assert not is_allowed
 
 
-def test_passages_of_a_long_context_compile(target: Target) -> None:
+def test_passages_of_a_long_context_compile(quoted_target: Target) -> None:
     """llguidance's own limit, at which a long prompt would be refused."""
     texts = [" ".join(f"w{(i * 7919 + n) % 1013} t{i}" for i in range(4000)) for n in range(3)]
-    grammar = Grammars(target.tokenizer, target.vocab_size, target.eos_ids).of_lark(quote_grammar(texts))
-    for token in target.tokenizer('"t17 ', add_special_tokens=False)["input_ids"]:
+    grammar = Grammars(quoted_target.tokenizer, quoted_target.vocab_size, quoted_target.eos_ids).of_lark(
+        quote_grammar(texts)
+    )
+    for token in quoted_target.tokenizer('"t17 ', add_special_tokens=False)["input_ids"]:
         assert grammar.allowed()[token]
         grammar.take(token)
 
@@ -134,13 +138,13 @@ def test_requests_of_the_pipeline_carry_the_grammar(retriever: Retriever, engine
         pipeline.ask(QUESTION, verbatim_quotes="yes")  # type: ignore[arg-type]
 
 
-def test_tokenizers_that_cannot_be_followed(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokenizers_that_cannot_be_followed(quoted_target: Target, caplog: pytest.LogCaptureFixture) -> None:
     """Every question refused because llguidance cannot read a tokenizer; a promise dropped silently, or at every question."""
-    with tiny_engine(target) as engine:
-        engine._admission.grammars = Grammars(object(), target.vocab_size, target.eos_ids)
+    with tiny_engine(quoted_target) as engine:
+        engine._admission.grammars = Grammars(object(), quoted_target.vocab_size, quoted_target.eos_ids)
         with caplog.at_level(logging.WARNING):
             for name in ("first", "second"):
-                assert engine.generate([quoting(target, name)])[0].token_ids
+                assert engine.generate([quoting(quoted_target, name)])[0].token_ids
         assert sum("quotes are not held" in record.message for record in caplog.records) == 1
         with pytest.raises(InputError, match="cannot follow a JSON schema"):
-            engine.generate([quoting(target, "schema", json_schema='{"type": "object"}')])
+            engine.generate([quoting(quoted_target, "schema", json_schema='{"type": "object"}')])
