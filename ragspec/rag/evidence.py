@@ -75,7 +75,8 @@ class Evidence:
         return sum(map(self._weight, held & stems)) + _QUESTION_WEIGHT * sum(map(self._weight, held & asked))
 
     def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
-        held = window.stems | self._question
+        # Why not the question's words for a statement that only repeats the question: every window would support it
+        held = window.stems | (frozenset() if stems <= self._question else self._question)
         place = window.place
         if _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
             return False

@@ -59,6 +59,12 @@ def test_another_number_a_negation_and_other_words_have_no_evidence(statement: s
     assert found("What is the default limit?", statement) == ""
 
 
+def test_a_question_said_back_needs_the_passages_own_words() -> None:
+    """Bug guarded: an answer that only repeats the question counts as supported by any passage."""
+    assert not found("Does the tool encrypt backups at night?", "The tool encrypts backups at night")
+    assert found("Are older backups removed every night?", "Older ones are removed every night")
+
+
 def test_only_answers_in_free_words_are_related() -> None:
     """A target that quotes first is held to the strict labels; evidence is the passage's own text."""
     answer = "Seven daily backups are kept by the tool [1]. It prints letters."
