@@ -38,7 +38,7 @@ from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import bits, gumbel, output_key
 from ragspec.numerics.self_test import self_test
-from ragspec.numerics.torch import attention, backend, graphs, probs, sampling, transfer
+from ragspec.numerics.torch import attention, backend, graphs, sampling, transfer
 from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.backend import TiledLinear
 from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
@@ -282,7 +282,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         counted["to_host"] += tensor.nbytes
         return tensor.as_subclass(torch.Tensor)
 
-    for module in (attention, backend, batch, beam, growing_drafter, probs, sampling, target_module, transfer):
+    for module in (attention, backend, batch, beam, growing_drafter, sampling, target_module, transfer):
         for name, stand_in in (("to_device", to_device), ("to_host", to_host), ("queued_to_host", queued_to_host)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
