@@ -29,8 +29,8 @@ from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline_stages import HasId, StagedPipeline
+from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.manifest import read_generation
-from ragspec.retrieval.index.reader_lock import reader_lock
 
 _CHANGES_NO_TEXT = {"index_dir", "pointer", "fail_closed", "gpu_memory_bytes"}
 

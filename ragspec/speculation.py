@@ -17,7 +17,7 @@ from ragspec.errors import InputError
 class AcceptanceRule(enum.StrEnum):
     """How drafted tokens are accepted: by following the target's keyed sample, or by a published rule.
 
-    The sources are named in `ragspec.verification.rejection_trees`.
+    The sources are named in `ragspec.verification.rejection`.
     """
 
     KEYED = "keyed"

@@ -72,6 +72,13 @@ def survivors(x: np.ndarray, params: SamplingParams) -> list[int]:
     return [int(v) for v in order[kept] if x[v] > -np.inf]
 
 
+def is_ambiguous(logits: np.ndarray, top_k: int, top_p: float) -> bool:
+    """Whether a partial sum meets top_p so closely that the order of additions decides."""
+    order = np.lexsort((np.arange(len(logits)), -logits))[: top_k or None]
+    mass = np.exp(logits[order].astype(np.float64) - logits.max())
+    return bool((np.abs(np.cumsum(mass) - top_p * mass.sum()) < 1e-12 * mass.sum()).any()) and top_p < 1
+
+
 def choose(x: np.ndarray, params: SamplingParams, seed: int, choice: int, index: int) -> int:
     """The definition: argmax over survivors of logit + noise; ties to the lower id."""
     if params.temperature == 0:

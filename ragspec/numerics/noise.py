@@ -4,8 +4,8 @@ No state advances: rolling back, resuming after a crash or verifying twice gives
 four parts goes through a full 64-bit mixing step, so neighbouring keys share no structure; 53 bits become
 `u = (h + 0.5) * 2**-53` in float64 and `G = -log(-log(u))`. (24 bits in float32 would round some u to 1, where G is infinite.)
 
-    >>> gumbel_row(seed=7, choice=0, index=3, vocab_size=5).shape
-    (5,)
+    >>> gumbel(bits(output_key(seed=7, choice=0, index=3), np.uint64(5))) < LARGEST_GUMBEL
+    True
 
 Source: the mixing step is the finaliser of SplitMix64 (Steele, Lea, Flood 2014); sampling by argmax of logits plus Gumbel
 noise goes back to Gumbel 1954.
@@ -19,7 +19,6 @@ import secrets
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from ragspec.numerics.compiled import compiled
 
@@ -67,19 +66,6 @@ def gumbel(h: np.uint64) -> float:
     if h < _TWO_TO_52:
         return -math.log(-math.log((np.float64(h) + 0.5) * _TWO_TO_MINUS_53))
     return -math.log(-math.log1p((0.5 - np.float64(_TWO_TO_53 - h)) * _TWO_TO_MINUS_53))
-
-
-@compiled()
-def _gumbel_row(key: np.uint64, out: NDArray[np.float64]) -> None:
-    for v in range(out.shape[0]):
-        out[v] = gumbel(bits(key, np.uint64(v)))
-
-
-def gumbel_row(seed: int, choice: int, index: int, vocab_size: int) -> NDArray[np.float64]:
-    """The whole row of noise for one output token. Shape: float64 [V]."""
-    out = np.empty(vocab_size, np.float64)
-    _gumbel_row(output_key(seed, choice, index), out)
-    return out
 
 
 def random_seed() -> int:

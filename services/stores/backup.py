@@ -28,9 +28,9 @@ from typing import Any
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
 from ragspec.errors import IndexBusy, InputError, StoreCorrupt
+from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.manifest import FileChecksum, file_checksum, read_generation, verify_checksums
 from ragspec.retrieval.index.pointer import CURRENT
-from ragspec.retrieval.index.reader_lock import reader_lock
 from services.settings import ServiceSettings
 from services.stores.library import library_folder
 from services.stores.records import read_only

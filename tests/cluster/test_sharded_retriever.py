@@ -30,9 +30,9 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, RetrievalError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.index.index_directory import locked_generations
 from ragspec.retrieval.index.manifest import read_current
 from ragspec.retrieval.index.pointer import read_pointer
-from ragspec.retrieval.index.reader_lock import locked_generations
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import Reranker, RerankerConfig

@@ -28,8 +28,8 @@ from ragspec.errors import (
 from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index import generation_builder
 from ragspec.retrieval.index import index_directory as generation
+from ragspec.retrieval.index.index_directory import locked_generations, reader_lock
 from ragspec.retrieval.index.manifest import Manifest
-from ragspec.retrieval.index.reader_lock import locked_generations, reader_lock
 from ragspec.retrieval.index.segment_writer import ArrowFile
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome

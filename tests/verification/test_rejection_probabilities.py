@@ -39,19 +39,12 @@ def test_rows_hold_the_survivors_of_sampling(logits: np.ndarray, top_k: int, top
     """The law a rule accepts by is not the law that plain decoding samples from."""
     assume(logits.max() > -np.inf)
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    assume(not near_the_edge(logits, top_k, top_p))
+    assume(not oracle.is_ambiguous(logits, top_k, top_p))
     probs = token_probs(logits, params)
     kept = oracle.survivors(logits, params)
     assert np.flatnonzero(probs).tolist() == sorted(kept)
     np.testing.assert_allclose(probs[kept], softmax(logits[kept]), rtol=1e-12)
     assert probs.sum() == pytest.approx(1.0, abs=1e-15 * 8)
-
-
-def near_the_edge(logits: np.ndarray, top_k: int, top_p: float) -> bool:
-    """Whether a partial sum meets top_p so closely that the order of additions decides."""
-    order = np.lexsort((np.arange(len(logits)), -logits))[: top_k or None]
-    mass = np.exp(logits[order].astype(np.float64) - logits.max())
-    return top_p < 1 and bool((np.abs(np.cumsum(mass) - top_p * mass.sum()) < 1e-12 * mass.sum()).any())
 
 
 def test_rows_are_warped_as_the_oracle_says() -> None:

@@ -25,8 +25,8 @@ from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, Worker, WorkerP
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
-from ragspec.retrieval.index.reader_lock import reader_lock
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import GenerationView, Retriever
 

@@ -1,7 +1,10 @@
-"""The folder of an index as a writer changes it: stages, places, publishes and removes folders.
+"""The folder of an index as a writer changes it: stages, places, publishes and removes folders. Also the locks of readers.
 
 A writer stages files in a temporary folder, flushes them to the disk and renames the folder; only then CURRENT names it. Removes
 every folder that no generation in use needs. Never reads a segment.
+
+A reader's lock is a locked file in the folder. It keeps a generation for a job that answers from it for hours while others write,
+and ends with the process of its holder.
 
     >>> with locked_directory(index_dir) as directory:
     ...     directory.publish(manifest, files)
@@ -10,6 +13,7 @@ every folder that no generation in use needs. Never reads a segment.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -21,9 +25,15 @@ from pathlib import Path
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, write_atomically, writer_lock
 from ragspec.errors import StoreError
-from ragspec.retrieval.index.manifest import MANIFEST, FileChecksum, Manifest, file_checksum, read_current
-from ragspec.retrieval.index.pointer import CURRENT
-from ragspec.retrieval.index.reader_lock import locked_generations
+from ragspec.retrieval.index.manifest import (
+    MANIFEST,
+    FileChecksum,
+    Manifest,
+    file_checksum,
+    read_current,
+    read_generation,
+)
+from ragspec.retrieval.index.pointer import CURRENT, read_pointer
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
 GRACE_S = 600.0
@@ -129,3 +139,53 @@ def _folders(index_dir: Path, generation: str) -> set[str]:
     except (OSError, ValueError):
         return set()
     return {generation, *(segment.name for segment in manifest.segments)}
+
+
+_PREFIX = ".lease-"
+
+
+@contextlib.contextmanager
+def reader_lock(index_dir: Path, pointer: str = "") -> Iterator[str]:
+    """Yields the pointer of the current generation, or `pointer`; no writer removes the generation's files inside the block.
+
+    A folder that is not writable gets no lock.
+
+    Raises: StoreMissing, StoreCorrupt.
+    """
+    while True:
+        locked = pointer or read_pointer(index_dir)
+        with _held(index_dir, locked):
+            if not pointer and read_pointer(index_dir) != locked:
+                continue  # a writer may have removed it before the lock was there
+            read_generation(index_dir, locked)
+            yield locked
+            return
+
+
+@contextlib.contextmanager
+def _held(index_dir: Path, pointer: str) -> Iterator[None]:
+    name = secrets.token_hex(8)
+    building, path = index_dir / f"{TEMPORARY}{name}", index_dir / f"{_PREFIX}{name}"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            while not path.exists():
+                file = stack.enter_context(open(building, "x", encoding="ascii"))
+                fcntl.flock(file, fcntl.LOCK_SH)
+                file.write(pointer)
+                file.flush()
+                with contextlib.suppress(FileNotFoundError):  # a writer's clean-up took it for an unfinished file
+                    building.rename(path)  # Why last: a clean-up removes lock files that are not locked
+            stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def locked_generations(index_dir: Path) -> Iterator[str]:
+    """Pointers of the locked generations; lock files of dead holders are removed."""
+    for path in index_dir.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield file.read()
+            else:
+                path.unlink()

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -46,9 +46,6 @@ Count = Annotated[int, Field(ge=0)]
 
 class ManifestRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-ManifestModel = TypeVar("ManifestModel", bound=ManifestRecord)
 
 
 class FileChecksum(ManifestRecord):
@@ -136,7 +133,7 @@ def read_generation(index_dir: Path, pointer: str) -> tuple[Path, Manifest]:
         raise StoreCorrupt(f"{folder / MANIFEST} cannot be read: {cause.strerror}") from cause
     if hashlib.sha256(raw).hexdigest() != match[2]:
         raise StoreCorrupt(f"{folder / MANIFEST} is not the manifest that {CURRENT} names (its sha256 differs)")
-    return folder, parse_manifest(raw, folder / MANIFEST, Manifest, SCHEMA)
+    return folder, _parsed(raw, folder / MANIFEST)
 
 
 def verify_checksums(files: Iterable[tuple[Path, FileChecksum]]) -> None:
@@ -166,15 +163,13 @@ def _check_file(path: Path, expected: FileChecksum) -> None:
         raise StoreCorrupt(f"{path} has sha256 {found.sha256}, but its manifest says {expected.sha256}")
 
 
-def parse_manifest(
-    raw: bytes, path: Path, model: type[ManifestModel], schema: int, name: str = "a manifest"
-) -> ManifestModel:
-    """The manifest in a file of this package. Raises: StoreCorrupt naming the file and the reason."""
+def _parsed(raw: bytes, path: Path) -> Manifest:
+    """Raises: StoreCorrupt naming the file and the reason."""
     try:
         fields = json.loads(raw)
         found = fields.get("schema_version") if isinstance(fields, dict) else None
-        if found != schema:
-            raise StoreCorrupt.of_schema(path, found, schema)
-        return model.model_validate(fields)
+        if found != SCHEMA:
+            raise StoreCorrupt.of_schema(path, found, SCHEMA)
+        return Manifest.model_validate(fields)
     except (ValueError, ValidationError, RecursionError) as cause:
-        raise StoreCorrupt(f"{path} is not {name}: {str(cause).splitlines()[0]}") from cause
+        raise StoreCorrupt(f"{path} is not a manifest: {str(cause).splitlines()[0]}") from cause
