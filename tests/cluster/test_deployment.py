@@ -100,19 +100,11 @@ def streams(name: str, count: int = 6) -> list[tuple[Request, Heard]]:
     return [(Request(f"{name}{i}", (5 + i, 6, 7), PARAMS), Heard()) for i in range(count)]
 
 
-def busiest(router: Router) -> str:
-    """The replica with the most requests that have a token."""
-    found: list[str] = []
-
-    def look() -> bool:
-        with router._changed:
-            attempts = list(router._tracker._attempts.values())
-            names = [a.connection.name for a in attempts if a.connection and a.choices and a.choices[0].output_ids]
-        found.extend(sorted(names, key=names.count)[-1:] if len(names) >= 3 else [])
-        return bool(found)
-
-    until(look, "running requests")
-    return found[0]
+def busiest(deployment: Deployment, asked: Sequence[tuple[Request, Heard]]) -> str:
+    """The engine with the most requests, once three have a token."""
+    until(lambda: sum(heard.began.is_set() for _, heard in asked) >= 3, "running requests")
+    engines = [replica for replica in deployment.status().replicas if replica.kind == "engine"]
+    return max(engines, key=lambda replica: replica.load or 0).name
 
 
 def assert_undisturbed(plain: Engine, asked: Sequence[tuple[Request, Heard]]) -> None:
@@ -137,11 +129,11 @@ def test_streams_go_on_and_the_group_is_rebuilt(
 ) -> None:
     """A stream is lost, begins again or changes; a new rank beside old ones; a stopped process that stays."""
     before = live(deployment)
-    until(lambda: len(router._tracker.connections) == 2, "two connections")
+    until(lambda: router.num_connected == 2, "two connections")
     asked = streams(f"{rank}-{number}-")
     for request, heard in asked:
         router.submit(request, heard)
-    victim = before[busiest(router)]
+    victim = before[busiest(deployment, asked)]
     assert len(victim.pids) == 2
     os.kill(victim.pids[rank], number)
     assert_undisturbed(plain, asked)
@@ -152,7 +144,7 @@ def test_streams_go_on_and_the_group_is_rebuilt(
     assert after[victim.name].epoch > victim.epoch and not set(victim.pids) & set(after[victim.name].pids)
     others = [name for name in before if name != victim.name]
     assert [before[name].pids for name in others] == [after[name].pids for name in others]
-    until(lambda: len(router._tracker.connections) == 2, "the router's connection to the new group")
+    until(lambda: router.num_connected == 2, "the router's connection to the new group")
 
 
 @pytest.mark.parametrize(

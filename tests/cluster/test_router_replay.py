@@ -50,7 +50,7 @@ def ask(target: Target, params: SamplingParams, name: str = "a", prompt: str = P
 
 
 def undisturbed(local: LocalReplicas, request: Request) -> list[Completion]:
-    return local.hosts["engine-0"]._engine.generate([request])
+    return local.engines["engine-0"].generate([request])
 
 
 def with_losses(

@@ -22,7 +22,7 @@ from shard_parts import QUERIES, SCOPES, delete, die, pid_of, write_index
 from stand_ins import until
 from tiny_reranker import save_model
 
-from ragspec.cluster.actors import OPENING, ActorPool, Replica
+from ragspec.cluster.actors import ORDERED, ActorPool, Replica
 from ragspec.cluster.remote_retrieval import cluster_retriever, cluster_view
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
@@ -182,7 +182,7 @@ class Told(ShardActor):
         super().__init__()
         self._diary, self._is_told = diary, False
 
-    @ray.method(concurrency_group=OPENING)
+    @ray.method(concurrency_group=ORDERED)
     def open(self, *arguments: Any) -> None:
         time.sleep(0.5)
         super().open(*arguments)

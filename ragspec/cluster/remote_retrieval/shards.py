@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 
-from ragspec.cluster.actors import OPENING, WorkerActor, ended_if_lost
+from ragspec.cluster.actors import ORDERED, WorkerActor, ended_if_lost, in_group
 from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, hedged_call
 from ragspec.cluster.remote_retrieval.segment_cache import SegmentCache, SegmentSet
 from ragspec.cluster.remote_retrieval.worker_pool import Worker, WorkerPool
@@ -173,7 +172,7 @@ class ShardActor(WorkerActor):
         self._scorings: dict[str, PairScoring] = {}
         self._loading = threading.Lock()
 
-    @ray.method(concurrency_group=OPENING)
+    @in_group(ORDERED)
     def open(self, segments: SegmentSet, reranker: str = "") -> None:
         """Raises: StoreError, ConfigError, ModelError."""
         self._cache.get(segments)
