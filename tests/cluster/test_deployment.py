@@ -16,7 +16,6 @@ from ray.util.placement_group import placement_group_table
 from stand_ins import until
 from tiny_target import SENTENCES, save_model
 
-from pipelines.batch.ray_session import ray_session
 from ragspec.cluster import launch
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.launch import check_here, check_nodes
@@ -66,13 +65,7 @@ def plain(config: PipelineConfig) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with ray_session("local"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def deployment(session: None, config: PipelineConfig) -> Iterator[Deployment]:
+def deployment(local_ray: None, config: PipelineConfig) -> Iterator[Deployment]:
     with Deployment.up(TOPOLOGY, config, name="many") as deployment:
         yield deployment
 
@@ -203,7 +196,7 @@ def test_a_dead_record_is_restarted_with_its_specification(deployment: Deploymen
     until(is_found, "the record")
 
 
-def test_nodes_are_checked_before_anything_starts(session: None, tmp_path: Path, config: PipelineConfig) -> None:
+def test_nodes_are_checked_before_anything_starts(local_ray: None, tmp_path: Path, config: PipelineConfig) -> None:
     """Every engine fails by itself, after minutes, with an error of the loader's that names no node."""
     missing = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "missing"))})
     with pytest.raises(ConfigError, match=rf"node \S+ \(\w+\) has no target {tmp_path}/missing"):
@@ -211,7 +204,7 @@ def test_nodes_are_checked_before_anything_starts(session: None, tmp_path: Path,
     assert not actors_of("lacking")
 
 
-def test_other_versions_are_refused(session: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_refused(local_ray: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of one version are read as those of another, and fail somewhere inside."""
     other = check_here(())._replace(code="0" * 12)
     actual = launch.check_here
@@ -223,7 +216,7 @@ def test_other_versions_are_refused(session: None, config: PipelineConfig, monke
 
 @pytest.mark.slow
 def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
-    session: None, config: PipelineConfig, tmp_path: Path
+    local_ray: None, config: PipelineConfig, tmp_path: Path
 ) -> None:
     """`up` waits for ever for an engine that dies again and again, or leaves processes behind."""
     (tmp_path / "broken").mkdir()
@@ -236,7 +229,7 @@ def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_down_even_of_stopped_processes(session: None, config: PipelineConfig) -> None:
+def test_nothing_is_left_after_down_even_of_stopped_processes(local_ray: None, config: PipelineConfig) -> None:
     """Actors, placement groups or processes of a deployment that is gone."""
     topology = TOPOLOGY.model_copy(update={"replicas": 1, "shard_replicas": 1, "num_encoders": 0})
     deployment = Deployment.up(topology, config, name="ended", detached=True)
