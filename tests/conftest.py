@@ -148,6 +148,12 @@ def local_ray() -> None:
         ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
 
 
+@pytest.fixture
+def without_local_ray() -> None:
+    """For tests that connect to a cluster of their own: stops the Ray of the test run."""
+    _stop_ray()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_ray_in_other_modules(request: pytest.FixtureRequest) -> None:
     """Modules without a test marked ray find no Ray."""

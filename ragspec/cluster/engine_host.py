@@ -94,7 +94,6 @@ class EngineHost:
         self._clients: dict[str, _Client] = {}
         self._closed = ""
         self._step_called_s = 0.0
-        self._stopped = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="engine-watch").start()
 
     def status(self) -> EngineStatus:
@@ -178,12 +177,6 @@ class EngineHost:
         for salt in salts:
             self._engine.purge(salt)
 
-    def close(self) -> None:
-        """Close the engine; clients get ReplicaLost."""
-        self._end("the replica was closed")
-        self._stopped.set()
-        self._engine.close()
-
     # -- under the lock ----------------------------------------------------------------------------------------------
 
     @property
@@ -234,7 +227,8 @@ class EngineHost:
         return time.monotonic() - called_s if called_s else 0.0
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_WATCH_S):
+        while True:
+            time.sleep(_WATCH_S)
             self._step_called_s = time.monotonic()
             try:
                 self._engine.between_steps(lambda: None)

@@ -149,7 +149,7 @@ def replicas(targets: Sequence[Target], **options: Any) -> Iterator[LocalReplica
             name = f"engine-{number}"
             engines[name] = tiny_engine(target, make(target), **options)
             hosts[name] = EngineHost(engines[name], client_timeout_s=client_timeout_s)
-            stack.callback(hosts[name].close)
+            stack.callback(engines[name].close)
         yield LocalReplicas(hosts, engines)
 
 

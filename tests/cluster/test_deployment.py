@@ -19,7 +19,7 @@ from tiny_target import SENTENCES, save_model
 from ragspec.cluster import launch
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.launch import check_here, check_nodes
-from ragspec.cluster.registry import NAMESPACE, ReplicaStatus, actors_of
+from ragspec.cluster.registry import NAMESPACE, ReplicaStatus, actors_of, teardown
 from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import DeploymentSpec, Topology
 from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
@@ -237,11 +237,11 @@ def test_nothing_is_left_after_down_even_of_stopped_processes(local_ray: None, c
     assert len(pids) == 3
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[-1], signal.SIGSTOP)
-    Deployment.remove("ended")
+    teardown("ended")
     assert not actors_of("ended")
     until(lambda: all(map(is_gone, pids)), "the end of all processes")
     groups = [group for group in placement_group_table().values() if "/ended/" in group["name"]]
     assert all(group["state"] == "REMOVED" for group in groups)
-    Deployment.remove("ended")
+    teardown("ended")
     with pytest.raises(EngineError, match="there is no deployment 'ended'"):
         Deployment.find("ended")

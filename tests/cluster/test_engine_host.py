@@ -35,7 +35,6 @@ def host(engine: Engine) -> Iterator[EngineHost]:
     for client in "cd":
         host.join(client)
     yield host
-    host.close()
 
 
 def ask(name: str, params: SamplingParams = PARAMS, first: int = 5) -> Request:
@@ -126,7 +125,6 @@ def test_a_client_that_stops_polling_is_forgotten(engine: Engine) -> None:
         until(lambda: not host.status().num_running and engine.load().num_running == 0)
     with pytest.raises(ReplicaLost, match="has not heard of this client"):
         host.poll("c", 0.0)
-    host.close()
 
 
 def test_a_client_inside_a_long_poll_is_not_forgotten(engine: Engine) -> None:
@@ -135,7 +133,6 @@ def test_a_client_inside_a_long_poll_is_not_forgotten(engine: Engine) -> None:
     host.join("c")
     for wait_s in (0.0, 2.0, 0.0):
         assert host.poll("c", wait_s).deltas == ()
-    host.close()
 
 
 def test_a_step_that_lasts_is_seen(engine: Engine, host: EngineHost) -> None:

@@ -35,9 +35,8 @@ class LightActor(WorkerActor):
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """A large node and two small ones, in the place of the test run's Ray."""
-    ray.shutdown()
+def cluster(without_local_ray: None) -> Iterator[Cluster]:
+    """A large node and two small ones."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1, wait=False)

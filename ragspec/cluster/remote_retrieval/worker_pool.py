@@ -5,7 +5,7 @@ that names the loss. It never matters which worker answers, because each call ca
 late is not called again until it answers a health check.
 
     >>> pool = WorkerPool(deployment.replicas_of("shard"), what="a shard of the index")
-    >>> hedged_call(pool, {"segment-1": ("shard-1", "shard-0")}, lambda actor, names: actor.search.remote(...), RetryPolicy(9.0))
+    >>> hedged_call(pool, {"segment-1": ("shard-1", "shard-0")}, lambda actor, names: actor.search.remote(...), RetryPolicy(9.0, 2.0))
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ class WorkerPool:
 
 
 class RetryPolicy(NamedTuple):
-    """`timeout_s`: of the whole call. `late_s`: after it a call is late; None: half the timeout.
+    """`timeout_s`: of the whole call. `late_s`: after it a call is late.
 
     `hedge`: a late call is made again, to another worker. `wait_for_lost`: wait for workers that are away, as long as there is
     time; otherwise an item is given up when every worker that is present has failed it.
     """
 
     timeout_s: float
-    late_s: float | None = None
+    late_s: float
     hedge: bool = True
     wait_for_lost: bool = True
 
@@ -171,7 +171,6 @@ class _HedgedCall(Generic[Item]):
     ) -> None:
         self._pool, self._orders, self._send, self._policy = pool, orders, send, policy
         self._deadline = time.monotonic() + policy.timeout_s
-        self._late_s = policy.timeout_s / 2 if policy.late_s is None else policy.late_s
         self._open = dict.fromkeys(orders)
         self._called: dict[Item, set[str]] = {item: set() for item in orders}
         self._alone: set[Item] = {item for item, order in orders.items() if not order}
@@ -203,7 +202,7 @@ class _HedgedCall(Generic[Item]):
                 key = worker.name, item if item in self._alone else None
                 groups.setdefault(key, (worker, []))[1].append(item)
         for worker, items in groups.values():
-            self._calls[self._send(worker.actor, items)] = _Call(worker, items, time.monotonic() + self._late_s)
+            self._calls[self._send(worker.actor, items)] = _Call(worker, items, time.monotonic() + self._policy.late_s)
 
     def _is_due(self, item: Item) -> bool:
         """Whether no call for it runs, or only a late one."""
@@ -225,7 +224,7 @@ class _HedgedCall(Generic[Item]):
         now = time.monotonic()
         for call in self._calls.values():
             if call.check_at <= now:
-                call.is_late, call.check_at = True, now + max(self._late_s, _CHECK_AGAIN_S)
+                call.is_late, call.check_at = True, now + max(self._policy.late_s, _CHECK_AGAIN_S)
                 self._pool.leave(call.worker, "it is late")
         left_s = max(0.0, min(self._deadline - now, _LOOK_S))
         if not self._calls:
