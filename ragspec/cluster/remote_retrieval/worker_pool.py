@@ -4,8 +4,9 @@ A call that fails, is lost with its worker or is late goes to another worker; it
 that names the loss. It never matters which worker answers, because each call carries all its input. A worker that was lost or
 late is not called again until it answers a health check.
 
+    >>> policy = RetryPolicy(timeout_s=9.0, late_s=2.0)
     >>> pool = WorkerPool(deployment.replicas_of("shard"), what="a shard of the index")
-    >>> hedged_call(pool, {"segment-1": ("shard-1", "shard-0")}, lambda actor, names: actor.search.remote(...), RetryPolicy(9.0, 2.0))
+    >>> hedged_call(pool, {"segment-1": ("shard-1", "shard-0")}, lambda actor, names: actor.search.remote(...), policy)
 """
 
 from __future__ import annotations
