@@ -51,10 +51,10 @@ demo: $(DEMO_STAMP)
 	$(BIN)/ragspec demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m ""
 
 check: $(STAMP)
 	bash infra/check.sh

@@ -27,8 +27,6 @@ RETIRED_WORDS = frozenset(
 """Private words of earlier versions. The glossary and the field have a term for each."""
 LIBRARY_CALLBACKS = frozenset("handle_starttag handle_endtag handle_data handle_exit".split())
 """Methods whose names a base class outside the project chose."""
-KNOWN_CIRCLES = {("ragspec.cluster.routing.replica_connection", "ragspec.cluster.routing.request_state")}
-"""Circles that stand for now. One that is gone must leave this set."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -97,11 +95,7 @@ def import_circles(paths: list[Path]) -> Iterator[str]:
         module: set(imported(ast.parse(path.read_text(encoding="utf-8")), modules)) - {module}
         for module, path in modules.items()
     }
-    found = circles(imports)
-    yield from (f"a circle of imports: {', '.join(group)}" for group in sorted(found - KNOWN_CIRCLES))
-    yield from (
-        f"no circle any more, take it out of KNOWN_CIRCLES: {', '.join(group)}" for group in KNOWN_CIRCLES - found
-    )
+    yield from (f"a circle of imports: {', '.join(group)}" for group in sorted(circles(imports)))
 
 
 def main() -> int:

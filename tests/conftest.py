@@ -128,25 +128,56 @@ def seeded() -> int:
     return SEED
 
 
-@pytest.fixture(autouse=True)
-def _ray_only_where_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that starts Ray says so with the marker, or it fails."""
-    yield
-    if "ray" not in request.keywords and _stop_ray():
-        pytest.fail("this test started Ray in its process; mark it with pytest.mark.ray")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that start Ray come last, and with `--dist loadgroup` one process runs them all: they share one Ray. Every other
+    module is a group of its own, so that its fixtures are made once."""
+    modules = {item.nodeid.partition("::")[0] for item in items if item.get_closest_marker("ray")}
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] in modules)
+    for item in items:
+        module = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("ray" if module in modules else module))
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> None:
+    """The Ray of this test run, on this machine: started by the first module that asks for it. Its CPUs are only numbers."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
+
+
+@pytest.fixture
+def without_local_ray() -> None:
+    """For tests that connect to a cluster of their own: stops the Ray of the test run."""
+    _stop_ray()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_ray_after_module() -> Iterator[None]:
-    """Ray may be shared by the tests of one module, never by two."""
+def _no_ray_in_other_modules(request: pytest.FixtureRequest) -> None:
+    """Modules without a test marked ray find no Ray."""
+    if not any(item.get_closest_marker("ray") for item in request.session.items if item.path == request.node.path):
+        _stop_ray()
+
+
+@pytest.fixture(autouse=True)
+def _ray_only_where_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts Ray says so with the marker, or it fails."""
+    was_running = _ray_is_running()
     yield
-    _stop_ray()
+    if not was_running and "ray" not in request.keywords and _stop_ray():
+        pytest.fail("this test started Ray in its process; mark it with pytest.mark.ray")
+
+
+def _ray_is_running() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _stop_ray() -> bool:
     """Shut Ray down in this process; whether it was running."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return False
-    ray.shutdown()
-    return True
+    was_running = _ray_is_running()
+    if was_running:
+        sys.modules["ray"].shutdown()
+    return was_running

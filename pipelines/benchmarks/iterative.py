@@ -90,7 +90,7 @@ class SlowShardActor(ShardActor):
         time.sleep(self._service_s)
         return answer
 
-    def look_up(self, *arguments: Any) -> SearchResult:
+    def look_up(self, *arguments: Any) -> list[SearchResult]:
         lookup = super().look_up(*arguments)
         time.sleep(self._service_s)
         return lookup

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import ray
 
@@ -19,10 +19,11 @@ from ragspec.cluster.ray_calls import wait_for_all
 
 _log = logging.getLogger(__name__)
 
-HEALTH, OPENING = "health", "opening"
-"""Concurrency groups: their methods answer while another method of the actor computes."""
+HEALTH, ORDERED = "health", "ordered"
+"""Concurrency groups: their methods answer while another method of the actor computes. Calls of one client to ORDERED methods run
+one after another."""
 
-_GROUPS = {HEALTH: 2, OPENING: 1}
+_GROUPS = {HEALTH: 2, ORDERED: 1}
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Why: threads of several processes share the cores, and would spin while others compute (measured: 2 ms became 9)."""
 
@@ -31,6 +32,16 @@ _WORKER_SHARE = 0.9
 """The share of all CPUs that the workers together may reserve: a pool that wants more would wait for ever."""
 
 _START_TIMEOUT_S = 300.0
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_group(group: str) -> Callable[[Method], Method]:
+    """Decorates a method of an actor: it runs in this concurrency group."""
+    decorate: Any = ray.method(
+        concurrency_group=group
+    )  # Why Any: Ray's type changes the method's, which subclasses override
+    return decorate  # type: ignore[no-any-return]
 
 
 class Replica(NamedTuple):
@@ -53,11 +64,11 @@ class WorkerActor:
 
     _started_s = time.time()
 
-    @ray.method(concurrency_group=HEALTH)
+    @in_group(HEALTH)
     def ping(self) -> None:
         """Answers while the process lives and is not stopped."""
 
-    @ray.method(concurrency_group=HEALTH)
+    @in_group(HEALTH)
     def status(self) -> ActorStatus:
         return ActorStatus((os.getpid(),), ray.get_runtime_context().get_node_id(), self._started_s)
 

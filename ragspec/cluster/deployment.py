@@ -107,12 +107,6 @@ class Deployment(AbstractContextManager["Deployment"]):
         spec = find_spec(name)
         return cls(name, spec, find_replicas(name, spec.topology))
 
-    @staticmethod
-    def remove(name: str = DEFAULT_NAME) -> None:
-        """Take down everything of that name, also what is left after a crash; nothing there: nothing happens."""
-        check_ray()
-        teardown(name)
-
     def replicas_of(self, kind: str) -> list[Replica]:
         """`kind`: "engine", "shard" or "encoder"."""
         return [replica for replica in self._replicas if kind_of(replica.name) == kind]

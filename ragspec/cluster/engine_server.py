@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ragspec.cluster.actors import HEALTH, WorkerActor, end_process
+from ragspec.cluster.actors import HEALTH, WorkerActor, end_process, in_group
 from ragspec.cluster.engine_host import EngineHost, EngineStatus
 from ragspec.cluster.processes import STOPPED, Process
 from ragspec.cluster.ray_calls import ragspec_error
@@ -73,7 +73,7 @@ class EngineServer(EngineHost, WorkerActor):
         if self._load_error is not None:
             raise self._load_error
 
-    @ray.method(concurrency_group=HEALTH)
+    @in_group(HEALTH)
     def status(self) -> EngineStatus:  # type: ignore[override]
         self.load()
         status = super().status()

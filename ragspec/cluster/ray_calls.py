@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
 
 from ragspec.errors import EngineError, RagspecError
+
+_log = logging.getLogger(__name__)
+
+_SLICE_S = 0.25
 
 
 def wait_for_all(calls: Sequence[Any], timeout_s: float, name: str) -> list[Any]:
@@ -28,6 +35,37 @@ def wait_for_all(calls: Sequence[Any], timeout_s: float, name: str) -> list[Any]
     except RayError as error:
         raise ragspec_error(error, name) from error
     return results
+
+
+def wait_for(call: Any, timeout_s: float, check_open: Callable[[], None]) -> Any:
+    """The result of a call. `check_open` raises when nobody waits for it any more.
+
+    Waits in slices: if this process itself is stopped for a while, that counts as one slice, and an actor that answered meanwhile
+    is not taken for hung. Raises: TimeoutError, RayError.
+    """
+    for _ in range(math.ceil(timeout_s / _SLICE_S)):
+        check_open()
+        if ray.wait([call], timeout=_SLICE_S)[0]:
+            return ray.get(call)
+    raise TimeoutError
+
+
+def wait_until_healthy(actor: Any, hang_s: float, check_open: Callable[[], None]) -> Any:
+    """The actor's status, once it answers. An actor that does not answer for `hang_s` is killed.
+
+    Why the kill: Ray restarts an actor that dies, and a killed actor even if SIGSTOP stopped it, but detects no hang.
+    Raises: ActorDiedError if Ray does not restart it; the errors of its `status` and of `check_open`.
+    """
+    while True:
+        try:
+            return wait_for(actor.status.remote(), hang_s, check_open)
+        except TimeoutError:
+            _log.warning("an actor did not answer for %g s and is killed", hang_s)
+            ray.kill(actor, no_restart=False)
+        except ActorDiedError:
+            raise
+        except RayActorError:  # Ray is restarting it
+            time.sleep(_SLICE_S)
 
 
 def ragspec_error(error: RayError, name: str) -> RagspecError:

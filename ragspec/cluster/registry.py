@@ -69,12 +69,9 @@ class DeploymentRecord:
         self._spec = spec
         self._is_up = bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
-    def spec(self) -> DeploymentSpec:
-        return self._spec
-
-    def is_up(self) -> bool:
-        """Whether every replica has been live once."""
-        return self._is_up
+    def state(self) -> tuple[DeploymentSpec, bool]:
+        """The specification, and whether every replica has been live once."""
+        return self._spec, self._is_up
 
     def set_up(self) -> None:
         self._is_up = True
@@ -94,23 +91,23 @@ def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) ->
         ) from cause
 
 
-def find_record(deployment: str) -> Any:
-    """Raises: EngineError if there is no deployment of that name."""
-    check_ray()
-    try:
-        return ray.get_actor(actor_name(deployment, "record"), namespace=NAMESPACE)
-    except ValueError as cause:
-        raise EngineError(f"there is no deployment {deployment!r} on this cluster") from cause
-
-
 def find_spec(deployment: str) -> DeploymentSpec:
     """Raises: EngineError, also while the deployment is being started."""
-    record = find_record(deployment)
-    calls = [record.spec.remote(), record.is_up.remote()]
-    spec, is_up = wait_for_all(calls, ANSWER_S, f"the record of {deployment}")
+    spec, is_up = _recorded(deployment)
     if not is_up:
         raise EngineError(f"the deployment {deployment!r} is still being started")
-    return spec  # type: ignore[no-any-return]
+    return spec
+
+
+def _recorded(deployment: str) -> tuple[DeploymentSpec, bool]:
+    """The specification, and whether every replica has been live once. Raises: EngineError without such a deployment."""
+    check_ray()
+    try:
+        record = ray.get_actor(actor_name(deployment, "record"), namespace=NAMESPACE)
+    except ValueError as cause:
+        raise EngineError(f"there is no deployment {deployment!r} on this cluster") from cause
+    ((spec, is_up),) = wait_for_all([record.state.remote()], ANSWER_S, f"the record of {deployment}")
+    return spec, is_up
 
 
 def replica_names(topology: Topology) -> list[str]:
@@ -141,9 +138,7 @@ def find_replicas(deployment: str, topology: Topology) -> list[Replica]:
 
 def status_of(deployment: str) -> Status:
     """Asks every replica. Raises: EngineError if there is no deployment of that name."""
-    record = find_record(deployment)
-    calls = [record.spec.remote(), record.is_up.remote()]
-    spec, is_up = wait_for_all(calls, ANSWER_S, f"the record of {deployment}")
+    spec, is_up = _recorded(deployment)
     actors: dict[str, Any] = {}
     for name in replica_names(spec.topology):
         with ignore_dead_actors():

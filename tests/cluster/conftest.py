@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,3 @@ def targets(model_folder: Path) -> Callable[[int], Sequence[Target]]:
         return loaded[:count]
 
     return first
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    """A Ray for the module's tests."""
-    from pipelines.batch.ray_session import ray_session
-
-    with ray_session(None):
-        yield

@@ -24,14 +24,14 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ReplicaLost
 
-SETTINGS = RoutingConfig(poll_s=0.2, retry_s=0.05, replay_timeout_s=20.0, start_timeout_s=20.0, remembered_tokens=0)
+SETTINGS = RoutingConfig(poll_s=0.2, retry_s=0.05, replay_timeout_s=20.0, start_timeout_s=20.0)
 
 
 class LocalReplica:
     """A replica in this process. While `is_lost`, no call is answered; `epoch` counts its restarts."""
 
-    def __init__(self, host: EngineHost, replicas: LocalReplicas, name: str) -> None:
-        self.host, self.name, self._replicas = host, name, replicas
+    def __init__(self, host: EngineHost, engine: Engine, replicas: LocalReplicas, name: str) -> None:
+        self.host, self.engine, self.replicas, self.name = host, engine, replicas, name
         self.is_lost, self.epoch = False, 0
 
     def wait_until_serving(self, is_closed: threading.Event) -> EngineStatus:
@@ -39,9 +39,9 @@ class LocalReplica:
         while not is_closed.wait(0.01):
             if not self.is_lost:
                 status = self.host.status()
-                if status.busy_s <= self._replicas.step_timeout_s:
+                if status.busy_s <= self.replicas.step_timeout_s:
                     return status
-                self._replicas.killed.append(self.name)
+                self.replicas.killed.append(self.name)
                 self.is_lost = True
         raise ReplicaGone("the connection was closed")
 
@@ -49,17 +49,27 @@ class LocalReplica:
 class LocalReplicas:
     """Replicas by name. A router that connects to one again finds it serving, unless it does not `revive`."""
 
-    def __init__(self, hosts: dict[str, EngineHost]) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: dict[str, EngineHost], engines: dict[str, Engine]) -> None:
+        self.hosts, self.engines = hosts, engines
         self.step_timeout_s = SETTINGS.step_timeout_s
         self.connected: list[str] = []
         self.killed: list[str] = []
         self.revives = True
-        self._slots = {name: LocalReplica(host, self, name) for name, host in hosts.items()}
+        self._slots = {name: LocalReplica(host, engines[name], self, name) for name, host in hosts.items()}
 
     @property
     def all(self) -> list[Replica]:
         return [Replica(name, slot) for name, slot in self._slots.items()]
+
+    @property
+    def num_running(self) -> list[int]:
+        """Requests that clients wait for, of each replica."""
+        return [host.status().num_running for host in self.hosts.values()]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no engine computes anything."""
+        return all(engine.load().num_running + engine.load().num_waiting == 0 for engine in self.engines.values())
 
     @property
     def num_reconnects(self) -> int:
@@ -83,37 +93,48 @@ class LocalReplicaClient:
 
     def __init__(self, replica: Replica) -> None:
         self._slot: LocalReplica = replica.actor
-        self._slot._replicas.connecting(replica.name)
+        self._slot.replicas.connecting(replica.name)
         self._epoch = self._slot.epoch
-        self._client = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
         self._closed = threading.Event()
 
     def wait_until_serving(self) -> EngineStatus:
         status = self._slot.wait_until_serving(self._closed)
         self._epoch = self._slot.epoch
+        self._slot.host.join(self.id)
         return status
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._host().submit(self._client, requests)
+    def submit(self, request: Request) -> None:
+        if not self._is_lost:
+            self._slot.host.submit(self.id, request)
 
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        self._slot.host.cancel(self._client, request_ids)
+    def cancel(self, request_id: str) -> None:
+        if not self._is_lost:
+            self._slot.host.cancel(self.id, request_id)
+
+    def purge(self, salts: Sequence[str]) -> None:
+        if not self._is_lost:
+            self._slot.host.purge(salts)
 
     def poll(self, wait_s: float) -> Polled:
-        polled = self._host().poll(self._client, wait_s)
-        self._host()
+        self._check()
+        polled = self._slot.host.poll(self.id, wait_s)
+        self._check()
         return polled
 
-    def purge(self, salt: str) -> None:
-        self._host().purge(salt)
-
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         self._closed.set()
+        self._slot.host.leave(self.id)
 
-    def _host(self) -> EngineHost:
-        if self._slot.is_lost or self._slot.epoch != self._epoch:
+    @property
+    def _is_lost(self) -> bool:
+        return self._slot.is_lost or self._slot.epoch != self._epoch
+
+    def _check(self) -> None:
+        if self._closed.is_set():
+            raise ReplicaGone("the connection was closed")
+        if self._is_lost:
             raise ReplicaLost("lost by the test")
-        return self._slot.host
 
 
 @contextlib.contextmanager
@@ -123,11 +144,13 @@ def replicas(targets: Sequence[Target], **options: Any) -> Iterator[LocalReplica
     client_timeout_s = options.pop("client_timeout_s", 30.0)
     with contextlib.ExitStack() as stack:
         hosts: dict[str, EngineHost] = {}
+        engines: dict[str, Engine] = {}
         for number, target in enumerate(targets):
-            host = EngineHost(tiny_engine(target, make(target), **options), client_timeout_s=client_timeout_s)
-            hosts[f"engine-{number}"] = host
-            stack.callback(host.close)
-        yield LocalReplicas(hosts)
+            name = f"engine-{number}"
+            engines[name] = tiny_engine(target, make(target), **options)
+            hosts[name] = EngineHost(engines[name], client_timeout_s=client_timeout_s)
+            stack.callback(engines[name].close)
+        yield LocalReplicas(hosts, engines)
 
 
 connect = LocalReplicaClient
@@ -176,7 +199,7 @@ class _Losing(LocalReplicaClient):
         for number, delta in enumerate(polled.deltas):
             if not self._losing.take(delta):
                 self._lost = True
-                self.cancel([delta.request_id])
+                self.cancel(delta.request_id)
                 return polled._replace(deltas=polled.deltas[:number])
         return polled
 

@@ -16,11 +16,10 @@ from ray.util.placement_group import placement_group_table
 from stand_ins import until
 from tiny_target import SENTENCES, save_model
 
-from pipelines.batch.ray_session import ray_session
 from ragspec.cluster import launch
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.launch import check_here, check_nodes
-from ragspec.cluster.registry import NAMESPACE, ReplicaStatus, actors_of
+from ragspec.cluster.registry import NAMESPACE, ReplicaStatus, actors_of, teardown
 from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import DeploymentSpec, Topology
 from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
@@ -66,13 +65,7 @@ def plain(config: PipelineConfig) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with ray_session("local"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def deployment(session: None, config: PipelineConfig) -> Iterator[Deployment]:
+def deployment(local_ray: None, config: PipelineConfig) -> Iterator[Deployment]:
     with Deployment.up(TOPOLOGY, config, name="many") as deployment:
         yield deployment
 
@@ -100,19 +93,11 @@ def streams(name: str, count: int = 6) -> list[tuple[Request, Heard]]:
     return [(Request(f"{name}{i}", (5 + i, 6, 7), PARAMS), Heard()) for i in range(count)]
 
 
-def busiest(router: Router) -> str:
-    """The replica with the most requests that have a token."""
-    found: list[str] = []
-
-    def look() -> bool:
-        with router._changed:
-            attempts = list(router._tracker._attempts.values())
-            names = [a.connection.name for a in attempts if a.connection and a.choices and a.choices[0].output_ids]
-        found.extend(sorted(names, key=names.count)[-1:] if len(names) >= 3 else [])
-        return bool(found)
-
-    until(look, "running requests")
-    return found[0]
+def busiest(deployment: Deployment, asked: Sequence[tuple[Request, Heard]]) -> str:
+    """The engine with the most requests, once three have a token."""
+    until(lambda: sum(heard.began.is_set() for _, heard in asked) >= 3, "running requests")
+    engines = [replica for replica in deployment.status().replicas if replica.kind == "engine"]
+    return max(engines, key=lambda replica: replica.load or 0).name
 
 
 def assert_undisturbed(plain: Engine, asked: Sequence[tuple[Request, Heard]]) -> None:
@@ -137,11 +122,11 @@ def test_streams_go_on_and_the_group_is_rebuilt(
 ) -> None:
     """A stream is lost, begins again or changes; a new rank beside old ones; a stopped process that stays."""
     before = live(deployment)
-    until(lambda: len(router._tracker.connections) == 2, "two connections")
+    until(lambda: router.num_connected == 2, "two connections")
     asked = streams(f"{rank}-{number}-")
     for request, heard in asked:
         router.submit(request, heard)
-    victim = before[busiest(router)]
+    victim = before[busiest(deployment, asked)]
     assert len(victim.pids) == 2
     os.kill(victim.pids[rank], number)
     assert_undisturbed(plain, asked)
@@ -152,7 +137,7 @@ def test_streams_go_on_and_the_group_is_rebuilt(
     assert after[victim.name].epoch > victim.epoch and not set(victim.pids) & set(after[victim.name].pids)
     others = [name for name in before if name != victim.name]
     assert [before[name].pids for name in others] == [after[name].pids for name in others]
-    until(lambda: len(router._tracker.connections) == 2, "the router's connection to the new group")
+    until(lambda: router.num_connected == 2, "the router's connection to the new group")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +196,7 @@ def test_a_dead_record_is_restarted_with_its_specification(deployment: Deploymen
     until(is_found, "the record")
 
 
-def test_nodes_are_checked_before_anything_starts(session: None, tmp_path: Path, config: PipelineConfig) -> None:
+def test_nodes_are_checked_before_anything_starts(local_ray: None, tmp_path: Path, config: PipelineConfig) -> None:
     """Every engine fails by itself, after minutes, with an error of the loader's that names no node."""
     missing = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "missing"))})
     with pytest.raises(ConfigError, match=rf"node \S+ \(\w+\) has no target {tmp_path}/missing"):
@@ -219,7 +204,7 @@ def test_nodes_are_checked_before_anything_starts(session: None, tmp_path: Path,
     assert not actors_of("lacking")
 
 
-def test_other_versions_are_refused(session: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_refused(local_ray: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of one version are read as those of another, and fail somewhere inside."""
     other = check_here(())._replace(code="0" * 12)
     actual = launch.check_here
@@ -231,7 +216,7 @@ def test_other_versions_are_refused(session: None, config: PipelineConfig, monke
 
 @pytest.mark.slow
 def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
-    session: None, config: PipelineConfig, tmp_path: Path
+    local_ray: None, config: PipelineConfig, tmp_path: Path
 ) -> None:
     """`up` waits for ever for an engine that dies again and again, or leaves processes behind."""
     (tmp_path / "broken").mkdir()
@@ -244,7 +229,7 @@ def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_down_even_of_stopped_processes(session: None, config: PipelineConfig) -> None:
+def test_nothing_is_left_after_down_even_of_stopped_processes(local_ray: None, config: PipelineConfig) -> None:
     """Actors, placement groups or processes of a deployment that is gone."""
     topology = TOPOLOGY.model_copy(update={"replicas": 1, "shard_replicas": 1, "num_encoders": 0})
     deployment = Deployment.up(topology, config, name="ended", detached=True)
@@ -252,11 +237,11 @@ def test_nothing_is_left_after_down_even_of_stopped_processes(session: None, con
     assert len(pids) == 3
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[-1], signal.SIGSTOP)
-    Deployment.remove("ended")
+    teardown("ended")
     assert not actors_of("ended")
     until(lambda: all(map(is_gone, pids)), "the end of all processes")
     groups = [group for group in placement_group_table().values() if "/ended/" in group["name"]]
     assert all(group["state"] == "REMOVED" for group in groups)
-    Deployment.remove("ended")
+    teardown("ended")
     with pytest.raises(EngineError, match="there is no deployment 'ended'"):
         Deployment.find("ended")

@@ -32,8 +32,9 @@ def engine(targets: Targets) -> Iterator[Engine]:
 @pytest.fixture
 def host(engine: Engine) -> Iterator[EngineHost]:
     host = EngineHost(engine)
+    for client in "cd":
+        host.join(client)
     yield host
-    host.close()
 
 
 def ask(name: str, params: SamplingParams = PARAMS, first: int = 5) -> Request:
@@ -49,21 +50,20 @@ def poll_to_end(host: EngineHost, client: str, num_choices: int) -> list[Polled]
     return polls
 
 
-def tokens(deltas: Sequence[Delta], request_id: str, choice: int = 0) -> tuple[int, ...]:
-    return tuple(t for d in deltas if (d.request_id, d.choice) == (request_id, choice) for t in d.token_ids)
+def tokens(deltas: Sequence[Delta], request_id: str) -> tuple[int, ...]:
+    return tuple(token for delta in deltas if delta.request_id == request_id for token in delta.token_ids)
 
 
 def test_two_clients_use_the_same_ids(engine: Engine, host: EngineHost) -> None:
     """One client heard another's tokens, or its request was refused because another's ran under the id."""
-    requests = {"one": ask("a"), "two": replace(ask("a", first=9), params=replace(PARAMS, n=2))}
-    truth = {name: engine.generate([replace(request, id=f"t{name}")]) for name, request in requests.items()}
+    requests = {"c": ask("a"), "d": replace(ask("a", first=9), segment=Segment(choice=1), params=replace(PARAMS, n=2))}
+    truth = {name: engine.generate([replace(request, id=f"t{name}")])[0] for name, request in requests.items()}
     for client, request in requests.items():
-        host.submit(client, [request])
-    for client, request in requests.items():
-        deltas = [d for polled in poll_to_end(host, client, request.params.n) for d in polled.deltas]
-        assert {delta.request_id for delta in deltas} == {"a"}
-        for completion in truth[client]:
-            assert tokens(deltas, "a", completion.choice) == completion.token_ids
+        host.submit(client, request)
+    for client, completion in truth.items():
+        deltas = [d for polled in poll_to_end(host, client, 1) for d in polled.deltas]
+        assert {(delta.request_id, delta.choice) for delta in deltas} == {("a", completion.choice)}
+        assert tokens(deltas, "a") == completion.token_ids
         assert host.poll(client, 0.0).deltas == ()
     assert host.status().num_running == 0
 
@@ -71,10 +71,11 @@ def test_two_clients_use_the_same_ids(engine: Engine, host: EngineHost) -> None:
 def test_a_poll_waits_for_the_others_of_its_step(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence of a step made a message of its own: eight for each step instead of one."""
     monkeypatch.setattr("ragspec.cluster.engine_host.GATHER_S", 20.0)
-    host.submit("c", [ask(f"r{i}", first=5 + i) for i in range(8)])
+    for number in range(8):
+        host.submit("c", ask(f"r{number}", first=5 + number))
     polls = poll_to_end(host, "c", 8)
     assert sum(len(polled.deltas) for polled in polls) == 8 * PARAMS.max_tokens
-    assert len(polls) <= PARAMS.max_tokens + 2
+    assert len(polls) <= PARAMS.max_tokens + 8  # requests may begin one after another
 
 
 def test_a_poll_without_news_ends_in_time_and_finds_what_comes(host: EngineHost) -> None:
@@ -85,69 +86,59 @@ def test_a_poll_without_news_ends_in_time_and_finds_what_comes(host: EngineHost)
     heard: list[Polled] = []
     waiting = threading.Thread(target=lambda: heard.append(host.poll("c", 30.0)))
     waiting.start()
-    host.submit("c", [ask("a")])
+    host.submit("c", ask("a"))
     waiting.join(10.0)
     assert heard and heard[0].deltas
 
 
-def test_the_same_request_twice_runs_once(engine: Engine, host: EngineHost) -> None:
-    """A submission repeated because its answer was lost ran twice, or was refused."""
-    with standing(engine):
-        host.submit("c", [ask("a", LONG)])
-        host.submit("c", [ask("a", LONG), ask("b")])
-        with pytest.raises(InputError, match="another request runs under the id 'a'"):
-            host.submit("c", [ask("x"), ask("a", first=9)])
-    deltas = [d for polled in poll_to_end(host, "c", 2) for d in polled.deltas]
-    assert len(tokens(deltas, "a")) == LONG.max_tokens
-    assert not tokens(deltas, "x"), "one of two was refused and the other ran"
-
-
-def test_a_refused_request_leaves_nothing(host: EngineHost) -> None:
-    """Its id stayed taken, or a good one submitted with it ran all the same."""
-    with pytest.raises(InputError):
-        host.submit("c", [ask("good"), Request("bad", (), PARAMS)])
+def test_a_refused_request_ends_alone(host: EngineHost) -> None:
+    """Its id stayed taken, or a good one beside it did not run."""
+    host.submit("c", ask("good"))
+    host.submit("c", Request("bad", (), PARAMS))
+    last = {d.request_id: d for polled in poll_to_end(host, "c", 2) for d in polled.deltas}
+    assert (last["bad"].finish_reason, last["bad"].error) == (FinishReason.ERROR, "the prompt is empty")
+    assert last["good"].finish_reason is FinishReason.LENGTH
     assert host.status().num_running == 0
-    host.submit("c", [ask("bad")])
-    assert len(poll_to_end(host, "c", 1)[-1].deltas)
 
 
 def test_a_cancelled_request_ends_and_others_go_on(engine: Engine, host: EngineHost) -> None:
     """The id inside the engine is another one: the cancellation reached nothing, or another client's request."""
     with standing(engine):
         for client in ("c", "d"):
-            host.submit(client, [ask("a", LONG)])
+            host.submit(client, ask("a", LONG))
         assert host.poll("c", 20.0).deltas
-        host.cancel("c", ["a", "unknown"])
-    last = poll_to_end(host, "c", 1)[-1].deltas[-1]
-    assert last.finish_reason is FinishReason.CANCELLED
+        host.cancel("c", "a")
+        host.cancel("c", "unknown")
+        assert host.status().num_running == 1
     assert poll_to_end(host, "d", 1)[-1].deltas[-1].finish_reason is FinishReason.LENGTH
+    until(lambda: engine.load().num_running == 0)
+    assert all(delta.finish_reason is None for delta in host.poll("c", 0.0).deltas)
 
 
 def test_a_client_that_stops_polling_is_forgotten(engine: Engine) -> None:
     """The requests of a dead client ran to their end, their results were kept for ever, or a client that came back late was not
     told that they are gone."""
     host = EngineHost(engine, client_timeout_s=0.3)
-    session = host.poll("c", 0.0).session
+    host.join("c")
     with standing(engine, for_s=0.2):  # all of it takes 40 s
-        host.submit("c", [ask("a", LONG)])
-        until(lambda: not host.status().num_running and not engine._ids)
-    polled = host.poll("c", 0.0)
-    assert (polled.deltas, polled.session == session) == ((), False)
-    host.close()
+        host.submit("c", ask("a", LONG))
+        until(lambda: not host.status().num_running and engine.load().num_running == 0)
+    with pytest.raises(ReplicaLost, match="has not heard of this client"):
+        host.poll("c", 0.0)
 
 
 def test_a_client_inside_a_long_poll_is_not_forgotten(engine: Engine) -> None:
     """A client was taken for dead while it waited for an answer."""
     host = EngineHost(engine, client_timeout_s=1.0)
-    sessions = {host.poll("c", wait_s).session for wait_s in (0.0, 2.0, 0.0)}
-    assert len(sessions) == 1
-    host.close()
+    host.join("c")
+    for wait_s in (0.0, 2.0, 0.0):
+        assert host.poll("c", wait_s).deltas == ()
 
 
 def test_a_step_that_lasts_is_seen(engine: Engine, host: EngineHost) -> None:
     """A forward that hangs looked like an engine with nothing to say."""
     with standing(engine):
-        host.submit("c", [ask("a", LONG)])
+        host.submit("c", ask("a", LONG))
         until(lambda: host.poll("c", 0.0).busy_s > 0.5)
     until(lambda: host.poll("c", 0.0).busy_s < 0.2)
 
@@ -165,23 +156,23 @@ def test_a_dead_engine_is_a_lost_replica_at_once(engine: Engine, host: EngineHos
 
     waiting = threading.Thread(target=poll)
     with standing(engine):
-        host.submit("c", [ask("a", LONG)])
+        host.submit("c", ask("a", LONG))
         waiting.start()
         closing = threading.Thread(target=engine.close)
         closing.start()
-        until(lambda: bool(engine._closed))
+        until(lambda: not waiting.is_alive())
     closing.join(10.0)
     waiting.join(10.0)
     assert not waiting.is_alive()
     assert len(raised) == 1
-    for call in (lambda: host.submit("c", [ask("b")]), lambda: host.poll("c", 0.0), lambda: host.purge("")):
+    for call in (lambda: host.submit("c", ask("b")), lambda: host.poll("c", 0.0), lambda: host.purge([""])):
         with pytest.raises(ReplicaLost):
             call()
 
 
 def test_what_a_dying_engine_says_of_its_requests_is_not_told(engine: Engine, host: EngineHost) -> None:
     """A broken group of ranks ended a request with an error, which another replica could have gone on with."""
-    host.submit("c", [ask("a", LONG)])
+    host.submit("c", ask("a", LONG))
 
     def die() -> None:
         engine.lost = "rank 1 is gone"
@@ -196,20 +187,19 @@ def test_what_a_dying_engine_says_of_its_requests_is_not_told(engine: Engine, ho
         del engine.target.forward_tapped
 
 
-def test_facts_name_what_a_request_can_be_checked_by(engine: Engine, host: EngineHost) -> None:
+def test_the_status_names_what_a_request_can_be_checked_by(engine: Engine, host: EngineHost) -> None:
     """A router that checks requests itself let one through, or refused what the engine takes."""
-    facts = host.status()
-    assert (facts.fingerprint, facts.num_running) == (engine.fingerprint, 0)
-    assert facts.max_context_tokens == engine.max_context_tokens
+    status = host.status()
+    assert (status.fingerprint, status.num_running) == (engine.fingerprint, 0)
+    assert status.max_context_tokens == engine.max_context_tokens
     for wrong in (
         Request("p", (), PARAMS),
-        Request("p", tuple(range(2, 2 + facts.max_context_tokens)), PARAMS),
+        Request("p", tuple(range(2, 2 + status.max_context_tokens)), PARAMS),
         Request("p", (5, 9999), PARAMS),
         Request("p", (5,), replace(PARAMS, logit_bias={9999: 1.0})),
         Request("p", (5,), PARAMS, segment=Segment((5,), 1)),
     ):
-        with pytest.raises(InputError) as here:
-            facts.bounds.limits(wrong)
-        with pytest.raises(InputError) as there:
-            host.submit("c", [wrong])
-        assert str(here.value) == str(there.value)
+        with pytest.raises(InputError) as raised:
+            status.bounds.limits(wrong)
+        host.submit("c", wrong)
+        assert host.poll("c", 5.0).deltas[-1].error == str(raised.value)

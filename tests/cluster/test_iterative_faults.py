@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from iterative_parts import CONTEXT, DOCUMENTS, Always, wide_target
 from letter_encoder import LetterEncoder
 from shard_parts import pid_of
 from tiny_target import tiny_engine
 
-from pipelines.benchmarks.iterative import remote_index
-from ragspec.cluster.actors import Replica
-from ragspec.cluster.remote_retrieval import cluster_view
+from pipelines.benchmarks.iterative import SlowShardActor
+from ragspec.cluster.actors import ActorPool, Replica
+from ragspec.cluster.remote_retrieval import cluster_retriever
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.config import RetrieverConfig, SpeculationConfig
 from ragspec.core import SamplingParams
@@ -34,7 +35,7 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.speculative.stride_costs import StridePlan
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 QUESTION = "When was the bridge built?"
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)
@@ -55,16 +56,16 @@ def index_dir(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def remote(index_dir: Path, service_s: float = 0.0, **options: Any) -> Iterator[Any]:
+def remote(
+    index_dir: Path, service_s: float = 0.0, timeout_s: float = BOUND_S
+) -> Iterator[tuple[ClusterRetriever, Replica]]:
+    """An index on one shard whose every call takes `service_s` longer until it is restarted; and that shard."""
     config = RetrieverConfig(index_dir=str(index_dir), mode="dense")
-    with remote_index(config, LetterEncoder(), **options) as (index, slow_down):
-        slow_down(service_s)
-        yield index
-
-
-def shard_pid(index: ClusterRetriever) -> int:
-    (worker,) = index._pool.alive()
-    return pid_of(Replica(worker.name, worker.actor))
+    with ActorPool(SlowShardActor, prefix="shard") as shards:
+        (shard,) = shards.replicas
+        ray.get(shard.actor.slow_down.remote(service_s))
+        with contextlib.closing(ClusterRetriever(config, LetterEncoder(), [shard], timeout_s=timeout_s)) as index:
+            yield index, shard
 
 
 def pipeline(engine: Engine, index: Any, **speculation: Any) -> IterativePipeline:
@@ -85,7 +86,7 @@ def truth(engine: Engine, index_dir: Path) -> tuple[Any, ...]:
 
 def during_the_second_lookup(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
     """Run `act` in a thread, shortly after the second lookup has begun."""
-    look_up, count = cluster_view.ClusterView.search, [0]
+    look_up, count = cluster_retriever.ClusterView.search, [0]
 
     def look_up_and_act(view: Any, *arguments: Any, **options: Any) -> Any:
         count[0] += 1
@@ -93,29 +94,14 @@ def during_the_second_lookup(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
             threading.Timer(0.2, act).start()
         return look_up(view, *arguments, **options)
 
-    monkeypatch.setattr(cluster_view.ClusterView, "search", look_up_and_act)
+    monkeypatch.setattr(cluster_retriever.ClusterView, "search", look_up_and_act)
 
 
-@pytest.mark.slow  # below, it changes, too
-def test_an_index_that_dies_during_a_verification_costs_seconds(
-    session: None, engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer was lost with the actor, or went on with what had only been guessed."""
-    expected = truth(engine, index_dir)
-    with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        pid = shard_pid(index)
-        during_the_second_lookup(monkeypatch, lambda: os.kill(pid, signal.SIGKILL))
-        answer = pipeline(engine, index).ask(QUESTION, PARAMS)
-        assert not Path(f"/proc/{pid}").exists()
-    assert said(answer) == expected
-    assert answer.passages and not answer.dropped_passages
-
-
-def test_a_reply_that_does_not_come_is_one_clear_error(session: None, engine: Engine, index_dir: Path) -> None:
+def test_a_reply_that_does_not_come_is_one_clear_error(engine: Engine, index_dir: Path) -> None:
     """A lost reply stopped the answer for ever, without a word."""
-    with remote(index_dir, timeout_s=4.0) as index:
+    with remote(index_dir, timeout_s=4.0) as (index, shard):
         guessed = pipeline(engine, index)
-        pid = shard_pid(index)
+        pid = pid_of(shard)
         guessed.ask(QUESTION, PARAMS)
         os.kill(pid, signal.SIGSTOP)  # alive, and silent
         begin = time.monotonic()
@@ -132,7 +118,7 @@ def test_a_reply_that_does_not_come_is_one_clear_error(session: None, engine: En
 
 @pytest.mark.slow
 def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
-    session: None, engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor came back with another generation, and half an answer was verified against that."""
     expected = truth(engine, index_dir)
@@ -144,8 +130,8 @@ def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
             writer.commit()
         os.kill(pid, signal.SIGKILL)
 
-    with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        pid = shard_pid(index)
+    with remote(index_dir, service_s=0.5) as (index, shard):
+        pid = pid_of(shard)
         during_the_second_lookup(monkeypatch, change_and_kill)
         guessed = pipeline(engine, index)
         assert said(guessed.ask(QUESTION, PARAMS)) == expected

@@ -35,7 +35,7 @@ class LightActor(WorkerActor):
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(without_local_ray: None) -> Iterator[Cluster]:
     """A large node and two small ones."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False})
     for _ in range(2):

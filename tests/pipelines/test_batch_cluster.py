@@ -159,9 +159,9 @@ with ray_session(sys.argv[1]):
 _TAKE_DOWN = """
 import sys
 from pipelines.batch.ray_session import ray_session
-from ragspec.cluster.deployment import Deployment
+from ragspec.cluster.registry import teardown
 with ray_session(sys.argv[1]):
-    Deployment.remove("shared")
+    teardown("shared")
 """
 
 

@@ -424,6 +424,7 @@ def test_a_killed_driver_leaves_every_row_once(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.usefixtures("without_local_ray")
 def test_the_whole_suite_loses_nothing(tmp_path: Path) -> None:
     """A fault that no deployment recovers from; processes left behind."""
     model = save_model("llama", tmp_path / "model", max_position_embeddings=2048)

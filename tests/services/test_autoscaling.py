@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import ray
 from ray import serve
 from service_parts import MODEL
 
@@ -49,7 +48,7 @@ def until(count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_no_stream_ends_when_replicas_are_added_and_removed(tmp_path: Path, parts: Path) -> None:
+def test_no_stream_ends_when_replicas_are_added_and_removed(local_ray: None, tmp_path: Path, parts: Path) -> None:
     """A replica that ended under load took its streams along, or a new one got none."""
     key, _ = add_key(tmp_path / "keys.json", "ann", trusted=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -73,7 +72,6 @@ def test_no_stream_ends_when_replicas_are_added_and_removed(tmp_path: Path, part
         choices = [choice for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
         texts.add("".join(each["delta"].get("content") or "" for each in choices if each["index"] == 0))
 
-    ray.init(address="local", include_dashboard=False, num_cpus=6, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_app({"config": config, "deployment_config": {"autoscaling_config": scaling}}), name="chat")
@@ -94,5 +92,4 @@ def test_no_stream_ends_when_replicas_are_added_and_removed(tmp_path: Path, part
                 stream.result()
     finally:
         serve.shutdown()
-        ray.shutdown()
     assert len(texts) == 1, "every replica writes the same text"

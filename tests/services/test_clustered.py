@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from service_parts import MODEL, Service, make_keys, started
 
 from ragspec.cluster.deployment import Deployment
@@ -45,8 +44,8 @@ def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
 
 
 @pytest.fixture(scope="module")
-def fronted(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[Service]:
-    """A service on a Ray of its own."""
+def fronted(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[Service]:
+    """A service in front of a deployment."""
     folder = tmp_path_factory.mktemp("fronted")
     deployed = load_settings(
         PipelineConfig,
@@ -60,16 +59,12 @@ def fronted(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[S
     keys = make_keys(folder / "keys.json")
     given = {"service.model": MODEL, "service.port": 0, "service.keys_file": str(keys.path)}
     config = load_settings(ServiceConfig, **given, **{"service.data_dir": str(folder / "data")})
-    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
-    try:
-        with (
-            Deployment.up(Topology(replicas=1, num_shards=1), deployed, name="fronted"),
-            clustered("fronted", config) as backend,
-            started(config, backend, keys) as service,
-        ):
-            yield service
-    finally:
-        ray.shutdown()
+    with (
+        Deployment.up(Topology(replicas=1, num_shards=1), deployed, name="fronted"),
+        clustered("fronted", config) as backend,
+        started(config, backend, keys) as service,
+    ):
+        yield service
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import ray
 import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
@@ -80,8 +79,8 @@ def test_the_service_refuses_before_serve_lets_requests_queue_without_end() -> N
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[tuple[str, str]]:
-    """The address and a key of a service on a Ray of its own."""
+def served(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[tuple[str, str]]:
+    """The address and a key of a service on Ray Serve."""
     folder = tmp_path_factory.mktemp("serve")
     key, _ = add_key(folder / "keys.json", "ann", trusted=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -92,14 +91,12 @@ def served(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[tu
         "retriever": {"index_dir": str(parts / "index")},
         "service": {"model": MODEL, "keys_file": str(folder / "keys.json"), "data_dir": str(folder / "data")},
     }
-    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_app({"config": config}), route_prefix="/", name="chat")
         yield f"http://127.0.0.1:{port}", key
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ import numpy as np
 
 from ragspec.cluster.actors import ActorPool, Replica, WorkerActor, ended_if_lost
 from ragspec.cluster.ray_calls import wait_for_all
-from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, call_free_workers
-from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, Worker, WorkerPool
+from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, RetryPolicy, WorkerPool, call_free_workers
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, TextEncoder, TextKind
@@ -28,7 +27,8 @@ _BULK = RetryPolicy(timeout_s=3600.0, late_s=60.0)
 
 
 class EncoderActor(WorkerActor):
-    """An encoder in a process of its own; its model is loaded by `load`, or by the first call."""
+    """An encoder in a process of its own; its model is loaded by `load`, or by the first call. Every answer is a list of one,
+    as `call_free_workers` expects."""
 
     def __init__(self, config: EncoderConfig, loaded: Callable[[EncoderConfig], TextEncoder] = Encoder.load) -> None:
         self._config, self._load = config, loaded
@@ -39,19 +39,19 @@ class EncoderActor(WorkerActor):
         """Raises: ModelError."""
         self._loaded()
 
-    def describe(self) -> tuple[EncoderIdentity, int]:
+    def describe(self) -> list[tuple[EncoderIdentity, int]]:
         """The identity and the most tokens of a text."""
         encoder = self._loaded()
-        return encoder.identity, encoder.max_tokens
+        return [(encoder.identity, encoder.max_tokens)]
 
-    def count_tokens(self, identity: EncoderIdentity, texts: Sequence[str]) -> list[int]:
-        return self._checked(identity).count_tokens(texts)
+    def count_tokens(self, identity: EncoderIdentity, texts: Sequence[str]) -> list[list[int]]:
+        return [self._checked(identity).count_tokens(texts)]
 
-    def encode(self, identity: EncoderIdentity, texts: Sequence[str], kind: TextKind) -> FloatArray:
+    def encode(self, identity: EncoderIdentity, texts: Sequence[str], kind: TextKind) -> list[FloatArray]:
         """Raises: EncoderMismatch if this is not the encoder of that identity."""
         encoder = self._checked(identity)
         with ended_if_lost(encoder):
-            return encoder.encode(texts, kind)
+            return [encoder.encode(texts, kind)]
 
     def _checked(self, identity: EncoderIdentity) -> TextEncoder:
         encoder = self._loaded()
@@ -115,7 +115,7 @@ class RemoteEncoder:
         return call_free_workers(self._pool, parts, send, self._policy)
 
 
-def _load(worker: Worker) -> None:
+def _load(worker: Replica) -> None:
     """A restarted encoder loads its model before texts wait for it."""
     wait_for_all([worker.actor.load.remote()], _LOAD_TIMEOUT_S, worker.name)
 

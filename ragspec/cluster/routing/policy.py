@@ -1,6 +1,6 @@
 """Which replica a request goes to, and the settings of a router.
 
-Requests that share a document or a prompt prefix go to the same replica, whose prefix cache knows it. Rendezvous hashing: every
+Requests that share a document go to the same replica, whose prefix cache knows it. Rendezvous hashing: every
 replica has a score for a key and the greatest wins, so one replica more or less moves only the keys that it wins or won. Bounded
 loads: a replica with more than its share passes its keys on to the next. Owns no state.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 from pydantic import Field
 
@@ -27,23 +26,19 @@ class RoutingConfig(ConfigSection):
     """How requests find a replica, and what happens when a replica is lost. Units: seconds, tokens, requests.
 
     Choice of a replica. A request with an affinity goes where its hash points, unless that replica has more than `load_factor`
-    times the mean load. `prefix_tokens`: a request without an affinity is hashed by that many first tokens of its prompt; with 0,
-    or a shorter prompt, it goes to the least loaded replica. At most `max_running` choices are sent to a replica at once; beyond
-    what can be sent, `max_queued` requests wait.
+    times the mean load; without an affinity, to the least loaded replica. At most `max_running` choices are sent to a replica at
+    once; beyond what can be sent, `max_queued` choices wait.
 
-    Loss of a replica. A replica answers a poll within `poll_s` and then has `heartbeat_timeout_s`; after that its requests go to
+    Loss of a replica. A replica answers a poll within `poll_s` and then has `heartbeat_timeout_s`; after that its streams go to
     other replicas. A replica that does not answer a health check for `hang_s`, or whose step lasts longer than `step_timeout_s`,
-    is killed, and Ray restarts it. A lost replica is connected to again after `retry_s`. A request waits `replay_timeout_s` for
-    a replica that can take it; a request that has begun needs a replica with the same numerics. If none comes, it ends with an
-    error or goes on elsewhere, flagged. A request that was lost more than `max_vain_replays` times in a row without a token is
-    not tried again: it may be what kills replicas.
+    is killed, and Ray restarts it. A lost replica is connected to again after `retry_s`. A stream waits `replay_timeout_s` for
+    a replica that can take it, then ends with an error; a stream that has begun needs a replica with the same numerics. A stream
+    that was lost more than `max_vain_replays` times in a row without a token is not tried again: it may be what kills replicas.
 
-    `remembered_s`, `remembered_tokens`: for how long, and how many tokens of, finished requests are kept for repeated ids.
-    `call_timeout_s`: for a replica to accept requests. `start_timeout_s`: for a first replica to answer.
+    `call_timeout_s`: for a replica to accept a request. `start_timeout_s`: for a first replica to answer.
     """
 
     load_factor: float = Field(1.25, ge=1.0)
-    prefix_tokens: int = Field(0, ge=0)
     max_running: int = Field(64, ge=1)
     max_queued: int = Field(10_000, ge=0)
     poll_s: float = Field(1.0, gt=0.0, le=30.0)
@@ -54,24 +49,17 @@ class RoutingConfig(ConfigSection):
     start_timeout_s: float = Field(60.0, gt=0.0)
     replay_timeout_s: float = Field(60.0, ge=0.0)
     retry_s: float = Field(0.5, gt=0.0)
-    unequal_numerics: Literal["error", "flag"] = "error"
     max_vain_replays: int = Field(5, ge=0)
-    remembered_s: float = Field(120.0, ge=0.0)
-    remembered_tokens: int = Field(500_000, ge=0)
 
 
-def affinity_key(request: Request, prefix_tokens: int = 0) -> bytes | None:
+def affinity_key(request: Request) -> bytes | None:
     """The hash that requests for one replica share; two tenants never share one. None: any replica will do.
 
     Raises: InputError for an affinity or salt that is no text.
     """
     if not (isinstance(request.affinity, str) and isinstance(request.salt, str)):
         raise InputError(f"affinity and salt must be strings, not {request.affinity!r} and {request.salt!r}")
-    if request.affinity:
-        return _digest(request.salt, "affinity", request.affinity)
-    if prefix_tokens and len(request.prompt_ids) >= prefix_tokens:
-        return _digest(request.salt, "prefix", ",".join(map(str, request.prompt_ids[:prefix_tokens])))
-    return None
+    return _digest(request.salt, "affinity", request.affinity) if request.affinity else None
 
 
 def rendezvous_order(key: bytes, names: Iterable[str]) -> list[str]:
@@ -80,18 +68,15 @@ def rendezvous_order(key: bytes, names: Iterable[str]) -> list[str]:
 
 
 def choose_replica(
-    key: bytes | None, loads: Mapping[str, int], *, size: int = 1, load_factor: float, max_load: int | None = None
+    key: bytes | None, loads: Mapping[str, int], *, load_factor: float, max_load: int | None = None
 ) -> str | None:
-    """The replica for `size` more choices, given the load of each. None: every replica would exceed `max_load`.
-
-    A replica without any load takes a request of any size.
-    """
-    fitting = [name for name, load in loads.items() if max_load is None or not load or load + size <= max_load]
+    """The replica for one more choice, given the load of each. None: every replica would exceed `max_load`."""
+    fitting = [name for name, load in loads.items() if max_load is None or load < max_load]
     if not fitting:
         return None
-    share = math.ceil(load_factor * (sum(loads.values()) + size) / len(loads))
+    share = math.ceil(load_factor * (sum(loads.values()) + 1) / len(loads))
     for name in rendezvous_order(key, fitting) if key is not None else ():
-        if loads[name] + size <= share:
+        if loads[name] < share:
             return name
     return min(fitting, key=lambda name: (loads[name], name))
 

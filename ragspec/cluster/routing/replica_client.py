@@ -1,30 +1,29 @@
-"""How a router calls one engine replica. One client object is one client of the replica's `EngineHost`.
+"""How a router calls one engine replica. A client object is one client of the replica's `EngineHost`.
 
 >>> client = RayReplicaClient(replica.actor, RoutingConfig())
 >>> client.wait_until_serving()
->>> client.submit([request])
+>>> client.submit(request)
 >>> while polled := client.poll(wait_s=1.0): ...
 """
 
 from __future__ import annotations
 
-import math
 import threading
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError
 
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.engine_host import EngineStatus, Polled
-from ragspec.cluster.ray_calls import ragspec_error
+from ragspec.cluster.ray_calls import ragspec_error, wait_for, wait_until_healthy
 from ragspec.cluster.routing.policy import RoutingConfig
 from ragspec.core import Request
 from ragspec.errors import ReplicaLost
-
-_SLICE_S = 0.25
 
 
 class ReplicaGone(ReplicaLost):
@@ -32,27 +31,28 @@ class ReplicaGone(ReplicaLost):
 
 
 class ReplicaClient(Protocol):
-    """Every method raises ReplicaLost when the replica is dead, hangs or cannot be reached; no other error means that."""
+    """`submit`, `cancel` and `purge` do not wait and take effect in this order; if the replica does not accept them, the next
+    `poll` raises. A client that raised is not used again, except to close it."""
 
     def wait_until_serving(self) -> EngineStatus:
-        """Wait for a replica that starts; restart a replica that hangs. Raises: ReplicaGone."""
+        """Wait for a replica that starts; restart a replica that hangs. Comes first. Raises: ReplicaLost, ReplicaGone."""
         ...
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Accept all or none. Raises: InputError, PromptTooLong, or the error that preparing a request raises."""
+    def submit(self, request: Request) -> None:
+        """A request of one choice."""
 
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        """Takes effect within one step."""
+    def cancel(self, request_id: str) -> None:
+        """No more deltas of this request come."""
+
+    def purge(self, salts: Sequence[str]) -> None:
+        """Forget the caches of these tenants."""
 
     def poll(self, wait_s: float) -> Polled:
-        """New deltas as soon as there are any, or nothing after `wait_s`."""
+        """New deltas as soon as there are any, or nothing after `wait_s`. Raises: ReplicaLost, ReplicaGone."""
         ...
 
-    def purge(self, salt: str) -> None:
-        """Forget one tenant's caches."""
-
-    def close(self) -> None:
-        """Send nothing more; calls that still wait end soon."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Cancel all requests, and wait at most `wait_s` until the replica has heard of that. Calls that wait end soon."""
 
 
 Connect = Callable[[Replica], ReplicaClient]
@@ -63,76 +63,65 @@ class RayReplicaClient:
 
     def __init__(self, actor: Any, config: RoutingConfig) -> None:
         self._actor, self._config = actor, config
-        self._client = uuid.uuid4().hex
+        self._id = uuid.uuid4().hex
         self._closed = threading.Event()
+        self._sent: deque[tuple[Any, float]] = deque()  # calls without an answer yet, and when each was sent
 
     def wait_until_serving(self) -> EngineStatus:
-        """Why the kill: Ray restarts an actor that dies, and a killed one even if SIGSTOP stopped it, but detects no hang."""
-        while True:
-            self._check_open()
-            try:
-                status: EngineStatus = self._call(self._config.hang_s, self._actor.status.remote())
-                if status.busy_s <= self._config.step_timeout_s:
-                    return status
+        config = self._config
+        try:
+            status: EngineStatus = wait_until_healthy(self._actor, config.hang_s, self._check_open)
+            while status.busy_s > config.step_timeout_s:
                 ray.kill(self._actor, no_restart=False)
-            except TimeoutError:
-                ray.kill(self._actor, no_restart=False)
-            except ActorUnavailableError:
-                pass  # Ray is restarting it
-            except ActorDiedError as error:
-                raise ReplicaGone(str(ragspec_error(error, "the replica"))) from error
-            self._closed.wait(_SLICE_S)
+                status = wait_until_healthy(self._actor, config.hang_s, self._check_open)
+        except ActorDiedError as error:
+            raise ReplicaGone(str(ragspec_error(error, "the replica"))) from error
+        self._ask(self._actor.join.remote(self._id), config.call_timeout_s)
+        return status
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._ask("submit", self._client, list(requests))
+    def submit(self, request: Request) -> None:
+        self._send(self._actor.submit, self._id, request)
 
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        """Also after `close`, then without waiting: a replica given up may be slow, not dead, and another one continues."""
-        if self._closed.is_set() and ray.is_initialized():
-            self._actor.cancel.remote(self._client, list(request_ids))
-        else:
-            self._ask("cancel", self._client, list(request_ids))
+    def cancel(self, request_id: str) -> None:
+        self._send(self._actor.cancel, self._id, request_id)
+
+    def purge(self, salts: Sequence[str]) -> None:
+        self._send(self._actor.purge, list(salts))
 
     def poll(self, wait_s: float) -> Polled:
+        self._check_sent()
         timeout_s = wait_s + self._config.heartbeat_timeout_s
-        polled: Polled = self._ask("poll", self._client, wait_s, timeout_s=timeout_s)
+        polled: Polled = self._ask(self._actor.poll.remote(self._id, wait_s), timeout_s)
         return polled
 
-    def purge(self, salt: str) -> None:
-        self._ask("purge", salt)
+    def close(self, wait_s: float = 0.0) -> None:
+        if not self._closed.is_set() and ray.is_initialized():
+            self._closed.set()
+            left = self._actor.leave.remote(self._id)
+            ray.wait([left], timeout=wait_s)
 
-    def close(self) -> None:
-        self._closed.set()
+    def _send(self, method: Any, *arguments: Any) -> None:
+        if not self._closed.is_set() and ray.is_initialized():
+            self._sent.append((method.remote(*arguments), time.monotonic()))
 
-    def _ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        self._check_open()
-        timeout_s = timeout_s or self._config.call_timeout_s
+    def _check_sent(self) -> None:
+        """Raises: ReplicaLost if the replica did not accept a call, or not in time."""
+        while self._sent:
+            call, sent_s = self._sent[0]
+            if not ray.wait([call], timeout=0)[0]:
+                if time.monotonic() - sent_s > self._config.call_timeout_s:
+                    raise ReplicaLost(f"the replica did not answer within {self._config.call_timeout_s:g} s")
+                return
+            self._ask(call, self._config.call_timeout_s)
+            self._sent.popleft()
+
+    def _ask(self, call: Any, timeout_s: float) -> Any:
         try:
-            return self._call(timeout_s, getattr(self._actor, method).remote(*arguments))
+            return wait_for(call, timeout_s, self._check_open)
         except TimeoutError as error:
             raise ReplicaLost(f"the replica did not answer within {timeout_s:g} s") from error
-        except RayActorError as error:
-            raise ReplicaLost(str(ragspec_error(error, "the replica"))) from error
-
-    def _call(self, timeout_s: float, call: Any) -> Any:
-        """Waits in slices: if this process itself is stopped for a while, that counts as one slice, and a replica that answered
-        meanwhile is not taken for hung.
-
-        Raises: TimeoutError, RayActorError, ReplicaGone; ragspec's errors of the replica's code.
-        """
-        for _ in range(math.ceil(timeout_s / _SLICE_S)):
-            if ray.wait([call], timeout=_SLICE_S)[0]:
-                break
-            self._check_open()
-        else:
-            raise TimeoutError
-        try:
-            return ray.get(call)
-        except RayActorError:
-            raise
         except RayError as error:
-            cause = ragspec_error(error, "the replica")
-            raise cause if isinstance(error, RayTaskError) else ReplicaLost(str(cause)) from error
+            raise ReplicaLost(str(ragspec_error(error, "the replica"))) from error
 
     def _check_open(self) -> None:
         if self._closed.is_set() or not ray.is_initialized():

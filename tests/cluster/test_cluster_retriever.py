@@ -22,8 +22,8 @@ from shard_parts import QUERIES, SCOPES, delete, die, pid_of, write_index
 from stand_ins import until
 from tiny_reranker import save_model
 
-from ragspec.cluster.actors import OPENING, ActorPool, Replica
-from ragspec.cluster.remote_retrieval import cluster_retriever, cluster_view
+from ragspec.cluster.actors import ORDERED, ActorPool, Replica
+from ragspec.cluster.remote_retrieval import cluster_retriever
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.config import RetrieverConfig
@@ -44,13 +44,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(shard_parts)
 
 NUM_SHARDS = 3
-LAYOUTS = [(1, 1), (2, 1), (3, 2)]
-MORE_LAYOUTS = [pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(5, 1, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
-def shards() -> Iterator[ActorPool]:
-    ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
+def shards(local_ray: None) -> Iterator[ActorPool]:
     with ActorPool(ShardActor, count=NUM_SHARDS, prefix="shard") as pool:
         yield pool
 
@@ -82,28 +79,28 @@ def looked_up(index: Retriever, scope: Any) -> tuple[Any, ...]:
     return found.passages, candidates, found.statistics, found.generation, found.missing
 
 
-@pytest.mark.parametrize(("num_shards", "num_replicas"), [*LAYOUTS, *MORE_LAYOUTS])
+@pytest.mark.parametrize(
+    ("num_shards", "num_replicas", "mode"),
+    [(1, 1, "dense"), (2, 1, "hybrid"), (3, 2, "sparse"), (3, 1, "dense"), (2, 2, "sparse"), (3, 3, "hybrid")],
+)
 def test_shards_answer_as_one_process_does(
-    shards: ActorPool, index_dir: Path, num_shards: int, num_replicas: int
+    shards: ActorPool, index_dir: Path, num_shards: int, num_replicas: int, mode: str
 ) -> None:
     """Scores that depend on where a segment lies; a filter, a tenant or a known passage that is left behind."""
     assert len(Store.open(index_dir).segments) == 6
-    more = ActorPool(ShardActor, count=num_shards, prefix="shard") if num_shards > NUM_SHARDS else None
-    for mode in ("dense", "sparse", "hybrid"):
-        settings = {"mode": mode, "expand_passages": int(mode == "hybrid")}
-        here = local(index_dir, **settings)
-        with spread(index_dir, (more or shards).replicas[:num_shards], num_replicas, **settings) as there:
-            for scope in SCOPES:
-                expected = here.retrieve(QUERIES, 9, scope)
-                for _ in range(num_replicas):  # each turn asks others
-                    assert there.retrieve(QUERIES, 9, scope) == expected
-                assert looked_up(there, scope) == looked_up(here, scope)
-            assert there.retrieve(QUERIES[:1], 9).passages == here.retrieve(QUERIES, 9).passages[:1]
-            assert there.retrieve([], 3).passages == [] and there.generation == here.generation
-            with pytest.raises(InputError, match="the question is empty"):
-                there.retrieve([" "], 3)
-    if more:
-        more.close()
+    settings = {"mode": mode, "expand_passages": int(mode == "hybrid")}
+    here = local(index_dir, **settings)
+    with spread(index_dir, shards.replicas[:num_shards], num_replicas, **settings) as there:
+        assert (there.mode, there.generation) == (mode, here.generation)
+        for scope in SCOPES:
+            expected = here.retrieve(QUERIES, 9, scope)
+            for _ in range(num_replicas):  # each turn asks others
+                assert there.retrieve(QUERIES, 9, scope) == expected
+            assert looked_up(there, scope) == looked_up(here, scope)
+        assert there.retrieve(QUERIES[:1], 9).passages == here.retrieve(QUERIES, 9).passages[:1]
+        assert there.retrieve([], 3).passages == []
+        with pytest.raises(InputError, match="the question is empty"):
+            there.retrieve([" "], 3)
 
 
 @contextlib.contextmanager
@@ -182,11 +179,12 @@ class Told(ShardActor):
         super().__init__()
         self._diary, self._is_told = diary, False
 
-    @ray.method(concurrency_group=OPENING)
-    def open(self, *arguments: Any) -> None:
+    @ray.method(concurrency_group=ORDERED)
+    def open(self, *arguments: Any) -> list[None]:
         time.sleep(0.5)
-        super().open(*arguments)
+        opened = super().open(*arguments)
         self._is_told = True
+        return opened
 
     def search(self, *arguments: Any) -> Any:
         if not self._is_told:
@@ -206,7 +204,6 @@ def test_a_shard_that_comes_back_opens_its_segments_before_it_is_asked(
     ):
         with under_load(there) as found:
             old = die(told.replicas[0])
-            until(lambda: there._pool._workers["shard-0"].generation > 0)
             assert pid_of(told.replicas[0]) != old
             num_before = len(found)
             until(lambda: len(found) > num_before + 30)
@@ -231,7 +228,7 @@ def test_a_part_that_cannot_be_searched_is_an_error_or_marked(
     shards: ActorPool, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half an index that answers as if it were the whole; a mark that stays when all is there again."""
-    monkeypatch.setattr(cluster_view, "_MISSING_KEPT_S", 0.3)
+    monkeypatch.setattr(cluster_retriever, "_MISSING_KEPT_S", 0.3)
     whole = local(index_dir).retrieve(QUERIES, 9)
     names = {live.segment.name for live in Store.open(index_dir).segments}
     rest = Store.open(index_dir, pointer=read_pointer(index_dir), only=frozenset(names - {"segment-000003"}))
@@ -301,6 +298,14 @@ def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards:
         until(lambda: there.retrieve(QUERIES, 9).generation == list(expected)[-1])
 
 
+def test_a_named_generation_is_stayed_with(shards: ActorPool, index_dir: Path) -> None:
+    """A job over one generation that goes on with the next."""
+    expected = local(index_dir).retrieve(QUERIES, 9)
+    with spread(index_dir, shards.replicas, pointer=read_pointer(index_dir)) as there:
+        delete(index_dir, "d20")
+        assert there.retrieve(QUERIES, 9) == expected != local(index_dir).retrieve(QUERIES, 9)
+
+
 def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: ActorPool, index_dir: Path) -> None:
     """An answer of minutes that loses its generation to two commits and a restart; files that are kept for ever."""
     with spread(index_dir, shards.replicas, 2) as there:
@@ -322,7 +327,7 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
     shards: ActorPool, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service that stands still for minutes after every large commit."""
-    opened, gate = cluster_view.ClusterView.open, threading.Event()
+    opened, gate = cluster_retriever.ClusterView.open, threading.Event()
 
     def open_late(view: Any, timeout_s: float) -> None:
         gate.wait(shard_parts.BOUND_S)
@@ -331,7 +336,7 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
     monkeypatch.setattr(cluster_retriever, "_SWAP_WAIT_S", 0.2)
     with spread(index_dir, shards.replicas, 2) as there:
         before = there.retrieve(QUERIES, 9)
-        monkeypatch.setattr(cluster_view.ClusterView, "open", open_late)
+        monkeypatch.setattr(cluster_retriever.ClusterView, "open", open_late)
         delete(index_dir, "d3")
         assert [there.retrieve(QUERIES, 9) for _ in range(3)] == [before] * 3
         gate.set()
@@ -351,3 +356,40 @@ def test_reranked_answers_are_those_of_one_process(shards: ActorPool, index_dir:
             for scope in SCOPES:
                 assert there.retrieve(QUERIES, 5, scope) == here.retrieve(QUERIES, 5, scope)
             assert looked_up(there, SCOPES[1]) == looked_up(here, SCOPES[1])
+
+
+class Late(ShardActor):
+    """Answers after ten minutes."""
+
+    def look_up(self, *arguments: Any) -> list[Any]:
+        time.sleep(600.0)
+        return super().look_up(*arguments)
+
+
+def test_a_call_that_is_not_answered_ends_in_an_error(shards: ActorPool, index_dir: Path) -> None:
+    """An index on a machine that hangs takes all who ask with it, or a service cannot stop."""
+    with ActorPool(Late, prefix="shard") as late:
+        with spread(index_dir, late.replicas, timeout_s=1.0) as there:
+            error = r"cannot be searched: a shard of the index did not answer within 1 s$"
+            with pytest.raises(RetrievalError, match=error):
+                there.retrieve(QUERIES, 1)
+        with spread(index_dir, late.replicas, timeout_s=500.0) as there, ThreadPoolExecutor(1) as thread:
+            pinned, queries = there.pinned(), there.encode(QUERIES)
+            call = thread.submit(there.search, queries, 1)
+            there.close()
+            with pytest.raises(RetrievalError, match="was closed"):
+                call.result(shard_parts.BOUND_S)
+            for closed in (there, pinned):
+                with pytest.raises(RetrievalError, match="was closed"):
+                    closed.search(queries, 1)
+
+
+def test_an_error_of_the_actors_code_is_told_as_such(shards: ActorPool, index_dir: Path) -> None:
+    """An error in our code that is told as a lost machine; an error of the user's that is told as ours."""
+    with spread(index_dir, shards.replicas[:1], mode="dense") as there:
+        queries = there.encode(QUERIES)
+        with pytest.raises(RetrievalError, match=r"cannot be searched: a shard of the index failed: .*NoneType"):
+            there.search(queries, 1, None)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="no vector"):
+            there.search(local(index_dir, mode="sparse").encode(QUERIES), 1)
+        assert len(there.search(queries, 1).passages) == 3
