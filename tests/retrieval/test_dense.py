@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search import dense
-from ragspec.retrieval.search.dense import ExactIndex, ScoredRows, canonical_scores
+from ragspec.retrieval.search.dense import ExactIndex, RoundedRows, ScoredRows, canonical_scores
 
 
 def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray:
@@ -136,11 +136,10 @@ def test_no_score_exceeds_its_bound(scale: float) -> None:
     vectors = np.concatenate([unit(rng, 300, 384), spikes + scale * unit(rng, 300, 384)]).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = np.concatenate([unit(rng, 6, 384), vectors[-3:]])
-    index = ExactIndex(vectors)
-    bounds = index.bounds(queries)
+    bounds = RoundedRows.of(vectors, 0).bounds(queries, None)
     for query, own in zip(queries, bounds, strict=True):
         assert (own >= canonical_scores(query, vectors)).all()
-        assert ranked(index.search(query[None], 5), 5) == canonical(query[None], vectors, 5)
+        assert ranked(ExactIndex(vectors).search(query[None], 5), 5) == canonical(query[None], vectors, 5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8])
@@ -151,5 +150,5 @@ def test_a_coordinate_that_dominates_all_rows_leaves_the_bounds_tight(share: flo
     vectors[:, 5] += np.float32(share)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     scores = canonical_scores(vectors[7], vectors)
-    reach = ExactIndex(vectors).bounds(vectors[7:8])[0] >= np.sort(scores)[-8]
+    reach = RoundedRows.of(vectors, 0).bounds(vectors[7:8], None)[0] >= np.sort(scores)[-8]
     assert 8 <= reach.sum() < 100

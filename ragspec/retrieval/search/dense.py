@@ -26,8 +26,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _BLOCK_ROWS = 16_384
-_QUERIES_AT_ONCE = 16
-_ROWS_IN_CACHE = 64
+_QUERIES_AT_ONCE = 64
 _ROWS_FOR_THREADS = 250_000
 """Scores of a search that are computed without threads: starting these takes up to a few milliseconds on a busy machine."""
 FEW_ROWS_SHARE = 0.05
@@ -61,6 +60,42 @@ class DenseIndex(Protocol):
         ...
 
 
+class RoundedRows(NamedTuple):
+    """Rows [first, first + K) in 8 bits, and how far the score of each can be from its canonical score.
+
+    A vector is about its scale times its numbers times the widths of the coordinates. Why widths: a few coordinates of a language
+    model's states are far larger than the others.
+    Shapes: numbers [K, E] int8; float32 scales [K], errors [K] and widths [E].
+    """
+
+    first: int
+    numbers: NDArray[np.int8]
+    scales: FloatArray
+    errors: FloatArray
+    widths: FloatArray
+
+    @classmethod
+    def of(cls, vectors: FloatArray, first: int) -> RoundedRows:
+        """Rounds rows from `first` on, a block at most."""
+        own = np.asarray(vectors[first : first + _BLOCK_ROWS])
+        numbers, scales, errors = np.empty(own.shape, np.int8), *np.empty((2, len(own)), np.float32)
+        widths = np.sqrt(np.einsum("ke,ke->e", own, own) / len(own))
+        widths[(widths == 0) | ~np.isfinite(widths)] = 1.0
+        _round_rows(own, widths, numbers, scales, errors)
+        # the sum that scores a row is in float32, as is a query times the widths; a hundredth for norms that are not quite 1
+        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1] + 1))), widths)
+
+    def bounds(self, queries: FloatArray, allowed: Mask | None) -> FloatArray:
+        """The most that each canonical score can be. Shapes: queries [B, E] -> [B, K]; -inf where a row is not allowed."""
+        num_queries = len(queries)
+        queries = np.pad(queries * self.widths, ((0, -num_queries % 4 if num_queries > 1 else 0), (0, 0)))
+        bounds = np.empty((len(queries), len(self.numbers)), np.float32)
+        _bound_scores(self.numbers, self.scales, self.errors, queries, bounds)
+        if allowed is not None:
+            bounds[:, ~allowed[self.first : self.first + len(self.numbers)]] = -np.inf
+        return bounds[:num_queries]
+
+
 @compiled(nogil=True, fastmath={"reassoc", "contract"})
 def _round_rows(vectors: Any, widths: Any, numbers: Any, scales: Any, errors: Any) -> None:
     """Round rows to 8 bits. By Cauchy and Schwarz, the error is the length of what rounding takes away.
@@ -85,44 +120,37 @@ def _round_rows(vectors: Any, widths: Any, numbers: Any, scales: Any, errors: An
 
 @compiled(nogil=True, fastmath={"reassoc", "contract"})
 def _bound_scores(numbers: Any, scales: Any, errors: Any, queries: Any, bounds: Any) -> None:
-    """The most that each score can be. A few rows stay in the cache while all queries read them.
+    """The most that each score can be; four queries share the reading of a row.
 
     Why fastmath: the errors cover any order of summation.
-    Shapes: [K, E], two [K], [B, E]; out: [B, K].
+    Shapes: [K, E], two [K], [B, E] with B 1 or a multiple of four; out: [B, K].
     """
-    for first in range(0, numbers.shape[0], _ROWS_IN_CACHE):
-        for query in range(queries.shape[0]):
-            for row in range(first, min(first + _ROWS_IN_CACHE, numbers.shape[0])):
-                total = np.float32(0)
+    for row in range(numbers.shape[0]):
+        if queries.shape[0] == 1:
+            total = np.float32(0)
+            for i in range(numbers.shape[1]):
+                total += np.float32(numbers[row, i]) * queries[0, i]
+            bounds[0, row] = total * scales[row] + errors[row]
+        else:
+            for query in range(0, queries.shape[0], 4):
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
                 for i in range(numbers.shape[1]):
-                    total += np.float32(numbers[row, i]) * queries[query, i]
-                bounds[query, row] = total * scales[row] + errors[row]
+                    number = np.float32(numbers[row, i])
+                    a += number * queries[query, i]
+                    b += number * queries[query + 1, i]
+                    c += number * queries[query + 2, i]
+                    d += number * queries[query + 3, i]
+                for place, total in enumerate((a, b, c, d)):
+                    bounds[query + place, row] = total * scales[row] + errors[row]
 
 
 class ExactIndex:
-    """Scores every row. Holds a copy of the mapped vectors in 8 bits.
-
-    A vector is about its scale times its numbers times the widths of the coordinates. Why widths: a few coordinates of a language
-    model's states are far larger than the others. Any widths give valid bounds; these come from the first rows.
-    Shapes: vectors float32 [K, E]; numbers int8 [K, E]; scales and errors float32 [K]; widths float32 [E].
-    """
+    """Scores every row. Holds a copy of the mapped vectors in 8 bits."""
 
     def __init__(self, vectors: FloatArray) -> None:
-        self._vectors = vectors
-        sample = np.asarray(vectors[:_BLOCK_ROWS])
-        self._widths = np.sqrt(np.einsum("ke,ke->e", sample, sample) / max(1, len(sample)))
-        self._widths[(self._widths == 0) | ~np.isfinite(self._widths)] = 1.0
-        self._numbers = np.empty(vectors.shape, np.int8)
-        self._scales, self._errors = np.empty((2, len(vectors)), np.float32)
-
-        def round_block(rows: slice) -> None:
-            block = np.asarray(vectors[rows])
-            _round_rows(block, self._widths, self._numbers[rows], self._scales[rows], self._errors[rows])
-
-        _each(self._blocks(), round_block, len(vectors))
-        # the sum that scores a row is in float32, as is a query times the widths; a hundredth for norms that are not quite 1
-        self._errors += np.float32(float32_error_bound(vectors.shape[1] + 1))
-        self._errors *= np.float32(1.01)
+        self._vectors = vectors  # [K, E]
+        starts = range(0, len(vectors), _BLOCK_ROWS)
+        self._blocks = _each(starts, lambda first: RoundedRows.of(vectors, first), len(vectors))
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
         num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
@@ -133,33 +161,48 @@ class ExactIndex:
         num_candidates = min(rescoring_depth(k), num_allowed)
         found: list[ScoredRows] = []
         for first in range(0, len(queries), _QUERIES_AT_ONCE):
-            some = queries[first : first + _QUERIES_AT_ONCE]
-            bounds = self.bounds(some, allowed)
-            found += [self._best(query, own, k, num_candidates) for query, own in zip(some, bounds, strict=True)]
+            some = np.ascontiguousarray(queries[first : first + _QUERIES_AT_ONCE])
+            bounds, rows = self._candidates(some, num_candidates, allowed)
+            found += [self._rank(*each, k, allowed) for each in zip(some, bounds, rows, strict=True)]
         return found
 
-    def bounds(self, queries: FloatArray, allowed: Mask | None = None) -> FloatArray:
-        """The most that each canonical score can be. Shapes: queries [B, E] -> [B, K]; -inf where a row is not allowed."""
-        widened = np.ascontiguousarray(queries * self._widths)
-        bounds = np.empty((len(queries), len(self._vectors)), np.float32)
+    def _candidates(self, queries: FloatArray, num_candidates: int, allowed: Mask | None) -> tuple[FloatArray, Rows]:
+        """The rows whose scores may be greatest, unordered. Shapes: queries [B, E] -> two [B, num_candidates]."""
 
-        def bound_block(rows: slice) -> None:
-            _bound_scores(self._numbers[rows], self._scales[rows], self._errors[rows], widened, bounds[:, rows])
+        def best_of(block: RoundedRows) -> tuple[FloatArray, Rows]:
+            bounds, places = _greatest(block.bounds(queries, allowed), num_candidates)
+            return bounds, places + block.first
 
-        _each(self._blocks(), bound_block, bounds.size)
-        if allowed is not None:
-            bounds[:, ~allowed] = -np.inf
-        return bounds
+        parts = _each(self._blocks, best_of, len(queries) * len(self._vectors))
+        bounds, rows = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+        bounds, places = _greatest(bounds, num_candidates)
+        return bounds, np.take_along_axis(rows, places, axis=1)
 
-    def _best(self, query: FloatArray, bounds: FloatArray, k: int, num_candidates: int) -> ScoredRows:
-        """The canonical top k of one query. The k-th of some candidates is a score that every better row's bound reaches."""
-        candidates = np.argpartition(bounds, -num_candidates)[-num_candidates:]
-        scores = canonical_scores(query, self._vectors[candidates])
-        kth = np.partition(scores, -min(k, num_candidates))[-min(k, num_candidates)]
-        return search_rows(self._vectors, np.flatnonzero(bounds >= kth), query[None], k)[0]
+    def _rank(self, query: FloatArray, bounds: FloatArray, rows: Rows, k: int, allowed: Mask | None) -> ScoredRows:
+        """The canonical top k of one query, given its candidates."""
+        best = top_k(ScoredRows(rows, canonical_scores(query, self._vectors[rows])), k)
+        kth = float(best.scores.min())
+        if len(rows) == len(self._vectors) or float(bounds.min()) < kth:
+            return best
+        return search_rows(self._vectors, self._rows_above(query, kth, allowed), query[None], k)[0]
 
-    def _blocks(self) -> list[slice]:
-        return [slice(first, first + _BLOCK_ROWS) for first in range(0, len(self._vectors), _BLOCK_ROWS)]
+    def _rows_above(self, query: FloatArray, threshold: float, allowed: Mask | None) -> Rows:
+        """Every row whose canonical score reaches `threshold`, and rows that nearly do."""
+        error = float32_error_bound(len(query))
+
+        def near(block: RoundedRows) -> Rows:
+            rows = np.flatnonzero(block.bounds(query[None], allowed)[0] >= threshold) + block.first
+            return rows[self._vectors[rows] @ query >= threshold - error]
+
+        return np.concatenate(_each(self._blocks, near, len(self._vectors)))
+
+
+def _greatest(scores: FloatArray, count: int) -> tuple[FloatArray, Rows]:
+    """The greatest scores of each row and their places, unordered. Shapes: [B, K] -> two [B, count], or all."""
+    if count >= scores.shape[1]:
+        return scores, np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+    places = np.argpartition(scores, -count, axis=1)[:, -count:]
+    return np.take_along_axis(scores, places, axis=1), places
 
 
 def _each(items: Sequence[Item], call: Callable[[Item], Result], num_rows: int) -> list[Result]:
