@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Fails on a banned name, on a folder with too many modules and on modules that import each other in a circle.
+"""Fails on a banned name, on a folder with too many modules, on modules that import each other in a circle, and on a size above
+its cap.
 
     python infra/check_house.py
+
+Raising a cap takes a line in CONTRIBUTING.md that says what the lines bought; each cap falls with the lines.
 
 The glossary (ragspec/README.md) has the names to use. A name here is a module, a class, a function or a method; its words are
 the parts between underscores or capitals.
@@ -11,12 +14,16 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+
+from count_lines import code_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ragspec", "services", "pipelines")
 MOST_MODULES = 15
+CAPS = {"product lines": 41_100, "test lines": 35_200, "modules": 325, "configuration keys": 181}
+"""Lines of code as infra/count_lines.py counts them, modules of the product, rows of keys in ragspec/CONFIGURATION.md."""
 BANNED_WORDS = frozenset("manager helper helpers util utils impl info".split())
 """Words that say nothing about the thing they name."""
 BANNED_VERBS = frozenset("handle process".split())
@@ -98,13 +105,23 @@ def import_circles(paths: list[Path]) -> Iterator[str]:
     yield from (f"a circle of imports: {', '.join(group)}" for group in sorted(circles(imports)))
 
 
+def sizes(paths: list[Path]) -> dict[str, int]:
+    def lines(of: Iterable[Path]) -> int:
+        return sum(code_lines(path.read_text(encoding="utf-8")) for path in of)
+
+    keys = re.findall(r"^\| `", (ROOT / "ragspec" / "CONFIGURATION.md").read_text(encoding="utf-8"), re.MULTILINE)
+    num_modules = sum(path.name != "__init__.py" for path in paths)
+    counted = lines(paths), lines((ROOT / "tests").rglob("*.py")), num_modules, len(keys)
+    return dict(zip(CAPS, counted, strict=True))
+
+
 def main() -> int:
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     faults = [*large_folders(paths), *import_circles(paths), *(fault for path in paths for fault in banned_names(path))]
-    print(
-        "\n".join(faults)
-        or f"house: {len(paths)} files, no banned name, no folder above {MOST_MODULES} modules, no circle"
-    )
+    found = sizes(paths)
+    faults += [f"{size:,} {name}, at most {CAPS[name]:,}" for name, size in found.items() if size > CAPS[name]]
+    counted = ", ".join(f"{size:,} of {CAPS[name]:,} {name}" for name, size in found.items())
+    print("\n".join(faults) or f"house: {counted}; no banned name, no folder above {MOST_MODULES} modules, no circle")
     return bool(faults)
 
 
