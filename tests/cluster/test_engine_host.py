@@ -26,6 +26,9 @@ LONG = replace(PARAMS, max_tokens=200)
 @pytest.fixture
 def engine(targets: Targets) -> Iterator[Engine]:
     with tiny_engine(targets(1)[0]) as engine:
+        engine.generate(
+            [ask(f"w{number}", first=5 + number) for number in range(2)]
+        )  # kernels compile before clients join
         yield engine
 
 
@@ -44,7 +47,7 @@ def ask(name: str, params: SamplingParams = PARAMS, first: int = 5) -> Request:
 def poll_to_end(host: EngineHost, client: str, num_choices: int) -> list[Polled]:
     polls: list[Polled] = []
     while num_choices:
-        polls.append(host.poll(client, 5.0))
+        polls.append(host.poll(client, 60.0))
         assert polls[-1].deltas, "a poll came back empty while a request ran"
         num_choices -= sum(delta.finish_reason is not None for delta in polls[-1].deltas)
     return polls
@@ -82,12 +85,12 @@ def test_a_poll_without_news_ends_in_time_and_finds_what_comes(host: EngineHost)
     """A poll that slept through a delta, or one that never came back."""
     begin = time.monotonic()
     assert host.poll("c", 0.1).deltas == ()
-    assert 0.1 <= time.monotonic() - begin < 5.0
+    assert 0.1 <= time.monotonic() - begin < 30.0
     heard: list[Polled] = []
-    waiting = threading.Thread(target=lambda: heard.append(host.poll("c", 30.0)))
+    waiting = threading.Thread(target=lambda: heard.append(host.poll("c", 50.0)))
     waiting.start()
     host.submit("c", ask("a"))
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert heard and heard[0].deltas
 
 
@@ -149,7 +152,7 @@ def test_a_dead_engine_is_a_lost_replica_at_once(engine: Engine, host: EngineHos
 
     def poll() -> None:
         try:
-            while all(delta.finish_reason is None for delta in host.poll("c", 30.0).deltas):
+            while all(delta.finish_reason is None for delta in host.poll("c", 50.0).deltas):
                 pass
         except ReplicaLost as error:
             raised.append(error)
@@ -162,7 +165,7 @@ def test_a_dead_engine_is_a_lost_replica_at_once(engine: Engine, host: EngineHos
         closing.start()
         until(lambda: not waiting.is_alive())
     closing.join(10.0)
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert not waiting.is_alive()
     assert len(raised) == 1
     for call in (lambda: host.submit("c", ask("b")), lambda: host.poll("c", 0.0), lambda: host.purge([""])):
