@@ -6,8 +6,7 @@ that no tenant's drafts show what others wrote; a network's drafts are alike for
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -109,20 +108,25 @@ class ChildAcceptance(AcceptanceCells):
         self.typical = 0.7
         """Recent mean chance that one of an accepted node's children is accepted."""
 
-    def cell(self, mode: int, depth: int, rank: int, margin: float) -> Cell:
-        """`mode`: greedy, with noise, without noise, or drawn by chance (`ragspec.drafting.growing.draft`).
+    def first_cells(self, modes: Sequence[int], num_ranks: int) -> NDArray[np.int64]:
+        """Cells of the least margin, by mode, depth - 1 and rank. Each of `MARGINS` that a child's margin passes adds 1.
 
-        `margin`: for rank 0 its score less that of rank 1, else the best score less its own.
+        A margin is for rank 0 the score less that of rank 1, else the best score less the child's own. Modes: greedy, with noise,
+        without noise, or drawn by chance (`ragspec.drafting.growing.draft`). Shape: [modes, 4, num_ranks].
         """
         by_mode, by_depth, by_rank = self._strides
-        deep, low = min(depth, _NUM_DEPTHS) - 1, min(rank, _NUM_RANKS - 1)
-        return Cell(mode * by_mode + deep * by_depth + low * by_rank + bisect_right(MARGINS, margin))
+        ranks = np.minimum(np.arange(num_ranks), _NUM_RANKS - 1)
+        depths = np.arange(_NUM_DEPTHS)[:, None]
+        cells: NDArray[np.int64] = np.array(modes)[:, None, None] * by_mode + depths * by_depth + ranks * by_rank
+        return cells
 
-    def chances(self, mode: int) -> NDArray[np.float64]:
-        """The probabilities of all cells of a mode, by depth - 1, rank and the number of `MARGINS` passed. Shape: [4, 8, 11]."""
-        own = slice(mode * self._strides[0], (mode + 1) * self._strides[0])
-        chances: NDArray[np.float64] = np.array(self._accepted[own]) / np.array(self._seen[own])
-        return chances.reshape(_NUM_DEPTHS, _NUM_RANKS, len(MARGINS) + 1)
+    def chances(self, modes: Iterable[int]) -> NDArray[np.float64]:
+        """The probability of every cell of these modes, 0 in other cells. Shape: [cells]."""
+        chances = np.zeros(len(self._seen))
+        for mode in set(modes):
+            own = slice(mode * self._strides[0], (mode + 1) * self._strides[0])
+            chances[own] = np.array(self._accepted[own]) / np.array(self._seen[own])
+        return chances
 
     def note_children(self, chance: float, weight: float) -> None:
         """One of a node's children is accepted with probability `chance`; the node itself with probability `weight`."""

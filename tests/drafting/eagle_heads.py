@@ -19,6 +19,14 @@ from torch import Tensor
 
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig
 
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def random_head(
     family: EagleFamily | str,
@@ -67,6 +75,17 @@ def random_head(
     if folder is not None:
         save_head(folder, checkpoint, dialect)
     return checkpoint
+
+
+def same(left: HeadCheckpoint, right: HeadCheckpoint) -> bool:
+    tensors = left.tensors
+    return (
+        left.config == right.config
+        and tensors.keys() == right.tensors.keys()
+        and all(
+            t.dtype == right.tensors[name].dtype and torch.equal(t, right.tensors[name]) for name, t in tensors.items()
+        )
+    )
 
 
 def save_head(folder: Path, checkpoint: HeadCheckpoint, dialect: str = "official") -> None:

@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from drafting.eagle_heads import change_config, change_tensors, random_head
+from drafting.eagle_heads import LLAMA3, change_config, change_tensors, random_head, same
 from safetensors.torch import load_file, save_file
 
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
 from ragspec.drafting.eagle.layout import HeadCheckpoint, check_fits, default_aux_layers
 from ragspec.errors import ModelError, SaveError
 
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "fc_bias": True},
     "eagle-no-bias": {"family": "eagle", "own_embedding": True, "own_lm_head": True, "dtype": torch.bfloat16},
@@ -44,17 +37,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3-biases": {"family": "eagle3", "qkv_bias": True, "output_bias": True},
     "eagle3-taps": {"family": "eagle3", "norm_before_fc": "taps", "rms_norm_eps": 1e-6, "aux_layers": (0, 2, 3)},
 }
-
-
-def same(left: HeadCheckpoint, right: HeadCheckpoint) -> bool:
-    tensors = left.tensors
-    return (
-        left.config == right.config
-        and tensors.keys() == right.tensors.keys()
-        and all(
-            t.dtype == right.tensors[name].dtype and torch.equal(t, right.tensors[name]) for name, t in tensors.items()
-        )
-    )
 
 
 @pytest.mark.parametrize(
@@ -98,16 +80,20 @@ def test_the_written_layout_is_the_published_one(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == {
         "architectures": ["LlamaForCausalLM"],
         "draft_vocab_size": 40,
+        "head_dim": 8,
         "hidden_act": "silu",
         "hidden_size": 32,
         "intermediate_size": 48,
         "max_position_embeddings": 2048,
         "model_type": "llama",
+        "norm_before_residual": False,
         "num_attention_heads": 4,
         "num_hidden_layers": 1,
         "num_key_value_heads": 2,
         "pad_token_id": 0,
         "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "target_hidden_size": 32,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vocab_size": 64,

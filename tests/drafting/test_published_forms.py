@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from drafting.eagle_heads import change_config, change_tensors, random_head
+from drafting.eagle_heads import LLAMA3, change_config, change_tensors, random_head, same
 from drafting.medusa_heads import Tensors, hydra_plus_tensors, hydra_tensors, save_hydra, save_medusa
-from drafting.test_eagle_checkpoint import LLAMA3, same
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 

@@ -21,7 +21,6 @@ from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.beam import PickedLevel
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -200,11 +199,9 @@ class Fitted(EagleDrafter):
 
     target: Target
 
-    def _extend(self, drafts: list[Any], level: PickedLevel, depth: int, budget: Budget) -> bool:
+    def _picks(self, drafts: list[Any], logits: Any, depth: int) -> np.ndarray:
         rows = [self._true(draft, node) for draft in drafts for node in draft.open]
-        logits = np.stack(rows)[:, self.network.draft_ids]
-        level = level._replace(picks=self._picks(drafts, logits, depth), logits=logits)
-        return super()._extend(drafts, level, depth, budget)
+        return super()._picks(drafts, np.stack(rows)[:, self.network.draft_ids], depth)
 
     def _true(self, draft: Any, node: Any) -> np.ndarray:
         tokens, number = [], node.number

@@ -372,7 +372,7 @@ def test_a_step_waits_twice(
     found, waits, expected = [], [], []
     for level_by_level in (False, True):
         if level_by_level:
-            monkeypatch.setattr(growing_drafter, "can_grow_on_device", lambda drafts: False)
+            monkeypatch.setattr(growing_drafter, "needs_host", lambda drafts: True)
         made, lists, num_steps = some_drafter(drafter, target, tmp_path), [], 0
         monkeypatch.setattr(made, "propose", lambda *args, of=made.propose, to=lists: to.append(of(*args)) or to[-1])
         crossings["waits"] = 0

@@ -9,7 +9,7 @@ Owns the meaning of config.json keys and tensor names; reads no files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,19 +20,23 @@ from ragspec.drafting.heads.files import Raw, integer, number, section_of, truth
 from ragspec.errors import ModelError
 
 DEFAULT_ROPE_THETA = 10000.0  # Why: the published code falls back to it, even where the target's base is another.
-_DEFAULT_EPS = 1e-6
-_DEFAULT_POSITIONS = 2048
 _AUX_KEY, _POSITIONS_KEY = "eagle_aux_hidden_state_layer_ids", "position_per_layer"
-_FLAGS = ("norm_before_residual", "norm_output")
-_SIZES = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "max_positions": "max_position_embeddings",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
+_KEYS: dict[str, tuple[str, Callable[..., Any], Any]] = {
+    "hidden_size": ("hidden_size", integer, None),
+    "intermediate_size": ("intermediate_size", integer, None),
+    "num_heads": ("num_attention_heads", integer, None),
+    "num_kv_heads": ("num_key_value_heads", integer, "num_attention_heads"),
+    "head_dim": ("head_dim", integer, None),
+    "vocab_size": ("vocab_size", integer, None),
+    "draft_vocab_size": ("draft_vocab_size", integer, "vocab_size"),
+    "target_hidden_size": ("target_hidden_size", integer, "hidden_size"),
+    "max_positions": ("max_position_embeddings", integer, 2048),
+    "rms_norm_eps": ("rms_norm_eps", number, 1e-6),
+    "rope_theta": ("rope_theta", number, DEFAULT_ROPE_THETA),
+    "norm_before_residual": ("norm_before_residual", truth, False),
 }
-"""Fields of `HeadConfig` by their published keys, which every config.json has."""
+"""Fields of `HeadConfig`: the published key, the kind of its value, and the value that an absent key means, or the key that it is
+read from. None: the key must be there."""
 _OTHER_KEYS = {"truncated_vocab_size": "draft_vocab_size", "eagle_fc_bias": "bias"}
 """Keys of single dialects, and the keys that they stand for."""
 _NORM = "input_norm.weight"
@@ -97,26 +101,22 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
         "model_type": "llama",
         "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
         "pad_token_id": 0,
-        "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": False,
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
-        **{key: getattr(config, name) for name, key in _SIZES.items()},
     }
-    is_eagle3, width = config.family is EagleFamily.EAGLE3, config.hidden_size
+    raw |= {key: getattr(config, field) for field, (key, _, _) in _KEYS.items()}
     optional = {
         "bias": config.fc_bias,
-        "draft_vocab_size": config.draft_vocab_size if is_eagle3 else 0,
-        "head_dim": config.head_dim if config.head_dim * config.num_heads != width else 0,
         "layer_types": ["sliding_attention"] * config.num_layers if config.window else [],
+        "norm_output": config.norm_output,
         "rope_scaling": dict(config.rope),
-        "rope_theta": config.rope_theta if config.rope_theta != DEFAULT_ROPE_THETA else 0,
         "sliding_window": config.window,
-        "target_hidden_size": config.target_hidden_size if config.target_hidden_size != width else 0,
         _AUX_KEY: list(config.aux_layers),
         _POSITIONS_KEY: config.positions_per_layer,
-        **{name: getattr(config, name) for name in _FLAGS},
     }
-    raw |= {key: value for key, value in optional.items() if value or (key == "bias" and not is_eagle3)}
+    raw |= {
+        key: value for key, value in optional.items() if value or (key == "bias" and config.family is EagleFamily.EAGLE)
+    }
     if (norms := tensors.pop("fc_norm.weight", None)) is not None:
         raw["fc_norm" if len(norms) > 1 else "norm_before_fc"] = True
         names = _norms_of_taps(len(norms)) if len(norms) > 1 else [_NORM]
@@ -161,6 +161,13 @@ def _merged(raw: Raw) -> dict[str, Any]:
     for other, key in _OTHER_KEYS.items():
         if merged.get(key) is None and other in merged:
             merged[key] = merged[other]
+    if merged.get("rope_theta") is None:
+        merged["rope_theta"] = section_of(merged, "rope_parameters").get("rope_theta")
+    if merged.get("head_dim") is None:
+        width, num_heads = integer(merged, "hidden_size"), integer(merged, "num_attention_heads")
+        if num_heads < 1 or width % num_heads:
+            raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {width}")
+        merged["head_dim"] = width // num_heads
     return merged
 
 
@@ -171,25 +178,18 @@ def _config_of(family: EagleFamily, merged: Raw, tensors: Mapping[str, Tensor]) 
         raise ModelError("config.json has both norm_before_fc and fc_norm")
     attention = ("midlayer." if family is EagleFamily.EAGLE3 else "layers.0.") + "self_attn."
     num_layers, positions_per_layer = _layers(merged, tensors)
-    defaults = {"max_positions": _DEFAULT_POSITIONS, "num_kv_heads": merged.get("num_attention_heads")}
-    sizes = {name: integer(merged, key, defaults.get(name)) for name, key in _SIZES.items()}
-    width, num_heads, vocab_size = sizes["hidden_size"], sizes["num_heads"], sizes["vocab_size"]
-    if merged.get("head_dim") is None and (num_heads < 1 or width % num_heads):
-        raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {width}")
+    fields = {
+        field: kind(merged, key, merged.get(absent) if isinstance(absent, str) else absent)
+        for field, (key, kind, absent) in _KEYS.items()
+    }
     has_bias = family is EagleFamily.EAGLE and "fc.bias" in tensors  # the published code reads an absent key as true
     output_bias = f"{attention}o_proj.bias" in tensors
     qkv_bias = truth(merged, "attention_bias", output_bias) or f"{attention}q_proj.bias" in tensors
     return HeadConfig(
         family=family,
-        **sizes,
-        head_dim=integer(merged, "head_dim", width // max(num_heads, 1)),
-        draft_vocab_size=integer(merged, "draft_vocab_size", vocab_size),
-        rms_norm_eps=number(merged, "rms_norm_eps", _DEFAULT_EPS),
-        rope_theta=_rope_theta(merged),
-        target_hidden_size=integer(merged, "target_hidden_size", width),
+        **fields,
         aux_layers=tuple(sorted(_taps(merged))),
         fc_bias=truth(merged, "bias", has_bias),
-        norm_before_residual=truth(merged, "norm_before_residual"),
         norm_before_fc=truth(merged, "norm_before_fc") or truth(merged, "fc_norm"),
         norm_output=_feeds_normed(merged),
         num_layers=num_layers,
@@ -297,12 +297,6 @@ def _official_map(name: str, tensor: Tensor) -> Tensor:
     if name == "t2d" and tensor.dtype in _INTEGERS and bool(((tensor == 0) | (tensor == 1)).all()):
         return tensor.to(torch.bool)
     return tensor
-
-
-def _rope_theta(merged: Raw) -> float:
-    if merged.get("rope_theta") is None:
-        return number(section_of(merged, "rope_parameters"), "rope_theta", DEFAULT_ROPE_THETA)
-    return number(merged, "rope_theta", DEFAULT_ROPE_THETA)
 
 
 def _taps(section: Raw) -> list[int]:

@@ -99,7 +99,6 @@ class OnlineEagleDrafter(EagleDrafter):
         """Draft with a tenant's head and by its record."""
         self.network, self.acceptance = learner.network or self._loaded, learner.acceptance
         self._settings = self._settings._replace(acceptance=learner.acceptance)
-        self._chain = self._chain._replace(acceptance=learner.acceptance)
 
     def _owner(self, sequence: SequenceView) -> str:
         """The salt that a sequence's head learns under."""

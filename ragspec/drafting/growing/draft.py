@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.drafting.acceptance import ChildAcceptance, Guess
+from ragspec.drafting.acceptance import Cell, ChildAcceptance, Guess
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.growing.shapes import Branch, TreeShape
+from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.stochastic_drafts import ChildSampler, DrawnChildren
-from ragspec.tree import Draw, Origin, Proposal
+from ragspec.tree import Origin, Proposal
 
 Ints = NDArray[np.int32]
 
@@ -35,9 +34,33 @@ class OpenNode(NamedTuple):
 
     number: int
     token_id: int
-    branch: Branch
+    path_prob: float
     row: int
     path: tuple[int, ...]
+
+
+class Children(NamedTuple):
+    """The children of one draft's open nodes, a row a node, the best first.
+
+    `rejections`: the probability that no child of a node is accepted. `places`: of the children that go on, row * k + rank.
+    Shapes: columns int64 [N, k], of the draft vocabulary, -1 where no child is proposed; cells of acceptance int64 [N, k];
+    path_probs float64 [N, k]; rejections float64 [N]; finite bool [N], whether all logits are finite.
+    """
+
+    columns: NDArray[np.int64]
+    cells: NDArray[np.int64]
+    path_probs: NDArray[np.float64]
+    rejections: NDArray[np.float64]
+    finite: NDArray[np.bool_]
+    places: list[int]
+
+    @classmethod
+    def of(cls, rows: NDArray[np.float64], places: NDArray[Any]) -> Children:
+        """Shapes: [N, 3 k + 2]; [W], -1 behind the last."""
+        count = rows.shape[1] // 3
+        columns, cells = rows[:, :count].astype(np.int64), rows[:, count : 2 * count].astype(np.int64)
+        path_probs, rejections, finite = rows[:, 2 * count : 3 * count], rows[:, -2], rows[:, -1] > 0.0
+        return cls(columns, cells, path_probs, rejections, finite, [int(at) for at in places.tolist() if at >= 0.0])
 
 
 class OpenRows(NamedTuple):
@@ -62,9 +85,11 @@ class GrowingDraft:
         self.sequence, self.memory, self.settings = sequence, memory, settings
         self.max_depth = min(settings.shape.max_depth, sequence.most_tokens - 1, num_levels)
         self.proposals: list[Proposal] = []
-        self.open: list[OpenNode] = [OpenNode(-1, sequence.tokens[-1], Branch((), 1.0), 0, ())]
+        self.open: list[OpenNode] = [OpenNode(-1, sequence.tokens[-1], 1.0, 0, ())]
         self.sampler: ChildSampler | None = None
         """Draws children by chance, from one random stream for the whole draft."""
+        self.drawn: list[DrawnChildren] = []
+        """The drawn children of each open node."""
         self._num_keys = 0
         self.scratch: Ints = np.empty(0, np.int32)
 
@@ -73,84 +98,36 @@ class GrowingDraft:
         """The most nodes that get children."""
         return max(0, self.max_depth - 1) * self.settings.shape.max_width
 
-    def extend(
-        self,
-        columns: NDArray[np.int64],
-        scores: NDArray[np.float64],
-        tokens: NDArray[np.int64],
-        chosen: set[int] | None = None,
-    ) -> list[OpenNode]:
-        """Propose the children of the open nodes; returns the children that the tree shape lets go on.
-
-        `chosen`: these children, as a device chose them by the tree shape: each is row * k + rank.
-        Shapes: one row an open node: columns [N, k] with -1 for none, scores [N, k], tokens [N, k].
-        """
-        behind = scores[:, :1] - scores
-        if behind.shape[1] > 1:
-            behind[:, 0] = behind[:, 1]
-        counts = (columns >= 0).sum(1).tolist()
-        rows = zip(self.open, counts, tokens.tolist(), behind.tolist(), scores.tolist(), strict=True)
-        by_confidence, children = self.settings.shape.num_nodes is not None, list[OpenNode]()
-        for row, (node, count, token_ids, margins, log_probs) in enumerate(rows):
-            own = log_probs if by_confidence else None
-            children += self._propose(node, row, token_ids[:count], margins, log_probs=own)
-        if chosen is None:
-            return self._further(children)
-        further = [node for node in children if node.row * columns.shape[1] + node.branch.ranks[-1] in chosen]
-        assert len(further) == len(chosen), "the device lets a node go on that is not proposed"
+    def extend(self, children: Children, draft_ids: NDArray[np.int64]) -> list[OpenNode]:
+        """Propose the children of the open nodes; returns the children that go on. Shape: draft_ids int64 [Vd]."""
+        settings, count = self.settings, children.columns.shape[1]
+        numbers: dict[int, int] = {}  # place -> index in the proposals
+        path_probs, tokens = children.path_probs.tolist(), draft_ids[children.columns].tolist()
+        for row, (node, cells) in enumerate(zip(self.open, children.cells.tolist(), strict=True)):
+            draw, token_ids = None, tokens[row]
+            if self.drawn:
+                draw, token_ids, _ = self.drawn[row]
+            for rank in np.flatnonzero(children.columns[row] >= 0).tolist():
+                numbers[row * count + rank] = len(self.proposals)
+                origin = Origin(settings.name, feedback=Guess(settings.acceptance, Cell(cells[rank])))
+                self.proposals.append(Proposal(token_ids[rank], node.number, path_probs[row][rank], origin, draw))
+            settings.acceptance.note_children(1.0 - float(children.rejections[row]), node.path_prob)
+        further: list[OpenNode] = []
+        for place in children.places:
+            row, number = place // count, numbers[place]
+            proposal = self.proposals[number]
+            further.append(OpenNode(number, proposal.token_id, proposal.path_prob, row, self.open[row].path))
         return further
-
-    def extend_drawn(self, drawn: list[DrawnChildren]) -> list[OpenNode]:
-        """As `extend`, with children drawn by chance: none is left out."""
-        children: list[OpenNode] = []
-        for row, (node, (draw, token_ids, log_probs)) in enumerate(zip(self.open, drawn, strict=True)):
-            behind = [max(0.0, log_probs[0] - log_prob) for log_prob in log_probs]
-            children += self._propose(node, row, token_ids, behind, draw=draw)
-        return self._further(children)
-
-    def _propose(
-        self,
-        node: OpenNode,
-        row: int,
-        token_ids: list[int],
-        behind: list[float],
-        log_probs: list[float] | None = None,
-        draw: Draw | None = None,
-    ) -> list[OpenNode]:
-        """Propose children of one node, the best first. `behind`: score differences to the best child, for the best its lead.
-        `log_probs`: of each, by the head; None: learned acceptance counts.
-        """
-        settings, left = self.settings, 1.0
-        children: list[OpenNode] = []
-        for rank, token in enumerate(token_ids):
-            ranks = (*node.branch.ranks, rank)
-            if not settings.shape.takes(ranks):
-                break
-            cell = settings.acceptance.cell(settings.mode, len(ranks), rank, behind[rank])
-            chance = settings.acceptance.probability(cell)
-            path_prob = node.branch.path_prob * (math.exp(log_probs[rank]) if log_probs else left * chance)
-            left *= 1.0 - chance
-            if path_prob < settings.least_prob and draw is None:
-                continue
-            origin = Origin(settings.name, feedback=Guess(settings.acceptance, cell))
-            self.proposals.append(Proposal(token, node.number, path_prob, origin, draw))
-            children.append(OpenNode(len(self.proposals) - 1, token, Branch(ranks, path_prob), row, node.path))
-        settings.acceptance.note_children(1.0 - left, node.branch.path_prob)
-        return children
-
-    def _further(self, children: list[OpenNode]) -> list[OpenNode]:
-        return [children[i] for i in self.settings.shape.frontier([child.branch for child in children])]
 
     def best(self) -> list[Proposal]:
         """The proposals; of a shape with a number of nodes the most probable. Parents, which are no less probable, come first.
 
         Of nodes drawn by chance none may be left out.
         """
-        num_nodes = self.settings.shape.num_nodes
-        if num_nodes is None or self.settings.mode == DRAWN:
+        if not self.settings.by_confidence:
             return self.proposals
         order = sorted(range(len(self.proposals)), key=lambda i: (-self.proposals[i].path_prob, i))
-        place = {-1: -1} | {old: new for new, old in enumerate(sorted(order[:num_nodes]))}
+        place = {-1: -1} | {old: new for new, old in enumerate(sorted(order[: self.settings.shape.num_nodes]))}
         return [self.proposals[i]._replace(parent=place[self.proposals[i].parent]) for i in list(place)[1:]]
 
     def descend(self, chosen: list[OpenNode]) -> None:
@@ -161,10 +138,22 @@ class GrowingDraft:
 
 
 class DraftSettings(NamedTuple):
-    """Settings of a drafter's drafts. `mode`: how children are chosen."""
+    """Settings of a drafter's drafts. `mode`: how children are chosen. `is_chain`: only the best child is proposed, without
+    branches. `least_prob`: of a path that is proposed."""
 
     name: str
     shape: TreeShape
     acceptance: ChildAcceptance
     least_prob: float
     mode: int = GREEDY
+    is_chain: bool = False
+
+    @property
+    def width(self) -> int:
+        """The most nodes of a level that are drafted further."""
+        return 1 if self.is_chain else self.shape.max_width
+
+    @property
+    def by_confidence(self) -> bool:
+        """Whether paths have the drafter's own probabilities, in the place of learned acceptance."""
+        return self.shape.num_nodes is not None and not self.is_chain and self.mode != DRAWN

@@ -22,7 +22,7 @@ from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.coupling import Coupling, most_probable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
-from ragspec.drafting.growing.beam import Beam, PickedLevel, can_grow_on_device
+from ragspec.drafting.growing.beam import Beam, DeviceBeam, GrownLevel
 from ragspec.drafting.growing.draft import (
     DRAWN,
     GREEDY,
@@ -30,13 +30,12 @@ from ragspec.drafting.growing.draft import (
     WITHOUT_NOISE,
     DraftSettings,
     GrowingDraft,
-    OpenNode,
     OpenRows,
 )
-from ragspec.drafting.growing.shapes import TreeShape, make_shape
+from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.stochastic_drafts import ChildSampler, draws_children, needs_chain
 from ragspec.errors import EngineError
-from ragspec.numerics.backend import BestTokens, DeviceLogits, LogitRows
+from ragspec.numerics.backend import DeviceLogits, LogitRows
 from ragspec.numerics.torch.transfer import to_host
 from ragspec.tree import Proposal
 
@@ -74,7 +73,6 @@ class GrowingDrafter(Drafter, Generic[D]):
         self._draft_ids, self._vocab_size = draft_ids, vocab_size
         self._num_children = min(shape.num_children, len(draft_ids))
         self._settings = DraftSettings(self.name, shape, self.acceptance, least_prob=0.004)
-        self._chain = self._settings._replace(shape=make_shape("chain", 1, 1, shape.max_depth))
         self._costs = costs
         self._coupling = Coupling(draft_ids, vocab_size, coupled)
         self._failed: set[tuple[str, int]] = set()
@@ -94,9 +92,8 @@ class GrowingDrafter(Drafter, Generic[D]):
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
         drafts: list[D | None] = []
         for sequence, num_levels in zip(sequences, budget.depths, strict=True):
-            settings = self._chain if needs_chain(sequence) else self._settings
-            settings = settings._replace(mode=self._mode(sequence))
-            if budget.token_s == 0.0 or settings.shape.num_nodes is not None:  # no node is too improbable
+            settings = self._settings._replace(mode=self._mode(sequence), is_chain=needs_chain(sequence))
+            if budget.token_s == 0.0 or settings.by_confidence or settings.mode == DRAWN:  # no node is too improbable
                 settings = settings._replace(least_prob=0.0)
             drafts.append(self._draft(sequence, settings, num_levels))
         self._grow([draft for draft in drafts if draft is not None], budget)
@@ -115,7 +112,7 @@ class GrowingDrafter(Drafter, Generic[D]):
         if not drafts:
             return
         begin, depth, rows = time.perf_counter(), 0, list[int]()
-        for depth, level in enumerate(self._picked(drafts, budget), 1):
+        for depth, level in enumerate(self._grown(drafts, budget), 1):
             goes_on = self._extend(drafts, level, depth, budget)
             rows.append(level.num_rows)
             if level.is_last or not goes_on:
@@ -126,31 +123,29 @@ class GrowingDrafter(Drafter, Generic[D]):
         if max(draft.max_depth for draft in drafts) > 1:
             self._num_levels += (1.0 - _LEVELS_MEMORY) * (depth - self._num_levels)
 
-    def _picked(self, drafts: list[D], budget: Budget) -> Iterator[PickedLevel]:
-        """Each level over the nodes that are open when it is asked for. On a device several grow before the host sees them."""
+    def _grown(self, drafts: list[D], budget: Budget) -> Iterator[GrownLevel]:
+        """Each level over the nodes that are open when it is asked for.
+
+        On a device the levels that are certain or usual grow before the host sees them, further levels one by one. A draft that
+        ends before the usual depth has computed levels in vain; their time counts as that of its other levels.
+        """
         levels = self._levels(drafts)
         logits, num_rows = next(levels)
-        if not isinstance(logits, np.ndarray) and can_grow_on_device(drafts):
-            beam = Beam(drafts, logits.token_ids, shares_rows=self.nodes_share_rows)
-            yield from self._grown_on_device(beam, levels, Level(logits, num_rows), budget)
-            return
-        for depth in itertools.count(1):
-            yield PickedLevel(self._picks(drafts, logits, depth), num_rows, logits)
-            logits, num_rows = levels.send(self._open_rows(drafts, depth))
-
-    def _grown_on_device(self, beam: Beam, levels: Levels, level: Level, budget: Budget) -> Iterator[PickedLevel]:
-        """The levels that are certain or usual come at once, further levels one by one.
-
-        A draft that ends before the usual depth has computed levels in vain; their time counts as that of its other levels.
-        """
-        at_once = beam.max_depth if budget.token_s == 0.0 else min(beam.max_depth, round(self._num_levels))
-        for depth in range(1, beam.max_depth + 1):
-            if depth > 1:
-                level = levels.send(beam.open_rows())
-            assert not isinstance(level.logits, np.ndarray)
-            beam.grow(self._best(level.logits, beam.owners, depth), level.num_rows)
-            if depth >= at_once:
-                yield from beam.fetch()
+        if isinstance(logits, np.ndarray) or needs_host(drafts):
+            host_beam = Beam(drafts, self._num_children)
+            for depth in itertools.count(1):
+                yield host_beam.grown(self._picks(drafts, logits, depth), num_rows)
+                logits, num_rows = levels.send(self._open_rows(drafts, depth))
+        else:
+            beam = DeviceBeam(drafts, self._num_children, logits.token_ids, shares_rows=self.nodes_share_rows)
+            at_once = beam.max_depth if budget.token_s == 0.0 else min(beam.max_depth, round(self._num_levels))
+            for depth in range(1, beam.max_depth + 1):
+                if depth > 1:
+                    logits, num_rows = levels.send(beam.open_rows())
+                assert not isinstance(logits, np.ndarray)
+                beam.grow(self._best(logits, beam.owners, depth), num_rows)
+                if depth >= at_once:
+                    yield from beam.fetch()
 
     def _refine_costs(self, rows: list[int], longest: int, seconds: float) -> None:
         """`rows`: of each forward that the seconds were spent on."""
@@ -158,14 +153,16 @@ class GrowingDrafter(Drafter, Generic[D]):
         for num_rows, cost_s in zip(rows, expected, strict=True):
             self._costs.refine(num_rows, longest, seconds * cost_s / sum(expected))
 
-    def _extend(self, drafts: list[D], level: PickedLevel, depth: int, budget: Budget) -> bool:
+    def _extend(self, drafts: list[D], level: GrownLevel, depth: int, budget: Budget) -> bool:
         """Propose the children of all open nodes. False: no node goes on, or another level would not pay."""
         rows, first, chosen = self._rows(drafts), 0, []
-        for draft, going_on in zip(drafts, self._children(drafts, level), strict=True):
+        self._drop_failed(drafts, level)
+        for draft, children in zip(drafts, level.children, strict=True):
+            further = [] if draft.sequence.key in self._failed else draft.extend(children, self._draft_ids)
             room = depth < draft.max_depth
-            chosen.append([node._replace(row=rows[node.row + first]) for node in going_on] if room else [])
+            chosen.append([node._replace(row=rows[node.row + first]) for node in further] if room else [])
             first += len(draft.open)
-        gain = sum(node.branch.path_prob for those in chosen for node in those)
+        gain = sum(node.path_prob for those in chosen for node in those)
         for draft, those in zip(drafts, chosen, strict=True):
             draft.descend(those)
         num_rows = len(set(self._rows(drafts)))
@@ -189,53 +186,59 @@ class GrowingDrafter(Drafter, Generic[D]):
         paths = [[node.path for node in draft.open] for draft in drafts]
         return OpenRows(token_ids, np.array(above, np.int32), paths, depth)
 
-    def _drop_failed(self, drafts: list[D], finite: NDArray[np.bool_]) -> None:
+    def _drop_failed(self, drafts: list[D], level: GrownLevel) -> None:
         """End drafting for sequences with logits that are not finite. Raises: EngineError if no logits are finite."""
-        if finite.all():
-            return
-        first = 0
-        for draft in drafts:
-            own = slice(first, first := first + len(draft.open))
-            if not finite[own].all():
+        for draft, children in zip(drafts, level.children, strict=True):
+            if not children.finite.all():
                 log.warning(
                     "request %r: the logits of the drafter %s are not finite; no more of its drafts for it",
                     draft.sequence.request.id,
                     self.name,
                 )
                 self._failed.add(draft.sequence.key)
-        if not finite.any():
+        if not any(children.finite.any() for children in level.children):
             raise EngineError(f"the logits of the drafter {self.name} are not finite")
 
-    def _picks(self, drafts: list[D], logits: LogitRows, depth: int) -> BestTokens:
-        """The best children of every open node; of nodes that share a row they are picked once."""
+    def _picks(self, drafts: list[D], logits: LogitRows, depth: int) -> NDArray[np.float64]:
+        """The children of every open node, on the host, in the form that `BestTokens.of` reads. Of nodes that share a row
+        they are picked once. Children that are drawn by chance are put into their drafts; here they have numbers for columns.
+
+        Shape: [N, 2 k + 1].
+        """
         rows, of_nodes = self._rows(drafts), [draft.sequence for draft in drafts for _ in draft.open]
         owners = list(dict(zip(rows, of_nodes, strict=True)).values())
         if not isinstance(logits, np.ndarray):
-            picks = BestTokens.of(to_host(self._best(logits, owners, depth)))
-        elif self._settings.shape.num_nodes is None:
-            picks = self._coupling.pick(logits, owners, depth, self._num_children)
+            picks: NDArray[np.float64] = to_host(self._best(logits, owners, depth))
         else:
-            picks = most_probable(logits, self._num_children)
-        return BestTokens(picks.columns[rows], picks.scores[rows], picks.finite[rows])
+            by_confidence, count = self._settings.shape.num_nodes is not None, self._num_children
+            best = most_probable(logits, count) if by_confidence else self._coupling.pick(logits, owners, depth, count)
+            picks = np.column_stack([best.columns, best.scores, best.finite])
+        picks = picks[rows]
+        first = 0
+        for draft in drafts:
+            own = slice(first, first := first + len(draft.open))
+            if draft.settings.mode == DRAWN and picks[own, -1].all():
+                self._draw(draft, logits, rows[own], picks[own])
+        return picks
+
+    def _draw(self, draft: D, logits: LogitRows, rows: list[int], picks: NDArray[np.float64]) -> None:
+        """Draw the children of a draft's open nodes in the place of their `picks`."""
+        if draft.sampler is None:
+            draft.sampler = ChildSampler(draft.sequence, self._draft_ids, self._vocab_size)
+        count = 1 if draft.settings.is_chain else self._settings.shape.num_children
+        draft.drawn = [draft.sampler.children(logits, row, count) for row in rows]
+        picks[:, :-1] = -np.inf
+        picks[:, : self._num_children] = -1.0
+        for own, drawn in zip(picks, draft.drawn, strict=True):
+            for rank, log_prob in enumerate(drawn.log_probs):
+                own[rank] = rank
+                own[self._num_children + rank] = min(0.0, log_prob - drawn.log_probs[0])
 
     def _best(self, logits: DeviceLogits, owners: SequenceOf[SequenceView], depth: int) -> Tensor:
         by_confidence = self._settings.shape.num_nodes is not None
         return logits.best(None if by_confidence else self._coupling.draws(owners, depth), self._num_children)
 
-    def _children(self, drafts: list[D], level: PickedLevel) -> Iterator[list[OpenNode]]:
-        """Propose every draft's next level; yields the nodes that would go on."""
-        picks, rows = level.picks, self._rows(drafts)
-        self._drop_failed(drafts, picks.finite)
-        token_ids = self._draft_ids[np.maximum(picks.columns, 0)]
-        first = 0
-        for draft, chosen in zip(drafts, level.chosen or itertools.repeat(None), strict=False):
-            own = slice(first, first := first + len(draft.open))
-            count = draft.settings.shape.num_children
-            if draft.sequence.key in self._failed:
-                yield []
-            elif level.logits is not None and draft.settings.mode == DRAWN:
-                if draft.sampler is None:
-                    draft.sampler = ChildSampler(draft.sequence, self._draft_ids, self._vocab_size)
-                yield draft.extend_drawn([draft.sampler.children(level.logits, row, count) for row in rows[own]])
-            else:
-                yield draft.extend(picks.columns[own, :count], picks.scores[own, :count], token_ids[own], chosen)
+
+def needs_host(drafts: SequenceOf[GrowingDraft]) -> bool:
+    """Whether children are drawn by chance, by the host."""
+    return any(draft.settings.mode == DRAWN for draft in drafts)

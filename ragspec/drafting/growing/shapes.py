@@ -10,7 +10,6 @@ Probabilities are the learned acceptance of nodes, ours, or the head's own, as t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,13 +51,6 @@ MEDUSA_TREE = tuple((*path, rank) for path, num_children in _MEDUSA_CHILDREN.ite
 """63 nodes. Source: Medusa (arXiv 2401.10774), the published `mc_sim_7b_63`, which Hydra uses too."""
 
 
-class Branch(NamedTuple):
-    """What a shape knows of a node: the ranks of its path among their siblings, and the path's probability."""
-
-    ranks: tuple[int, ...]
-    path_prob: float
-
-
 class TreeShape:
     """The dynamic shape: the `width` most probable nodes of each level go on, each with `num_children` children.
 
@@ -71,15 +63,6 @@ class TreeShape:
         self.num_children, self.max_width, self.max_depth = num_children, width, max_depth
         self.num_nodes = num_nodes
 
-    def takes(self, ranks: tuple[int, ...]) -> bool:
-        """Whether a node with this path belongs to the tree."""
-        return True
-
-    def frontier(self, level: Sequence[Branch]) -> list[int]:
-        """Indices of a level's nodes that are drafted further."""
-        order = sorted(range(len(level)), key=lambda i: (-level[i].path_prob, i))
-        return sorted(order[: self.max_width])
-
 
 class StaticShape(TreeShape):
     """A fixed tree, given by the ranks of every node's path.
@@ -89,12 +72,11 @@ class StaticShape(TreeShape):
     """
 
     def __init__(self, tree: Sequence[tuple[int, ...]] = STATIC_TREE) -> None:
-        self._nodes = frozenset(tree)
-        self._inner = frozenset(path[:-1] for path in tree)
-        paths = [(), *sorted(self._nodes)]
+        inner = frozenset(path[:-1] for path in tree)
+        paths = [(), *sorted(tree)]
         numbers = {path: number for number, path in enumerate(paths)}
         max_depth = max(map(len, tree))
-        width = max(sum(len(path) == depth for path in self._inner) for depth in range(1, max_depth + 1))
+        width = max(sum(len(path) == depth for path in inner) for depth in range(1, max_depth + 1))
         super().__init__(1 + max(path[-1] for path in tree), width, max_depth)
         self.below = np.full((len(paths) + 1, self.num_children), len(paths))
         for path, number in numbers.items():
@@ -102,13 +84,7 @@ class StaticShape(TreeShape):
                 if (*path, rank) not in numbers:
                     break
                 self.below[number, rank] = numbers[*path, rank]
-        self.is_inner = np.array([path in self._inner for path in paths] + [False])
-
-    def takes(self, ranks: tuple[int, ...]) -> bool:
-        return ranks in self._nodes
-
-    def frontier(self, level: Sequence[Branch]) -> list[int]:
-        return [i for i, branch in enumerate(level) if branch.ranks in self._inner]
+        self.is_inner = np.array([path in inner for path in paths] + [False])
 
 
 def make_shape(
