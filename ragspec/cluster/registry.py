@@ -114,7 +114,7 @@ def find_spec(deployment: str) -> DeploymentSpec:
 
 
 def replica_names(topology: Topology) -> list[str]:
-    counts = (topology.replicas, topology.num_shards * topology.shard_replicas, topology.num_encoders)
+    counts = (topology.num_replicas, topology.num_shards * topology.shard_replicas, topology.num_encoders)
     return [f"{kind}-{number}" for kind, count in zip(KINDS, counts, strict=True) for number in range(count)]
 
 

@@ -39,6 +39,7 @@ from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import IndexLike, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -266,8 +267,9 @@ def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPa
         def scores(self, query: str, texts: list[str]) -> Any:
             return np.arange(len(texts), dtype=np.float64)
 
+    monkeypatch.setattr(index_searcher, "RERANK_DEPTH", 6)
     monkeypatch.setattr(shards.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
-    actor, config = ShardActor(), RetrieverConfig(reranker="some/model", rerank_depth=6)
+    actor, config = ShardActor(), RetrieverConfig(reranker="some/model")
     queries, plain = local(index_dir).encode(QUERIES), local(index_dir)
     for number in (20, 21):
         found = actor.look_up(whole(index_dir), config, queries, 3, SearchScope(), 0, frozenset()).passages

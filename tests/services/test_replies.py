@@ -102,7 +102,7 @@ def impatient(serving: Serving) -> Iterator[tuple[Service, Probe]]:
 @pytest.fixture(scope="module")
 def slow_reader(serving: Serving) -> Iterator[tuple[Service, Probe]]:
     """One that gives clients up soon that do not read."""
-    with probing(serving, **{"service.timeouts.slow_client_s": 0.3}) as both:
+    with probing(serving, **{"service.timeouts.client_s": 0.3}) as both:
         yield both
 
 

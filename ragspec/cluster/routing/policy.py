@@ -28,7 +28,7 @@ class RoutingConfig(ConfigSection):
 
     Choice of a replica. A request with an affinity goes where its hash points, unless that replica has more than `load_factor`
     times the mean load. `prefix_tokens`: a request without an affinity is hashed by that many first tokens of its prompt; with 0,
-    or a shorter prompt, it goes to the least loaded replica. At most `max_running` choices are sent to a replica at once; beyond
+    or a shorter prompt, it goes to the least loaded replica. At most `max_num_seqs` choices are sent to a replica at once; beyond
     what can be sent, `max_queued` requests wait.
 
     Loss of a replica. A replica answers a poll within `poll_s` and then has `heartbeat_timeout_s`; after that its requests go to
@@ -44,7 +44,7 @@ class RoutingConfig(ConfigSection):
 
     load_factor: float = Field(1.25, ge=1.0)
     prefix_tokens: int = Field(0, ge=0)
-    max_running: int = Field(64, ge=1)
+    max_num_seqs: int = Field(64, ge=1)
     max_queued: int = Field(10_000, ge=0)
     poll_s: float = Field(1.0, gt=0.0, le=30.0)
     heartbeat_timeout_s: float = Field(2.5, gt=0.0)

@@ -208,7 +208,7 @@ class RequestTracker:
             tracked.subscribers.append(subscriber)
 
     def _check_room(self, num_requests: int) -> None:
-        room = sum(max(0, self._config.max_running - load) for load in self._loads.values())
+        room = sum(max(0, self._config.max_num_seqs - load) for load in self._loads.values())
         room += self._config.max_queued - len(self._fresh)
         if num_requests > room:
             raise Overloaded(f"{len(self._fresh)} requests wait already; {self._config.max_queued} may")
@@ -219,7 +219,7 @@ class RequestTracker:
         loads = {name: self._loads[connection] for name, connection in fitting.items()}
         config, size = self._config, len(attempt.choices)
         is_first = _tenant(attempt) not in map(_tenant, self._attempts.values())
-        max_load = None if is_first else config.max_running
+        max_load = None if is_first else config.max_num_seqs
         name = choose_replica(attempt.key, loads, size=size, load_factor=config.load_factor, max_load=max_load)
         if name is None:
             return False
