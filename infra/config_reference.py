@@ -66,8 +66,8 @@ topology:                           # `ragspec cluster up`
 """
 HEAD = """# Configuration
 
-Every command takes `--config FILE`, a YAML file with any of these sections; every key may be left out. An unknown key is an error that
-names the nearest known key. Keys of earlier versions are read, with one warning that names them.
+Every command takes `--config FILE`, a YAML file with any of these sections; every key may be left out. An unknown key is an error
+that names the nearest known key. Keys of earlier versions are read, with one warning that names them.
 
 The first part has the keys that most deployments set, all {num_first} of them in this example; the second part has the other
 {num_others}. This page is written by `infra/config_reference.py`.

@@ -309,17 +309,3 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, mon
         make_draft_model(target, DraftModelConfig(), DraftTreeConfig())
     with pytest.raises(ModelError, match="nowhere"):
         make_draft_model(target, DraftModelConfig(path=str(tmp_path / "nowhere")), DraftTreeConfig())
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_of_several_models_are_merged_and_change_nothing(folder: Path, temperature: float) -> None:
-    """A second model was not asked, took the first one's place, or a merged tree changed a token."""
-    # the target itself is among them: its nodes are accepted wherever the first model's are not
-    models = [DraftModelConfig(path=str(folder / name), tree="chain", max_depth=3) for name in ("small", "large")]
-    drafting = DraftingConfig(draft_model=models[0], draft_models={"second": models[1]}, max_tree_nodes=6)
-    config = TargetConfig(model=str(folder / "large"))
-    with load_engine(config, EngineConfig(max_kv_tokens=1024), drafting, planner_class=FixedTreePlanner) as engine:
-        completions = drafted_as_plainly(engine, temperature)
-        assert names_of(engine) == ["copy", "draft_model", "second"]
-    assert all({"draft_model", "second"} <= done.stats.positions.keys() for done in completions)
-    assert total(completions, "num_accepted") > 20
