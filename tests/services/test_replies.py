@@ -79,7 +79,7 @@ class Probe:
 def probing(serving: Serving, **settings: float) -> Iterator[tuple[Service, Probe]]:
     """A service with those routes behind the same guard."""
     probe = Probe()
-    with serving(**HASTY, **settings) as service:
+    with serving(**HASTY | settings) as service:
         app = build_app(service.backend, SingleKey(service.keys.trusted))
         app.include_router(probe.routes())
         service.server.config.loaded_app = app
