@@ -131,8 +131,8 @@ def main(
         "generation.max_tokens": max_tokens,
         "generation.temperature": temperature,
         "generation.top_p": top_p,
-        "topology.replicas": replicas,
-        "topology.tensor_parallel": tensor_parallel,
+        "topology.num_replicas": replicas,
+        "topology.tensor_parallel_size": tensor_parallel,
         "topology.num_shards": shards,
     }
     with options.exit_on_error():

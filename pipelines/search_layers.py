@@ -130,7 +130,7 @@ class LayerSpeeds:
         shape = make_shape("chain", 1, 1, self._depth)
         drafter = SelfDrafter(self._target, keep, shape, deepcopy(self._costs))  # Why copies: both refine their table
         planner = FixedTreePlanner([drafter], deepcopy(self._costs), self._depth, self._target.vocab_size)
-        settings = EngineConfig(max_kv_tokens=self._target.pool.num_slots, prefix_cache=False)
+        settings = EngineConfig(max_kv_tokens=self._target.pool.num_slots, enable_prefix_caching=False)
         with Engine(self._target, planner, self._admission, settings) as engine:
             stats = [done.stats for done in engine.generate(self._requests)]
         return sum(each.num_output_tokens for each in stats) / sum(each.num_steps for each in stats)

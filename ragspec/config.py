@@ -29,35 +29,35 @@ class ConfigSection(BaseModel):
 
 
 class ChunkingConfig(ConfigSection):
-    """Passages of whole sentences, overlapping by whole sentences.
-
-    At most `max_chars` characters and, with title and heading, `max_tokens` tokens of the encoder; None: as many as it reads.
-    """
+    """Passages of whole sentences, overlapping by whole sentences."""
 
     max_chars: int = Field(600, ge=40)
+    """Characters of a passage at most. Longer: more context for each hit, fewer passages in a prompt."""
     overlap_chars: int = Field(0, ge=0)
+    """Characters that neighbouring passages share. More: fewer answers cut in two, a larger index."""
     max_tokens: int | None = Field(None, ge=32)
+    """Encoder tokens of a passage with its title and heading at most; null: as many as the encoder reads."""
 
 
 class EncoderConfig(ConfigSection):
-    """`model`: "all-MiniLM-L6-v2" is the hash-checked package; anything else is a sentence-transformers path or name."""
+    """The model that turns texts into vectors. An index keeps the encoder it was built with."""
 
     model: str = "all-MiniLM-L6-v2"
-    batch_size: int = Field(32, ge=1)
+    """A sentence-transformers path or name; "all-MiniLM-L6-v2" is the packaged file, accepted only with its published
+    hash."""
     max_tokens: int = Field(256, ge=8)
+    """Tokens read of a text, if the model reads as many. More: longer passages are understood whole, at more time."""
 
 
 class DenseConfig(ConfigSection):
-    """How a segment finds its nearest vectors.
-
-    `exact` compares the query with every vector. `hnsw` and `ivf` are FAISS indexes for segments that are large enough
-    (`ragspec.retrieval.search.approximate` has the rule). `factory` (a FAISS factory string) and `search_width` (efSearch or
-    nprobe) replace the rule's values.
-    """
+    """How a segment of an index finds its nearest vectors."""
 
     kind: Literal["exact", "hnsw", "ivf"] = "exact"
+    """"exact" compares every vector; FAISS's "hnsw" and "ivf" are faster on large segments, and may miss passages."""
     factory: str = ""
+    """A FAISS factory string in place of the one that `ragspec.retrieval.search.approximate` chooses."""
     search_width: int = Field(0, ge=0, le=65_536)
+    """FAISS's efSearch (hnsw) or nprobe (ivf); 0: chosen by the segment's size. Wider: fewer passages missed, slower."""
 
 
 Language = Literal[
@@ -87,11 +87,13 @@ NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
 
 
 class AnalyzerConfig(ConfigSection):
-    """`language`: of stemming and accent folding; "none": neither; "auto": of English, and of each text's own language beside it
-    where its commonest words or its script tell another. `stop_words`: leave out the language's commonest words."""
+    """How word search splits texts into terms."""
 
     language: Language = "auto"
+    """Language of stemming and accent folding; "none": neither; "auto": English, and beside it the language of each text that
+    its script or commonest words tell."""
     stop_words: bool = False
+    """Leave out the language's commonest words: a smaller index, but "to be or not to be" is not found."""
 
     @model_validator(mode="after")
     def _check_stop_words(self) -> AnalyzerConfig:
@@ -101,7 +103,7 @@ class AnalyzerConfig(ConfigSection):
 
 
 class IndexConfig(ConfigSection):
-    """How documents become an index; an index keeps the settings it was built with. `words`: the analyzer of word search."""
+    """How documents become an index. An index keeps the settings it was built with."""
 
     chunking: ChunkingConfig = ChunkingConfig()
     dense: DenseConfig = DenseConfig()
@@ -109,38 +111,36 @@ class IndexConfig(ConfigSection):
 
 
 class RetrieverConfig(ConfigSection):
-    """`mode`: nearest in meaning, best by words (BM25), or both fused; `reranker`: a cross-encoder's name or path.
-
-    `fusion`: "rank" orders by the reciprocal ranks in both lists; "learned" then orders the first 32 by learned weights of these
-    ranks and of the places of the question's words (title, heading, beginning of a sentence), and moves passages that repeat
-    a better one behind them. Fusion takes the `fusion_depth` best of each list, a reranker the `rerank_depth` best, or as many
-    as are requested if that is more. `device`: where vectors are searched; auto: on a GPU if FAISS finds one.
-    `gpu_memory_bytes`: the most that the index takes of a GPU, null without limit; segments beyond that are searched on the CPU.
-    `pointer`: content of the index's file CURRENT for a generation to stay with; empty: always the current generation.
-    `fail_closed`: if a shard of a distributed index cannot be searched, raise an error; otherwise answer from the other shards
-    and name the missing ones.
-
-    `abstain_below`: a question whose best passage has a smaller calibrated score than this is not given to the target; the answer
-    says that nothing is close, and names the nearest titles. 0: off; 0.12 loses 3 in 100 answerable questions about SQuAD's
-    articles and catches 60 of 100 whose article was deleted. Needs mode hybrid and is calibrated for the default encoder.
-
-    `expand_passages`: how many passages before and after each found passage the prompt shows joined to it, if all found passages
-    and earlier turns still fit. The default target's adapter was trained with 0.
-    """
+    """How passages are found."""
 
     index_dir: str = ""
+    """Folder of the index."""
     pointer: str = ""
+    """Content of the index's file CURRENT for a generation to stay with; empty: always the current generation."""
     num_passages: int = Field(3, ge=1, le=64)
+    """Passages shown to the target. More: more is found, prompts take longer."""
     mode: Literal["dense", "sparse", "hybrid"] = "hybrid"
+    """"dense": nearest in meaning; "sparse": best by words (BM25); "hybrid": both, fused."""
     fusion: Literal["learned", "rank"] = "learned"
+    """"rank": reciprocal ranks of both lists. "learned" reorders the first 32 of these by learned weights of ranks and of the
+    places of the question's words, and moves repetitions behind; it takes some milliseconds."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where vectors are searched; "auto": on a GPU if FAISS finds one."""
     gpu_memory_bytes: int | None = Field(None, ge=0)
+    """GPU memory that the index takes at most; null: no limit. Segments beyond it are searched on the CPU, which is
+    slower."""
     reranker: str = ""
-    fusion_depth: int = Field(100, ge=1, le=10_000)
-    rerank_depth: int = Field(32, ge=1, le=1_000)
+    """Name or path of a cross-encoder that reorders the first 32 passages: better order, tens of milliseconds; empty:
+    none."""
     fail_closed: bool = True
+    """If a shard cannot be searched: an error; false: an answer from the other shards that names the missing segments."""
     abstain_below: float = Field(0.0, ge=0.0, lt=1.0)
+    """A question whose best passage scores less is answered with "nothing is close" and the nearest titles; 0: off. 0.12
+    loses 3 in 100 answerable SQuAD questions, catches 60 of 100 others. Needs mode hybrid; calibrated for the default
+    encoder."""
     expand_passages: int = Field(0, ge=0, le=8)
+    """Neighbours before and after each passage that the prompt shows with it, if all fit. More context, longer prompts; the
+    default target's adapter was trained with 0."""
 
     @model_validator(mode="after")
     def _check_abstention(self) -> Self:
@@ -150,37 +150,39 @@ class RetrieverConfig(ConfigSection):
 
 
 class TargetConfig(ConfigSection):
-    """The model that generates: "SmolLM2-135M-Instruct" is the package's file, accepted only with its published hash; anything
-    else is a Hugging Face directory or name, or a GGUF file.
-
-    `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
-    others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output; "auto": int8 on backend cpu, except
-    for models that the release lists as float by the hash of their file; none on other backends. `cache_dir`: where dequantised,
-    merged and quantised weights are kept. `max_weight_bytes`: of int8 weights in memory on backend cpu; layers beyond it are
-    read from `cache_dir` in every step. The first start, which quantises, has all of them in memory.
-
-    `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
-    "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and
-    values on backends torch and cuda. `kv_cache_dtype`: of keys and values on backend cpu; "auto": bfloat16 beside int8 or
-    bfloat16 weights, else float32. `kv_dir`: a folder on a disk; then keys and values on backend cpu lie in a file there, so that
-    `engine.max_kv_tokens` may exceed memory: the system keeps in memory what is used, and reads the rest back.
-
-    `exactness`: "fast" serves also where the self-test of "bitwise" fails; several ranks on backends torch
-    and cuda then add up parts of products.
-    """
+    """The model that generates."""
 
     model: str = DEFAULT_TARGET
+    """A Hugging Face directory or name, or a GGUF file; "SmolLM2-135M-Instruct" is the packaged file, accepted only with its
+    published hash."""
     adapter: str = "auto"
+    """Directory of a PEFT LoRA adapter, merged at load; "none"; "auto": the shipped one for the default model, none for
+    others."""
     cache_dir: str = f"{DEFAULT_CACHE}/targets"
+    """Folder of dequantised, merged and quantised weights: disk space for faster starts."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """"cpu", "cuda" or "cuda:1"."""
     backend: Literal["auto", "cpu", "torch", "cuda"] = "auto"
+    """"cpu": compiled kernels; "torch": plain torch operators on any device; "cuda": Triton kernels on a GPU; "auto": cpu on
+    the device cpu, torch elsewhere."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights, and of keys and values on backends torch and cuda. bfloat16: half the memory, other texts."""
     quantization: Literal["auto", "none", "int8"] = "auto"
+    """"int8": weights in 8 bits with a scale for each output: a quarter of the memory, other texts; "auto": int8 on backend
+    cpu (except for models that the release lists as float), none elsewhere."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of keys and values on backend cpu; "auto": bfloat16 beside int8 or bfloat16 weights, else float32."""
     kv_dir: str = ""
+    """Folder for keys and values on backend cpu in a file, so that `engine.max_kv_tokens` may exceed memory; parts that are
+    not in memory are read back from disk."""
     max_weight_bytes: int | None = Field(None, ge=1)
-    max_context_tokens: int | None = Field(None, ge=16)
+    """int8 weights held in memory on backend cpu; layers beyond are read from `cache_dir` in every step. The first start,
+    which quantises, holds all of them."""
+    max_model_len: int | None = Field(None, ge=16)
+    """Tokens of prompt and output together at most; null: as many as the model knows positions."""
     exactness: Literal["bitwise", "fast"] = "bitwise"
+    """"fast" serves even where the self-test fails, and adds up parts of products between ranks on a GPU: faster, but a text
+    may depend on its batch."""
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
@@ -239,160 +241,137 @@ class TargetConfig(ConfigSection):
         return "-".join(parts)
 
 
-class TreeHeadConfig(ConfigSection):
-    """Heads that read the target's hidden states and draft trees. `path`: their directory.
+class DraftTreeConfig(ConfigSection):
+    """The tree that every drafter with a network grows. EAGLE-2's published tree is `kind: confidence`, `top_k: 10`,
+    `max_depth: 8`, `max_nodes: 59`."""
 
-    `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
-    tokens; "static" is the family's published tree (EAGLE-1's of 25 nodes; Medusa's and Hydra's of 63), "chain" has no branches.
-    `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest here, int8 beside
-    a target in int8 only. `score` of a dynamic tree: "learned" ranks paths by the acceptance of such nodes so far, ours;
-    "confidence" by the head's own probabilities, uncoupled, and keeps the `num_nodes` best. The EAGLE-2 paper's tree is
-    `num_children: 10`, `width: 10`, `max_depth: 8`, `num_nodes: 59`, with `drafting.max_tree_nodes: 59`.
-    """
+    kind: Literal["dynamic", "confidence", "static", "chain"] = "dynamic"
+    """"dynamic": paths ranked by the acceptance of such nodes so far; "confidence": by a head's own probabilities (EAGLE-2),
+    without the target's noise; "static": the published tree of EAGLE-1 or Medusa; "chain": no branches."""
+    top_k: int | None = Field(None, ge=1, le=64)
+    """EAGLE-2's k: children of a node, and paths of a level that grow; null: 4 for heads, 3 children on one path for
+    models."""
+    max_depth: int | None = Field(None, ge=1, le=32)
+    """Tokens of a drafted path at most; null: 6, and 4 for the drafter self. Deeper: longer drafts, more forwards of the
+    drafter."""
+    max_nodes: int = Field(48, ge=1, le=512)
+    """Nodes beside the likeliest path, which may be as long as it pays. More: more tokens accepted, larger steps."""
+
+
+class HeadConfig(ConfigSection):
+    """Heads that read the target's hidden states."""
 
     path: str = ""
-    tree: Literal["dynamic", "static", "chain"] = "dynamic"
-    num_children: int = Field(4, ge=1, le=64)
-    width: int = Field(4, ge=1, le=64)
-    max_depth: int = Field(6, ge=1, le=32)
-    coupled: bool = True
-    score: Literal["learned", "confidence"] = "learned"
-    num_nodes: int = Field(59, ge=1, le=512)
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Directory of the heads; empty: none."""
 
 
 class OnlineConfig(ConfigSection):
-    """Online distillation: an EAGLE-3 head learns from the tokens of finished requests, and outputs stay the same. Training takes
-    one thread while no request is open, and at most `busy_share` of the time while some are. Learned weights draft only where
-    they did better on texts that they had not learned yet. Each tenant's head learns from its own requests alone; `shared`
-    declares that the deployment has one tenant, and one head learns from all. All learned heads with their texts take at most
-    `max_bytes`; a restart forgets them."""
+    """Online distillation: an EAGLE-3 head learns from finished requests. Learned weights draft only where they did better on
+    texts that they had not learned yet; a restart forgets them."""
 
     enabled: bool = False
-    learning_rate: float = Field(1e-4, gt=0.0)
+    """Learn while serving: one thread trains while no request is open."""
     busy_share: float = Field(0.0, ge=0.0, le=1.0)
-    max_bytes: int = Field(2**29, ge=0)
+    """Share of the time for training while requests are open. More: the head learns sooner, requests wait longer."""
     shared: bool = False
+    """The deployment has one tenant, and one head learns from all requests; else each tenant's head learns from its own
+    alone."""
 
 
-class EagleConfig(TreeHeadConfig):
-    """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions. One draft reads at
-    most `max_read_tokens` tokens of the text, the last first, and later drafts read those before, until the window is read.
-    `positions_per_layer`: of PosS, the positions that each specialist drafts; null: as `position_per_layer` of its
-    config.json says. `online`: whether and how the head learns while it serves."""
+class EagleConfig(HeadConfig):
+    """An EAGLE head."""
 
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Type of the head's products; "auto": the fastest here, int8 beside a target in int8 only."""
     window: int = Field(256, ge=16)
-    max_read_tokens: int = Field(48, ge=1)
+    """Positions that the head attends to. More: better drafts of long texts, slower drafts."""
     positions_per_layer: int | None = Field(None, ge=1)
+    """Of PosS heads, positions that each specialist drafts; null: as `position_per_layer` of the head's config.json."""
     online: OnlineConfig = OnlineConfig()
 
 
-class HydraConfig(TreeHeadConfig):
-    """Hydra heads, with the keys of `drafting.medusa`. Hydra++ has `window` and `max_read_tokens`, as in `drafting.eagle`."""
-
-    window: int = Field(256, ge=16)
-    max_read_tokens: int = Field(48, ge=1)
-
-
 class DraftModelConfig(ConfigSection):
-    """A small language model with the target's vocabulary that drafts. `path`: as `target.model`.
-
-    `tree`, `num_children`, `width`, `max_depth` and `coupled`: as in `eagle`; every level takes a forward of the model. Device,
-    backend and dtype are the target's; `quantization`: "auto" as the target's. Keys and values of at most `max_kv_tokens` tokens
-    or `max_kv_bytes` are kept, and never of more tokens than the target's.
-    """
+    """A small language model with the target's tokens that drafts. Device, backend and types are the target's."""
 
     path: str = ""
-    tree: Literal["dynamic", "static", "chain"] = "dynamic"
-    num_children: int = Field(3, ge=1, le=64)
-    width: int = Field(1, ge=1, le=64)
-    max_depth: int = Field(6, ge=1, le=32)
-    coupled: bool = True
-    quantization: Literal["auto", "none", "int8"] = "auto"
+    """The model, as `target.model`; empty: none."""
     max_kv_tokens: int = Field(32_768, ge=64)
-    max_kv_bytes: int | None = Field(None, ge=1)
+    """Tokens whose keys and values are kept, never more than the target's. Fewer: less memory, texts are read again."""
 
 
 class SelfDraftConfig(ConfigSection):
-    """The target drafts with some of its layers, without a second model. `keep`: their numbers, from 0, rising; the first ones
-    alone are early exit. Other keys as in `eagle`."""
+    """The target drafts with some of its own layers."""
 
     keep: tuple[int, ...] = Field((), strict=False)
-    tree: Literal["dynamic", "static", "chain"] = "dynamic"
-    num_children: int = Field(3, ge=1, le=64)
-    width: int = Field(1, ge=1, le=64)
-    max_depth: int = Field(4, ge=1, le=32)
-    coupled: bool = True
+    """Numbers of the layers, from 0, rising; the first layers alone are early exit. Fewer: faster and worse drafts."""
 
 
 class DatastoreConfig(ConfigSection):
-    """The index whose documents the drafter datastore reads: as `retriever.index_dir`, and usually the same folder."""
+    """The drafter datastore (REST), which copies what followed in an index's documents."""
 
     index_dir: str = ""
+    """Folder of the index, usually `retriever.index_dir`; its tokens are sorted once, beside it."""
 
 
 class DraftingConfig(ConfigSection):
-    """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
-    a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: draft also what followed most
-    often in a tenant's earlier answers, at most `max_earlier_tokens` tokens of them.
-
-    `eagle_heads` and `draft_models`: further EAGLE heads and draft models, each a drafter of its own name, with the keys of
-    `eagle` and `draft_model`. Of several heads a request is drafted for by the head whose drafts save most time there; the trees
-    of several draft models are merged.
-    """
+    """Speculative decoding. No setting of it changes a text."""
 
     speculation: bool = True
+    """Draft at all."""
     drafters: tuple[str, ...] | None = Field(None, strict=False)
+    """Names: copy, eagle, medusa, hydra, draft_model, self, datastore, lookahead, and those of `eagle_heads`; null: copy, and
+    each whose `path` is given."""
+    tree: DraftTreeConfig = DraftTreeConfig()
     eagle: EagleConfig = EagleConfig()
     eagle_heads: dict[str, EagleConfig] = Field(default_factory=dict)
-    medusa: TreeHeadConfig = TreeHeadConfig()
-    hydra: HydraConfig = HydraConfig()
+    """Further EAGLE heads by name, each with the keys of `drafting.eagle`. A request is drafted for by the head that saves
+    most time there; each head takes memory."""
+    medusa: HeadConfig = HeadConfig()
+    hydra: HeadConfig = HeadConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
-    draft_models: dict[str, DraftModelConfig] = Field(default_factory=dict)
     self_draft: SelfDraftConfig = SelfDraftConfig()
     datastore: DatastoreConfig = DatastoreConfig()
-    max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
-    max_earlier_tokens: int = Field(50_000, ge=0)
+    """Draft also what followed most often in the last 50,000 tokens of a tenant's answers. Answers stay in memory for it."""
 
     @property
-    def networks(self) -> dict[str, TreeHeadConfig | DraftModelConfig]:
+    def networks(self) -> dict[str, HeadConfig | DraftModelConfig]:
         """The sections of drafters with a network of their own, by drafter."""
-        own = {name: section for name, section in self if isinstance(section, TreeHeadConfig | DraftModelConfig)}
-        return {**own, **self.eagle_heads, **self.draft_models}
+        own = {name: section for name, section in self if isinstance(section, HeadConfig | DraftModelConfig)}
+        return {**own, **self.eagle_heads}
 
     def with_paths(self, full_path: Callable[[str], str]) -> DraftingConfig:
         """With other paths of networks and of the datastore's index."""
         moved = {name: s.model_copy(update={"path": full_path(s.path)}) for name, s in self.networks.items()}
         heads = {name: moved.pop(name) for name in self.eagle_heads}
-        models = {name: moved.pop(name) for name in self.draft_models}
         datastore = DatastoreConfig(index_dir=full_path(self.datastore.index_dir))
-        return self.model_copy(update={**moved, "eagle_heads": heads, "draft_models": models, "datastore": datastore})
+        return self.model_copy(update={**moved, "eagle_heads": heads, "datastore": datastore})
 
 
 class EngineConfig(ConfigSection):
-    """`max_kv_tokens`: size of the KV pool, or as many tokens as `max_kv_bytes` of a rank hold if those are fewer.
-    `max_step_tokens`: the most rows of one forward. `num_threads`: the most threads;
-    with `adaptive_threads` all of them or one, whichever is faster at the moment.
-
-    `kv_offload_bytes`: on each rank, for KV offloading: cached keys and values that leave the pool are kept outside it, least
-    recently used first out, and read back instead of computed again; 0: off. They are kept in main memory, or in a file without a
-    name in the folder `kv_offload_dir`, which a target on the device cpu needs."""
+    """The engine that runs requests side by side."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
+    """Tokens whose keys and values the pool holds. More: more requests at once and more cached prefixes, more memory."""
     max_kv_bytes: int | None = Field(None, ge=1)
-    max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
-    max_running: int = Field(64, ge=1)
-    prefix_cache: bool = True
+    """Memory of a rank's pool, where `max_kv_tokens` would take more; null: no limit."""
+    max_num_batched_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
+    """Rows of one forward at most. More: prompts are read faster, running answers wait longer for them."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Requests that run side by side; others wait. More: more tokens a second, each answer slower."""
+    enable_prefix_caching: bool = True
+    """Keep keys and values of finished texts in the pool for later prompts that begin alike."""
     kv_offload_bytes: int = Field(0, ge=0)
+    """On each rank, memory or disk for keys and values that leave the pool, read back instead of computed again; 0: off."""
     kv_offload_dir: str = ""
+    """Folder of these bytes; empty: main memory, of use beside a GPU. A target on the device cpu needs a folder."""
     num_threads: int | None = Field(None, ge=1)
-    adaptive_threads: bool = True
+    """Threads at most; null: one for each processor. All or one are used, whichever is faster at the moment."""
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:
-        if self.kv_offload_bytes and not self.prefix_cache:
-            raise ValueError("kv_offload_bytes keeps cached prefixes, so it needs prefix_cache")
+        if self.kv_offload_bytes and not self.enable_prefix_caching:
+            raise ValueError("kv_offload_bytes keeps cached prefixes, so it needs enable_prefix_caching")
         if self.kv_offload_dir and not self.kv_offload_bytes:
             raise ValueError("kv_offload_dir needs kv_offload_bytes, which is 0: nothing would be kept there")
         return self
@@ -402,78 +381,58 @@ class GenerationConfig(ConfigSection):
     """Defaults of a question; see `ragspec.core.SamplingParams`."""
 
     max_tokens: int = Field(96, ge=1)
+    """Tokens of an answer at most."""
     temperature: float = Field(0.0, ge=0.0)
+    """0: always the likeliest token; higher: more varied."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Sample from the likeliest tokens that have this probability together."""
     seed: int | None = Field(None, ge=0, lt=2**64)
+    """The same seed gives the same text; null: a new seed for each question."""
     verbatim_quotes: bool = True
-
-
-class StrideConfig(ConfigSection):
-    """`stride`: a fixed speculation stride; null: the best one. `window`: how many recent rounds and steps the estimates use.
-
-    Speculation is off while its predicted gain is below `least_gain`. While a verification runs, decoding continues as long as
-    its text stands with at least probability `least_survival`. `gamma_max`: the greatest hit rate that is assumed.
-    """
-
-    stride: int | None = Field(None, ge=1, le=64)
-    max_stride: int = Field(32, ge=1, le=64)
-    window: int = Field(64, ge=1, le=4096)
-    gamma_max: float = Field(0.97, gt=0.0, lt=1.0)
-    least_gain: float = Field(0.03, ge=0.0)
-    least_survival: float = Field(0.25, gt=0.0, le=1.0)
+    """Quotes are held to their passages while they are written, letter for letter."""
 
 
 class SpeculationConfig(ConfigSection):
-    """Speculative retrieval: answers with many retrievals guess their passages from a cache and verify the guesses in batches.
-
-    `asynchronous`: decoding continues during verification if the index is in another process. Each verification also adds the
-    `prefetch_k` best passages to the request's cache. `max_batch_queries`: the most queries of one lookup, over all requests.
-    `timeout_s`: the time limit of a lookup.
-    """
+    """Speculative retrieval: answers with many retrievals guess their passages from a cache, and verify guesses in
+    batches."""
 
     enabled: bool = True
-    asynchronous: bool = True
+    """Guess at all. No text depends on it."""
     prefetch_k: int = Field(8, ge=1, le=256)
-    stride: StrideConfig = StrideConfig()
-    max_batch_queries: int = Field(16, ge=1, le=1024)
-    timeout_s: float = Field(60.0, gt=0.0)
+    """Best passages that a verification adds to the request's cache. More: more right guesses, slower lookups."""
+    stride: int | None = Field(None, ge=1, le=64)
+    """Guesses for each verification; null: the number that pays best by measured times, or none where none pays."""
 
 
 class ChatConfig(ConfigSection):
-    """`rewriter` rewrites a follow-up question before retrieval. `rules`: with rules; `model`: with the target, in at most
-    `rewriter_tokens` tokens, or with rules if its output is unusable; `auto`: `model` if the target has at least
-    `least_rewriter_parameters`, else `rules`; `off`: not at all.
-
-    `history`: whether the prompt shows earlier turns; `auto` shows them. `max_carried`: passages of the latest
-    `carried_turns` answers that are added to those of a follow-up question. `answer_without_index`: answer without passages, and
-    say so, if the index does not answer; otherwise that is an error.
-    """
+    """Conversations."""
 
     rewriter: Literal["auto", "rules", "model", "off"] = "auto"
-    least_rewriter_parameters: int = Field(1_000_000_000, ge=0)
-    rewriter_tokens: int = Field(64, ge=1, le=1024)
+    """Who completes a follow-up question before retrieval: "rules"; "model": the target, slower, or rules if its question is
+    unusable; "auto": model for targets of a billion parameters and more, else rules."""
     history: Literal["auto", "shown", "hidden"] = "auto"
+    """Whether prompts show earlier turns; "auto": shown. Hidden: shorter prompts, and answers know only the question."""
     max_carried: int = Field(1, ge=0, le=16)
-    carried_turns: int = Field(2, ge=0, le=16)
+    """Passages of the latest two answers that a follow-up question keeps. More: less is lost, longer prompts."""
     answer_without_index: bool = False
+    """If the index does not answer, answer without passages and say so; else that is an error."""
 
 
 class PromptConfig(ConfigSection):
-    """The words of prompts, for other targets than the default; empty: the words that the default's adapter was trained on.
-
-    `instruction`: how to answer from passages; `question`: stands before the question; `grammar`: before a sentence to correct.
-
-    `layout`: "quote" asks for a verbatim quote and a short answer behind it; "short" asks for one sentence, and each sentence
-    is shown with the passage's exact words it rests on; "auto": quote for the default target and for a target with an adapter,
-    short for others. `require_support`: an answer from passages of which no sentence is quoted, supported or related is replaced
-    by a sentence that says so; its text is then streamed whole, at its end.
-    """
+    """The words of prompts. Empty: the words that the default target's adapter was trained on."""
 
     layout: Literal["auto", "quote", "short"] = "auto"
+    """"quote" asks for a verbatim quote and a short answer; "short" for one sentence, shown with the passage's exact words
+    that it rests on; "auto": quote for the default target and for targets with an adapter, short for others."""
     require_support: bool = False
+    """An answer of which no sentence is quoted, supported or related is replaced by a sentence that says so; its text is then
+    streamed whole, at its end."""
     instruction: str = ""
+    """How to answer from passages."""
     question: str = ""
+    """Stands before the question."""
     grammar: str = ""
+    """Stands before a sentence to correct."""
 
 
 class PipelineConfig(ConfigSection):
@@ -512,12 +471,14 @@ def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineCon
 
 def load_settings(kind: type[Settings], path: str | Path | None = None, **overrides: Any) -> Settings:
     """As `load_config`, for settings with more sections."""
-    tree = _read_mapping(path) if path is not None else {}
+    tree = with_new_keys(_read_mapping(path)) if path is not None else {}
+    given: dict[str, Any] = {}
     for dotted, value in overrides.items():
         if value is not None:
-            _put(tree, dotted.split("."), value)
+            _put(given, dotted.split("."), value)
+    _override(tree, with_new_keys(given))
     try:
-        return kind.model_validate(with_new_keys(tree))
+        return kind.model_validate(tree)
     except ValidationError as cause:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}{_near_key(kind, e)}" for e in cause.errors())
         raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause
@@ -537,7 +498,8 @@ def _near_key(kind: type[BaseModel], error: ErrorDetails) -> str:
     *sections, key = error["loc"]
     for name in sections:
         section = kind.model_fields[str(name)].annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel), "an unknown key stands in a section"
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):  # an entry of `eagle_heads`
+            return ""
         kind = section
     return did_you_mean(key, kind.model_fields)
 
@@ -550,6 +512,17 @@ def _read_mapping(path: str | Path) -> dict[str, Any]:
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"the configuration {path} is not a mapping")
     return tree or {}
+
+
+def _override(tree: dict[str, Any], given: dict[str, Any], above: str = "") -> None:
+    """Sets in `tree` every key of `given`."""
+    for name, value in given.items():
+        if not isinstance(value, dict) or name not in tree:
+            tree[name] = value
+        elif isinstance(tree[name], dict):
+            _override(tree[name], value, f"{above}{name}.")
+        else:
+            raise ConfigError(f"cannot set a key of {above}{name}: it is not a mapping")
 
 
 def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:

@@ -4,7 +4,7 @@ A renamed key is read under its new name. A removed key without effect on texts 
 removed key that would change texts is refused, unless it has the value that was its default.
 
     >>> with_new_keys({"topology": {"replicas": 2, "spares_per_node": 1}})
-    {'topology': {'replicas': 2}}
+    {'topology': {'num_replicas': 2}}
 """
 
 from __future__ import annotations
@@ -21,28 +21,99 @@ log.setLevel(logging.WARNING)  # the command line keeps other warnings off the t
 
 class OldKey(NamedTuple):
     """`new`: the key today; empty: the key is gone. `reason`: why a configuration with it is refused; empty: it changed no text.
-    `default`: the value that was the default, which is left out in any case."""
+    `default`: the value that was the default, which is left out in any case; None: there was none."""
 
     new: str = ""
     reason: str = ""
     default: Any = None
 
 
+_HEADS = ("eagle", "eagle_heads.*", "medusa", "hydra")
+_TREES = dict.fromkeys(_HEADS, (4, 6)) | {"draft_model": (3, 6), "self_draft": (3, 4)}
+"""The sections of `drafting` that had a tree of their own, with the defaults of `num_children` and `max_depth`."""
+_ONE_TREE = {
+    f"drafting.{section}.{name}": key
+    for section, (num_children, max_depth) in _TREES.items()
+    for name, key in {
+        "tree": OldKey("drafting.tree.kind", default="dynamic"),
+        "score": OldKey("drafting.tree.kind", default="learned"),
+        "num_children": OldKey("drafting.tree.top_k", default=num_children),
+        "width": OldKey(),
+        "max_depth": OldKey("drafting.tree.max_depth", default=max_depth),
+        "coupled": OldKey(),
+    }.items()
+}
 OLD_KEYS: dict[str, OldKey] = {
+    **_ONE_TREE,
+    **{f"drafting.{section}.{name}": OldKey() for section in _HEADS for name in ("num_nodes", "max_read_tokens")},
+    "encoder.batch_size": OldKey(),
+    "retriever.fusion_depth": OldKey(reason="it changed which passages are found; 100 are fused now", default=100),
+    "retriever.rerank_depth": OldKey(reason="it changed which passages are found; 32 are reranked now", default=32),
+    "target.max_context_tokens": OldKey("target.max_model_len"),
+    "drafting.max_tree_nodes": OldKey("drafting.tree.max_nodes"),
+    "drafting.max_earlier_tokens": OldKey(),
     "drafting.max_recycling_bytes": OldKey(),
+    "drafting.medusa.dtype": OldKey(),
+    "drafting.hydra.dtype": OldKey(),
+    "drafting.hydra.window": OldKey(),
+    "drafting.eagle.online.learning_rate": OldKey(),
+    "drafting.eagle.online.max_bytes": OldKey(),
+    "drafting.eagle_heads.*.online.learning_rate": OldKey(),
+    "drafting.eagle_heads.*.online.max_bytes": OldKey(),
     "drafting.draft_model.vocabulary": OldKey(),
-    "drafting.draft_models.*.vocabulary": OldKey(),
+    "drafting.draft_model.quantization": OldKey(),
+    "drafting.draft_model.max_kv_bytes": OldKey(),
+    "drafting.draft_models": OldKey(),
+    "engine.max_step_tokens": OldKey("engine.max_num_batched_tokens"),
+    "engine.max_running": OldKey("engine.max_num_seqs"),
+    "engine.prefix_cache": OldKey("engine.enable_prefix_caching"),
+    "engine.adaptive_threads": OldKey(),
+    "speculation.asynchronous": OldKey(),
+    "speculation.timeout_s": OldKey(),
+    "speculation.max_batch_queries": OldKey(),
+    "speculation.stride.max_stride": OldKey(),
+    "speculation.stride.window": OldKey(),
+    "speculation.stride.gamma_max": OldKey(),
+    "speculation.stride.least_gain": OldKey(),
+    "speculation.stride.least_survival": OldKey(),
+    "speculation.stride.stride": OldKey("speculation.stride"),
+    "chat.least_rewriter_parameters": OldKey(
+        reason="it chose who rewrites questions; set chat.rewriter to rules or model", default=1_000_000_000
+    ),
+    "chat.rewriter_tokens": OldKey(reason="it changed rewritten questions; they have 64 tokens now", default=64),
+    "chat.carried_turns": OldKey(reason="it changed which passages are shown; two answers count now", default=2),
+    "service.model": OldKey("service.served_model_name"),
+    "service.cors_origins": OldKey("service.allowed_origins"),
+    "service.conversations.max_bytes": OldKey(),
+    "service.grammar.max_edit_ratio": OldKey(
+        reason="it changed corrections; /v1/grammar takes max_edit_ratio with each request", default=0.5
+    ),
+    "service.limits.header_bytes": OldKey(),
+    "service.limits.json_depth": OldKey(),
+    "service.limits.json_items": OldKey(),
+    "service.timeouts.header_s": OldKey(),
+    "service.timeouts.upload_s": OldKey("service.timeouts.client_s", default=30.0),
+    "service.timeouts.slow_client_s": OldKey("service.timeouts.client_s", default=30.0),
+    "service.timeouts.canary_s": OldKey(),
+    "topology.replicas": OldKey("topology.num_replicas"),
+    "topology.tensor_parallel": OldKey("topology.tensor_parallel_size"),
+    "topology.cpus_per_shard": OldKey(),
+    "topology.cpus_per_encoder": OldKey(),
+    "topology.heartbeat_s": OldKey(),
+    "topology.rank_timeout_s": OldKey(),
     "topology.fail_closed": OldKey("retriever.fail_closed"),
     "topology.spares_per_node": OldKey(),
 }
 """`*` stands for any name."""
 OLD_DRAFTERS = frozenset({"recycling"})
 """Drafters of earlier versions. Drafts change no text, so their names are left out."""
+OLD_SECTIONS = ("speculation.stride",)
+"""Sections without a key of today; `speculation.stride` is a key now."""
 
 
 def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the keys of today; the argument stays as it is. Raises: ConfigError."""
-    tree, said = _copied(tree), list[str]()
+    tree, said, moved = _copied(tree), list[str](), dict[str, Any]()
     drafting = tree.get("drafting")
     if isinstance(drafting, dict):
         said += _without_old_drafters(drafting)
@@ -50,12 +121,19 @@ def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
         for found, section, name in list(_places(tree, old.split("."))):
             value = section.pop(name)
             if key.new:
-                _put(tree, key.new.split("."), value, found)
                 said.append(f"{found} is now {key.new}")
+                if key.default is None or value != key.default:
+                    said += _moved(moved, key.new, value, found)
             elif key.reason and value != key.default:
                 raise ConfigError(f"{found} is no more: {key.reason}")
             else:
                 said.append(f"{found} is no more, and has no effect")
+    for old in OLD_SECTIONS:
+        for _, section, name in list(_places(tree, old.split("."))):
+            if section[name] == {}:
+                del section[name]
+    for new, value in moved.items():
+        _put(tree, new.split("."), value)
     if said:
         log.warning("the configuration is of an earlier version: %s", "; ".join(dict.fromkeys(said)))
     return tree
@@ -65,19 +143,27 @@ def _copied(value: Any) -> Any:
     return {name: _copied(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
+def _moved(moved: dict[str, Any], new: str, value: Any, old: str) -> Iterator[str]:
+    """Notes the value of a renamed key. Where several old keys are one key now, the first counts."""
+    if moved.setdefault(new, value) != value:
+        yield f"{old} is left out, because {new} is {moved[new]!r} already"
+
+
 def _without_old_drafters(drafting: dict[str, Any]) -> Iterator[str]:
     """Takes drafters that are gone out of the section; a line for each."""
     gone = dict.fromkeys(OLD_DRAFTERS, "is no more, and left out")
-    for _, section, name in list(_places(drafting, ["draft_model"])) + list(_places(drafting, ["draft_models", "*"])):
-        model = section[name]
-        if isinstance(model, dict) and model.get("vocabulary") == "any":
-            del section[name]
-            gone[name] = "drafted in the tokens of another vocabulary, which is no more, and is left out"
-            yield f"the draft model {name} {gone[name]}"
+    further = drafting.get("draft_models")
+    if isinstance(further, dict):
+        gone |= dict.fromkeys(map(str, further), "is left out: one draft model drafts, drafting.draft_model")
+    model = drafting.get("draft_model")
+    if isinstance(model, dict) and model.get("vocabulary") == "any":
+        del drafting["draft_model"]
+        gone["draft_model"] = "is left out: it drafted in the tokens of another vocabulary, which is no more"
+        yield f"the drafter draft_model {gone['draft_model']}"
     drafters = drafting.get("drafters")
     if isinstance(drafters, list | tuple):
         drafting["drafters"] = [name for name in drafters if not isinstance(name, str) or name not in gone]
-        yield from (f"the drafter {name} {gone[name]}" for name in drafters if name in OLD_DRAFTERS)
+        yield from (f"the drafter {name} {gone[name]}" for name in drafters if name in gone)
 
 
 def _places(tree: Any, keys: list[str], above: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -93,10 +179,13 @@ def _places(tree: Any, keys: list[str], above: str = "") -> Iterator[tuple[str, 
             yield whole, tree, name
 
 
-def _put(tree: dict[str, Any], keys: list[str], value: Any, old: str) -> None:
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Sets a key that had another name. Raises: ConfigError where it is given under both."""
     *parents, leaf = keys
     for name in parents:
         tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"cannot set {'.'.join(keys)}: {name} is not a mapping")
     if leaf in tree and tree[leaf] != value:
-        raise ConfigError(f"{old} is now {'.'.join(keys)}, and both are given")
+        raise ConfigError(f"{'.'.join(keys)} is given twice, and once under the name of an earlier version")
     tree[leaf] = value

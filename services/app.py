@@ -53,7 +53,7 @@ def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     if backend.telemetry is not None:
         app.add_middleware(TracingMiddleware, telemetry=backend.telemetry)
     app.add_middleware(AuthMiddleware, backend=backend, keys=keys)
-    if origins := backend.config.service.cors_origins:  # outermost: browsers send preflight requests without a key
+    if origins := backend.config.service.allowed_origins:  # outermost: browsers send preflight requests without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=_EXPOSED
         )

@@ -146,7 +146,7 @@ def open_conversations(config: ServiceConfig) -> ConversationStore:
     """Raises: SaveError, StoreCorrupt."""
     folder, kept = config.service.data_dir, config.service.conversations
     path = Path(folder) / "conversations.sqlite" if folder else Path(":memory:")
-    return ConversationStore(path, ttl_s=kept.ttl_s, max_bytes_per_tenant=kept.max_bytes)
+    return ConversationStore(path, ttl_s=kept.ttl_s)
 
 
 def open_dictionaries(config: ServiceConfig) -> DictionaryStore:

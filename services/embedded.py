@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragspec.errors import ConfigError
 from ragspec.numerics.threads import num_processors, started_threads
 from services.errors import ApiError
-from services.limits import network_of
+from services.limits import HEADER_BYTES, HEADER_S, network_of
 from services.settings import ServiceSettings
 
 if TYPE_CHECKING:  # both take seconds, and the socket opens first
@@ -63,7 +63,7 @@ class TimedProtocol(H11Protocol):
     reads the body of a request that asks for another protocol.
     """
 
-    header_s = 10.0
+    header_s = HEADER_S
     stalled_s = 60.0
     most = most_of_address = 2**31
     open_connections: Counter[str]
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
         self, app: FastAPI, backend: ServiceBackend, listener: socket.socket, say: Callable[[str], None] = log.info
     ) -> None:
         settings = backend.config.service
-        timeouts = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}
+        timeouts = {"header_s": min(HEADER_S, settings.timeouts.client_s), "stalled_s": 2 * settings.timeouts.client_s}
         most = min(settings.limits.connections, max(1, raised_descriptor_limit() - _OTHER_DESCRIPTORS))
         counts = {"most": most, "most_of_address": settings.limits.address_connections, "open_connections": Counter()}
         protocol = type("ConfiguredProtocol", (TimedProtocol,), timeouts | counts)
@@ -152,7 +152,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=settings.limits.header_bytes,
+                h11_max_incomplete_event_size=HEADER_BYTES,
                 ssl_certfile=settings.ssl_certfile or None,
                 ssl_keyfile=settings.ssl_keyfile or None,
                 timeout_keep_alive=_KEEP_ALIVE_S,

@@ -29,6 +29,7 @@ from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, ClientTooSlow, api_error, is_expected, is_languagetool
 from services.keys import Caller, KeyStore
 from services.limits import (
+    HEADER_BYTES,
     INLINE_BYTES,
     MAX_ANONYMOUS_FORMS,
     MAX_FORMS_PER_NETWORK,
@@ -98,7 +99,7 @@ class AuthMiddleware:
         scope.setdefault("state", {}).update(request_id=request_id, caller=_NO_CALLER, begin=begin_s)
         token = current_request.set(request_id)
         incoming = IncomingRequest(scope["method"], path, headers, receive, self._settings.limits)
-        response = OutgoingResponse(send, path, request_id, self._settings.timeouts.slow_client_s)
+        response = OutgoingResponse(send, path, request_id, self._settings.timeouts.client_s)
         try:
             await self._admit(scope, incoming, response)
         except ClientTooSlow:
@@ -139,7 +140,7 @@ class AuthMiddleware:
     async def _run_route(self, scope: Scope, incoming: IncomingRequest, response: OutgoingResponse) -> None:
         """Reads the body and runs the route until it ends, its time is up, or its client leaves."""
         timeouts = self._settings.timeouts
-        await incoming.read(timeouts.upload_s, self._rate_limiter.large_bodies(scope["state"]["caller"].key_id))
+        await incoming.read(timeouts.client_s, self._rate_limiter.large_bodies(scope["state"]["caller"].key_id))
         try:
             async with asyncio.timeout(timeouts.request_s) as limit:
                 incoming.when_gone(lambda: limit.reschedule(asyncio.get_running_loop().time()))
@@ -157,7 +158,7 @@ class AuthMiddleware:
 
     def _check_head(self, scope: Scope) -> None:
         """Raises: ApiError 400, 403, 431."""
-        max_bytes = self._settings.limits.header_bytes
+        max_bytes = HEADER_BYTES
         num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if num_bytes + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > max_bytes:
             raise ApiError(431, f"the request's head is larger than {max_bytes} bytes")
@@ -187,7 +188,7 @@ class AuthMiddleware:
         scheme, _, host = headers.get("origin", "").partition("://")
         is_own = scheme not in ("http", "https", "null") or host == headers.get("host")
         is_foreign = not scheme and headers.get("sec-fetch-site", "").lower() in ("cross-site", "same-site")
-        if is_foreign or (not is_own and f"{scheme}://{host}" not in self._settings.cors_origins):
+        if is_foreign or (not is_own and f"{scheme}://{host}" not in self._settings.allowed_origins):
             raise ApiError(403, "pages of other sites may not ask here", code="origin_not_allowed")
 
     async def _read_anonymous_form(self, network: str, incoming: IncomingRequest) -> dict[str, list[str]]:
@@ -198,7 +199,7 @@ class AuthMiddleware:
             raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
         forms[network] += 1
         try:
-            await incoming.read(self._settings.timeouts.upload_s, self._rate_limiter.large_bodies(network))
+            await incoming.read(self._settings.timeouts.client_s, self._rate_limiter.large_bodies(network))
         finally:
             forms[network] -= 1
             forms += Counter()  # drops zeros
@@ -305,9 +306,9 @@ class IncomingRequest:
         if self._content_type == _JSON and self._body:
             if len(self._body) > INLINE_BYTES:
                 async with large_bodies.checking:
-                    await asyncio.to_thread(check_json, self._body, self._limits)
+                    await asyncio.to_thread(check_json, self._body)
             else:
-                check_json(self._body, self._limits)
+                check_json(self._body)
 
     async def form(self) -> dict[str, list[str]]:
         """The fields of a form. Raises: ApiError 400."""
@@ -368,8 +369,8 @@ class IncomingRequest:
 class OutgoingResponse:
     """The response to one request. States: not started -> started -> complete."""
 
-    def __init__(self, send: Send, path: str, request_id: str, slow_client_s: float) -> None:
-        self._send, self._path, self._slow_client_s = send, path, slow_client_s
+    def __init__(self, send: Send, path: str, request_id: str, client_s: float) -> None:
+        self._send, self._path, self._client_s = send, path, client_s
         self._headers = (*_RAW_HEADERS, (b"x-request-id", request_id.encode()))
         self._is_event_stream = False
         self.status = 0
@@ -384,7 +385,7 @@ class OutgoingResponse:
             self._is_event_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self.status = message["status"]
         try:
-            async with asyncio.timeout(self._slow_client_s):
+            async with asyncio.timeout(self._client_s):
                 await self._send(message)
         except TimeoutError:
             raise ClientTooSlow from None

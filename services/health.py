@@ -24,6 +24,7 @@ from ragspec.speculation import OFF
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.metrics import CONTENT_TYPE
+from services.settings import CANARY_S
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Canary:
     """Generates one token as a health check. Concurrent checks, and checks within a second, share one result."""
 
     def __init__(self, backend: ServiceBackend) -> None:
-        self._engine, self._timeout_s = backend.engine, backend.config.service.timeouts.canary_s
+        self._engine, self._timeout_s = backend.engine, CANARY_S
         self._prompt_ids = tuple(backend.prompts.tokenizer("ready?")["input_ids"])
         self._checked_s, self._is_healthy = -_FRESH_S, False
         self._last_progress = -1

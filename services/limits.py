@@ -4,13 +4,13 @@ Limits that a file of settings can change stand in `services.settings`, fixed on
 
     limit                                      unit            name                                        refused with
     ------------------------------------------------------------------------------------------------------------------------
-    head of a request                          bytes           limits.header_bytes                         431, or 400
-    time to send the head                      s               timeouts.header_s                           closed connection
+    head of a request                          bytes           HEADER_BYTES                                431, or 400
+    time to send the head                      s               HEADER_S                                   closed connection
     body                                       bytes           limits.body_bytes                           413
-    time to send the body                      s               timeouts.upload_s                           408
+    time to send the body                      s               timeouts.client_s                           408
     bodies above INLINE_BYTES, of a key        bytes/s         LARGE_BYTES_PER_S, LARGE_BURST_S            nothing: read slowly
-    nesting of JSON                            levels          limits.json_depth                           400
-    lists, objects and items of JSON; keys     1               limits.json_items; MAX_JSON_KEYS            413
+    nesting of JSON                            levels          MAX_JSON_DEPTH                              400
+    lists, objects and items of JSON; keys     1               MAX_JSON_ITEMS; MAX_JSON_KEYS               413
     fields of a form or query string           1               MAX_FORM_FIELDS                             400
     forms without a key, being read            requests        MAX_ANONYMOUS_FORMS, MAX_FORMS_PER_NETWORK  429
     connections; of one network                connections     limits.connections, .address_connections    closed connection
@@ -20,13 +20,13 @@ Limits that a file of settings can change stand in `services.settings`, fixed on
     tokens of a key, prompts and answers       1/min           limits.key.tokens_per_minute                429; 400 if never
     refusals of a key or network               1/s             PROMPT_REFUSALS                             delay of BUSY_S
     whole answer                               s               timeouts.request_s                          504
-    time to read what was sent                 s               timeouts.slow_client_s                      closed connection
+    time to read what was sent                 s               timeouts.client_s                           closed connection
     unsent tokens of a stream                  tokens          openai.generation.MAX_WAITING_TOKENS        closed connection
     messages, choices, stops, prompts, ...     1               openai.types.MAX_*                          400
     text to correct                            characters      grammar.max_text_chars                      413
     time to correct it                         s               grammar.timeout_s                           rest uncorrected
     stored bytes of a tenant                   bytes           stores.records.MAX_BYTES_PER_TENANT,        507
-                                                               conversations.max_bytes
+                                                               rag.chat.conversations.MAX_BYTES_PER_TENANT
     text, rows and time of one uploaded file   bytes, 1, s     stores.parsing.ParseLimits                  failed file
 
 Owns the counts of the last minute. Never queues: a request over a limit is refused at once, with the time to retry after. Queues
@@ -65,7 +65,8 @@ LARGE_BYTES_PER_S = 4 * 2**20
 about six milliseconds."""
 LARGE_BURST_S = 2.5
 """A key that was silent this long may send the bytes of this time at once."""
-MAX_JSON_KEYS = 32_768
+HEADER_S, HEADER_BYTES = 10.0, 16 * 2**10
+MAX_JSON_DEPTH, MAX_JSON_ITEMS, MAX_JSON_KEYS = 64, 250_000, 32_768
 """Keys of all objects of a body. Why so few: validation makes an error of every unknown key."""
 MAX_FORM_FIELDS = 64
 MAX_ANONYMOUS_FORMS = 64
@@ -309,14 +310,14 @@ def at_most(max_items: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def check_json(body: bytes, limits: Limits) -> None:
+def check_json(body: bytes) -> None:
     """Refuses JSON that is unsafe to pass on.
 
     Raises: ApiError 413 if it has too many items; 400 if it is not UTF-8 or not JSON (NaN and Infinity are not), is nested too
     deep, or has a string with a NUL character or half a surrogate pair.
     """
-    check_num_items(body, limits.json_items)
-    max_depth = limits.json_depth
+    check_num_items(body, MAX_JSON_ITEMS)
+    max_depth = MAX_JSON_DEPTH
     try:
         value = _STRICT_JSON.decode(body.decode("utf-8"))
     except UnicodeDecodeError as cause:

@@ -24,7 +24,7 @@ from ray.serve.config import AutoscalingContext
 
 from ragspec.config import ConfigSection, load_settings
 from ragspec.errors import ConfigError, EngineError
-from services.settings import ServiceConfig
+from services.settings import CANARY_S, ServiceConfig
 
 if TYPE_CHECKING:
     from services.backend import ServiceBackend
@@ -71,7 +71,7 @@ def build_app(args: dict[str, Any]) -> Application:
         "max_queued_requests": service.limits.max_in_flight,
         "backpressure_config": _BACKPRESSURE,
         "graceful_shutdown_timeout_s": service.drain_s + _GRACE_S,
-        "health_check_timeout_s": service.timeouts.canary_s + _GRACE_S,
+        "health_check_timeout_s": CANARY_S + _GRACE_S,
         "ray_actor_options": {"num_cpus": _NUM_CPUS},
     } | given.deployment_config
     try:

@@ -14,15 +14,19 @@ from pydantic import Field
 from ragspec.config import ChatConfig, ConfigSection, PipelineConfig
 
 DEFAULT_PORT = 8000
+CANARY_S = 10.0
+"""Time limit of the health check's token."""
 
 
 class KeyLimits(ConfigSection):
-    """Limits of one key; None: no limit. `concurrency`: requests at once; one with several choices or prompts counts them all.
-    `tokens_per_minute` count prompts and answers."""
+    """Limits of a key whose own say nothing; null: no limit."""
 
     requests_per_minute: int | None = Field(None, ge=1)
+    """Requests in a minute."""
     concurrency: int | None = Field(None, ge=1)
+    """Choices at once; a request with several choices or prompts counts them all."""
     tokens_per_minute: int | None = Field(None, ge=1)
+    """Tokens of prompts and answers in a minute."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
         """These limits, with the defaults for those that were not given."""
@@ -30,86 +34,83 @@ class KeyLimits(ConfigSection):
 
 
 class Limits(ConfigSection):
-    """Limits of any request. `json_items`: lists, objects and items of a body, over all its levels. `connections`: open ones, at
-    most as many as the process may open files, less 256; `address_connections`: of one address, or IPv6 network of 64 bits.
-    `max_in_flight`: requests at once, over all keys; more are refused with a time to retry after. `key`: a key's limits where its
-    own say nothing.
-    """
+    """Limits of any request; `services.limits` lists the fixed ones too."""
 
     body_bytes: int = Field(10 * 2**20, ge=1024)
-    header_bytes: int = Field(16 * 2**10, ge=1024)
-    json_depth: int = Field(64, ge=8, le=256)
-    json_items: int = Field(250_000, ge=1024)
+    """Bytes of a body. More: larger uploads, more memory."""
     connections: int = Field(4096, ge=1)
+    """Open connections, at most as many as the process may open files, less 256."""
     address_connections: int = Field(512, ge=1)
+    """Open connections of one address, or IPv6 network of 64 bits. Behind a proxy all clients have its address."""
     max_in_flight: int = Field(256, ge=1)
+    """Requests at once, over all keys; more are refused with a time to retry after."""
     key: KeyLimits = KeyLimits(concurrency=32)
 
 
 class Timeouts(ConfigSection):
-    """Time limits: `header_s` and `upload_s` for a client to send a request's head and body, `request_s` for the whole answer,
-    `slow_client_s` for a client to read what it was sent, `canary_s` for the health check's token."""
+    """Time limits of a request."""
 
-    header_s: float = Field(10.0, gt=0.0)
-    upload_s: float = Field(30.0, gt=0.0)
     request_s: float = Field(600.0, gt=0.0)
-    slow_client_s: float = Field(30.0, gt=0.0)
-    canary_s: float = Field(10.0, gt=0.0)
+    """For the whole answer."""
+    client_s: float = Field(30.0, gt=0.0)
+    """For a client to send a body, and to read what it was sent. Longer: slow networks, more open connections."""
 
 
 class TelemetryConfig(ConfigSection):
-    """OpenTelemetry. `exporter`: none, the console, or OTLP, which the standard variables OTEL_EXPORTER_OTLP_* configure.
-
-    `content`: whether spans hold the texts of users and answers.
-    """
+    """OpenTelemetry."""
 
     exporter: Literal["none", "console", "otlp"] = "none"
+    """Where spans go; the standard variables OTEL_EXPORTER_OTLP_* configure "otlp"."""
     content: bool = False
+    """Spans hold the texts of users and answers: easier to debug, private texts leave the service."""
 
 
 class ConversationSettings(ConfigSection):
-    """Conversations are deleted after `ttl_s` seconds without use. Each tenant may store `max_bytes`."""
+    """Stored conversations."""
 
     ttl_s: float = Field(7 * 86_400.0, gt=0.0)
-    max_bytes: int = Field(64 * 2**20, ge=2**16)
+    """A conversation is deleted after so many seconds without use."""
 
 
 class GrammarSettings(ConfigSection):
-    """`timeout_s`: sentences not corrected by then stay, and the reply says so. `max_edit_ratio`: the share of a sentence's
-    words that a correction may change."""
+    """Correction of texts."""
 
     max_text_chars: int = Field(100_000, ge=1)
+    """Characters of a text; a longer one is refused."""
     timeout_s: float = Field(60.0, gt=0.0)
-    max_edit_ratio: float = Field(0.5, ge=0.0, le=1.0)
+    """Sentences not corrected by then stay, and the reply says so."""
 
 
 class ServiceSettings(ConfigSection):
-    """The service itself.
-
-    `model`: the name that clients use; empty: the target's. `keys_file`: the accepted keys, written by `ragspec keys`; empty: one
-    key, made at the start, and only this machine is served. `ssl_certfile`, `ssl_keyfile`: PEM
-    files, for HTTPS. `data_dir`: the folder of conversations, dictionaries and, separately
-    for each index, files; empty: files lie beside the index, the rest in memory (`ragspec serve` then uses the user's data
-    folder). `library_dir`: another folder for the files of this index; never share it between indexes. `allowed_hosts`: accepted
-    Host headers; empty: names of this machine if only this machine is served, else any. `cors_origins`: sites whose pages may
-    call the service from a browser, beside its own pages. `languagetool_open`: /v2 needs no key; None: only without a keys file.
-    `drain_s`: time for running requests after the signal to stop. `privacy`: "strict" sends answers at a fixed pace, in chunks of
-    one size.
-    """
+    """The service itself."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; "0.0.0.0": reachable from other machines."""
     port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
-    model: str = ""
+    """Port to listen on; 0: any free one."""
+    served_model_name: str = ""
+    """Name of the model in requests and replies; empty: the target's."""
     keys_file: str = ""
+    """Accepted keys, written by `ragspec keys`; empty: one key, made at the start, and only this machine is served."""
     ssl_certfile: str = ""
+    """PEM file of the certificate, for HTTPS."""
     ssl_keyfile: str = ""
+    """PEM file of its key."""
     data_dir: str = ""
+    """Folder of conversations, dictionaries and, for each index apart, files; empty: files lie beside the index, the rest in
+    memory (`ragspec serve` then uses the user's data folder)."""
     library_dir: str = ""
+    """Another folder for the files of this index; never share it between indexes."""
     allowed_hosts: tuple[str, ...] = Field((), strict=False)
-    cors_origins: tuple[str, ...] = Field((), strict=False)
+    """Accepted Host headers; empty: names of this machine if only this machine is served, else any."""
+    allowed_origins: tuple[str, ...] = Field((), strict=False)
+    """Sites whose pages may call the service from a browser (CORS), beside its own pages."""
     languagetool_open: bool | None = None
+    """/v2 needs no key, as LanguageTool's clients expect; null: only without a keys file, on this machine."""
     privacy: Literal["normal", "strict"] = "normal"
+    """"strict" sends answers at a fixed pace in chunks of one size, so that timing tells nothing; slower."""
     drain_s: float = Field(120.0, ge=0.0)
+    """Time for running requests after the signal to stop."""
     conversations: ConversationSettings = ConversationSettings()
     grammar: GrammarSettings = GrammarSettings()
     limits: Limits = Limits()
@@ -140,4 +141,4 @@ class ServiceConfig(PipelineConfig):
     @property
     def model_name(self) -> str:
         """The model name that clients use."""
-        return self.service.model or Path(self.target.model).name
+        return self.service.served_model_name or Path(self.target.model).name

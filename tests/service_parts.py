@@ -92,8 +92,7 @@ class Service:
 
 
 HASTY = {
-    "service.timeouts.header_s": 0.4,
-    "service.timeouts.upload_s": 0.4,
+    "service.timeouts.client_s": 0.4,
     "service.limits.body_bytes": 8192,
 }
 """Settings with little patience, and small bodies."""

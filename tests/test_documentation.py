@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 import ragspec
+from ragspec.cluster.topology import ClusterConfig
 from ragspec.old_keys import OLD_KEYS
 from services.settings import ServiceConfig
 
@@ -136,3 +137,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     released = [heading.split()[0] for heading in headings if heading != "Unreleased"]
     assert ragspec.__version__ == built == released[0]
+
+
+def test_the_example_of_the_configuration_page_is_a_configuration(tmp_path: Path) -> None:
+    """Bug guarded: a first page whose example is refused at the start, or a default that no reader can use."""
+    page = ROOT / "ragspec" / "CONFIGURATION.md"
+    (example,) = blocks(page, "yaml")
+    tree = yaml.safe_load(example)
+    ClusterConfig.model_validate({name: section for name, section in tree.items() if name != "service"})
+    ServiceConfig.model_validate({name: section for name, section in tree.items() if name != "topology"})
+    assert "Undefined" not in page.read_text(encoding="utf-8")

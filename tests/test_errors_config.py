@@ -264,8 +264,10 @@ def test_misspelt_settings_and_filter_types_name_the_nearest(tmp_path: Path) -> 
     """A list of all that is wrong, and a reader who looks up the right word in another file."""
     with pytest.raises(ConfigError, match=r"retriever\.num_pasages: .*; did you mean 'num_passages'\?"):
         load_config(**{"retriever.num_pasages": 3})
-    with pytest.raises(ConfigError, match=r"drafting\.eagle\.widht: .*did you mean 'width'"):
-        load_config(**{"drafting.eagle.widht": 3})
+    with pytest.raises(ConfigError, match=r"drafting\.eagle\.widnow: .*did you mean 'window'"):
+        load_config(**{"drafting.eagle.widnow": 3})
+    with pytest.raises(ConfigError, match=r"drafting\.eagle_heads\.mine\.widnow: "):
+        load_config(**{"drafting.eagle_heads": {"mine": {"widnow": 3}}})
     with pytest.raises(InputError, match="did you mean 'not'"):
         parse_filter({"type": "nott", "filter": {"type": "eq", "key": "a", "value": 1}})
     path = tmp_path / "file.yaml"

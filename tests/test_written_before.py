@@ -162,7 +162,7 @@ def test_half_a_job_is_finished(written: Path, monkeypatch: pytest.MonkeyPatch) 
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     settings = {
         "target": {"model": "target"},
-        "engine": {"max_kv_tokens": 8192, "max_step_tokens": 64, "max_running": 1},
+        "engine": {"max_kv_tokens": 8192, "max_num_batched_tokens": 64, "max_num_seqs": 1},
         "generation": {"max_tokens": 24, "temperature": 0.8, "seed": 5},
     }
     job = Job(

@@ -1,7 +1,7 @@
 """Targets made on the spot: random weights, a few layers, a byte-level tokenizer trained on a few sentences.
 
 >>> target = tiny_target("llama", "float32", folder)
->>> with tiny_engine(target, [drafter], max_step_tokens=24) as engine: ...
+>>> with tiny_engine(target, [drafter], max_num_batched_tokens=24) as engine: ...
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def tiny_engine(
     `fixed_nodes`: every drafter is asked in every step, and so many nodes are kept, whether that pays or not.
     """
     target.reset_pool(num_kv_slots)
-    settings = EngineConfig(**{"max_step_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
+    settings = EngineConfig(**{"max_num_batched_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
     planner_class = FixedTreePlanner if fixed_nodes else Planner
     planner = planner_class(drafters, costs or Free(), fixed_nodes or max_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, "tiny"), settings)

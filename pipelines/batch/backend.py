@@ -44,7 +44,7 @@ class BackendSpec:
     def in_process(self) -> bool:
         """Whether the job needs no Ray: one engine, one index, and no cluster is named."""
         topology = self.topology
-        counts = {topology.replicas, topology.tensor_parallel, topology.num_shards, topology.shard_replicas}
+        counts = {topology.num_replicas, topology.tensor_parallel_size, topology.num_shards, topology.shard_replicas}
         address = self.cluster or self.address or os.environ.get("RAY_ADDRESS") or "local"
         return counts == {1} and address == "local"
 
@@ -76,8 +76,8 @@ def open_backend(
 
     Raises: ConfigError, EngineError if there is no cluster.
     """
-    if not spec.topology.replicas:
-        raise ConfigError("a job needs an engine: topology.replicas is 0")
+    if not spec.topology.num_replicas:
+        raise ConfigError("a job needs an engine: topology.num_replicas is 0")
     if spec.in_process:
         yield Backend(config, _load_in_process)
     elif not spec.cluster:
@@ -146,12 +146,12 @@ def _connect(deployment: Deployment, config: PipelineConfig) -> Iterator[Runtime
         if config.retriever.index_dir:
             retriever = stack.enter_context(contextlib.closing(deployment.retriever(config.retriever)))
         prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording)
-        in_flight = _max_in_flight(config, deployment.topology.replicas)
+        in_flight = _max_in_flight(config, deployment.topology.num_replicas)
         yield Runtime(engine, retriever, prompts, len(deployment.status().nodes), in_flight)
 
 
 def _max_in_flight(config: PipelineConfig, num_replicas: int) -> int:
-    return int(_IN_FLIGHT_PER_RUNNING * config.engine.max_running * num_replicas) + 1
+    return int(_IN_FLIGHT_PER_RUNNING * config.engine.max_num_seqs * num_replicas) + 1
 
 
 @contextlib.contextmanager

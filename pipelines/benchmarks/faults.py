@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ragspec.cluster.topology import Topology
 
 _DEPLOYMENT = "faults"
-_ENGINE = EngineConfig(num_threads=1, max_running=8, max_kv_tokens=16_384)
+_ENGINE = EngineConfig(num_threads=1, max_num_seqs=8, max_kv_tokens=16_384)
 """One thread an engine, because all processes share the machine's cores."""
 _NUM_SEGMENTS = 4
 _START_S = 900.0
@@ -144,7 +144,7 @@ def _job_rows(questions: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
 def _chosen(run: Run, topology: Topology, disk: SmallDisk) -> Iterator[Fault]:
     """Every possible fault once in a seeded order; again, in other orders, until the minutes are over."""
     left_out = set()
-    if topology.tensor_parallel == 1:
+    if topology.tensor_parallel_size == 1:
         left_out.add("rank")
     if not disk.is_mounted:
         left_out.add("disk")
@@ -202,7 +202,12 @@ def _deployment(run: Run, sizes: Sizes, index_dir: Path) -> Iterator[Deployment]
     config = PipelineConfig(target=run.target, encoder=run.encoder, engine=_ENGINE, retriever=retriever)
     ranks = num_ranks(run.target)
     topology = Topology(
-        replicas=2, tensor_parallel=ranks, num_shards=2, shard_replicas=2, num_encoders=2, cpus_per_rank=1 / ranks
+        num_replicas=2,
+        tensor_parallel_size=ranks,
+        num_shards=2,
+        shard_replicas=2,
+        num_encoders=2,
+        cpus_per_rank=1 / ranks,
     )
     with Deployment.up(topology, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
         yield deployment

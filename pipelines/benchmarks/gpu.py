@@ -191,8 +191,8 @@ def engine_over(target: Target, config: EngineConfig, costs: CostTable | None = 
     """An engine with the default drafters over a loaded target, whose pool it replaces. Measures `costs` if none are given."""
     drafting = DraftingConfig()
     target.reset_pool(config.max_kv_tokens)
-    drafters, costs = make_drafters(target, drafting), costs or measure_costs(target, config.max_step_tokens)
-    planner = Planner(drafters, costs, drafting.max_tree_nodes, target.vocab_size)
+    drafters, costs = make_drafters(target, drafting), costs or measure_costs(target, config.max_num_batched_tokens)
+    planner = Planner(drafters, costs, drafting.tree.max_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, "benchmark"), config)
 
 

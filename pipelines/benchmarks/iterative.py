@@ -41,7 +41,7 @@ from ragspec.cluster.actors import ActorPool
 from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
-from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, SpeculationConfig, StrideConfig
+from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, SpeculationConfig
 from ragspec.core import Completion, Delta, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -52,19 +52,21 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, Query, SearchResult
+from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE
 from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
 
 BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"
 _RALM = InContextRalm()
-_FIXED = StrideConfig(stride=3)
 VARIANTS: dict[str, SpeculationConfig] = {
     BASELINE: SpeculationConfig(enabled=False),
-    "stride 3": SpeculationConfig(asynchronous=False, prefetch_k=1, stride=_FIXED),
-    "+P": SpeculationConfig(asynchronous=False, stride=_FIXED),
-    "+S": SpeculationConfig(asynchronous=False, prefetch_k=1),
-    "+A": SpeculationConfig(prefetch_k=1, stride=_FIXED),
+    "stride 3": SpeculationConfig(prefetch_k=1, stride=3),
+    "+P": SpeculationConfig(stride=3),
+    "+S": SpeculationConfig(prefetch_k=1),
+    "+A": SpeculationConfig(prefetch_k=1, stride=3),
     PSA: SpeculationConfig(),
 }
+_SYNCHRONOUS = frozenset({"stride 3", "+P", "+S"})
+"""Variants that do not decode during a verification."""
 PUBLISHED = ((40.0, 2.39, "GPT-2, dense"), (20.0, 1.75, "LLaMA-2-7B, dense"), (0.7, 1.31, "LLaMA-2-7B, BM25"))
 """(b/a, speed-up of +PSA, model and retriever); b/a follows from the latencies in the released scripts."""
 IN_FLIGHT = 8
@@ -219,7 +221,14 @@ class Stopwatch:
     def _pipeline(self, index: IndexLike, workload: Workload, name: str) -> IterativePipeline:
         prompts = PromptBuilder(self.engine.target.tokenizer, self.engine.max_context_tokens)
         shared = SharedEngine(self.engine)
-        return IterativePipeline(index, shared, prompts, policy=workload.policy, speculation=VARIANTS[name])
+        return IterativePipeline(
+            index,
+            shared,
+            prompts,
+            policy=workload.policy,
+            speculation=VARIANTS[name],
+            asynchronous=name not in _SYNCHRONOUS,
+        )
 
     def _ask(self, pipeline: IterativePipeline, workload: Workload) -> Callable[[Sequence[str]], TimedUnit]:
         params = SamplingParams(workload.temperature, max_tokens=workload.max_tokens, seed=self.run.seed)
@@ -261,8 +270,8 @@ def run_iterative(run: Run) -> Iterator[Row]:
     listed = run.questions(1 + max(IN_FLIGHT, run.count(10, 1)))
     encoder = Encoder.load(run.encoder)
     store = run.store(listed.documents, encoder)
-    config = EngineConfig(max_running=IN_FLIGHT, adaptive_threads=False)
-    with load_engine(run.target, config, DraftingConfig()) as engine:
+    config = EngineConfig(max_num_seqs=IN_FLIGHT)
+    with load_engine(run.target, config, DraftingConfig(), adaptive_threads=False) as engine:
         stopwatch = Stopwatch(run, engine, [question.text for question in listed.questions])
         rows: list[Row] = []
         for label, mode in (("exact dense", "dense"), ("BM25", "sparse"), ("hybrid", "hybrid")):
@@ -320,16 +329,16 @@ def _row(
     if not workload.has_optimum:
         return row | {"optimum": None, "share_of_optimum": None}
     # The scheduler's estimate of gamma, which is never 1; without a guess the prediction for right guesses
-    gamma = (right + 0.5) / (right + wrong + 1.0) if right + wrong else StrideConfig().gamma_max
-    gain = optimum(apart, gamma, b_over_a is not None and VARIANTS[variant].asynchronous)
+    gamma = (right + 0.5) / (right + wrong + 1.0) if right + wrong else GAMMA_MAX
+    gain = optimum(apart, gamma, b_over_a is not None and variant not in _SYNCHRONOUS)
     return row | {"optimum": gain, "share_of_optimum": row["speedup"] / gain}
 
 
 def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> float:
     """OS3's predicted gain of its best stride, 1 at least. `asynchronous`: verifications may run beside decoding."""
-    costs, max_stride = StrideCosts(timing, gamma), StrideConfig().max_stride
+    costs = StrideCosts(timing, gamma)
     ways = (False, True) if asynchronous else (False,)
-    return max(1.0, *(paper_optimal_plan(costs, max_stride, beside).gain for beside in ways))
+    return max(1.0, *(paper_optimal_plan(costs, MAX_STRIDE, beside).gain for beside in ways))
 
 
 def same_answers(baseline: Takes, own: Takes) -> list[bool]:

@@ -63,7 +63,7 @@ from pipelines.benchmarks.harness import (
     new_figure,
 )
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
-from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HydraConfig, TreeHeadConfig
+from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HeadConfig
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -82,7 +82,7 @@ _BATCHED = (RAG, GRAMMAR, CHAT)
 _STEP_CONTEXT, _TREE_ROWS, _NUM_STEPS = 500, 16, 40
 _LEAST_NOTHING_RUNS = 5
 """No difference is expected where nothing can be copied, and single runs scatter by several percent."""
-_HEAD_SECTIONS = {"eagle": EagleConfig, "medusa": TreeHeadConfig, "hydra": HydraConfig}
+_HEAD_SECTIONS = {"eagle": EagleConfig, "medusa": HeadConfig, "hydra": HeadConfig}
 
 
 class Drafters(NamedTuple):
@@ -143,8 +143,8 @@ class Speculations(ExitStack):
             if head is not None:
                 section = _HEAD_SECTIONS[head_family(head)](path=str(head))
                 drafting = drafting.model_copy(update={head_family(head): section})
-            config = EngineConfig(max_running=SIDE_BY_SIDE, adaptive_threads=False)
-            engine = load_engine(self.run.target, config, drafting)
+            config = EngineConfig(max_num_seqs=SIDE_BY_SIDE)
+            engine = load_engine(self.run.target, config, drafting, adaptive_threads=False)
             self.callback(engine.close)
             self._engines[drafters, head] = engine
         return self._engines[drafters, head]

@@ -64,8 +64,8 @@ def up(
     from ragspec.cluster.topology import ClusterConfig
 
     overrides = {
-        "topology.replicas": replicas,
-        "topology.tensor_parallel": tensor_parallel,
+        "topology.num_replicas": replicas,
+        "topology.tensor_parallel_size": tensor_parallel,
         "topology.num_shards": shards,
         "retriever.index_dir": index and str(index),
         "target.model": target,

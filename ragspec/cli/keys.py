@@ -112,6 +112,7 @@ def usage(
     as_json: AsJson = False,
 ) -> None:
     """What each tenant stores, of how much, and what its keys may do, the largest first."""
+    from ragspec.rag.chat.conversations import MAX_BYTES_PER_TENANT as MAX_CONVERSATION_BYTES
     from services.keys import read_keys
     from services.settings import ServiceConfig
     from services.stores.records import MAX_BYTES_PER_TENANT, StoredBytes, stored_bytes
@@ -128,8 +129,8 @@ def usage(
     report = {
         tenant: asdict(row := stored[tenant])
         | {"max_file_bytes": MAX_BYTES_PER_TENANT, "file_share": row.fullest_bytes / MAX_BYTES_PER_TENANT}
-        | {"max_conversation_bytes": service.conversations.max_bytes}
-        | {"conversation_share": row.conversation_bytes / service.conversations.max_bytes}
+        | {"max_conversation_bytes": MAX_CONVERSATION_BYTES}
+        | {"conversation_share": row.conversation_bytes / MAX_CONVERSATION_BYTES}
         | {"keys": limits.get(tenant, {})}
         for tenant in order
     }

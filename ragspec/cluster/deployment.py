@@ -1,6 +1,6 @@
 """A deployment: engines, shards and encoders on a Ray cluster, started and ended as one. Ray restarts its parts.
 
-    >>> with Deployment.up(Topology(replicas=2), load_config("config.yaml")) as deployment, deployment.pipeline() as pipeline:
+    >>> with Deployment.up(Topology(num_replicas=2), load_config("config.yaml")) as deployment, deployment.pipeline() as pipeline:
     ...     print(pipeline.ask("When is the mill open?").text)
     >>> Deployment.find("ragspec").status()
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _WITHOUT_EFFECT_ON_TEXT = (
-    "encoder.batch_size",
     "retriever.device",
     "retriever.gpu_memory_bytes",
     "retriever.fail_closed",
@@ -113,7 +112,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def engine(self, routing: RoutingConfig | None = None) -> Router:
         """All engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
-        routing = routing or RoutingConfig(max_running=self.config.engine.max_running, hang_s=self._hang_s)
+        routing = routing or RoutingConfig(max_num_seqs=self.config.engine.max_num_seqs, hang_s=self._hang_s)
         return Router(self.replicas_of("engine"), ray_connect(routing), routing)
 
     def retriever(self, config: RetrieverConfig | None = None) -> ClusterRetriever:

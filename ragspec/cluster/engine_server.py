@@ -21,7 +21,7 @@ from ragspec.cluster.actors import HEALTH, WorkerActor, end_process, in_group
 from ragspec.cluster.engine_host import EngineHost, EngineStatus
 from ragspec.cluster.processes import STOPPED, Process
 from ragspec.cluster.ray_calls import ragspec_error
-from ragspec.cluster.topology import Topology
+from ragspec.cluster.topology import HEARTBEAT_S, RANK_TIMEOUT_S, Topology
 from ragspec.config import EngineConfig, PipelineConfig, TargetConfig
 from ragspec.engine.checkpoints.target_files import with_known_weights
 from ragspec.engine.engine import Engine
@@ -66,7 +66,7 @@ class EngineServer(EngineHost, WorkerActor):
             self._load_error = error
         late.cancel()
         self._node_id = ray.get_runtime_context().get_node_id()
-        threading.Thread(target=self._watch_followers, args=(topology.heartbeat_s,), daemon=True).start()
+        threading.Thread(target=self._watch_followers, args=(HEARTBEAT_S,), daemon=True).start()
 
     def load(self) -> None:
         """Raises: ModelError, ConfigError, RankLost."""
@@ -118,8 +118,8 @@ class _Followers:
     """The ranks beside rank 0, as rank 0 sees them; none in a group of one."""
 
     def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int, bundle: int) -> None:
-        self.group_size = size = topology.tensor_parallel
-        self._timeout_s, self._target = topology.rank_timeout_s, config.target
+        self.group_size = size = topology.tensor_parallel_size
+        self._timeout_s, self._target = RANK_TIMEOUT_S, config.target
         self._runs: list[Any] = []
         self._num_stopped = 0
         self.processes: list[Process] = []

@@ -25,7 +25,7 @@ from ragspec.cluster.ray_calls import ragspec_error, wait_for_all
 from ragspec.cluster.registry import NAMESPACE, actor_name, alive_nodes, kind_of
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
-from ragspec.cluster.topology import DeploymentSpec
+from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, DeploymentSpec
 from ragspec.config import PipelineConfig
 from ragspec.engine.checkpoints.target_files import with_known_weights
 from ragspec.errors import ConfigError, EngineError
@@ -79,7 +79,7 @@ def paths_of(spec: DeploymentSpec) -> dict[str, str]:
     """The absolute paths that the replicas read, each with its role in the configuration."""
     topology, config = spec
     roles: dict[str, str] = {}
-    if topology.replicas:
+    if topology.num_replicas:
         roles |= {
             **{section.path: f"{name} drafter" for name, section in config.drafting.networks.items()},
             config.drafting.datastore.index_dir: "index of the drafter datastore",
@@ -128,11 +128,11 @@ def start_replicas(deployment: str, spec: DeploymentSpec, lifetime: str | None) 
 def _start(name: str, spec: DeploymentSpec, options: dict[str, Any]) -> Any:
     topology, config = spec
     if kind_of(name) == "shard":
-        return remote_class(ShardActor).options(num_cpus=topology.cpus_per_shard, **options).remote()
+        return remote_class(ShardActor).options(num_cpus=CPUS_PER_SHARD, **options).remote()
     if kind_of(name) == "encoder":
-        actor = remote_class(EncoderActor).options(num_cpus=topology.cpus_per_encoder, **options)
+        actor = remote_class(EncoderActor).options(num_cpus=CPUS_PER_ENCODER, **options)
         return actor.remote(config.encoder)
-    num_beside = -(-topology.replicas // max(1, len(alive_nodes())))
+    num_beside = -(-topology.num_replicas // max(1, len(alive_nodes())))
     bundle = options["scheduling_strategy"].placement_group_bundle_index
     engine = remote_class(EngineServer, CONCURRENT_CALLS)
     engine = engine.options(num_cpus=topology.cpus_per_rank, num_gpus=topology.gpus_per_rank, **options)

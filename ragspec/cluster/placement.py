@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
-from ragspec.cluster.topology import Topology
+from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, Topology
 
 _PLACED_S = 10.0
 
@@ -46,8 +46,8 @@ def place_replicas(
 def bundle_of(kind: str, topology: Topology) -> dict[str, float]:
     """The resources of a replica's processes, which a bundle keeps on one node."""
     if kind != "engine":
-        return {"CPU": topology.cpus_per_shard if kind == "shard" else topology.cpus_per_encoder}
-    ranks, share = topology.tensor_parallel, topology.gpus_per_rank
+        return {"CPU": CPUS_PER_SHARD if kind == "shard" else CPUS_PER_ENCODER}
+    ranks, share = topology.tensor_parallel_size, topology.gpus_per_rank
     gpus = ranks * share
     if share < 1.0 < gpus:  # no rank has parts of two GPUs, so whole GPUs are reserved
         gpus = math.ceil(ranks / math.floor(1.0 / share))

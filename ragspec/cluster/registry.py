@@ -111,7 +111,7 @@ def _recorded(deployment: str) -> tuple[DeploymentSpec, bool]:
 
 
 def replica_names(topology: Topology) -> list[str]:
-    counts = (topology.replicas, topology.num_shards * topology.shard_replicas, topology.num_encoders)
+    counts = (topology.num_replicas, topology.num_shards * topology.shard_replicas, topology.num_encoders)
     return [f"{kind}-{number}" for kind, count in zip(KINDS, counts, strict=True) for number in range(count)]
 
 

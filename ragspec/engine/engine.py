@@ -47,7 +47,7 @@ class Engine(EngineClient):
         config: EngineConfig,
         threads: AdaptiveThreads | None = None,
     ) -> None:
-        self._threads = threads or AdaptiveThreads(config.num_threads, adaptive=config.adaptive_threads)
+        self._threads = threads or AdaptiveThreads(config.num_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self.lost = self._closed = ""  # why it is dead, set before any sequence ends with it; why requests are refused
         self.target, self._planner, self._admission = target, planner, admission

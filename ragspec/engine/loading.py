@@ -21,12 +21,12 @@ from ragspec.config import (
     DatastoreConfig,
     DraftingConfig,
     DraftModelConfig,
+    DraftTreeConfig,
     EagleConfig,
     EngineConfig,
-    HydraConfig,
+    HeadConfig,
     SelfDraftConfig,
     TargetConfig,
-    TreeHeadConfig,
 )
 from ragspec.core import Say, log_progress
 from ragspec.drafting.copy import CopyDrafter
@@ -36,7 +36,7 @@ from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
-from ragspec.drafting.eagle.drafter import EagleDrafter, PairTimer
+from ragspec.drafting.eagle.drafter import HEAD_WINDOW, EagleDrafter, PairTimer
 from ragspec.drafting.eagle.layout import reachable
 from ragspec.drafting.eagle.learner import trainable_head
 from ragspec.drafting.eagle.network import EagleNetwork
@@ -64,6 +64,8 @@ from ragspec.verification.sampling import compile_samplers
 log = logging.getLogger(__name__)
 
 _TYPICAL_ROWS, _NUM_TIMED = 8, 7
+_EARLIER_TOKENS = 50_000
+"""Of a tenant's earlier answers, with `drafting.reuse_earlier_answers`."""
 _NUM_ROUNDS = 3
 """Of all threads against one; few, because `AdaptiveThreads` goes on measuring."""
 
@@ -78,16 +80,18 @@ def load_engine(
     make_sampler: SamplerFactory | None = None,
     ranks: Ranks = ONE_RANK,
     planner_class: type[Planner] = Planner,
+    adaptive_threads: bool = True,
     say: Say = log_progress,
     quiet: Callable[[], object] = lambda: None,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
     `say` gets a line for each part of the start. The first start of a target takes many times as long as later ones.
-    `quiet` is called before forwards are timed; it returns when nothing else computes in this process.
+    `adaptive_threads`: use one thread or all of them, whichever is faster at the moment. `quiet` is
+    called before forwards are timed; it returns when nothing else computes in this process.
     Raises: ModelError, ConfigError, SaveError, RankLost.
     """
-    most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
+    most_threads, adaptive = threads_a_rank(config, ranks), adaptive_threads and ranks.size == 1
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         say("reading the weights")
@@ -97,18 +101,18 @@ def load_engine(
         compile_samplers()
         quiet()
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
-        max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
+        max_num_batched_tokens = max(MIN_STEP_TOKENS, min(config.max_num_batched_tokens, tested.num_rows))
         costs = kept_costs(
             target,
             tested.numerics_id,
             most_threads,
             partial(forward_s, target),
-            lambda: measure_costs(target, max_step_tokens, say),
+            lambda: measure_costs(target, max_num_batched_tokens, say),
         )
-        planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
+        planner = planner_class(make_drafters(target, drafting), costs, drafting.tree.max_nodes, target.vocab_size)
         if planner.taps:
             forward_s(target, 1, 1, taps=planner.taps)  # compiles the search for probable tokens
-        settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
+        settled = config.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
         admission = Admission(target, tested.fingerprint, make_sampler, tested.passed)
         # A second before the first question. No daemon: an interpreter that ends while the library reads crashes.
         Thread(target=admission.grammars.can_follow, name="ragspec-grammars").start()
@@ -159,22 +163,23 @@ def _accepted(tested: SelfTest, config: TargetConfig) -> SelfTest:
 
 def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     """The configured drafters. Raises: ConfigError for an unknown drafter, ModelError for an unusable or foreign head."""
+    tree = drafting.tree
     known: dict[str, Callable[[], Drafter]] = {
         "copy": lambda: CopyDrafter(
-            target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
+            target.tokenizer, target.eos_ids, _EARLIER_TOKENS if drafting.reuse_earlier_answers else 0
         ),
-        "eagle": lambda: make_eagle(target, drafting.eagle, "eagle"),
-        "medusa": lambda: make_medusa(target, drafting.medusa),
-        "hydra": lambda: make_hydra(target, drafting.hydra),
-        "draft_model": lambda: make_draft_model(target, drafting.draft_model),
-        "self": lambda: make_self_drafter(target, drafting.self_draft),
+        "eagle": lambda: make_eagle(target, drafting.eagle, tree),
+        "medusa": lambda: make_medusa(target, drafting.medusa, tree),
+        "hydra": lambda: make_hydra(target, drafting.hydra, tree),
+        "draft_model": lambda: make_draft_model(target, drafting.draft_model, tree),
+        "self": lambda: make_self_drafter(target, drafting.self_draft, tree),
         "datastore": lambda: make_datastore(target, drafting.datastore),
         "lookahead": LookaheadDrafter,
     }
     for name, head in drafting.eagle_heads.items():
-        _add(known, name, partial(make_eagle, target, head, name))
-    for name, model in drafting.draft_models.items():
-        _add(known, name, partial(make_draft_model, target, model, name))
+        if name in known:
+            raise ConfigError(f"drafting.eagle_heads names {name!r}, the name of another drafter")
+        known[name] = partial(make_eagle, target, head, tree, name)
     names = drafting.drafters
     if names is None:
         names = ("copy", *(name for name, section in drafting.networks.items() if section.path))
@@ -184,18 +189,12 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     return [known[name]() for name in names] if drafting.speculation else []
 
 
-def _add(known: dict[str, Callable[[], Drafter]], name: str, make: Callable[[], Drafter]) -> None:
-    if name in known:
-        raise ConfigError(f"drafting names {name!r}, the name of another drafter")
-    known[name] = make
-
-
-def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
+def make_eagle(target: Target, config: EagleConfig, tree: DraftTreeConfig, name: str = "eagle") -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
     checkpoint = read_head(
         _path_of(config, name if name == "eagle" else f"eagle_heads.{name}"), config.positions_per_layer
     )
-    shape = _shape(config)
+    shape = _head_shape(tree)
     checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))
     most = target.num_positions + shape.max_depth
     window = min(config.window, checkpoint.config.window or config.window)
@@ -204,54 +203,57 @@ def make_eagle(target: Target, config: EagleConfig, name: str) -> EagleDrafter:
     def build(dtype: torch.dtype) -> PairTimer[EagleNetwork]:
         return PairTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
 
-    timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
+    timer, costs = _fastest_dtype(target, build, context, min(64, context), config.dtype)
     make: Callable[..., EagleDrafter] = EagleDrafter
     if config.online.enabled:
         head = trainable_head(checkpoint, target.backend.device)
         make = partial(OnlineEagleDrafter, head=head, online=config.online)
-    return make(
-        timer.network, shape, costs, window=window, max_read=config.max_read_tokens, coupled=config.coupled, name=name
-    )
+    return make(timer.network, shape, costs, window=window, name=name)
 
 
-def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
+def make_medusa(target: Target, config: HeadConfig, tree: DraftTreeConfig) -> MedusaDrafter:
     """As `make_eagle`, for Medusa's heads."""
-    network, shape, costs = _measured(target, config, read_medusa(_path_of(config, "medusa"), target))
-    return MedusaDrafter(network, shape, costs, coupled=config.coupled)
+    network, costs = _measured(target, read_medusa(_path_of(config, "medusa"), target))
+    return MedusaDrafter(network, _head_shape(tree, MEDUSA_TREE), costs)
 
 
-def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydraDrafter:
+def make_hydra(target: Target, config: HeadConfig, tree: DraftTreeConfig) -> HydraDrafter | PrefixHydraDrafter:
     """As `make_eagle`, for Hydra's heads."""
-    heads = read_hydra(_path_of(config, "hydra"), target)
+    heads, shape = read_hydra(_path_of(config, "hydra"), target), _head_shape(tree, MEDUSA_TREE)
     if not heads.config.has_prefix:
-        network, shape, costs = _measured(target, config, heads)
-        return HydraDrafter(network, shape, costs, coupled=config.coupled)
-    shape = _shape(config, MEDUSA_TREE)
-    context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
+        network, costs = _measured(target, heads)
+        return HydraDrafter(network, shape, costs)
+    context = min(target.max_context_tokens, HEAD_WINDOW, target.pool.num_slots) // 2
 
     def build(dtype: torch.dtype) -> PairTimer[PrefixNetwork]:
         return PairTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
 
-    timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
-    return PrefixHydraDrafter(
-        timer.network, shape, costs, window=config.window, max_read=config.max_read_tokens, coupled=config.coupled
-    )
+    timer, costs = _fastest_dtype(target, build, context, min(64, context))
+    return PrefixHydraDrafter(timer.network, shape, costs, window=HEAD_WINDOW)
 
 
-def _measured(
-    target: Target, config: TreeHeadConfig, heads: PositionCheckpoint
-) -> tuple[PositionNetwork, TreeShape, CostTable]:
-    shape = _shape(config, MEDUSA_TREE)
-    network, costs = _fastest_dtype(target, config, lambda dtype: PositionNetwork(heads, target, dtype), 0, 64)
-    return network, shape, costs
+def _measured(target: Target, heads: PositionCheckpoint) -> tuple[PositionNetwork, CostTable]:
+    return _fastest_dtype(target, lambda dtype: PositionNetwork(heads, target, dtype), 0, 64)
 
 
-def _shape(config: TreeHeadConfig, static: SequenceOf[tuple[int, ...]] = STATIC_TREE) -> TreeShape:
-    num_nodes = config.num_nodes if config.score == "confidence" else None
-    return make_shape(config.tree, config.num_children, config.width, config.max_depth, static, num_nodes)
+def _head_shape(tree: DraftTreeConfig, static: SequenceOf[tuple[int, ...]] = STATIC_TREE) -> TreeShape:
+    """The tree of a head. `static`: the published tree of its family."""
+    top_k, max_depth = tree.top_k or 4, tree.max_depth or 6
+    if tree.kind == "confidence":
+        return make_shape("dynamic", top_k, top_k, max_depth, num_nodes=tree.max_nodes)
+    return make_shape(tree.kind, top_k, top_k, max_depth, static)
 
 
-def _path_of(config: TreeHeadConfig, name: str) -> str:
+def _model_shape(tree: DraftTreeConfig, max_depth: int) -> TreeShape:
+    """The tree of a drafter whose every level is a forward of a language model; it ranks paths by their acceptance alone.
+
+    `max_depth`: the drafter's own, where the configuration names none.
+    """
+    kind = "dynamic" if tree.kind == "confidence" else tree.kind
+    return make_shape(kind, tree.top_k or 3, tree.top_k or 1, tree.max_depth or max_depth)
+
+
+def _path_of(config: HeadConfig, name: str) -> str:
     if not config.path:
         raise ConfigError(f"drafting.{name}.path is empty: it names the directory of a head for this target")
     return config.path
@@ -262,12 +264,12 @@ class Timed(Protocol):
 
 
 def _fastest_dtype(
-    target: Target, config: TreeHeadConfig, build: Callable[[torch.dtype], TimedHead], context: int, max_rows: int
+    target: Target, build: Callable[[torch.dtype], TimedHead], context: int, max_rows: int, configured: str = "auto"
 ) -> tuple[TimedHead, CostTable]:
     """A head with products in the configured dtype, or in the fastest one, and its costs. Memory holds one head at a time."""
     on_cpu = target.backend.name == "cpu"
     known = ("float32", "bfloat16", *(["int8"] if on_cpu and target.config.is_int8 else []))
-    dtypes = [getattr(torch, name) for name in (known if config.dtype == "auto" else (config.dtype,))]
+    dtypes = [getattr(torch, name) for name in (known if configured == "auto" else (configured,))]
     dtypes = [dtype for dtype in dtypes if not on_cpu or dtype == torch.int8 or packing_available(dtype)]
 
     def median_s(dtype: torch.dtype) -> float:
@@ -278,40 +280,33 @@ def _fastest_dtype(
     return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
-def make_draft_model(target: Target, config: DraftModelConfig, name: str = "draft_model") -> ModelDrafter:
+def make_draft_model(target: Target, config: DraftModelConfig, tree: DraftTreeConfig) -> ModelDrafter:
     """Load a small model beside the target, on the same device, and measure its costs.
 
     Raises: ConfigError, ModelError.
     """
     if not config.path:
-        section = name if name == "draft_model" else f"draft_models.{name}"
-        raise ConfigError(f"drafting.{section}.path is empty: it names a small language model")
-    quantization = config.quantization
-    if quantization == "auto":
-        quantization = "int8" if target.config.is_int8 else "none"
-    others = {"model": config.path, "adapter": "auto", "quantization": quantization, "max_context_tokens": None}
+        raise ConfigError("drafting.draft_model.path is empty: it names a small language model")
+    quantization = "int8" if target.config.is_int8 else "none"
+    others = {"model": config.path, "adapter": "auto", "quantization": quantization, "max_model_len": None}
     others["max_weight_bytes"] = None
     others["device"] = target.ranks.device(target.config.device)
     settings = TargetConfig(**{**target.config.model_dump(), **others})
     tokenizer = load_tokenizer(settings)
     check_vocabulary(config.path, tokenizer, target.tokenizer)
-    num_slots = min(config.max_kv_tokens, target.pool.num_slots)
-    model = Target.load(settings, num_slots, max_kv_bytes=config.max_kv_bytes)
+    model = Target.load(settings, min(config.max_kv_tokens, target.pool.num_slots))
     context = min(model.max_context_tokens, model.pool.num_slots - PAGE, 2048) // 2
     costs = CostTable.measure(partial(forward_s, model), [context], min(64, context))
-    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
-    prefixes = PrefixCache(model.pool)
-    return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled, name=name)
+    return ModelDrafter(model, target.vocab_size, _model_shape(tree, 6), costs, PrefixCache(model.pool))
 
 
-def make_self_drafter(target: Target, config: SelfDraftConfig) -> SelfDrafter:
+def make_self_drafter(target: Target, config: SelfDraftConfig, tree: DraftTreeConfig) -> SelfDrafter:
     """Raises: ConfigError, ModelError if the target's layers cannot be separated."""
     if not config.keep:
         raise ConfigError("drafting.self_draft.keep is empty: it lists the target's layers that draft")
     context = min(target.max_context_tokens, target.pool.num_slots - PAGE, 2048) // 2
     costs = CostTable.measure(partial(forward_s, target, layers=config.keep), [context], min(64, context))
-    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
-    return SelfDrafter(target, config.keep, shape, costs, coupled=config.coupled)
+    return SelfDrafter(target, config.keep, _model_shape(tree, 4), costs)
 
 
 def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:

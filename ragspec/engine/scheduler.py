@@ -75,7 +75,9 @@ class Scheduler:
         self.waiting = FairQueue[Sequence](_tenant)
         self.running: list[Sequence] = []
         self.offload = make_kv_offload(pool, config, ranks)
-        self.prefixes = PrefixCache(pool, self.offload.keep if self.offload else None) if config.prefix_cache else None
+        self.prefixes = (
+            PrefixCache(pool, self.offload.keep if self.offload else None) if config.enable_prefix_caching else None
+        )
         self.num_preemptions = 0
         self._num_steps = 0
         self._out_of_reach = _NEVER
@@ -109,7 +111,7 @@ class Scheduler:
         """The sequences of the next step, each with its number of pending tokens within the step's token budget."""
         self._num_steps += 1
         if self.offload is not None:
-            self.offload.begin_step(self._cost_s(self._config.max_step_tokens, 0))
+            self.offload.begin_step(self._cost_s(self._config.max_num_batched_tokens, 0))
         self._admit()
         demands, chosen = self._demands(), list[tuple[Sequence, int]]()
         shares = fair_shares(demands, self._most_rows(demands))
@@ -149,7 +151,7 @@ class Scheduler:
     def _rows_beside_decoding(self) -> int:
         """Rows of a step in which some sequences decode and others read prompts: as few as read prompts almost as fast as the
         token budget would, because whoever decodes waits for them."""
-        most = self._config.max_step_tokens
+        most = self._config.max_num_batched_tokens
         decoding = sum(sequence.num_pending == 1 for sequence in self.running)
         if not 0 < decoding < len(self.running):
             return most
@@ -166,7 +168,7 @@ class Scheduler:
 
         Evicts cached prefixes if needed: a full cache must not end speculation.
         """
-        left = self._config.max_step_tokens - sum(n for _, n in chosen)
+        left = self._config.max_num_batched_tokens - sum(n for _, n in chosen)
         reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots) + len(chosen)
         wanted = reserved + -(-min(left, _DRAFT_ROWS * len(chosen)) // PAGE)
         if self._pool.num_free_pages < wanted and not self._free(wanted + _PAGES_AHEAD):
@@ -206,7 +208,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (sequence := self._next()) is not None:
-            if len(self.running) >= self._config.max_running:
+            if len(self.running) >= self._config.max_num_seqs:
                 if not self._displace(sequence):
                     return
                 continue

@@ -81,7 +81,7 @@ class Target:
         self.vocab_size: int = text_config.vocab_size
         self.hidden_size: int = text_config.hidden_size
         self.num_positions = int(text_config.max_position_embeddings)
-        self.max_context_tokens = min(config.max_context_tokens or self.num_positions, self.num_positions)
+        self.max_context_tokens = min(config.max_model_len or self.num_positions, self.num_positions)
         self.eos_ids = eos_ids(model, tokenizer)
         self.shapes = attention_shapes(text_config, self.ranks.size)
         """The attention of this rank's part of each layer."""

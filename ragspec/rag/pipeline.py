@@ -184,7 +184,7 @@ class Pipeline(Closeable):
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
     """`max_batch`: questions that share a retrieval; `max_lookups`: retrievals at a time; `max_in_flight`: engine requests
-    at a time, at least the engine's `max_running` to keep it full; `max_waiting`: questions queued before each stage.
+    at a time, at least the engine's `max_num_seqs` to keep it full; `max_waiting`: questions queued before each stage.
 
     Raises: ConfigError.
     """

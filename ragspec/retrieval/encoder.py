@@ -85,7 +85,7 @@ class Encoder(RowInvariantModel):
             id=config.model, fingerprint=fingerprint(model, max_tokens), dimension=model.get_embedding_dimension()
         )
         self.is_ragged = isinstance(model, SentenceModel)
-        super().__init__(model, model.tokenizer, max_tokens, config.batch_size)
+        super().__init__(model, model.tokenizer, max_tokens)
 
     @classmethod
     def load(cls, config: EncoderConfig) -> Encoder:

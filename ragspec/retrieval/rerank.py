@@ -44,7 +44,6 @@ class RerankerConfig(ConfigSection):
 
     model: str = ""
     max_tokens: int = Field(512, ge=8)
-    batch_size: int = Field(32, ge=1)
 
 
 class Reranker(RowInvariantModel):
@@ -54,7 +53,7 @@ class Reranker(RowInvariantModel):
         """Take over `model` (of transformers): its linear layers are packed in place."""
         max_tokens = min(config.max_tokens, _positions(model, tokenizer))
         self._name = config.model
-        super().__init__(model, tokenizer, max_tokens, config.batch_size)
+        super().__init__(model, tokenizer, max_tokens)
 
     @classmethod
     def load(cls, config: RerankerConfig) -> Reranker:

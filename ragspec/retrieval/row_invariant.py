@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 TokenIds = Sequence[Sequence[int]]
 
+MAX_BATCH_SIZE = 32
 _MAX_BATCH_TOKENS, _MAX_PART_TOKENS = 1024, 256
 """Tokens of a batch: so many, or for each processor so many if that is more. Measured: larger batches leave the cache, smaller
 ones waste calls on short texts."""
@@ -90,7 +91,7 @@ class RowInvariantModel(ABC):
     is_ragged = False
     """Whether `_forward` takes texts of different lengths together."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, max_tokens: int) -> None:
         """Take over `model`: its linear layers are packed in place. Read its weights before."""
         self._model = model.eval()
         self._tokenizer = tokenizer
@@ -98,7 +99,7 @@ class RowInvariantModel(ABC):
         """The longest text the model reads, special tokens included."""
         self._computing = TurnLock()
         self._tokenizing = TurnLock()  # Why: truncation is a state of the tokenizer
-        self.max_batch_size = batch_size
+        self.max_batch_size = MAX_BATCH_SIZE
         if packing_available():
             run_in_thread(lambda: replace_linears(model), num_processors())
         if not run_in_thread(self.self_test, 1):

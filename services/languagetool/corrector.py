@@ -68,7 +68,7 @@ class Corrector:
 
     def __init__(self, backend: ServiceBackend) -> None:
         self._backend, self._settings = backend, backend.config.service.grammar
-        self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_running)
+        self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_num_seqs)
         self._proof: asyncio.Task[bool] | None = None
 
     async def correct(self, caller: Caller, request: CorrectionRequest, dictionaries: Sequence[str] = ()) -> Corrected:

@@ -12,7 +12,7 @@ from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
 from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
-from ragspec.rag.grammar.edit_filters import EditFilter
+from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.speculation import Speculation
@@ -46,15 +46,15 @@ class GrammarRequest(BaseModel):
     keep_names: StrictBool = True
     cache_salt: str = Field("", max_length=256)
 
-    def correction_request(self, tenant: str, max_edit_ratio: float) -> CorrectionRequest:
-        """`max_edit_ratio`: the default. Raises: InputError, ApiError 400."""
+    def correction_request(self, tenant: str) -> CorrectionRequest:
+        """Raises: InputError, ApiError 400."""
         if (self.text is None) == (self.annotation is None):
             raise InputError("give either text or annotation")
         parts = None if self.annotation is None else annotated(self.annotation)
         seed = portable_seed() if self.seed is None else self.seed
         params = SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed)
         edit_filter = EditFilter(
-            max_edit_ratio if self.max_edit_ratio is None else self.max_edit_ratio,
+            DEFAULT_FILTER.max_edit_ratio if self.max_edit_ratio is None else self.max_edit_ratio,
             frozenset(self.ignore),
             kinds=frozenset(EditKind) - set(self.disabled_kinds) if self.disabled_kinds else None,
             numbers=self.keep_numbers,

@@ -34,8 +34,6 @@ def routes(backend: ServiceBackend) -> APIRouter:
 
 
 def _add_check(router: APIRouter, backend: ServiceBackend, corrector: Corrector) -> None:
-    ratio = backend.config.service.grammar.max_edit_ratio
-
     @router.get("/v2/check")
     @router.post("/v2/check")
     async def check(request: HttpRequest) -> Response:
@@ -44,7 +42,7 @@ def _add_check(router: APIRouter, backend: ServiceBackend, corrector: Corrector)
         found = await asyncio.to_thread(detect_language, checked.text, variant)
         if checked.language == AUTO and not found.is_corrected:
             return JSONResponse(check_reply(checked.language, found, None))
-        caller, edit_filter = request.state.caller, EditFilter(ratio, kinds=checked.kinds)
+        caller, edit_filter = request.state.caller, EditFilter(kinds=checked.kinds)
         correction = CorrectionRequest(
             secrets.token_hex(16), checked.text, tenant=caller.tenant, edit_filter=edit_filter, parts=checked.parts
         )
@@ -107,14 +105,12 @@ def _add_dictionaries(router: APIRouter, backend: ServiceBackend) -> None:
 
 
 def _add_grammar(router: APIRouter, backend: ServiceBackend, corrector: Corrector) -> None:
-    ratio = backend.config.service.grammar.max_edit_ratio
-
     @router.post("/v1/grammar")
     async def grammar(body: GrammarRequest, request: HttpRequest) -> Response:
         if body.model not in (None, backend.model):
             raise ApiError(404, f"the model {body.model!r} is not served here", param="model", code="model_not_found")
         caller = request.state.caller
-        correction = await asyncio.to_thread(body.correction_request, caller.tenant, ratio)
+        correction = await asyncio.to_thread(body.correction_request, caller.tenant)
         found = await asyncio.to_thread(detect_language, correction.text)
         if body.language == AUTO and not found.is_corrected:
             raise ApiError(400, f"the text seems to be {found.name}, and only English is corrected", param="language")

@@ -81,7 +81,7 @@ def test_a_setting_that_cannot_be_is_told_before_anything_starts(run: Run, tmp_p
     code, said = run("up", "--config", str(config))
     assert code == 1 and "topology.replica: Extra inputs are not permitted" in said
     code, said = run("up", "--tensor-parallel", "3")
-    assert code == 1 and "topology.tensor_parallel" in said
+    assert code == 1 and "topology.tensor_parallel_size" in said
     assert not (tmp_path / "state").exists()
 
 

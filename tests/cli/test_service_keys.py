@@ -75,14 +75,12 @@ def test_the_report_counts_what_quotas_count(tmp_path: Path, capsys: pytest.Capt
     assert report["bob"]["num_conversations"] == 1 and report["bob"]["conversation_bytes"] > len("When?At noon.")
     assert report["ann"]["max_file_bytes"] == 2**30 and report["ann"]["file_share"] == records.used_bytes("ann") / 2**30
     file, config = tmp_path / "keys.json", tmp_path / "ragspec.yaml"
-    config.write_text(
-        f"service: {{keys_file: {file}, conversations: {{max_bytes: 65536}}, limits: {{key: {{concurrency: 4}}}}}}"
-    )
+    config.write_text(f"service: {{keys_file: {file}, limits: {{key: {{concurrency: 4}}}}}}")
     add_key(file, "bob", key_id="b1", limits=KeyLimits(requests_per_minute=60))
     add_key(file, "eve")
     assert run("keys", "usage", "--data", str(tmp_path), "--config", str(config), "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["bob"]["conversation_share"] == report["bob"]["conversation_bytes"] / 65536 > 0
+    assert report["bob"]["conversation_share"] == report["bob"]["conversation_bytes"] / 2**26 > 0
     assert report["bob"]["keys"] == {"b1": {"requests_per_minute": 60, "concurrency": 4}}
     assert (report["eve"]["file_share"], list(report["eve"]["keys"].values())) == (0.0, [{"concurrency": 4}])
     assert run("keys", "usage", "--data", str(tmp_path), "--file", str(file)) == 0

@@ -347,7 +347,7 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
 @pytest.mark.slow
 def test_reranked_answers_are_those_of_one_process(shards: ActorPool, index_dir: Path, tmp_path: Path) -> None:
     """Passages that are not reranked, or in another order, where the index lies on shards."""
-    settings: dict[str, Any] = {"reranker": save_model(tmp_path / "reranker"), "rerank_depth": 12}
+    settings: dict[str, Any] = {"reranker": save_model(tmp_path / "reranker")}
     reranker = Reranker.load(RerankerConfig(model=settings["reranker"]))
     config = RetrieverConfig(index_dir=str(index_dir), **settings)
     here = Retriever(LetterEncoder(), Store.open(index_dir), config, reranker=reranker)

@@ -53,7 +53,7 @@ def test_what_is_the_same_or_not_said_is_no_contradiction(tmp_path: Path, monkey
     deployed = with_full_paths(config(**same, retriever__mode="sparse"))
     others = (
         config(retriever__index_dir=str(tmp_path / "index")),
-        config(encoder__batch_size=7, engine__max_running=3),
+        config(retriever__device="cpu", engine__max_num_seqs=3),
     )
     for given in (config(**same), config(), *others):
         check_agreement("ragspec", deployed, given, SECTIONS)

@@ -36,13 +36,11 @@ pytestmark = pytest.mark.ray
 BOUND_S = 600.0
 PARAMS = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=120, ignore_eos=True, logprobs=1)
 TOPOLOGY = Topology(
-    replicas=2,
-    tensor_parallel=2,
+    num_replicas=2,
+    tensor_parallel_size=2,
     num_shards=1,
     shard_replicas=2,
     cpus_per_rank=0.1,
-    cpus_per_shard=0.05,
-    cpus_per_encoder=0.05,
 )
 
 
@@ -53,7 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
     target = TargetConfig(model=str(save_model("llama", folder / "model")))
     config = PipelineConfig(target=target, retriever=RetrieverConfig(index_dir=str(folder / "index")))
     build_index(documents, folder / "index", Encoder.load(config.encoder))
-    engine = EngineConfig(num_threads=1, adaptive_threads=False, max_kv_tokens=4096)
+    engine = EngineConfig(num_threads=1, max_kv_tokens=4096)
     return config.model_copy(update={"engine": engine})
 
 
@@ -222,7 +220,7 @@ def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
     (tmp_path / "broken").mkdir()
     broken = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "broken"))})
     for ranks in (1, 2):
-        topology = TOPOLOGY.model_copy(update={"tensor_parallel": ranks, "replicas": 1})
+        topology = TOPOLOGY.model_copy(update={"tensor_parallel_size": ranks, "num_replicas": 1})
         with pytest.raises(ModelError, match="broken"):
             Deployment.up(topology, broken, name="broken")
         assert not actors_of("broken")
@@ -231,7 +229,7 @@ def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
 @pytest.mark.slow
 def test_nothing_is_left_after_down_even_of_stopped_processes(local_ray: None, config: PipelineConfig) -> None:
     """Actors, placement groups or processes of a deployment that is gone."""
-    topology = TOPOLOGY.model_copy(update={"replicas": 1, "shard_replicas": 1, "num_encoders": 0})
+    topology = TOPOLOGY.model_copy(update={"num_replicas": 1, "shard_replicas": 1, "num_encoders": 0})
     deployment = Deployment.up(topology, config, name="ended", detached=True)
     pids = [pid for replica in live(deployment).values() for pid in replica.pids]
     assert len(pids) == 3

@@ -48,7 +48,7 @@ def cluster(without_local_ray: None) -> Iterator[Cluster]:
 
 
 def encoders(deployment: str, count: int) -> list[Replica]:
-    topology = Topology(replicas=0, num_shards=0, num_encoders=count)
+    topology = Topology(num_replicas=0, num_shards=0, num_encoders=count)
     return start_replicas(deployment, DeploymentSpec(topology, PipelineConfig()), None)
 
 
@@ -90,5 +90,5 @@ def test_no_node_holds_all_encoders(cluster: Cluster, monkeypatch: pytest.Monkey
 )
 def test_a_bundle_holds_each_rank_on_gpus_of_its_own(ranks: int, share: float, gpus: float) -> None:
     """Of 1.2 GPUs two ranks with 0.6 each cannot start: the second would have parts of two."""
-    topology = Topology(tensor_parallel=ranks, gpus_per_rank=share)
+    topology = Topology(tensor_parallel_size=ranks, gpus_per_rank=share)
     assert bundle_of("engine", topology) == pytest.approx({"CPU": ranks * topology.cpus_per_rank, "GPU": gpus})

@@ -66,7 +66,7 @@ def serving(local: LocalReplicas) -> str:
 
 def test_a_tenant_does_not_wait_for_another_s_queue(targets: Targets) -> None:
     """First come, first served: one tenant's queue in front of the replicas delays everybody by all of it."""
-    with replicas(targets(1)) as local, Router(local.all, connect, settings(max_running=2)) as router:
+    with replicas(targets(1)) as local, Router(local.all, connect, settings(max_num_seqs=2)) as router:
         ended: list[str] = []
 
         def listener(delta: Delta) -> None:
@@ -229,7 +229,7 @@ def test_replicas_are_sent_only_so_much_and_the_rest_in_order(local: LocalReplic
             arrived.append(request.prompt_ids[0])
             super().submit(request)
 
-    with Router(local.all, Noting, settings(max_running=1, max_queued=6)) as router:
+    with Router(local.all, Noting, settings(max_num_seqs=1, max_queued=6)) as router:
         router.submit_all([ask(f"r{i}", replace(SHORT, max_tokens=30), first=i) for i in range(8)], ended)
         with pytest.raises(Overloaded):
             router.submit(ask("too many"), Heard())
@@ -244,7 +244,7 @@ def test_replicas_are_sent_only_so_much_and_the_rest_in_order(local: LocalReplic
 
 def test_a_waiting_request_can_be_cancelled(local: LocalReplicas) -> None:
     """A request in the queue ran all the same, or took its place with it."""
-    with Router(local.all, connect, settings(max_running=1)) as router:
+    with Router(local.all, connect, settings(max_num_seqs=1)) as router:
         heard = {name: Heard() for name in ("a", "b", "c", "d")}
         with standing(*engines(local)):
             for name, each in heard.items():
@@ -299,7 +299,7 @@ def test_a_drain_lets_the_running_end(local: LocalReplicas) -> None:
 def test_what_has_not_ended_is_cancelled_when_the_drain_is_over(local: LocalReplicas) -> None:
     """Replicas went on computing for a router that is gone, or its callers waited for ever."""
     heard = [Heard() for _ in range(3)]
-    with Router(local.all, connect, settings(max_running=1)) as router, standing(*engines(local)):
+    with Router(local.all, connect, settings(max_num_seqs=1)) as router, standing(*engines(local)):
         for number, each in enumerate(heard):
             router.submit(ask(f"r{number}", LONG), each)
         router.close(drain_s=0.05)

@@ -132,7 +132,7 @@ def test_random_faults_change_nothing(targets: Targets, seed: int) -> None:
             truth[f"r{number}"] = local.engines["engine-0"].generate([requests[number]])
         heard = {request.id: Heard(len(request.choices)) for request in requests}
         cancelled = set(weather.random.sample(sorted(heard), 4))
-        settings = SETTINGS.model_copy(update={"max_running": 12, "max_vain_replays": 100})
+        settings = SETTINGS.model_copy(update={"max_num_seqs": 12, "max_vain_replays": 100})
         over = threading.Event()
         with Router(local.all, weather, settings) as router:
             disturbing = threading.Thread(target=disturb, args=(local, weather, over))

@@ -27,7 +27,7 @@ def refusal(topology: Topology, *rooms: tuple[float, float]) -> str:
 
 def test_the_refusal_shows_every_sum_that_does_not_come_out() -> None:
     """`up` waits for ever for GPUs that are not there, or says only that resources are short."""
-    topology = Topology(replicas=2, tensor_parallel=4, gpus_per_rank=1.0)
+    topology = Topology(num_replicas=2, tensor_parallel_size=4, gpus_per_rank=1.0)
     assert refusal(topology, (64.0, 2.0), (64.0, 2.0)) == (
         "the topology does not fit: 2 replicas x 4 ranks x 1 GPU = 8 GPUs, the cluster has 4; "
         "the largest node has 2, and a group needs 4 on one node"
@@ -36,16 +36,16 @@ def test_the_refusal_shows_every_sum_that_does_not_come_out() -> None:
 
 def test_groups_that_fit_the_sum_but_no_node_are_refused() -> None:
     """3 nodes of 6 GPUs have 18, but no more than 3 groups of 4: the fourth would hang."""
-    topology = Topology(replicas=4, tensor_parallel=4, gpus_per_rank=1.0)
+    topology = Topology(num_replicas=4, tensor_parallel_size=4, gpus_per_rank=1.0)
     message = refusal(topology, (64.0, 6.0), (64.0, 6.0), (64.0, 6.0))
     assert "4 replicas need 4 GPUs and 2 CPUs on one node each, and only 3 find that" in message
 
 
 def test_the_shards_and_encoders_are_in_the_sum() -> None:
     """A topology whose engines just fit leaves no room for the index."""
-    topology = Topology(replicas=2, cpus_per_rank=1.0, num_shards=2, shard_replicas=2, cpus_per_shard=0.5)
-    message = refusal(topology, (3.0, 0.0))
-    assert "2 replicas x 1 ranks x 1 CPU + 4 shards x 0.5 + 1 encoders x 0.1 = 4.1 CPUs, the cluster has 3" in message
+    topology = Topology(num_replicas=2, cpus_per_rank=1.0, num_shards=2, shard_replicas=2)
+    message = refusal(topology, (2.0, 0.0))
+    assert "2 replicas x 1 ranks x 1 CPU + 4 shards x 0.1 + 1 encoders x 0.1 = 2.5 CPUs, the cluster has 2" in message
 
 
 @given(
@@ -54,7 +54,12 @@ def test_the_shards_and_encoders_are_in_the_sum() -> None:
 def test_what_is_accepted_can_be_packed(replicas: int, ranks: Any, rooms: list[tuple[int, int]]) -> None:
     """Sums alone accept shapes that no packing of whole groups fulfils."""
     topology = Topology(
-        replicas=replicas, tensor_parallel=ranks, cpus_per_rank=0.5, gpus_per_rank=1.0, num_shards=0, num_encoders=0
+        num_replicas=replicas,
+        tensor_parallel_size=ranks,
+        cpus_per_rank=0.5,
+        gpus_per_rank=1.0,
+        num_shards=0,
+        num_encoders=0,
     )
     fits = sum(min(int(gpus) // ranks, int(cpus * 2) // ranks) for cpus, gpus in rooms) >= replicas
     try:
@@ -68,9 +73,9 @@ def test_what_is_accepted_can_be_packed(replicas: int, ranks: Any, rooms: list[t
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"replicas": 0, "num_shards": 0, "num_encoders": 0},
-        {"tensor_parallel": 3},
-        {"heartbeat_s": 2.0, "hang_s": 1.0},
+        {"num_replicas": 0, "num_shards": 0, "num_encoders": 0},
+        {"tensor_parallel_size": 3},
+        {"hang_s": 0.1},
         {"gpus_per_rank": 1.5},
         {"replica": 1},
     ],
@@ -84,8 +89,12 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 def test_one_file_has_the_pipeline_and_its_topology(tmp_path: Path) -> None:
     """The topology's section is unknown to the reader of the pipeline's, or the other way round."""
     path = tmp_path / "cluster.yaml"
-    path.write_text("topology:\n  replicas: 2\n  num_shards: 3\nretriever:\n  index_dir: here\n", encoding="utf-8")
-    settings = load_settings(ClusterConfig, path, **{"topology.replicas": 4})
-    assert (settings.topology.replicas, settings.topology.num_shards, settings.retriever.index_dir) == (4, 3, "here")
-    with pytest.raises(ConfigError, match=r"topology\.replicas"):
-        load_settings(ClusterConfig, path, **{"topology.replicas": "many"})
+    path.write_text("topology:\n  num_replicas: 2\n  num_shards: 3\nretriever:\n  index_dir: here\n", encoding="utf-8")
+    settings = load_settings(ClusterConfig, path, **{"topology.num_replicas": 4})
+    assert (settings.topology.num_replicas, settings.topology.num_shards, settings.retriever.index_dir) == (
+        4,
+        3,
+        "here",
+    )
+    with pytest.raises(ConfigError, match=r"topology\.num_replicas"):
+        load_settings(ClusterConfig, path, **{"topology.num_replicas": "many"})

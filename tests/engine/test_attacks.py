@@ -15,7 +15,7 @@ from drafters import Perfect, Random
 from oracle import decode, next_logits
 from tiny_target import CONTEXT, tiny_engine, tiny_tokenizer
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
@@ -134,7 +134,7 @@ def test_hundreds_of_queued_requests(tiny: Tiny) -> None:
     target = tiny()
     requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(400)]
     expected = {r.prompt_ids: decode(target, r.prompt_ids, SamplingParams(max_tokens=2)).token_ids for r in requests}
-    with tiny_engine(target, [Random(target.vocab_size)], max_step_tokens=256) as engine:
+    with tiny_engine(target, [Random(target.vocab_size)], max_num_batched_tokens=256) as engine:
         completions = engine.generate(requests)
         for request, completion in zip(requests, completions, strict=True):
             assert completion.request_id == request.id
@@ -188,7 +188,7 @@ def test_cancelling_takes_one_step(tiny: Tiny) -> None:
 def test_waiting_requests_can_be_cancelled(tiny: Tiny) -> None:
     """A request in the queue ran although its owner had left."""
     target = tiny()
-    with tiny_engine(target, max_running=1) as engine:
+    with tiny_engine(target, max_num_seqs=1) as engine:
         first, waiting = Listener(), Listener()
         engine.submit(ask("a", params=SamplingParams(max_tokens=100)), first)
         engine.submit(ask("b"), waiting)
@@ -316,7 +316,7 @@ def test_pages_below_what_a_running_sequence_holds_are_not_promised(tiny: Tiny) 
     """Counted as free to take, they never were: everything else that was remembered was forgotten for them, step by step."""
     target = tiny()
     target.reset_pool(16 * PAGE)
-    scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_step_tokens=64))
+    scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_num_batched_tokens=64))
     cache = scheduler.prefixes
     assert cache is not None
 
@@ -351,7 +351,7 @@ def test_a_step_that_fails_leaves_those_alone_that_were_not_in_it(tiny: Tiny, mo
         return forward(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(target, "forward_tapped", failing)
-    with tiny_engine(target, max_step_tokens=64) as engine:
+    with tiny_engine(target, max_num_batched_tokens=64) as engine:
         long, short = Listener(), Listener()
         engine.between_steps(lambda: (engine.submit(ask("long", (5,) * 200), long), engine.submit(ask("short"), short)))
         assert long.done.wait(60)
@@ -376,7 +376,7 @@ def test_a_lost_slot_is_found(tiny: Tiny) -> None:
 def test_closing_ends_what_runs(tiny: Tiny) -> None:
     """A caller waits for ever after `close`, or a request is accepted that nobody will run."""
     target = tiny()
-    engine = tiny_engine(target, max_running=1)
+    engine = tiny_engine(target, max_num_seqs=1)
     running, waiting = Listener(), Listener()
     engine.submit(ask("a", params=SamplingParams(max_tokens=240)), running)
     engine.submit(ask("b"), waiting)
@@ -500,10 +500,10 @@ def test_a_cache_of_single_tokens_does_not_block_the_pool(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("target_settings", "engine_settings"),
     [
-        ({"max_context_tokens": 16}, {}),
+        ({"max_model_len": 16}, {}),
         ({}, {"max_kv_tokens": 64}),
-        ({}, {"max_kv_tokens": 160, "max_step_tokens": 16, "max_running": 1}),
-        ({"max_context_tokens": 10**6}, {"prefix_cache": False, "num_threads": 1}),
+        ({}, {"max_kv_tokens": 160, "max_num_batched_tokens": 16, "max_num_seqs": 1}),
+        ({"max_model_len": 10**6}, {"enable_prefix_caching": False, "num_threads": 1}),
     ],
 )
 def test_the_smallest_settings_load(
@@ -512,7 +512,7 @@ def test_the_smallest_settings_load(
     """Settings that the configuration allows failed inside the self-test or the measurement of costs."""
     model = tiny().config.model
     config = TargetConfig(model=model, **target_settings)  # type: ignore[arg-type]
-    drafting = DraftingConfig(drafters=("copy",), max_tree_nodes=8)
+    drafting = DraftingConfig(drafters=("copy",), tree=DraftTreeConfig(max_nodes=8))
     with load_engine(config, EngineConfig(**engine_settings), drafting) as engine:  # type: ignore[arg-type]
         (completion,) = engine.generate([ask("a", (5, 6, 7), SHORT)])
         assert completion.token_ids == decode(engine.target, (5, 6, 7), SHORT).token_ids
@@ -540,7 +540,7 @@ def test_models_that_cannot_be_used_say_why(tiny: Tiny, tmp_path: object) -> Non
 def test_a_prefix_that_many_share_counts_once(tiny: Tiny) -> None:
     """Sixty-four choices over one prompt, and a cache that was said to be full."""
     target = tiny()
-    scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_step_tokens=64))
+    scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_num_batched_tokens=64))
     first, second = SequenceSlots(target.pool), SequenceSlots(target.pool)
     first.keep(*first.reserve(2 * PAGE), list(range(2 * PAGE)))
     second.share(first.slots)

@@ -27,7 +27,7 @@ from oracle_cases import (
 )
 from tiny_target import Free, save_model, target_config, tiny_engine
 
-from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.draft_model import drafter as module
 from ragspec.drafting.draft_model.drafter import ModelDrafter
@@ -135,7 +135,12 @@ def test_the_target_itself_is_right_nearly_always(tiny: Tiny, name: str, dtype: 
 
 @pytest.mark.parametrize(
     ("options", "num_slots"),
-    [({}, 2048), ({"max_step_tokens": 16}, 2048), ({"num_kv_slots": 256}, 2048), ({"prefix_cache": False}, 400)],
+    [
+        ({}, 2048),
+        ({"max_num_batched_tokens": 16}, 2048),
+        ({"num_kv_slots": 256}, 2048),
+        ({"enable_prefix_caching": False}, 400),
+    ],
 )
 def test_states_are_those_of_a_fresh_reading(
     tiny: Tiny, folder: Path, options: dict[str, Any], num_slots: int, monkeypatch: pytest.MonkeyPatch
@@ -271,14 +276,15 @@ def test_logits_that_are_no_numbers_are_no_draft(tiny: Tiny, folder: Path, monke
 
 
 def open_engine(folder: Path, path: Path | str, **options: Any) -> Engine:
-    drafting = DraftingConfig(draft_model=DraftModelConfig(path=str(path), **options), max_tree_nodes=6)
+    model = DraftModelConfig(path=str(path), **options)
+    drafting = DraftingConfig(draft_model=model, tree=DraftTreeConfig(max_nodes=6))
     config = TargetConfig(model=str(folder / "large"))
     return load_engine(config, EngineConfig(max_kv_tokens=1024), drafting, planner_class=FixedTreePlanner)
 
 
 def test_a_configured_model_drafts_and_changes_nothing(folder: Path) -> None:
     """A path in the configuration was read and nothing drafted with it; or its pool was as large as it liked."""
-    with open_engine(folder, folder / "small", max_kv_bytes=100_000) as engine:
+    with open_engine(folder, folder / "small", max_kv_tokens=768) as engine:
         completions = drafted_as_plainly(engine)
         assert names_of(engine) == ["copy", "draft_model"]
         pool = engine._planner._drafters[1]._drafter.cache.pool  # type: ignore[attr-defined]
@@ -298,22 +304,8 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, mon
     with pytest.raises(
         ModelError, match=r"foreign has another vocabulary than the target: token \d+ is '#' there and '!'"
     ):
-        make_draft_model(target, DraftModelConfig(path=str(path.parent)))
+        make_draft_model(target, DraftModelConfig(path=str(path.parent)), DraftTreeConfig())
     with pytest.raises(ConfigError, match=r"drafting\.draft_model\.path"):
-        make_draft_model(target, DraftModelConfig())
+        make_draft_model(target, DraftModelConfig(), DraftTreeConfig())
     with pytest.raises(ModelError, match="nowhere"):
-        make_draft_model(target, DraftModelConfig(path=str(tmp_path / "nowhere")))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_of_several_models_are_merged_and_change_nothing(folder: Path, temperature: float) -> None:
-    """A second model was not asked, took the first one's place, or a merged tree changed a token."""
-    # the target itself is among them: its nodes are accepted wherever the first model's are not
-    models = [DraftModelConfig(path=str(folder / name), tree="chain", max_depth=3) for name in ("small", "large")]
-    drafting = DraftingConfig(draft_model=models[0], draft_models={"second": models[1]}, max_tree_nodes=6)
-    config = TargetConfig(model=str(folder / "large"))
-    with load_engine(config, EngineConfig(max_kv_tokens=1024), drafting, planner_class=FixedTreePlanner) as engine:
-        completions = drafted_as_plainly(engine, temperature)
-        assert names_of(engine) == ["copy", "draft_model", "second"]
-    assert all({"draft_model", "second"} <= done.stats.positions.keys() for done in completions)
-    assert total(completions, "num_accepted") > 20
+        make_draft_model(target, DraftModelConfig(path=str(tmp_path / "nowhere")), DraftTreeConfig())

@@ -37,7 +37,7 @@ DRAFTERS: dict[str, tuple[Callable[[Target, Texts, Path], Drafter], dict[str, in
     "lookahead": (lambda *_: LookaheadDrafter(), {"max_nodes": 24}),
     "datastore": (lambda _, texts, folder: datastore(texts, folder), {}),
     "self": (lambda target, *_: self_draft(target, 0), {}),
-    "self, small pool": (lambda target, *_: self_draft(target, 1), {"num_kv_slots": 512, "max_step_tokens": 24}),
+    "self, small pool": (lambda target, *_: self_draft(target, 1), {"num_kv_slots": 512, "max_num_batched_tokens": 24}),
 }
 """How a drafter is made of a target and the texts that it will write, and the engine's options."""
 

@@ -153,7 +153,9 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 16}, {"num_kv_slots": 256}, {"prefix_cache": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 16}, {"num_kv_slots": 256}, {"enable_prefix_caching": False}]
+)
 def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
     tiny: Tiny, family: str, options: dict[str, Any]
 ) -> None:
@@ -173,7 +175,7 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
         assert engine._planner.num_failures == 0
         assert_pool_is_empty(engine)
     whole = [(tokens, state) for tokens, state, unread in watched.seen if not unread]
-    assert len(whole) > (0.5 if options.get("prefix_cache", True) else 0.999) * len(watched.seen)
+    assert len(whole) > (0.5 if options.get("enable_prefix_caching", True) else 0.999) * len(watched.seen)
     checked = whole[:: max(1, len(whole) // 60)]
     assert len(checked) > 12
     for tokens, state in checked:
@@ -444,7 +446,7 @@ def test_a_draft_takes_nothing_from_the_pool_that_sequences_live_on(tiny: Tiny) 
     with tiny_engine(target) as engine:
         expected = [completion.token_ids for completion in engine.generate(requests)]
     network = EagleNetwork(head_for(target, "eagle3"), target, 300)
-    for prefix_cache in (True, False):
+    for enable_prefix_caching in (True, False):
         drafter = EagleDrafter(network, make_shape("dynamic", 4, 4, 6), free())
         completions = generated(
             target,
@@ -452,8 +454,8 @@ def test_a_draft_takes_nothing_from_the_pool_that_sequences_live_on(tiny: Tiny) 
             [requests],
             num_kv_slots=400,
             max_nodes=48,
-            max_step_tokens=128,
-            prefix_cache=prefix_cache,
+            max_num_batched_tokens=128,
+            enable_prefix_caching=enable_prefix_caching,
         )
         assert [completion.token_ids for completion in completions] == expected
         assert total(completions, "num_drafted") > 0

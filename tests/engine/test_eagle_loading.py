@@ -14,7 +14,7 @@ from oracle import decode
 from oracle_cases import drafted_as_plainly
 from tiny_target import save_model
 
-from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, DraftTreeConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.layout import HeadCheckpoint
 from ragspec.drafting.planner import FixedTreePlanner
@@ -45,9 +45,17 @@ def a_head() -> HeadCheckpoint:
     return random_head("eagle3", hidden=HIDDEN, vocab=VOCAB, aux_layers=TAPS)
 
 
-def open_engine(model: Path, head: Path | str, drafters: tuple[str, ...] = ("copy", "eagle"), **options: Any) -> Engine:
-    eagle = EagleConfig(path=str(head), **options)
-    drafting = DraftingConfig(drafters=drafters, eagle=eagle, max_tree_nodes=6)
+SMALL_TREE = DraftTreeConfig(max_nodes=6)
+
+
+def open_engine(
+    model: Path,
+    head: Path | str,
+    drafters: tuple[str, ...] = ("copy", "eagle"),
+    tree: DraftTreeConfig = SMALL_TREE,
+    **options: Any,
+) -> Engine:
+    drafting = DraftingConfig(drafters=drafters, eagle=EagleConfig(path=str(head), **options), tree=tree)
     config = TargetConfig(model=str(model))
     return load_engine(config, EngineConfig(max_kv_tokens=2048), drafting, planner_class=FixedTreePlanner)
 
@@ -57,9 +65,9 @@ def open_engine(model: Path, head: Path | str, drafters: tuple[str, ...] = ("cop
 def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path, dialect: str, tree: str) -> None:
     """A dialect's head loaded and drafted nothing, or the products of another type changed the target's."""
     save_head(tmp_path, a_head(), dialect)
-    paper = {"score": "confidence", "num_children": 10, "width": 10, "max_depth": 8}
-    options = paper if tree == "confidence" else {"tree": tree}
-    with open_engine(model, tmp_path, ("eagle",), **options) as engine:
+    paper = {"top_k": 10, "max_depth": 8} if tree == "confidence" else {}
+    shape = SMALL_TREE.model_copy(update={"kind": tree, **paper})
+    with open_engine(model, tmp_path, ("eagle",), shape) as engine:
         drafted_as_plainly(engine)
 
 
@@ -126,7 +134,7 @@ def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) 
     save_head(tmp_path / "eagle3", a_head())
     save_head(tmp_path / "poss", random_head(hidden=HIDDEN, vocab=VOCAB, **LATER["PosS-2"]))
     heads = {"poss": EagleConfig(path=str(tmp_path / "poss"))}
-    drafting = DraftingConfig(eagle=EagleConfig(path=str(tmp_path / "eagle3")), eagle_heads=heads, max_tree_nodes=6)
+    drafting = DraftingConfig(eagle=EagleConfig(path=str(tmp_path / "eagle3")), eagle_heads=heads, tree=SMALL_TREE)
     assert drafting.networks.keys() >= {"eagle", "poss"}
     moved = drafting.with_paths(lambda path: path and f"/there{path}")
     assert moved.eagle_heads["poss"].path == f"/there{tmp_path}/poss" and moved.eagle.path.startswith("/there")
@@ -155,7 +163,9 @@ def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) 
 def test_a_head_is_timed_inside_the_smallest_cache(model: Path, tmp_path: Path, num_slots: int) -> None:
     """Its keys were written behind the end of the cache, into whatever lay there."""
     save_head(tmp_path, a_head(), "official")
-    drafting = DraftingConfig(drafters=("eagle",), eagle=EagleConfig(path=str(tmp_path)), max_tree_nodes=8)
+    drafting = DraftingConfig(
+        drafters=("eagle",), eagle=EagleConfig(path=str(tmp_path)), tree=DraftTreeConfig(max_nodes=8)
+    )
     prompt, params = (5, 6, 7), SamplingParams(max_tokens=4)
     with load_engine(TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=num_slots), drafting) as engine:
         (done,) = engine.generate([Request("a", prompt, params)])

@@ -71,11 +71,11 @@ def by_the_end_of(few: Request, many: Sequence[Request], engine: Engine, after: 
     return seen[0]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_request_does_not_wait_for_another_tenant_s_hundreds(tiny: Tiny, prefix_cache: bool) -> None:
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_request_does_not_wait_for_another_tenant_s_hundreds(tiny: Tiny, enable_prefix_caching: bool) -> None:
     """First come, first served: 30 streams of 8 choices, and another's chat waited for all of them."""
     few = Request("b", (40, 41, 42), GREEDY, salt="bob")
-    with tiny_engine(tiny(), max_running=4, prefix_cache=prefix_cache) as engine:
+    with tiny_engine(tiny(), max_num_seqs=4, enable_prefix_caching=enable_prefix_caching) as engine:
         num_ended, num_begun = by_the_end_of(few, flood(12, n=4), engine, after=4)
         assert engine.load().num_preemptions > 0
     assert num_ended <= 12 and num_begun <= 16
@@ -84,7 +84,7 @@ def test_a_request_does_not_wait_for_another_tenant_s_hundreds(tiny: Tiny, prefi
 def test_it_does_not_wait_for_memory_either(tiny: Tiny) -> None:
     """There are places, but another tenant's sequences hold every page."""
     few = Request("b", tuple(range(40, 72)), GREEDY, salt="bob")
-    with tiny_engine(tiny(), num_kv_slots=192, max_running=64) as engine:
+    with tiny_engine(tiny(), num_kv_slots=192, max_num_seqs=64) as engine:
         num_ended, _ = by_the_end_of(few, flood(24, prompt=30), engine)
     assert num_ended <= 12
 
@@ -92,7 +92,7 @@ def test_it_does_not_wait_for_memory_either(tiny: Tiny) -> None:
 def test_long_prompts_of_one_tenant_leave_room_in_every_step(tiny: Tiny) -> None:
     """Prompts are read in order of arrival: a question waits for all the pages before it."""
     few = Request("b", (40, 41, 42), GREEDY, salt="bob")
-    with tiny_engine(tiny(), costs=Linear(), max_running=32) as engine:
+    with tiny_engine(tiny(), costs=Linear(), max_num_seqs=32) as engine:
         num_ended, _ = by_the_end_of(few, flood(24, prompt=90, max_tokens=2), engine)
     assert num_ended <= 6
 
@@ -130,7 +130,7 @@ def linear(rows: int, context: int) -> float:
 
 def test_a_step_of_several_tenants_is_at_most_twice_as_long_as_a_fair_one(tiny: Tiny) -> None:
     """Everybody's tokens wait for the rows of the one that runs most, in every step."""
-    waiting = Waiting(tiny(), linear, max_running=40)
+    waiting = Waiting(tiny(), linear, max_num_seqs=40)
     waiting.add("ann", 30, 8)
     assert sum(waiting.step().values()) == 30 * 8, "alone it may have all"
     waiting.add("bob", 1, 8)
@@ -143,7 +143,7 @@ def test_a_step_of_several_tenants_is_at_most_twice_as_long_as_a_fair_one(tiny: 
 
 def test_where_rows_are_cheap_they_are_used(tiny: Tiny) -> None:
     """Fairness halves the throughput of a device on which a step of many rows takes as long as one of few."""
-    waiting = Waiting(tiny(), lambda rows, context: 1.0, max_running=40)
+    waiting = Waiting(tiny(), lambda rows, context: 1.0, max_num_seqs=40)
     waiting.add("ann", 30, 8)
     waiting.add("bob", 1, 8)
     assert waiting.step() == {"ann": 240, "bob": 8}
@@ -156,7 +156,7 @@ def test_a_long_prompt_holds_who_decodes_for_one_short_step_at_a_time(tiny: Tiny
     def cost_s(rows: int, context: int) -> float:
         return 5.0 + rows
 
-    waiting = Waiting(tiny(), cost_s, max_running=40, max_step_tokens=512)
+    waiting = Waiting(tiny(), cost_s, max_num_seqs=40, max_num_batched_tokens=512)
     waiting.add("ann", 4, 1)
     waiting.step()
     waiting.add("ann", 1, 240)
@@ -171,7 +171,7 @@ def test_a_long_prompt_holds_who_decodes_for_one_short_step_at_a_time(tiny: Tiny
 
 def test_where_rows_are_free_a_prompt_is_read_at_once(tiny: Tiny) -> None:
     """Chunks of a size that suits a CPU made a prompt wait for many steps on a device that reads it in one."""
-    waiting = Waiting(tiny(), lambda rows, context: 1.0, max_running=40, max_step_tokens=256)
+    waiting = Waiting(tiny(), lambda rows, context: 1.0, max_num_seqs=40, max_num_batched_tokens=256)
     waiting.add("ann", 4, 1)
     waiting.step()
     waiting.add("ann", 1, 240)
@@ -180,7 +180,7 @@ def test_where_rows_are_free_a_prompt_is_read_at_once(tiny: Tiny) -> None:
 
 def test_more_tenants_than_rows_take_turns(tiny: Tiny) -> None:
     """With more of them than a step has rows, the last ones get none until others end."""
-    waiting = Waiting(tiny(), linear, max_running=64, max_step_tokens=32)
+    waiting = Waiting(tiny(), linear, max_num_seqs=64, max_num_batched_tokens=32)
     for number in range(48):
         waiting.add(f"t{number}", 1, 1)
     rows = [waiting.step() for _ in range(6)]

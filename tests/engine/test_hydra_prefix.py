@@ -57,7 +57,7 @@ def test_states_and_logits_are_the_published_modules(tiny: Tiny, tmp_path: Path,
 class Watched(NotesReads, PrefixHydraDrafter): ...
 
 
-@pytest.mark.parametrize("options", [{"max_step_tokens": 16}, {"num_kv_slots": 256}])
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 16}, {"num_kv_slots": 256}])
 def test_states_are_right_after_prefixes_chunks_and_preemption(
     tiny: Tiny, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -85,7 +85,11 @@ def test_a_conversation_that_returns_is_read_back_and_its_tokens_are_the_same(
     folder = "" if dtype.startswith("torch") else str(tmp_path)
     Clock(monkeypatch, read_s=1.0)
     for num_bytes in (0, PLENTY):
-        options = {"kv_offload_bytes": num_bytes, "kv_offload_dir": folder if num_bytes else "", "max_step_tokens": 48}
+        options = {
+            "kv_offload_bytes": num_bytes,
+            "kv_offload_dir": folder if num_bytes else "",
+            "max_num_batched_tokens": 48,
+        }
         copy = CopyDrafter(target.tokenizer, target.eos_ids)
         with tiny_engine(target, [copy], NUM_KV_SLOTS, costs=Free(1.0), **options) as engine:
             found[num_bytes] = answered(engine, requests)
@@ -105,7 +109,7 @@ def test_many_conversations_at_once_lose_nothing(tiny: Tiny) -> None:
     target = tiny("llama", "float32")
     requests = turns(target, PARAMS["T=1"])
     expected = truth(target, list(itertools.chain(*requests)), "T=1")
-    with tiny_engine(target, (), NUM_KV_SLOTS, max_step_tokens=30, kv_offload_bytes=PLENTY) as engine:
+    with tiny_engine(target, (), NUM_KV_SLOTS, max_num_batched_tokens=30, kv_offload_bytes=PLENTY) as engine:
         for turn in (*requests, *requests):
             completions = engine.generate(turn)
             assert_equal(completions, {key: expected[key] for key in ((r.id, 0) for r in turn)})
@@ -118,7 +122,9 @@ def test_a_step_reads_no_more_than_it_would_compute(tiny: Tiny, monkeypatch: pyt
     """A long prefix was read back in one step, and everybody's tokens waited for it."""
     target, clock = tiny("llama", "float32"), Clock(monkeypatch, read_s=1.0)
     first, second = turns(target, PARAMS["greedy"])
-    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1.0), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
+    with tiny_engine(
+        target, (), NUM_KV_SLOTS, costs=Free(1.0), max_num_batched_tokens=20, kv_offload_bytes=PLENTY
+    ) as engine:
         answered(engine, [first])
         schedule, steps = Scheduler.schedule, list[int]()
 
@@ -137,7 +143,9 @@ def test_reading_that_is_slower_than_computing_ends(tiny: Tiny, monkeypatch: pyt
     target, clock = tiny("llama", "float32"), Clock(monkeypatch, read_s=1.5)
     requests = turns(target, PARAMS["greedy"])
     expected = truth(target, requests[1][:1], "greedy")
-    with tiny_engine(target, (), NUM_KV_SLOTS, costs=Free(1.0), max_step_tokens=20, kv_offload_bytes=PLENTY) as engine:
+    with tiny_engine(
+        target, (), NUM_KV_SLOTS, costs=Free(1.0), max_num_batched_tokens=20, kv_offload_bytes=PLENTY
+    ) as engine:
         answered(engine, requests[:1])
         ((found,),) = answered(engine, [requests[1][:1]])
     assert_equal([found], expected)
@@ -504,7 +512,7 @@ def test_offloading_that_cannot_begin_is_refused_early(
 
 def test_offloading_that_cannot_help_is_refused(tmp_path: Path) -> None:
     """Main memory was copied into main memory, or nothing was ever kept and nobody knew."""
-    with pytest.raises(ConfigError, match="prefix_cache"):
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
         load_config(**{"engine.kv_offload_bytes": 2**30, "engine.prefix_cache": False})
     with pytest.raises(ConfigError, match="kv_offload_dir"):
         load_rank(TargetConfig(), EngineConfig(kv_offload_bytes=2**30), Ranks())

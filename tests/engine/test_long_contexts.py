@@ -59,10 +59,10 @@ def test_chunks_trees_and_copies_change_no_token(tmp_path: Path, length: int, ro
     repeated = target.tokenizer.decode(prompt[-600:])
     request = Request("a", prompt, params, sources=(CopySource(SourceKind.PASSAGE, repeated, "p"),))
     pool: dict[str, Any] = {"num_kv_slots": 2 * length + 1024}
-    with tiny_engine(target, max_step_tokens=512, **pool) as engine:
+    with tiny_engine(target, max_num_batched_tokens=512, **pool) as engine:
         plain = engine.generate([request])[0].token_ids
     copy = CopyDrafter(target.tokenizer, target.eos_ids)
-    with tiny_engine(target, [copy, Random(300)], max_step_tokens=97, fixed_nodes=16, **pool) as engine:
+    with tiny_engine(target, [copy, Random(300)], max_num_batched_tokens=97, fixed_nodes=16, **pool) as engine:
         drafted = engine.generate([request])[0]
         again = engine.generate([Request("b", (*prompt, *plain[:8]), params)])[0]
     assert drafted.token_ids == plain and drafted.stats.num_drafted > 0

@@ -43,7 +43,7 @@ def longest(target: Target, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 def engine_with_copies(target: Target, **config: Any) -> Engine:
     copy = CopyDrafter(target.tokenizer, target.eos_ids)
-    return tiny_engine(target, [copy], 4096, max_nodes=48, **{"max_step_tokens": 512, **config})
+    return tiny_engine(target, [copy], 4096, max_nodes=48, **{"max_num_batched_tokens": 512, **config})
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_step_and_the_context_bound_a_chain(
 ) -> None:
     """A chain that overran the step's rows, the pool's pages, or the positions that the target has."""
     params = SamplingParams(max_tokens=5000, ignore_eos=True)
-    with engine_with_copies(target, max_step_tokens=96) as engine:
+    with engine_with_copies(target, max_num_batched_tokens=96) as engine:
         rows_of_steps.clear()
         (found,) = engine.generate([request(prompt, longest + (7,) * 200, params)])
     assert found.token_ids == longest

@@ -49,7 +49,7 @@ def generated(
     target: Target, requests: list[Request], beside: int, num_threads: int = 1, drafters: Sequence[Drafter] = ()
 ) -> list[Completion]:
     """All requests, `beside` of them at a time."""
-    options = {"max_running": beside, "num_threads": num_threads, "adaptive_threads": False, "max_step_tokens": 256}
+    options = {"max_num_seqs": beside, "num_threads": num_threads, "max_num_batched_tokens": 256}
     with tiny_engine(target, drafters, num_kv_slots=NUM_SLOTS, **options) as engine:
         return engine.generate(requests)
 

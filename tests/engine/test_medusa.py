@@ -36,7 +36,7 @@ from oracle_cases import (
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine
 
-from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
+from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
@@ -113,10 +113,10 @@ class Watched(MedusaDrafter):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_step_tokens": 16},
+        {"max_num_batched_tokens": 16},
         {"num_kv_slots": 256},
         pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"prefix_cache": False}, marks=pytest.mark.slow),
+        pytest.param({"enable_prefix_caching": False}, marks=pytest.mark.slow),
     ],
 )
 def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
@@ -254,8 +254,7 @@ def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path, form: str) -> No
     else:
         head = save_medusa(tmp_path / "head", medusa_tensors(), form)
     name = form.rstrip("+") if form.startswith("hydra") else "medusa"
-    section = (HydraConfig if name == "hydra" else TreeHeadConfig)(path=str(head))
-    drafting = DraftingConfig(**{name: section}, max_tree_nodes=6)
+    drafting = DraftingConfig(**{name: HeadConfig(path=str(head))}, tree=DraftTreeConfig(max_nodes=6))
     with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
         assert names_of(engine) == ["copy", name]
         drafted_as_plainly(engine)

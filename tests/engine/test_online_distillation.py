@@ -29,7 +29,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.speculation import Speculation
 
 Tiny = Callable[..., Target]
-FAST = OnlineConfig(enabled=True, learning_rate=1e-2)
+FAST = OnlineConfig(enabled=True)
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
@@ -42,11 +42,24 @@ class AtOnce(OnlineEagleDrafter):
 
 
 def drafter_for(
-    target: Target, online: OnlineConfig = FAST, kind: type[OnlineEagleDrafter] = AtOnce, **fields: Any
+    target: Target,
+    online: OnlineConfig = FAST,
+    kind: type[OnlineEagleDrafter] = AtOnce,
+    learning_rate: float = 1e-2,
+    max_bytes: int = 2**29,
+    **fields: Any,
 ) -> OnlineEagleDrafter:
     checkpoint = head_for(target, "eagle3", **fields)
     network, head = EagleNetwork(checkpoint, target, 300), trainable_head(checkpoint, target.backend.device)
-    return kind(network, make_shape("dynamic", 3, 2, 4), free(), head=head, online=online)
+    return kind(
+        network,
+        make_shape("dynamic", 3, 2, 4),
+        free(),
+        head=head,
+        online=online,
+        learning_rate=learning_rate,
+        max_bytes=max_bytes,
+    )
 
 
 def repeated(requests: Sequence[Request], count: int, salt: str) -> list[Request]:
@@ -194,7 +207,7 @@ def poisoned(text: RecordedText) -> RecordedText:
 def test_weights_that_are_no_numbers_never_draft(tiny: Tiny) -> None:
     """A step of training that diverged was served."""
     target = tiny()
-    drafter = drafter_for(target, FAST.model_copy(update={"learning_rate": 1e30}))
+    drafter = drafter_for(target, learning_rate=1e30)
     requests = requests_of(target, PARAMS["greedy"])
     with tiny_engine(target, [drafter]) as engine:
         completions = [engine.generate(requests) for _ in range(3)]
@@ -240,7 +253,7 @@ def test_learned_heads_are_bounded(tiny: Tiny) -> None:
     """A learner took more than it was counted with, or a tenant with many salts pushed others out."""
     target = tiny()
     needed = HeadLearner.num_bytes(trainable_head(head_for(target, "eagle3"), "cpu"))
-    drafter = drafter_for(target, FAST.model_copy(update={"max_bytes": 3 * needed + 1}))
+    drafter = drafter_for(target, max_bytes=3 * needed + 1)
     requests = requests_of(target, LONG)
     with tiny_engine(target, [drafter]) as engine:
         engine.generate(repeated(requests, 2, "b"))
@@ -254,8 +267,8 @@ def test_learned_heads_are_bounded(tiny: Tiny) -> None:
     texts = [text.features for text in (*learner._kept, *learner._waiting)]
     taken = sum(t.numel() * t.element_size() for t in (*trained, *trained, *trained, *moments, *texts))
     assert 4 * sum(t.numel() * t.element_size() for t in trained) < taken <= needed
-    with pytest.raises(ConfigError, match=rf"max_bytes is 10; one learned head takes {needed}"):
-        drafter_for(target, FAST.model_copy(update={"max_bytes": 10}))
+    with pytest.raises(ConfigError, match=rf"may take 10 bytes, and one of this size takes {needed}"):
+        drafter_for(target, max_bytes=10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

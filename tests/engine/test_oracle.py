@@ -64,12 +64,12 @@ def test_other_architectures(tiny: Tiny, kind: str, name: str, which: str, dtype
     target = tiny(kind, dtype)
     requests = requests_of(target, PARAMS[name], PROMPTS[:6])
     expected = truth(target, requests, name)
-    with tiny_engine(target, [drafters(target, expected)[which]], max_step_tokens=40) as engine:
+    with tiny_engine(target, [drafters(target, expected)[which]], max_num_batched_tokens=40) as engine:
         assert_equal(engine.generate(requests), expected)
 
 
 @pytest.mark.parametrize(
-    ("max_step_tokens", "dtype", "name", "which"),
+    ("max_num_batched_tokens", "dtype", "name", "which"),
     [
         (16, "float32", "greedy", "perfect"),
         (16, "torch-float32", "T=1", "random"),
@@ -79,51 +79,57 @@ def test_other_architectures(tiny: Tiny, kind: str, name: str, which: str, dtype
         (512, "torch-float32", "greedy", "random"),
     ],
 )
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_chunked_prefill(
-    tiny: Tiny, max_step_tokens: int, dtype: str, name: str, which: str, prefix_cache: bool
+    tiny: Tiny, max_num_batched_tokens: int, dtype: str, name: str, which: str, enable_prefix_caching: bool
 ) -> None:
     """A prompt cut into chunks, or found in the cache, gave other bits; a chunk's last row was taken for a decision."""
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     drafter = drafters(target, expected)[which]
-    with tiny_engine(target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache) as engine:
+    with tiny_engine(
+        target, [drafter], max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching
+    ) as engine:
         assert_equal(engine.generate(requests), expected)
         again = engine.generate(requests)
         assert_equal(again, expected)
-        assert (total(again, "num_cached_tokens") > 0) == prefix_cache
+        assert (total(again, "num_cached_tokens") > 0) == enable_prefix_caching
         assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("torch-float32", False)])
-def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(("dtype", "enable_prefix_caching"), [("float32", True), ("torch-float32", False)])
+def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str, enable_prefix_caching: bool) -> None:
     """All choices alike, or the second choice waiting for a prompt that nobody computes."""
     target = tiny("llama", dtype)
     params = SamplingParams(temperature=1.0, n=3, seed=8, max_tokens=12)
     requests = requests_of(target, params, PROMPTS[:4])
     expected = truth(target, requests, params_key(params))
     answers = {key: plain.token_ids for key, plain in expected.items()}
-    with tiny_engine(target, [Half(answers)], prefix_cache=prefix_cache, max_step_tokens=30) as engine:
+    with tiny_engine(
+        target, [Half(answers)], enable_prefix_caching=enable_prefix_caching, max_num_batched_tokens=30
+    ) as engine:
         completions = engine.generate(requests)
         assert_equal(completions, expected)
         assert_pool_is_empty(engine)
     assert [(c.request_id, c.choice) for c in completions] == list(expected)
     assert len({c.token_ids for c in completions if c.request_id == "r0"}) == 3
-    if prefix_cache:
+    if enable_prefix_caching:
         long = [c.stats.num_cached_tokens for c in completions if c.request_id == "r3"]
         assert max(long) == len(requests[3].prompt_ids) - 1
 
 
-@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("float32", False), ("torch-float32", True)])
-def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "enable_prefix_caching"), [("float32", True), ("float32", False), ("torch-float32", True)]
+)
+def test_preemption_changes_nothing(tiny: Tiny, dtype: str, enable_prefix_caching: bool) -> None:
     """Sequences that all fit when they began and outgrew the pool together."""
     target = tiny("llama", dtype)
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
     requests = [Request(f"p{i}", tuple(range(5 + i, 11 + i)), params) for i in range(6)]
     with tiny_engine(target) as engine:
         expected = [completion.token_ids for completion in engine.generate(requests)]
-    with tiny_engine(target, num_kv_slots=128, prefix_cache=prefix_cache) as engine:
+    with tiny_engine(target, num_kv_slots=128, enable_prefix_caching=enable_prefix_caching) as engine:
         assert [completion.token_ids for completion in engine.generate(requests)] == expected
         assert engine.load().num_preemptions > 0
         assert_pool_is_empty(engine)
@@ -133,16 +139,16 @@ def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) 
     ("num_kv_slots", "name", "which"),
     [(128, "greedy", "perfect"), (128, "penalties", "wrong"), (160, "penalties", "random"), (256, "greedy", "wrong")],
 )
-@pytest.mark.parametrize(("dtype", "prefix_cache"), [("float32", True), ("torch-float32", False)])
+@pytest.mark.parametrize(("dtype", "enable_prefix_caching"), [("float32", True), ("torch-float32", False)])
 def test_a_small_pool_changes_nothing(
-    tiny: Tiny, num_kv_slots: int, name: str, which: str, dtype: str, prefix_cache: bool
+    tiny: Tiny, num_kv_slots: int, name: str, which: str, dtype: str, enable_prefix_caching: bool
 ) -> None:
     """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     drafter = drafters(target, expected)[which]
-    with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
+    with tiny_engine(target, [drafter], num_kv_slots, enable_prefix_caching=enable_prefix_caching) as engine:
         assert_equal(engine.generate(requests), expected)
         assert_pool_is_empty(engine)
 

@@ -31,7 +31,7 @@ from oracle_cases import (
 from rank_process import PATIENCE_S, Followers
 from tiny_target import save_model, target_config, tiny_engine
 
-from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.drafter import Drafter
 from ragspec.engine.loading import load_engine, make_draft_model
@@ -219,7 +219,7 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
             expected = truth(one, requests, name)
             for which in ("half", "copy", "random"):
                 with tiny_engine(
-                    target, [drafters(one, expected)[which]], num_kv_slots=256, max_step_tokens=23
+                    target, [drafters(one, expected)[which]], num_kv_slots=256, max_num_batched_tokens=23
                 ) as engine:
                     assert_equal(engine.generate(requests), expected)
                     assert_pool_is_empty(engine)
@@ -260,7 +260,7 @@ def test_a_draft_model_runs_on_rank_0_alone(followers: Followers, models: Models
     requests = requests_of(one, PARAMS["T=1"])
     expected = truth(one, requests, "T=1")
     with followers.target(2, config, ENGINE) as target:
-        drafter = make_draft_model(target, settings)
+        drafter = make_draft_model(target, settings, DraftTreeConfig())
         completions = generated(target, [drafter], [requests], fixed_nodes=8)
     assert_equal(completions, expected)
     assert total(completions, "num_drafted") > 0
@@ -269,7 +269,7 @@ def test_a_draft_model_runs_on_rank_0_alone(followers: Followers, models: Models
 @pytest.mark.slow
 def test_an_engine_is_loaded_on_several_ranks(followers: Followers, models: Models) -> None:
     """The loader measured, tested or served with rank 0 alone; the followers were not told that it is over."""
-    config = TargetConfig(model=models("qwen3"), max_context_tokens=48)
+    config = TargetConfig(model=models("qwen3"), max_model_len=48)
     drafting, prompt = DraftingConfig(), tuple(range(5, 17))
     request = Request("a", prompt, SamplingParams(max_tokens=20, temperature=1.0, seed=7))
     with load_engine(config, ENGINE, drafting) as engine:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine.loading import load_engine
@@ -64,7 +64,7 @@ def test_greedy_equals_generate(
     folder: Path, prompts: list[tuple[int, ...]], theirs: list[tuple[int, ...]], speculation: bool
 ) -> None:
     """Packed layers, odd widths, tied embeddings or the copy drafter give other text than the model's own code."""
-    drafting = DraftingConfig(speculation=speculation, max_tree_nodes=8)
+    drafting = DraftingConfig(speculation=speculation, tree=DraftTreeConfig(max_nodes=8))
     sources = (CopySource(SourceKind.PASSAGE, TEXT, "story"),)
     params = SamplingParams(max_tokens=NUM_TOKENS)
     requests = [Request(str(i), prompt, params, sources) for i, prompt in enumerate(prompts)]

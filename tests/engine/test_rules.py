@@ -50,7 +50,9 @@ def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule
     seen: Counter[tuple[int, ...]] = Counter()
     completions: list[Completion] = []
     drafters = [CopyDrafter(target.tokenizer), near(target)]
-    with tiny_engine(target, drafters, fixed_nodes=5, max_step_tokens=512) as engine:  # room for 50 drafts at once
+    with tiny_engine(
+        target, drafters, fixed_nodes=5, max_num_batched_tokens=512
+    ) as engine:  # room for 50 drafts at once
         for seed in range(8):
             own = SamplingParams(**{f: getattr(params, f) for f in params.__dataclass_fields__} | {"seed": seed})
             completions += engine.generate([Request(f"{seed}", PROMPT, own, sources, speculation=speculation)])

@@ -228,9 +228,9 @@ class Clock:
         return slow
 
 
-@pytest.mark.parametrize("max_step_tokens", [64, 16])
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 16])
 def test_what_drafting_adds_before_the_first_token(
-    target: Target, monkeypatch: pytest.MonkeyPatch, max_step_tokens: int
+    target: Target, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
 ) -> None:
     """An answer accepted whole in the prompt's step took no time to draft, or plain decoding was charged for drafts."""
     clock, drafter = Clock(), CopyDrafter(target.tokenizer, target.eos_ids)
@@ -241,13 +241,15 @@ def test_what_drafting_adds_before_the_first_token(
     monkeypatch.setattr(target, "forward_tapped", clock.slowed(target.forward_tapped, 8.0))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     request = Request("p", tuple(range(5, 25)), params)
-    with tiny_engine(target, [drafter], fixed_nodes=6, costs=costs, max_step_tokens=max_step_tokens) as engine:
+    with tiny_engine(
+        target, [drafter], fixed_nodes=6, costs=costs, max_num_batched_tokens=max_num_batched_tokens
+    ) as engine:
         monkeypatch.setattr(time, "perf_counter", clock)
         (plain,) = engine.generate([replace(request, speculation=OFF)])
         (drafted,) = engine.generate([replace(request, salt="b", segment=Segment((), None, plain.token_ids))])
         monkeypatch.undo()
     num_nodes = drafted.stats.num_drafted
-    node_s = costs.node_s((20 - 1) % max_step_tokens + 1 + num_nodes, num_nodes, 20, 8.0)
+    node_s = costs.node_s((20 - 1) % max_num_batched_tokens + 1 + num_nodes, num_nodes, 20, 8.0)
     assert plain.stats.prompt_draft_s == 0.0
     assert (drafted.stats.num_steps, drafted.stats.num_first_tokens) == (1, 6)
     assert 0.0 < num_nodes * node_s < 8.0

@@ -78,7 +78,7 @@ def test_requests_end_when_scheduling_fails_while_others_wait(tiny: Tiny, monkey
         if len(deltas) == 2:
             ended.set()
 
-    with tiny_engine(tiny(), max_running=1) as engine:
+    with tiny_engine(tiny(), max_num_seqs=1) as engine:
         schedule, num_steps = Scheduler.schedule, 0
 
         def failing(scheduler: Scheduler) -> Any:

@@ -90,8 +90,8 @@ def test_answers_of_a_random_target_are_the_baseline_s(run: Run) -> None:
     """Bug guarded: rows without answers, or variants that share a pipeline's schedule."""
     listed = run.questions(3)
     retriever = run.retriever(listed.documents)
-    config = EngineConfig(max_running=4, adaptive_threads=False)
-    with load_engine(run.target, config, DraftingConfig()) as engine:
+    config = EngineConfig(max_num_seqs=4)
+    with load_engine(run.target, config, DraftingConfig(), adaptive_threads=False) as engine:
         stopwatch = Stopwatch(run, engine, [question.text for question in listed.questions])
         rows = list(timed_rows(stopwatch, "local", None, retriever))
     assert [row["row"] for row in rows] == [f"local: {TABLE}, {PSA}"]

@@ -282,7 +282,7 @@ def opened(model: Path, index: Path) -> Iterator[Opened]:
     target = Target.load(TargetConfig(model=str(model)), num_kv_slots=4096)
     switch = PlainLiar(target)
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
-    engine = Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128))
+    engine = Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_num_batched_tokens=128))
     retriever = Retriever(WordEncoder(), Store.open(index))
     config = PipelineConfig(generation=GenerationConfig(max_tokens=48))
     with Asker(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), config) as asker:

@@ -376,7 +376,7 @@ def test_a_step_waits_twice(
         made, lists, num_steps = some_drafter(drafter, target, tmp_path), [], 0
         monkeypatch.setattr(made, "propose", lambda *args, of=made.propose, to=lists: to.append(of(*args)) or to[-1])
         crossings["waits"] = 0
-        with tiny_engine(target, [made], fixed_nodes=6, max_step_tokens=256) as engine:
+        with tiny_engine(target, [made], fixed_nodes=6, max_num_batched_tokens=256) as engine:
             completions = engine.generate(requests)
             assert engine._planner.num_failures == 0
             num_steps = engine.load().num_steps

@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {
         "retriever": {"index_dir": str(folder / "index"), "num_passages": 2},
         "target": {"model": str(folder / "target")},
-        "engine": {"max_kv_tokens": 8192, "max_step_tokens": 64, "max_running": 16},
+        "engine": {"max_kv_tokens": 8192, "max_num_batched_tokens": 64, "max_num_seqs": 16},
         "generation": {"max_tokens": 24, "temperature": 0.8, "seed": SEED},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -359,7 +359,7 @@ def test_live_again_means_every_replica_and_the_victim_anew(replicas: list[Repli
 
 
 def chosen(run: Run, ranks: int, has_disk: bool) -> list[Fault]:
-    topology: Any = SimpleNamespace(tensor_parallel=ranks)
+    topology: Any = SimpleNamespace(tensor_parallel_size=ranks)
     disk: Any = SimpleNamespace(is_mounted=has_disk)
     return list(faults._chosen(run, topology, disk))
 

@@ -48,7 +48,7 @@ def engine(target: Target, switch: Switch) -> Iterator[Engine]:
     target.reset_pool(4096)
     switch.answer = ""
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
-    with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128)) as engine:
+    with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_num_batched_tokens=128)) as engine:
         yield engine
 
 

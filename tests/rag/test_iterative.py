@@ -25,6 +25,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, RagspecError, RetrievalError
 from ragspec.rag.answer import Answer
+from ragspec.rag.iterative import ralmspec
 from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.iterative.policies import POLICIES as NAMED_POLICIES
 from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Policy
@@ -309,7 +310,9 @@ def test_a_lookup_that_fails_ends_the_answer_with_its_error(engine: Engine, inde
     assert said(guessed.ask(QUESTIONS[0], GREEDY)) == said(sequential(engine, index, InContextRalm(), GREEDY)[0])
 
 
-def test_a_lookup_that_never_returns_is_given_up(engine: Engine, index_dir: Path) -> None:
+def test_a_lookup_that_never_returns_is_given_up(
+    engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request waited for ever for a reply that was lost."""
     release = threading.Event()
 
@@ -317,10 +320,8 @@ def test_a_lookup_that_never_returns_is_given_up(engine: Engine, index_dir: Path
         if number >= 2:
             release.wait(60)
 
-    config = SpeculationConfig(timeout_s=0.3)
-    guessed = pipeline(
-        engine, Around(retriever(index_dir), before), speculation=config, scheduler=Always(StridePlan(2, 2, 2))
-    )
+    monkeypatch.setattr(ralmspec, "SEARCH_TIMEOUT_S", 0.3)
+    guessed = pipeline(engine, Around(retriever(index_dir), before), scheduler=Always(StridePlan(2, 2, 2)))
     begin = time.monotonic()
     try:
         with pytest.raises(RetrievalError, match="did not answer"):

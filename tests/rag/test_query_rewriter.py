@@ -18,6 +18,7 @@ from ragspec.core import Completion, Delta, Request
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
+from ragspec.rag.chat import query_rewriter
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.rewrite_rules import extract_names, extract_phrases, rewrite_by_rules
@@ -125,15 +126,17 @@ def rewriter(target: Target, engine: Any, **config: Any) -> QueryRewriter:
     return QueryRewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
 
 
-def test_a_large_target_writes_the_question_itself(target: Target, engine: Engine, switch: Switch) -> None:
+def test_a_large_target_writes_the_question_itself(
+    target: Target, engine: Engine, switch: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rules decided although a better reader was there; or a small target did, which cannot."""
     switch.answer = " Why did Frank Zappa leave the Mothers?"
     model = rewriter(target, engine, rewriter="model")
     model._engine = _Short(engine)  # type: ignore[assignment]
     assert model.standalone("Why did he leave?", ZAPPA, "ann") == "Why did Frank Zappa leave the Mothers?"
-    small = rewriter(target, engine, rewriter="auto", least_rewriter_parameters=target.num_parameters + 1)
-    large = rewriter(target, engine, rewriter="auto", least_rewriter_parameters=target.num_parameters)
-    assert small._engine is None and large._engine is engine
+    for least, asked in ((target.num_parameters + 1, None), (target.num_parameters, engine)):
+        monkeypatch.setattr(query_rewriter, "LEAST_PARAMETERS", least)
+        assert rewriter(target, engine, rewriter="auto")._engine is asked
 
 
 class _Short:
@@ -191,6 +194,6 @@ def test_what_is_no_single_question_is_not_looked_up(
 ) -> None:
     """A target that rambles searched for its own words; NUL, which no search takes, made the follow-up an error."""
     switch.answer = written
-    asked = rewriter(target, engine, rewriter="model", rewriter_tokens=48)
+    asked = rewriter(target, engine, rewriter="model")
     asked._engine = _Short(engine)  # type: ignore[assignment]
     assert asked.standalone("Why did he leave?", ZAPPA) == rewrite_by_rules("Why did he leave?", ZAPPA)

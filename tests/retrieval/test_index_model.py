@@ -23,6 +23,7 @@ from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -130,9 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
             writer.commit()
         store = Store.open(self.folder)
         modes = ("dense", "sparse", "hybrid")
-        self.retrievers = {
-            m: Retriever(self.encoder, store, RetrieverConfig(mode=m, fusion="rank", fusion_depth=DEPTH)) for m in modes
-        }
+        self.retrievers = {m: Retriever(self.encoder, store, RetrieverConfig(mode=m, fusion="rank")) for m in modes}
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -198,8 +197,11 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("examples", "steps"), [(5, 30), pytest.param(25, 50, marks=pytest.mark.slow)])
-def test_random_changes_and_searches_agree_with_the_model(examples: int, steps: int) -> None:
+def test_random_changes_and_searches_agree_with_the_model(
+    examples: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A document found after its deletion, an old version, a score of yesterday's statistics."""
+    monkeypatch.setattr(index_searcher, "FUSION_DEPTH", DEPTH)
     limits = settings(
         max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )

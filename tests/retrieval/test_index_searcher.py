@@ -18,6 +18,7 @@ from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
@@ -53,11 +54,18 @@ def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _small_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few passages as these tests have would never be cut."""
+    monkeypatch.setattr(index_searcher, "FUSION_DEPTH", 9)
+    monkeypatch.setattr(index_searcher, "RERANK_DEPTH", 7)
+
+
 def retrievers(folder: Path, mode: Any, **options: Any) -> list[Retriever]:
     """The same index as one shard and as one a segment."""
     store = Store.open(folder)
     shards = [Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])]
-    config = RetrieverConfig(mode=mode, fusion_depth=9, rerank_depth=7)
+    config = RetrieverConfig(mode=mode)
     return [Retriever(LetterEncoder(), store, config, shard=lambda _, one=one: one, **options) for one in shards]
 
 
@@ -112,7 +120,7 @@ def test_prefetching_changes_no_answer_of_an_approximate_index(
     dense = DenseConfig(kind=kind, factory="HNSW4" if kind == "hnsw" else "IVF32,SQ8", search_width=1)
     texts = [f"Text {number}." for number in range(900)]
     build_index([Document(t, t) for t in texts], tmp_path, LetterEncoder(), IndexConfig(dense=dense))
-    retriever = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode=mode, fusion_depth=9))
+    retriever = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode=mode))
     queries = retriever.encode([f"question {number}" for number in range(40)])
     few, many = retriever.search(queries, 3), retriever.search(queries, 300)
     assert keys(few) != [some[:3] for some in keys(many)]  # or this test could not fail

@@ -17,6 +17,7 @@ from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_searcher import reciprocal_rank_fusion
 from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard
@@ -85,9 +86,12 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     "scope",
     [SearchScope(), SearchScope("ann"), SearchScope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))],
 )
-def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mode: Any, scope: SearchScope) -> None:
+def test_every_layout_gives_the_same_passages_and_scores(
+    layouts: list[Path], mode: Any, scope: SearchScope, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores that depend on which segment a passage lies in, on deleted neighbours, or on the order of arrival."""
-    config = RetrieverConfig(mode=mode, fusion_depth=30)
+    monkeypatch.setattr(index_searcher, "FUSION_DEPTH", 30)
+    config = RetrieverConfig(mode=mode)
     expected = None
     for folder in layouts:
         store = Store.open(folder)
@@ -165,9 +169,12 @@ def test_fusion_follows_its_definition() -> None:
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
-def test_the_first_passages_do_not_depend_on_how_many_are_wanted(layouts: list[Path], mode: Any) -> None:
+def test_the_first_passages_do_not_depend_on_how_many_are_wanted(
+    layouts: list[Path], mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another answer for k=10 than for the first ten of k=64, since more of each list was fused."""
-    retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode, fusion_depth=7))
+    monkeypatch.setattr(index_searcher, "FUSION_DEPTH", 7)
+    retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode))
     most = retriever.retrieve(QUERIES, 200).passages
     for k in (1, 6, 7, 8, 30):
         assert retriever.retrieve(QUERIES, k).passages == [some[:k] for some in most]
@@ -252,9 +259,10 @@ class Overlap:
         return [float(len(set(query) & set(text)) // 3) for text in texts]
 
 
-def test_a_reranker_has_the_last_word_over_a_deeper_list(layouts: list[Path]) -> None:
+def test_a_reranker_has_the_last_word_over_a_deeper_list(layouts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Reranking only what would have been returned anyway; ties that fall by the order of arrival."""
-    store, config = Store.open(layouts[1]), RetrieverConfig(rerank_depth=25)
+    monkeypatch.setattr(index_searcher, "RERANK_DEPTH", 25)
+    store, config = Store.open(layouts[1]), RetrieverConfig()
     plain = Retriever(CoarseEncoder(), store, config)
     reranked = Retriever(CoarseEncoder(), store, config, reranker=Overlap())
     for query in QUERIES:

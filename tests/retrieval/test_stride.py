@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from ragspec.config import StrideConfig
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.retrieval.speculative.stride_costs import (
     NEVER_PAYS,
@@ -163,14 +162,13 @@ def test_a_batch_that_costs_more_shortens_the_stride() -> None:
 
 def test_a_fixed_stride_is_kept_or_off() -> None:
     """A fixed stride was used where it slows down, or replaced by another."""
-    config = StrideConfig(stride=3)
-    assert told(StrideScheduler(config, asynchronous=False), 1.0, 10.0, 0.8).choose().stride == 3
-    assert told(StrideScheduler(config, asynchronous=False), 1.0, 0.1, 0.8).choose()[:2] == (1, 0)
+    assert told(StrideScheduler(3, asynchronous=False), 1.0, 10.0, 0.8).choose().stride == 3
+    assert told(StrideScheduler(3, asynchronous=False), 1.0, 0.1, 0.8).choose()[:2] == (1, 0)
 
 
 def test_old_measurements_are_forgotten() -> None:
     """An index that became slow was asked every time for ever."""
-    scheduler = told(StrideScheduler(StrideConfig(window=16)), 1.0, 0.01, 0.9)
+    scheduler = told(StrideScheduler(window=16), 1.0, 0.01, 0.9)
     assert scheduler.choose() == NEVER_PAYS
     assert told(scheduler, 1.0, 30.0, 0.9).choose()[:2] > (1, 0)
 
@@ -187,7 +185,7 @@ def test_one_slow_step_does_not_decide() -> None:
 
 def test_certainty_is_not_believed() -> None:
     """Two lucky guesses meant gamma 1 and the longest stride."""
-    scheduler = StrideScheduler(StrideConfig(gamma_max=0.9))
+    scheduler = StrideScheduler(gamma_max=0.9)
     scheduler.note_guesses(1, 0)
     assert scheduler.gamma == 0.75
     for _ in range(100):

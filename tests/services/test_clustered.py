@@ -27,7 +27,7 @@ def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
     """A service in front of a cluster tokenizes for another target than the engines have."""
     deployed = PipelineConfig(
         retriever=RetrieverConfig(index_dir="there"),
-        engine=EngineConfig(max_running=3),
+        engine=EngineConfig(max_num_seqs=3),
         generation=GenerationConfig(temperature=0.5),
     )
     said = {"service.port": 1, "chat.max_carried": 2, "generation.max_tokens": 7, "prompts.require_support": True}
@@ -35,7 +35,9 @@ def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
     settled = settled_config(deployed, given)
     assert (settled.service.port, settled.chat.max_carried, settled.prompts.require_support) == (1, 2, True)
     assert (
-        settled.target == deployed.target and settled.retriever.index_dir == "there" and settled.engine.max_running == 3
+        settled.target == deployed.target
+        and settled.retriever.index_dir == "there"
+        and settled.engine.max_num_seqs == 3
     )
     assert settled.index.chunking == ChunkingConfig() and (
         settled.generation.max_tokens,
@@ -57,10 +59,10 @@ def fronted(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Pa
         },
     )
     keys = make_keys(folder / "keys.json")
-    given = {"service.model": MODEL, "service.port": 0, "service.keys_file": str(keys.path)}
+    given = {"service.served_model_name": MODEL, "service.port": 0, "service.keys_file": str(keys.path)}
     config = load_settings(ServiceConfig, **given, **{"service.data_dir": str(folder / "data")})
     with (
-        Deployment.up(Topology(replicas=1, num_shards=1), deployed, name="fronted"),
+        Deployment.up(Topology(num_replicas=1, num_shards=1), deployed, name="fronted"),
         clustered("fronted", config) as backend,
         started(config, backend, keys) as service,
     ):

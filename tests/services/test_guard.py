@@ -113,7 +113,7 @@ def test_a_caller_s_request_id_is_kept_if_it_is_short_and_plain(hasty: Service, 
 def test_browsers_of_listed_pages_may_ask_and_others_may_not(serving: Serving) -> None:
     """Any page that a user visits asks the service with the key that the browser holds; or the listed ones cannot."""
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    with serving(**{"service.cors_origins": ["https://app.example"]}) as service, service.client("") as client:
+    with serving(**{"service.allowed_origins": ["https://app.example"]}) as service, service.client("") as client:
         known = client.options("/v1/chat/completions", headers={"Origin": "https://app.example", **asked})
         assert known.status_code == 200 and known.headers["access-control-allow-origin"] == "https://app.example"
         other = client.options("/v1/chat/completions", headers={"Origin": "https://evil.example", **asked})

@@ -14,7 +14,6 @@ from service_parts import Service, Serving
 from ragspec.core import Delta, Request
 from ragspec.errors import Overloaded
 from services.health import Canary
-from services.settings import ServiceConfig, ServiceSettings, Timeouts
 
 
 def test_a_service_that_runs_lives_and_is_ready(service: Service) -> None:
@@ -66,9 +65,9 @@ def test_a_busy_deployment_is_no_dead_one(
 ) -> None:
     """Gateways of a deployment under load were taken for dead, and killed with the answers they were streaming."""
     monkeypatch.setattr("services.health._FRESH_S", 0.0)
-    config = ServiceConfig(service=ServiceSettings(timeouts=Timeouts(canary_s=0.05)))
+    monkeypatch.setattr("services.health.CANARY_S", 0.05)
     engine = Busy(error, goes_on=goes_on)
-    canary = Canary(cast(Any, SimpleNamespace(engine=engine, config=config, prompts=service.backend.prompts)))
+    canary = Canary(cast(Any, SimpleNamespace(engine=engine, prompts=service.backend.prompts)))
 
     async def asked() -> list[bool]:
         return [await canary.check() for _ in range(2)]

@@ -45,7 +45,7 @@ def better(sentence: str) -> str:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Iterator[Service]:
-    limits = {"service.grammar.max_text_chars": 20_000, "service.cors_origins": ("https://mail.example",)}
+    limits = {"service.grammar.max_text_chars": 20_000, "service.allowed_origins": ("https://mail.example",)}
     with correcting(tmp_path_factory.mktemp("lt"), letter_index, service_target, better, **limits) as running:
         yield running
 

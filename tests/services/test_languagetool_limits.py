@@ -79,7 +79,7 @@ def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, s
             stop.wait(5.0)
         return sentence.replace("go", "goes")
 
-    settings = {"service.grammar.timeout_s": 1.5, "engine.max_running": 1}
+    settings = {"service.grammar.timeout_s": 1.5, "engine.max_num_seqs": 1}
     with (
         correcting(tmp_path, letter_index, service_target, slow, **settings) as service,
         service.client("") as client,

@@ -200,7 +200,7 @@ async def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.Mon
     counting, running, most = threading.Lock(), dict.fromkeys((ANN.key_id, BOB.key_id), 0), dict[str, int]()
     both = threading.Barrier(2)
 
-    def check(body: bytes, limits: Limits) -> None:
+    def check(body: bytes) -> None:
         name = body[:1].decode()
         with counting:
             running[name] += 1

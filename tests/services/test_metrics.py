@@ -80,7 +80,7 @@ def test_offloaded_prefixes_are_counted(serving: Serving, tmp_path: Path) -> Non
 
 def test_gauges_show_what_runs(serving: Serving) -> None:
     """A full engine looks idle, so nobody starts another."""
-    with serving(engine={"max_running": 1}) as service, service.client() as client:
+    with serving(engine={"max_num_seqs": 1}) as service, service.client() as client:
         body = {**ASKED, "n": 3, "max_tokens": 900, "ignore_eos": True, "stream": True, "speculation": False}
         with client.stream("POST", "/v1/chat/completions", json=body) as reply:
             pieces = reply.iter_text()
@@ -95,7 +95,7 @@ def test_a_full_or_draining_service_still_shows_its_counters(serving: Serving) -
     """The service vanishes from every dashboard at the moment that somebody looks for it."""
     body = {**ASKED, "n": 3, "max_tokens": 900, "ignore_eos": True, "stream": True, "speculation": False}
     with (
-        serving(engine={"max_running": 1}, **{"service.limits.max_in_flight": 1}) as service,
+        serving(engine={"max_num_seqs": 1}, **{"service.limits.max_in_flight": 1}) as service,
         service.client() as client,
         service.client(service.keys.ann) as other,
         client.stream("POST", "/v1/chat/completions", json=body) as reply,

@@ -79,7 +79,7 @@ class Probe:
 def probing(serving: Serving, **settings: float) -> Iterator[tuple[Service, Probe]]:
     """A service with those routes behind the same guard."""
     probe = Probe()
-    with serving(**HASTY, **settings) as service:
+    with serving(**HASTY | settings) as service:
         app = build_app(service.backend, SingleKey(service.keys.trusted))
         app.include_router(probe.routes())
         service.server.config.loaded_app = app
@@ -102,7 +102,7 @@ def impatient(serving: Serving) -> Iterator[tuple[Service, Probe]]:
 @pytest.fixture(scope="module")
 def slow_reader(serving: Serving) -> Iterator[tuple[Service, Probe]]:
     """One that gives clients up soon that do not read."""
-    with probing(serving, **{"service.timeouts.slow_client_s": 0.3}) as both:
+    with probing(serving, **{"service.timeouts.client_s": 0.3}) as both:
         yield both
 
 

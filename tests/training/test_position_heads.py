@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 from transformers import LlamaModel
 
-from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
+from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadConfig, TargetConfig
 from ragspec.core import Completion, Request, SamplingParams
 from ragspec.drafting.heads.learning import LossWeights, Objective, collate
 from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
@@ -247,8 +247,8 @@ def test_a_trained_head_drafts_better_than_an_untrained_one_and_changes_no_token
     accepted = {}
     for folder, temperature in (("untrained", 0.0), ("trained", 0.0), ("trained", 1.0)):
         family, path = SHAPES[name].family.value, str(tmp_path / folder)
-        section = HydraConfig(path=path) if family == "hydra" else TreeHeadConfig(path=path)
-        drafting = DraftingConfig(drafters=(family,), max_tree_nodes=6, **{family: section})
+        tree = DraftTreeConfig(max_nodes=6)
+        drafting = DraftingConfig(drafters=(family,), tree=tree, **{family: HeadConfig(path=path)})
         drafted = ask(model, drafting, temperature, prompts)
         assert tokens_of(drafted) == plain[temperature]
         assert sum(done.stats.num_drafted for done in drafted) > 0

@@ -93,7 +93,7 @@ class EngineDecoder:
         return _timed(completion, wall_s - decode_s, decode_s)
 
     def together(self, cases: Sequence[Case]) -> TimedBatch:
-        """All cases at once. The engine's `max_running` limits how many run side by side."""
+        """All cases at once. The engine's `max_num_seqs` limits how many run side by side."""
         requests = [self._request(case) for case in cases]
         begin = time.perf_counter()
         completions = self._engine.generate(requests)

@@ -103,7 +103,7 @@ def backend_of(run: Run) -> Iterator[tuple[ServiceBackend, RagList]]:
         config = ServiceConfig(
             encoder=run.encoder,
             target=run.target,
-            engine=EngineConfig(max_running=32),
+            engine=EngineConfig(max_num_seqs=32),
             retriever=RetrieverConfig(index_dir=str(index_dir)),
             service=ServiceSettings(port=0, data_dir=f"{folder}/data", languagetool_open=False),
         )

@@ -26,7 +26,7 @@ class RoutingConfig(ConfigSection):
     """How requests find a replica, and what happens when a replica is lost. Units: seconds, tokens, requests.
 
     Choice of a replica. A request with an affinity goes where its hash points, unless that replica has more than `load_factor`
-    times the mean load; without an affinity, to the least loaded replica. At most `max_running` choices are sent to a replica at
+    times the mean load; without an affinity, to the least loaded replica. At most `max_num_seqs` choices are sent to a replica at
     once; beyond what can be sent, `max_queued` choices wait.
 
     Loss of a replica. A replica answers a poll within `poll_s` and then has `heartbeat_timeout_s`; after that its streams go to
@@ -39,7 +39,7 @@ class RoutingConfig(ConfigSection):
     """
 
     load_factor: float = Field(1.25, ge=1.0)
-    max_running: int = Field(64, ge=1)
+    max_num_seqs: int = Field(64, ge=1)
     max_queued: int = Field(10_000, ge=0)
     poll_s: float = Field(1.0, gt=0.0, le=30.0)
     heartbeat_timeout_s: float = Field(2.5, gt=0.0)

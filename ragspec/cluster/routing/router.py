@@ -289,7 +289,7 @@ class Router(EngineClient):
 
     def _check_room(self, num_choices: int) -> None:
         """Raises: Overloaded."""
-        room = sum(max(0, self._config.max_running - len(each.streams)) for each in self._connections.values())
+        room = sum(max(0, self._config.max_num_seqs - len(each.streams)) for each in self._connections.values())
         room += self._config.max_queued - len(self._fresh)
         if num_choices > room:
             raise Overloaded(f"{len(self._fresh)} choices wait already; {self._config.max_queued} may")
@@ -311,7 +311,7 @@ class Router(EngineClient):
             affinity_key(stream.submitted),
             loads,
             load_factor=self._config.load_factor,
-            max_load=None if is_first else self._config.max_running,
+            max_load=None if is_first else self._config.max_num_seqs,
         )
         if name is None:
             return False

@@ -68,6 +68,10 @@ class PairNetwork(Protocol):
 Network = TypeVar("Network", bound=PairNetwork)
 
 
+HEAD_WINDOW = 256
+"""Positions that a head attends to, unless it is configured otherwise."""
+
+
 class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
     """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to; `max_read`: pairs that one draft
     reads. `name`: of the drafter, where there are several of its class."""
@@ -80,7 +84,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         shape: TreeShape,
         costs: CostTable,
         *,
-        window: int = 256,
+        window: int = HEAD_WINDOW,
         max_read: int = 48,
         coupled: bool = True,
         name: str = "",

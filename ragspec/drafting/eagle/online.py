@@ -33,21 +33,30 @@ from ragspec.tree import Proposal
 
 log = logging.getLogger(__name__)
 
+_LEARNING_RATE = 1e-4
+_MAX_BYTES = 2**29
+"""Of all learned heads with their texts."""
+
 
 class OnlineEagleDrafter(EagleDrafter):
     """See the module. `head`: the network's weights. Raises: ConfigError if not even one learned head fits."""
 
     def __init__(
-        self, network: EagleNetwork, *args: Any, head: EagleHead, online: OnlineConfig, **options: Any
+        self,
+        network: EagleNetwork,
+        *args: Any,
+        head: EagleHead,
+        online: OnlineConfig,
+        learning_rate: float = _LEARNING_RATE,
+        max_bytes: int = _MAX_BYTES,
+        **options: Any,
     ) -> None:
         super().__init__(network, *args, **options)
         needed = HeadLearner.num_bytes(head)
-        if online.max_bytes < needed:
-            raise ConfigError(f"drafting.eagle.online.max_bytes is {online.max_bytes}; one learned head takes {needed}")
+        if max_bytes < needed:
+            raise ConfigError(f"learned heads may take {max_bytes} bytes, and one of this size takes {needed}")
         self._loaded, self._online = network, online
-        self.learners = TenantStates(
-            online.max_bytes // needed, lambda: HeadLearner(head, network, online.learning_rate)
-        )
+        self.learners = TenantStates(max_bytes // needed, lambda: HeadLearner(head, network, learning_rate))
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._thread: threading.Thread | None = None
         self._is_idle, self._is_closed, self._has_failed = True, False, False

@@ -29,6 +29,7 @@ from ragspec.errors import NoRoom, NotFound, StoreCorrupt
 from ragspec.rag.database import Database
 from ragspec.retrieval.expansion import JoinedPassage
 
+MAX_BYTES_PER_TENANT = 64 * 2**20
 _SCHEMA = 1
 _TABLES = """
 CREATE TABLE conversations (
@@ -102,7 +103,7 @@ class ConversationStore:
         path: str | Path,
         *,
         ttl_s: float = 7 * 86_400.0,
-        max_bytes_per_tenant: int = 64 * 2**20,
+        max_bytes_per_tenant: int = MAX_BYTES_PER_TENANT,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`clock` gives seconds since the epoch; None: `_steady_clock`. Raises: SaveError, StoreCorrupt."""

@@ -39,6 +39,10 @@ _EXAMPLES = (
     ),
 )
 _LATEST_TURNS = 3
+MAX_TOKENS = 64
+"""Of a rewritten question."""
+LEAST_PARAMETERS = 1_000_000_000
+"""Of a target that rewrites questions where the configuration says "auto"."""
 _MAX_CHARS = 400
 """Characters of each earlier text, and of the rewritten question beyond the original."""
 
@@ -79,7 +83,7 @@ class QueryRewriter:
         messages = [Message("system", _SYSTEM)]
         for before, after in _EXAMPLES:
             messages += [Message("user", before), Message("assistant", after)]
-        max_tokens = self._config.rewriter_tokens
+        max_tokens = MAX_TOKENS
         prompt = self._prompts.build([*messages, Message("user", task)], (), max_tokens)
         params = SamplingParams(max_tokens=max_tokens)
         return Request(uuid.uuid4().hex, prompt.prompt_ids, params, copy_sources(question, (), turns), salt)
@@ -89,5 +93,5 @@ def _uses_target(config: ChatConfig, engine: EngineLike | None) -> bool:
     """`auto` uses a target in this process if it is large enough; the size of a remote target is unknown."""
     if config.rewriter == "auto":
         num_parameters: int = getattr(getattr(engine, "target", None), "num_parameters", 0)
-        return num_parameters >= config.least_rewriter_parameters
+        return num_parameters >= LEAST_PARAMETERS
     return config.rewriter == "model" and engine is not None

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 WHOLE_INDEX = "*"
 """Stands in `missing` if no part of the index could be searched."""
 
+_CARRIED_TURNS = 2
 _MAX_CONFIRMED = 1024
 """Passages searched to confirm earlier passages after the index changed; a passage that is not among them is dropped."""
 _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
@@ -91,7 +92,7 @@ class ChatRetriever:
     def _carried(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Passage]:
         """The passages that the latest answers cite, or else their best passage; the latest first, without their neighbours."""
         carried: dict[str, Passage] = {}
-        latest = list(zip(turns, history.shown, strict=True))[: -self._config.carried_turns - 1 : -1]
+        latest = list(zip(turns, history.shown, strict=True))[: -_CARRIED_TURNS - 1 : -1]
         for turn, shown in latest:
             used = [passage for passage in turn.passages if passage.id in shown.cited] or turn.passages[:1]
             carried |= {passage.id: passage for passage in used if passage.id not in carried}

@@ -86,7 +86,7 @@ class Grammar(Closeable):
         config = settings_of(config)
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
-        return cls(engine, prompts, max_in_flight=config.engine.max_running)
+        return cls(engine, prompts, max_in_flight=config.engine.max_num_seqs)
 
     def correct(
         self, text: str | Sequence[TextPart], params: SamplingParams = DEFAULT_PARAMS, **options: Any

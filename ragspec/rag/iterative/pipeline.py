@@ -37,6 +37,9 @@ from ragspec.retrieval.search.index_types import IndexLike
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
 
+_MAX_BATCH_QUERIES = 16
+"""Of one lookup, over all requests."""
+
 
 class IterativeOptions(SamplingOptions, total=False):
     """`guessing`: whether retrievals are speculated; `speculation`: how tokens are drafted. `filter`: JSON form."""
@@ -60,15 +63,16 @@ class IterativePipeline(Closeable):
         speculation: SpeculationConfig | None = None,
         generation: GenerationConfig | None = None,
         scheduler: StrideScheduler | None = None,
+        asynchronous: bool = True,
         max_in_flight: int = 32,
     ) -> None:
-        """`scheduler` replaces the one that `speculation.stride` describes, for example by one that has learned the costs."""
+        """`scheduler` replaces the one that `speculation.stride` describes, for example by one that has learned the costs.
+        `asynchronous`: decoding continues during verification if the index is in another process."""
         config = speculation or SpeculationConfig()
         self._index, self._pinned = index, index.pinned()
         self._guessing = config.enabled
-        asynchronous = config.asynchronous and index.is_elsewhere
-        scheduler = scheduler or StrideScheduler(config.stride, asynchronous=asynchronous)
-        batcher = SearchBatcher(config.max_batch_queries)
+        scheduler = scheduler or StrideScheduler(config.stride, asynchronous=asynchronous and index.is_elsewhere)
+        batcher = SearchBatcher(_MAX_BATCH_QUERIES)
         self._components = PipelineComponents(engine, prompts, batcher, scheduler, policy or InContextRalm(), config)
         self._defaults = default_params(generation or GenerationConfig())
         self._max_in_flight = max_in_flight

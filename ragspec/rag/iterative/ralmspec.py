@@ -30,6 +30,8 @@ from ragspec.retrieval.batching_retriever import PendingQuery, SearchParams
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 
+SEARCH_TIMEOUT_S = 60.0
+
 T = TypeVar("T")
 OnFinal = Callable[[tuple[int, ...]], None]
 """Takes all output tokens that can no longer change, each time there are more of them."""
@@ -212,11 +214,10 @@ class RalmSpec:
         return result
 
     async def _wait_for(self, future: asyncio.Future[T]) -> T:
-        timeout_s = self._components.config.timeout_s
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            return await asyncio.wait_for(future, SEARCH_TIMEOUT_S)
         except TimeoutError as cause:
-            raise RetrievalError(f"the index did not answer within {timeout_s:g} s") from cause
+            raise RetrievalError(f"the index did not answer within {SEARCH_TIMEOUT_S:g} s") from cause
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._components.prompts.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -39,6 +39,8 @@ class TermFunction(Protocol):
 
 
 _TEXTS_KEPT = 4096
+FUSION_DEPTH, RERANK_DEPTH = 100, 32
+"""The best passages of each list that are fused, and the best that are reranked; as many as are requested if that is more."""
 CALIBRATED_THRESHOLD = 0.12
 """For `RetrieverConfig.abstain_below` with the default encoder: 3 in 100 answerable questions were below it."""
 _COSINE, _COVERED, _INTERCEPT = 10.5, 8.2, -10.3
@@ -105,7 +107,7 @@ class IndexSearcher:
 
     def _best(self, queries: Sequence[Query], k: int, width: int, scope: SearchScope) -> list[list[SearchHit]]:
         """At least the best max(k, width) of each query, if there are as many; the first k are the same for every width."""
-        depth = k if self._scoring is None or not (k or width) else max(k, self._config.rerank_depth)
+        depth = k if self._scoring is None or not (k or width) else max(k, RERANK_DEPTH)
         hits = self._ranked(queries, max(depth, width), scope)
         finds_others = self._approximate and self._list_depth(depth) < self._list_depth(width)
         if finds_others:  # a wider approximate search finds other passages
@@ -117,7 +119,7 @@ class IndexSearcher:
         return [[*first, *some[depth:]] for first, some in zip(best, hits, strict=True)]
 
     def _list_depth(self, depth: int) -> int:
-        return max(depth, self._config.fusion_depth) if self._config.mode == "hybrid" else depth
+        return max(depth, FUSION_DEPTH) if self._config.mode == "hybrid" else depth
 
     def _ranked(self, queries: Sequence[Query], depth: int, scope: SearchScope) -> list[list[SearchHit]]:
         if not queries or depth < 1:
@@ -142,13 +144,13 @@ class IndexSearcher:
         return lists
 
     def _fused(self, lists: Sequence[Sequence[list[SearchHit]]]) -> list[list[SearchHit]]:
-        return [reciprocal_rank_fusion(each, self._config.fusion_depth) for each in zip(*lists, strict=True)]
+        return [reciprocal_rank_fusion(each, FUSION_DEPTH) for each in zip(*lists, strict=True)]
 
     def read_candidates(
         self, queries: Sequence[Query], scope: SearchScope = PUBLIC_SCOPE
     ) -> list[list[tuple[Passage, Features]]]:
         """The passages that are read of each query, in the order of their fused ranks, for learning the weights."""
-        lists = self._lists(queries, self._config.fusion_depth, scope)
+        lists = self._lists(queries, FUSION_DEPTH, scope)
         read = self._read_first(queries, lists, self._fused(lists), scope)
         return [[(each.passage, each.features) for each in own] for own in read]
 
@@ -159,7 +161,7 @@ class IndexSearcher:
         fused: Sequence[list[SearchHit]],
         scope: SearchScope,
     ) -> list[list[ReadHit]]:
-        depth = self._config.fusion_depth
+        depth = FUSION_DEPTH
         first = [hits_to_read(hits, depth) for hits in fused]
         passages = iter(self._shard.passages([hit for hits in first for hit in hits]))
         terms = [self.terms(query.text) for query in queries]

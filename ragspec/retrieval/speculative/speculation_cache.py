@@ -21,18 +21,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
-from ragspec.retrieval.search.index_searcher import reciprocal_rank_fusion
+from ragspec.retrieval.search.index_searcher import FUSION_DEPTH, reciprocal_rank_fusion
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
 from ragspec.retrieval.search.relevance import QueryWeights, Relevance, hits_to_read
 from ragspec.retrieval.search.segment_search import SearchHit
 
 _MAX_PASSAGES = 512
-_FUSION_DEPTH = RetrieverConfig().fusion_depth
-"""The default of the configuration. With another depth guesses are less often right; no text changes."""
 
 
 def passage_keys(passages: Sequence[Passage]) -> tuple[PassageKey, ...]:
@@ -82,7 +79,7 @@ class SpeculationCache:
         candidates = list(self._candidates.values())
         if self._mode == "hybrid":
             rankings = [sorted(self._dense_hits(query)), sorted(self._sparse_hits(query))]
-            best = self._by_relevance(query, rankings, reciprocal_rank_fusion(rankings, _FUSION_DEPTH), k)
+            best = self._by_relevance(query, rankings, reciprocal_rank_fusion(rankings, FUSION_DEPTH), k)
         else:
             best = heapq.nsmallest(k, (self._dense_hits if self._mode == "dense" else self._sparse_hits)(query))
         return [replace(candidates[hit.row].passage, score=hit.score) for hit in best]
@@ -92,10 +89,10 @@ class SpeculationCache:
     ) -> list[SearchHit]:
         if self._relevance is None:
             return fused[:k]
-        hits, candidates = hits_to_read(fused, _FUSION_DEPTH), list(self._candidates.values())
+        hits, candidates = hits_to_read(fused, FUSION_DEPTH), list(self._candidates.values())
         weights = QueryWeights.of(query.text, query.terms, self._statistics)
         passages = [candidates[hit.row].passage for hit in hits]
-        read = self._relevance.read(weights, hits, passages, [ranking[:_FUSION_DEPTH] for ranking in rankings])
+        read = self._relevance.read(weights, hits, passages, [ranking[:FUSION_DEPTH] for ranking in rankings])
         return self._relevance.ordered(read, fused, k)
 
     def _dense_hits(self, query: Query) -> list[SearchHit]:

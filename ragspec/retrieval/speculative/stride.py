@@ -3,7 +3,7 @@
 Stride 1 without overlap means no speculation. The scheduler chooses it if every other plan would gain too little.
 `ragspec.retrieval.speculative.stride_costs` has the formulas.
 
-    >>> scheduler = StrideScheduler(StrideConfig(), asynchronous=True)
+    >>> scheduler = StrideScheduler(asynchronous=True)
     >>> plan = scheduler.choose()       # then report: note_step, note_verification, note_guesses
 
 Source: Zhang et al. 2024 (arXiv 2401.14021), section 4.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import mean, median
 
-from ragspec.config import StrideConfig
 from ragspec.retrieval.speculative.stride_costs import (
     NEVER_PAYS,
     NO_SPECULATION,
@@ -33,15 +32,30 @@ _APART_AT_MOST = 512
 _LEAST_BESIDE = 8
 """Overlapped steps, and overlapped verifications, to time before their times are used."""
 _LOOKED_OVER_EVERY = 4
+WINDOW = 64
+"""Recent steps and rounds that the estimates use."""
+GAMMA_MAX = 0.97
+"""The greatest probability of a right guess that is assumed."""
+MAX_STRIDE = 32
+_LEAST_GAIN = 0.03
+"""Speculation is off while its predicted gain is smaller."""
+_LEAST_SURVIVAL = 0.25
+"""While a verification runs, decoding continues as long as its text stands with at least this probability."""
 
 
 class StrideScheduler:
     """Chooses plans from measured times and hit rates. Shared by all requests of one index. Safe to call from several threads."""
 
-    def __init__(self, config: StrideConfig | None = None, *, asynchronous: bool = True) -> None:
-        self._config = config or StrideConfig()
-        self._asynchronous = asynchronous
-        window = self._config.window
+    def __init__(
+        self,
+        stride: int | None = None,
+        *,
+        asynchronous: bool = True,
+        window: int = WINDOW,
+        gamma_max: float = GAMMA_MAX,
+    ) -> None:
+        """`stride`: a fixed one; None: the best one. `asynchronous`: decoding may continue during verification."""
+        self._stride, self._asynchronous, self._gamma_max = stride, asynchronous, gamma_max
         self._steps_s: deque[float] = deque(maxlen=window)
         self._verifications: deque[tuple[int, float]] = deque(maxlen=window)  # of one query
         # of several queries; kept apart, or single queries would push them out
@@ -94,7 +108,7 @@ class StrideScheduler:
         with self._lock:
             right = sum(some for some, _ in self._guesses)
             wrong = sum(some for _, some in self._guesses)
-        return min(self._config.gamma_max, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
+        return min(self._gamma_max, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
 
     def costs(self) -> StrideCosts | None:
         """None before the first step and the first verification."""
@@ -114,10 +128,10 @@ class StrideScheduler:
             return self._chosen or NO_SPECULATION
 
     def _best(self) -> StridePlan | None:
-        costs, least = self.costs(), 1.0 + self._config.least_gain
+        costs, least = self.costs(), 1.0 + _LEAST_GAIN
         if costs is None:
             return None
-        if self._plan(replace(costs, gamma=self._config.gamma_max)).gain < least:
+        if self._plan(replace(costs, gamma=self._gamma_max)).gain < least:
             return NEVER_PAYS
         if costs.gamma == 0.0:
             return None
@@ -126,11 +140,11 @@ class StrideScheduler:
 
     def _plan(self, costs: StrideCosts) -> StridePlan:
         """The configured stride, or the best stride, even if it does not pay."""
-        if (stride := self._config.stride) is not None:
+        if (stride := self._stride) is not None:
             overlap = self._overlap(costs.gamma, stride)
             return StridePlan(stride, overlap, costs.gain(stride, overlap))
-        beside = best_plan(costs, self._config.max_stride, lambda stride: self._overlap(costs.gamma, stride))
-        waiting = best_plan(costs, self._config.max_stride, lambda _: 0)
+        beside = best_plan(costs, MAX_STRIDE, lambda stride: self._overlap(costs.gamma, stride))
+        waiting = best_plan(costs, MAX_STRIDE, lambda _: 0)
         return beside if beside.gain > waiting.gain else waiting
 
     def _overlap(self, gamma: float, stride: int) -> int:
@@ -138,7 +152,7 @@ class StrideScheduler:
         i - 1 more are right."""
         if not self._asynchronous:
             return 0
-        return max(1, sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride)))
+        return max(1, sum(gamma ** (stride + i) >= _LEAST_SURVIVAL for i in range(stride)))
 
 
 def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]) -> StrideTiming | None:

@@ -35,7 +35,7 @@ PATIENCE_S = 30.0
 @pytest.fixture(scope="module")
 def service(serving: Serving) -> Iterator[Service]:
     """Nothing is kept after a request, so that every slot must be free."""
-    with serving(engine={"prefix_cache": False}) as running:
+    with serving(engine={"enable_prefix_caching": False}) as running:
         yield running
 
 
