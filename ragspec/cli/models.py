@@ -24,7 +24,7 @@ from ragspec.engine.checkpoints.catalogue import all_models, better_reader, know
 from ragspec.engine.checkpoints.downloads import get_model, is_fetched, model_named
 from ragspec.engine.checkpoints.target_files import models_folder
 
-models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.")
+models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.", no_args_is_help=False)
 
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "model": "left",
