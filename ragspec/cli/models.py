@@ -93,7 +93,7 @@ def list_models(as_json: AsJson = False) -> None:
             model.name,
             "yes" if is_fetched(model, folder) else "",
             f"{measured.memory_gb:.1f}" if measured else f"{model.memory_gb:.1f}",
-            f"{measured.right} of 50" if measured else "-",
+            f"{measured.right}/50" if measured else "-",
             f"{measured.tokens_per_s:.0f}" if measured else "-",
             model.layout,
             model.licence + (", gated" if model.gated else ""),
