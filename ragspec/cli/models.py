@@ -24,7 +24,7 @@ from ragspec.engine.checkpoints.catalogue import all_models, better_reader, know
 from ragspec.engine.checkpoints.downloads import get_model, is_fetched, model_named
 from ragspec.engine.checkpoints.target_files import models_folder
 
-models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.")
+models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.", no_args_is_help=False)
 
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "model": "left",
@@ -93,7 +93,7 @@ def list_models(as_json: AsJson = False) -> None:
             model.name,
             "yes" if is_fetched(model, folder) else "",
             f"{measured.memory_gb:.1f}" if measured else f"{model.memory_gb:.1f}",
-            f"{measured.right} of 50" if measured else "-",
+            f"{measured.right}/50" if measured else "-",
             f"{measured.tokens_per_s:.0f}" if measured else "-",
             model.layout,
             model.licence + (", gated" if model.gated else ""),

