@@ -80,7 +80,7 @@ The first part has the keys that most deployments set, all {num_first} of them i
 EXPERT = """
 # Expert
 
-A key here trades one thing for another, or serves a rare deployment. The defaults are the ones that we measure with.
+A key here trades one thing for another, or serves a rare deployment.
 """
 
 

@@ -123,15 +123,15 @@ class RetrieverConfig(ConfigSection):
     """"dense": nearest in meaning; "sparse": best by words (BM25); "hybrid": both, fused."""
     fusion: Literal["learned", "rank"] = "learned"
     """"rank": reciprocal ranks of both lists. "learned" reorders the first 32 of these by learned weights of ranks and of the
-    places of the question's words, and moves repetitions behind; it takes some milliseconds."""
+    places of the question's words, and moves repetitions behind."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where vectors are searched; "auto": on a GPU if FAISS finds one."""
     gpu_memory_bytes: int | None = Field(None, ge=0)
     """GPU memory that the index takes at most; null: no limit. Segments beyond it are searched on the CPU, which is
     slower."""
     reranker: str = ""
-    """Name or path of a cross-encoder that reorders the first 32 passages: better order, tens of milliseconds; empty:
-    none."""
+    """Name or path of a cross-encoder that reorders the first 32 passages: better order, slower;
+    empty: none."""
     fail_closed: bool = True
     """If a shard cannot be searched: an error; false: an answer from the other shards that names the missing segments."""
     abstain_below: float = Field(0.0, ge=0.0, lt=1.0)

@@ -108,7 +108,8 @@ class ServiceSettings(ConfigSection):
     languagetool_open: bool | None = None
     """/v2 needs no key, as LanguageTool's clients expect; null: only without a keys file, on this machine."""
     privacy: Literal["normal", "strict"] = "normal"
-    """"strict" sends answers at a fixed pace in chunks of one size, so that timing tells nothing; slower."""
+    """"strict" sends answers at a fixed pace in chunks of one size, so that their timing
+    tells less; slower."""
     drain_s: float = Field(120.0, ge=0.0)
     """Time for running requests after the signal to stop."""
     conversations: ConversationSettings = ConversationSettings()

@@ -31,7 +31,7 @@ class Topology(ConfigSection):
     num_replicas: int = Field(1, ge=0, le=256)
     """Engines; each is a group of ranks on one node. More: more requests at once."""
     tensor_parallel_size: Literal[1, 2, 4] = 1
-    """Ranks of an engine, which share the weights. More: larger models, faster steps."""
+    """Ranks of an engine, which share the weights. More: larger models fit."""
     num_shards: int = Field(1, ge=0, le=256)
     """Actors that hold the index; 0: no retrieval. More: less memory on each, faster search."""
     shard_replicas: int = Field(1, ge=1, le=16)
