@@ -153,11 +153,11 @@ def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPa
             return np.arange(len(texts), dtype=np.float64)
 
     monkeypatch.setattr(shards.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
-    actor, config = ShardActor(), RetrieverConfig(reranker="some/model", rerank_depth=6)
+    actor, config = ShardActor(), RetrieverConfig(reranker="some/model")
     queries, plain = local(index_dir).encode(QUERIES), local(index_dir)
     for number in (20, 21):
         (found,) = actor.look_up(segments_of(Store.open(index_dir)), config, queries, 3, SearchScope(), 0, frozenset())
-        expected = [[p.id for p in some[::-1][:3]] for some in plain.search(queries, 6).passages]
+        expected = [[p.id for p in some[::-1][:3]] for some in plain.search(queries, 32).passages]
         assert [[p.id for p in some] for some in found.passages] == expected
         delete(index_dir, f"d{number}")
     assert loaded == ["some/model"]
