@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from ragspec.errors import ConfigError, did_you_mean
-from ragspec.old_keys import with_new_keys
+from ragspec.old_keys import section_of, with_new_keys
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
@@ -475,7 +475,8 @@ def load_settings(kind: type[Settings], path: str | Path | None = None, **overri
     given: dict[str, Any] = {}
     for dotted, value in overrides.items():
         if value is not None:
-            _put(given, dotted.split("."), value)
+            keys = dotted.split(".")
+            section_of(given, keys)[keys[-1]] = value
     _override(tree, with_new_keys(given))
     try:
         return kind.model_validate(tree)
@@ -523,12 +524,3 @@ def _override(tree: dict[str, Any], given: dict[str, Any], above: str = "") -> N
             _override(tree[name], value, f"{above}{name}.")
         else:
             raise ConfigError(f"cannot set a key of {above}{name}: it is not a mapping")
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    *parents, leaf = keys
-    for name in parents:
-        tree = tree.setdefault(name, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"cannot set {'.'.join(keys)}: {name} is not a mapping")
-    tree[leaf] = value

@@ -116,7 +116,9 @@ def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
             if section[name] == {}:
                 del section[name]
     for new, value in moved.items():
-        _put(tree, new.split("."), value)
+        keys = new.split(".")
+        if section_of(tree, keys).setdefault(keys[-1], value) != value:
+            raise ConfigError(f"{new} is given twice, and once under the name of an earlier version")
     if said:
         log.warning("the configuration is of an earlier version: %s", "; ".join(dict.fromkeys(said)))
     return tree
@@ -162,13 +164,10 @@ def _places(tree: Any, keys: list[str], above: str = "") -> Iterator[tuple[str, 
             yield whole, tree, name
 
 
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Sets a key that had another name. Raises: ConfigError where it is given under both."""
-    *parents, leaf = keys
-    for name in parents:
+def section_of(tree: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """The mapping that holds the last of `keys`, made where it is missing. Raises: ConfigError."""
+    for name in keys[:-1]:
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"cannot set {'.'.join(keys)}: {name} is not a mapping")
-    if leaf in tree and tree[leaf] != value:
-        raise ConfigError(f"{'.'.join(keys)} is given twice, and once under the name of an earlier version")
-    tree[leaf] = value
+    return tree
