@@ -210,7 +210,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def collectives(self) -> Literal["gloo", "nccl"]:
-        """What the ranks of a group talk through: `nccl` needs a GPU for each."""
+        """The backend of collective operations between ranks; `nccl` needs a GPU for each rank."""
         return "gloo" if self.device == "cpu" else "nccl"
 
     @property
@@ -220,7 +220,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def weight_dtype(self) -> str:
-        """Of the weights that products read: "int8" or `dtype`."""
+        """The type of the weights in matrix products: "int8" or `dtype`."""
         return "int8" if self.is_int8 else self.dtype
 
     @property
@@ -232,7 +232,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def numerics_dtype(self) -> str:
-        """Everything of the configuration that changes hidden states: dtypes, int8 weights, backend and device."""
+        """Names every setting that changes hidden states: dtypes, int8 weights, backend and device."""
         parts: list[str] = [self.dtype]
         if self.is_int8:  # v2: most activations of the CPU's kernels fit 8 bits
             parts += ["int8-v2" if self.backend_name == "cpu" else "int8"]

@@ -1,4 +1,4 @@
-"""Configurations of earlier versions stay readable: each key that was renamed or removed, and how it is read today.
+"""Renamed and removed configuration keys, so that configurations of earlier versions stay readable.
 
 A renamed key is read under its new name. A removed key without effect on texts is left out. Both are named in one warning. A
 removed key that would change texts is refused, unless it has the value that was its default.
@@ -20,8 +20,8 @@ log.setLevel(logging.WARNING)  # the command line keeps other warnings off the t
 
 
 class OldKey(NamedTuple):
-    """`new`: the key today; empty: the key is gone. `reason`: why a configuration with it is refused; empty: it changed no text.
-    `default`: the value that was the default, which is left out in any case; None: there was none."""
+    """`new`: the name of the key today; empty: the key is gone. `reason`: why a configuration with the key is refused; empty: the
+    key changed no text. `default`: the key's default in earlier versions; this value is left out in any case."""
 
     new: str = ""
     reason: str = ""
