@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from ragspec.errors import ConfigError, did_you_mean
-from ragspec.old_keys import with_new_keys
+from ragspec.old_keys import section_of, with_new_keys
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
@@ -210,7 +210,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def collectives(self) -> Literal["gloo", "nccl"]:
-        """What the ranks of a group talk through: `nccl` needs a GPU for each."""
+        """The backend of collective operations between ranks; `nccl` needs a GPU for each rank."""
         return "gloo" if self.device == "cpu" else "nccl"
 
     @property
@@ -220,7 +220,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def weight_dtype(self) -> str:
-        """Of the weights that products read: "int8" or `dtype`."""
+        """The type of the weights in matrix products: "int8" or `dtype`."""
         return "int8" if self.is_int8 else self.dtype
 
     @property
@@ -232,7 +232,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def numerics_dtype(self) -> str:
-        """Everything of the configuration that changes hidden states: dtypes, int8 weights, backend and device."""
+        """Names every setting that changes hidden states: dtypes, int8 weights, backend and device."""
         parts: list[str] = [self.dtype]
         if self.is_int8:  # v2: most activations of the CPU's kernels fit 8 bits
             parts += ["int8-v2" if self.backend_name == "cpu" else "int8"]
@@ -475,7 +475,8 @@ def load_settings(kind: type[Settings], path: str | Path | None = None, **overri
     given: dict[str, Any] = {}
     for dotted, value in overrides.items():
         if value is not None:
-            _put(given, dotted.split("."), value)
+            keys = dotted.split(".")
+            section_of(given, keys)[keys[-1]] = value
     _override(tree, with_new_keys(given))
     try:
         return kind.model_validate(tree)
@@ -523,12 +524,3 @@ def _override(tree: dict[str, Any], given: dict[str, Any], above: str = "") -> N
             _override(tree[name], value, f"{above}{name}.")
         else:
             raise ConfigError(f"cannot set a key of {above}{name}: it is not a mapping")
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    *parents, leaf = keys
-    for name in parents:
-        tree = tree.setdefault(name, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"cannot set {'.'.join(keys)}: {name} is not a mapping")
-    tree[leaf] = value

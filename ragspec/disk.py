@@ -50,7 +50,7 @@ def writer_lock(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`, after waiting for whoever holds it; the system drops it when the holder dies."""
+    """Waits for the lock file `path` and holds it; the system drops the lock when its holder dies."""
     with open(path, "w", encoding="ascii") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -65,7 +65,7 @@ def make_folder(path: Path) -> None:
 
 
 def keep_private(data_dir: str) -> None:
-    """From now on nobody but its owner reads what this process writes, nor what is in `data_dir`. Raises: SaveError."""
+    """Sets the umask so that only the owner reads files of this process, and closes `data_dir` to others. Raises: SaveError."""
     os.umask(0o077)
     if data_dir:
         with saving(folder := Path(data_dir)):

@@ -1,4 +1,4 @@
-"""Configurations of earlier versions stay readable: each key that was renamed or removed, and how it is read today.
+"""Renamed and removed configuration keys, so that configurations of earlier versions stay readable.
 
 A renamed key is read under its new name. A removed key without effect on texts is left out. Both are named in one warning. A
 removed key that would change texts is refused, unless it has the value that was its default.
@@ -20,8 +20,8 @@ log.setLevel(logging.WARNING)  # the command line keeps other warnings off the t
 
 
 class OldKey(NamedTuple):
-    """`new`: the key today; empty: the key is gone. `reason`: why a configuration with it is refused; empty: it changed no text.
-    `default`: the value that was the default, which is left out in any case; None: there was none."""
+    """`new`: the name of the key today; empty: the key is gone. `reason`: why a configuration with the key is refused; empty: the
+    key changed no text. `default`: the key's default in earlier versions; this value is left out in any case."""
 
     new: str = ""
     reason: str = ""
@@ -43,66 +43,49 @@ _ONE_TREE = {
         "coupled": OldKey(),
     }.items()
 }
+_REMOVED = """
+    encoder.batch_size drafting.max_earlier_tokens drafting.max_recycling_bytes drafting.medusa.dtype
+    drafting.hydra.dtype drafting.hydra.window drafting.eagle.online.learning_rate
+    drafting.eagle.online.max_bytes drafting.eagle_heads.*.online.learning_rate
+    drafting.eagle_heads.*.online.max_bytes drafting.draft_model.vocabulary drafting.draft_model.quantization
+    drafting.draft_model.max_kv_bytes drafting.draft_models engine.adaptive_threads speculation.asynchronous
+    speculation.timeout_s speculation.max_batch_queries speculation.stride.max_stride speculation.stride.window
+    speculation.stride.gamma_max speculation.stride.least_gain speculation.stride.least_survival
+    service.conversations.max_bytes service.limits.header_bytes service.limits.json_depth
+    service.limits.json_items service.timeouts.header_s service.timeouts.canary_s topology.cpus_per_shard
+    topology.cpus_per_encoder topology.heartbeat_s topology.rank_timeout_s topology.spares_per_node
+""".split()
+"""Keys that are gone and changed no text."""
+_RENAMED = {
+    "target.max_context_tokens": "target.max_model_len",
+    "drafting.max_tree_nodes": "drafting.tree.max_nodes",
+    "engine.max_step_tokens": "engine.max_num_batched_tokens",
+    "engine.max_running": "engine.max_num_seqs",
+    "engine.prefix_cache": "engine.enable_prefix_caching",
+    "speculation.stride.stride": "speculation.stride",
+    "service.model": "service.served_model_name",
+    "service.cors_origins": "service.allowed_origins",
+    "topology.replicas": "topology.num_replicas",
+    "topology.tensor_parallel": "topology.tensor_parallel_size",
+    "topology.fail_closed": "retriever.fail_closed",
+}
 OLD_KEYS: dict[str, OldKey] = {
     **_ONE_TREE,
     **{f"drafting.{section}.{name}": OldKey() for section in _HEADS for name in ("num_nodes", "max_read_tokens")},
-    "encoder.batch_size": OldKey(),
+    **dict.fromkeys(_REMOVED, OldKey()),
+    **{old: OldKey(new) for old, new in _RENAMED.items()},
     "retriever.fusion_depth": OldKey(reason="it changed which passages are found; 100 are fused now", default=100),
     "retriever.rerank_depth": OldKey(reason="it changed which passages are found; 32 are reranked now", default=32),
-    "target.max_context_tokens": OldKey("target.max_model_len"),
-    "drafting.max_tree_nodes": OldKey("drafting.tree.max_nodes"),
-    "drafting.max_earlier_tokens": OldKey(),
-    "drafting.max_recycling_bytes": OldKey(),
-    "drafting.medusa.dtype": OldKey(),
-    "drafting.hydra.dtype": OldKey(),
-    "drafting.hydra.window": OldKey(),
-    "drafting.eagle.online.learning_rate": OldKey(),
-    "drafting.eagle.online.max_bytes": OldKey(),
-    "drafting.eagle_heads.*.online.learning_rate": OldKey(),
-    "drafting.eagle_heads.*.online.max_bytes": OldKey(),
-    "drafting.draft_model.vocabulary": OldKey(),
-    "drafting.draft_model.quantization": OldKey(),
-    "drafting.draft_model.max_kv_bytes": OldKey(),
-    "drafting.draft_models": OldKey(),
-    "engine.max_step_tokens": OldKey("engine.max_num_batched_tokens"),
-    "engine.max_running": OldKey("engine.max_num_seqs"),
-    "engine.prefix_cache": OldKey("engine.enable_prefix_caching"),
-    "engine.adaptive_threads": OldKey(),
-    "speculation.asynchronous": OldKey(),
-    "speculation.timeout_s": OldKey(),
-    "speculation.max_batch_queries": OldKey(),
-    "speculation.stride.max_stride": OldKey(),
-    "speculation.stride.window": OldKey(),
-    "speculation.stride.gamma_max": OldKey(),
-    "speculation.stride.least_gain": OldKey(),
-    "speculation.stride.least_survival": OldKey(),
-    "speculation.stride.stride": OldKey("speculation.stride"),
     "chat.least_rewriter_parameters": OldKey(
         reason="it chose who rewrites questions; set chat.rewriter to rules or model", default=1_000_000_000
     ),
     "chat.rewriter_tokens": OldKey(reason="it changed rewritten questions; they have 64 tokens now", default=64),
     "chat.carried_turns": OldKey(reason="it changed which passages are shown; two answers count now", default=2),
-    "service.model": OldKey("service.served_model_name"),
-    "service.cors_origins": OldKey("service.allowed_origins"),
-    "service.conversations.max_bytes": OldKey(),
     "service.grammar.max_edit_ratio": OldKey(
         reason="it changed corrections; /v1/grammar takes max_edit_ratio with each request", default=0.5
     ),
-    "service.limits.header_bytes": OldKey(),
-    "service.limits.json_depth": OldKey(),
-    "service.limits.json_items": OldKey(),
-    "service.timeouts.header_s": OldKey(),
     "service.timeouts.upload_s": OldKey("service.timeouts.client_s", default=30.0),
     "service.timeouts.slow_client_s": OldKey("service.timeouts.client_s", default=30.0),
-    "service.timeouts.canary_s": OldKey(),
-    "topology.replicas": OldKey("topology.num_replicas"),
-    "topology.tensor_parallel": OldKey("topology.tensor_parallel_size"),
-    "topology.cpus_per_shard": OldKey(),
-    "topology.cpus_per_encoder": OldKey(),
-    "topology.heartbeat_s": OldKey(),
-    "topology.rank_timeout_s": OldKey(),
-    "topology.fail_closed": OldKey("retriever.fail_closed"),
-    "topology.spares_per_node": OldKey(),
 }
 """`*` stands for any name."""
 OLD_DRAFTERS = frozenset({"recycling"})
@@ -133,7 +116,9 @@ def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
             if section[name] == {}:
                 del section[name]
     for new, value in moved.items():
-        _put(tree, new.split("."), value)
+        keys = new.split(".")
+        if section_of(tree, keys).setdefault(keys[-1], value) != value:
+            raise ConfigError(f"{new} is given twice, and once under the name of an earlier version")
     if said:
         log.warning("the configuration is of an earlier version: %s", "; ".join(dict.fromkeys(said)))
     return tree
@@ -179,13 +164,10 @@ def _places(tree: Any, keys: list[str], above: str = "") -> Iterator[tuple[str, 
             yield whole, tree, name
 
 
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Sets a key that had another name. Raises: ConfigError where it is given under both."""
-    *parents, leaf = keys
-    for name in parents:
+def section_of(tree: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """The mapping that holds the last of `keys`, made where it is missing. Raises: ConfigError."""
+    for name in keys[:-1]:
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"cannot set {'.'.join(keys)}: {name} is not a mapping")
-    if leaf in tree and tree[leaf] != value:
-        raise ConfigError(f"{'.'.join(keys)} is given twice, and once under the name of an earlier version")
-    tree[leaf] = value
+    return tree

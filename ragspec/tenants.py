@@ -1,4 +1,4 @@
-"""What keeps tenants apart: the salts of their caches, and queues in which one tenant's many items do not delay another's.
+"""Tenants kept apart: salts of their caches, and queues in which one tenant's many items do not delay another's.
 
 A tenant's caches have its name as their salt; a part of them, named by a client, has the tenant, NUL and that name.
 
@@ -32,7 +32,7 @@ def tenant_of(salt: str) -> str:
 
 
 def fair_shares(demands: Mapping[str, int], total: int) -> dict[str, int]:
-    """`total` divided among tenants: nobody gets more than its demand, and nobody less than another who gets more than that.
+    """Divides `total` among tenants by max-min fairness: no tenant gets more than its demand.
 
     Of equal demands the first ones get what cannot be divided.
     """
@@ -90,7 +90,7 @@ class FairQueue(Generic[T]):
 
 
 class TenantStates(dict[str, T]):
-    """What was learned under each salt, at most `most` states; the latest used is last.
+    """A state for each salt, at most `most` states, in the order of their last use.
 
     Beyond that the tenant with the most states loses its oldest one, so a tenant that opens many costs no other tenant anything
     while there are fewer tenants than states.

@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 
 
 class DeviceProbs(Protocol):
-    """A row of probabilities on a device, for the published acceptance rules: what these do with an array, number by number."""
+    """A row of probabilities on a device, with the array operations that the published acceptance rules use."""
 
     shape: tuple[int, ...]
 

@@ -37,6 +37,10 @@ LAYERS = (
 )
 """The modules and packages of ragspec/ in DESIGN's order: each imports from itself and from those before it."""
 
+LEAN_LAYERS = ("numerics", "verification", "drafting", "engine", "training")
+"""Layers that run where only the engine's packages are installed."""
+
+NOT_THERE = {"faiss", "fastapi", "starlette", "uvicorn", "tantivy", "sentence_transformers"}
 EDGES = ("pipelines", "services")
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve"}
 HOT_PATH = "ragspec/engine/engine.py"
@@ -56,8 +60,14 @@ class Source:
 
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node of the tree."""
-        return list(ast.walk(self.tree))
+        """The nodes of the kinds that the rules look at."""
+        kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.ExceptHandler, ast.FunctionDef)
+        return [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
+
+    @functools.cached_property
+    def imports(self) -> list[tuple[int, str]]:
+        """Line and full dotted name of everything imported, at any depth and also by `import_module("...")`."""
+        return list(imports(self))
 
     @property
     def package(self) -> list[str]:
@@ -101,7 +111,7 @@ def imports_go_down(source: Source) -> Iterator[str]:
     if source.layer not in LAYERS:
         yield f"{source.path}: {source.layer} has no place in the layout"
         return
-    for line, name in imports(source):
+    for line, name in source.imports:
         top, *rest = name.split(".")
         if top in EDGES and source.layer != "cli":
             yield f"{source.path}:{line}: the library imports {name}"
@@ -111,10 +121,20 @@ def imports_go_down(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{line}: {source.layer} imports {name}, which is above it"
 
 
+def the_engine_is_lean(source: Source) -> Iterator[str]:
+    """The engine and the layers below it import no search and no web server when they are imported themselves."""
+    if source.layer in LEAN_LAYERS:
+        for node in source.tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                for name in {name.split(".")[0] for name in names} & NOT_THERE:
+                    yield f"{source.path}:{node.lineno}: imports {name}"
+
+
 def ray_at_the_edge(source: Source) -> Iterator[str]:
     """In ragspec/, only cluster/ imports Ray."""
     if source.layer and source.layer != "cluster":
-        for line, name in imports(source):
+        for line, name in source.imports:
             if name.split(".")[0] == "ray":
                 yield f"{source.path}:{line}: imports {name}"
 
@@ -137,7 +157,7 @@ def environment_at_the_edge(source: Source) -> Iterator[str]:
 
 def no_pickle(source: Source) -> Iterator[str]:
     """No pickle is written or read by name, and none is read through torch or numpy."""
-    for line, name in imports(source):
+    for line, name in source.imports:
         if PICKLES & set(name.split(".")):
             yield f"{source.path}:{line}: imports {name}"
     for node in source.nodes:
@@ -176,6 +196,7 @@ def hot_path_is_short(source: Source) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     imports_go_down,
+    the_engine_is_lean,
     ray_at_the_edge,
     environment_at_the_edge,
     no_pickle,
@@ -205,6 +226,7 @@ def test_the_product_obeys(rule: Rule) -> None:
 
 REFUSED: dict[Rule, tuple[str, str]] = {
     imports_go_down: ("ragspec/core.py", "def f():\n    from .engine import engine"),
+    the_engine_is_lean: ("ragspec/engine/engine.py", "import faiss.contrib"),
     ray_at_the_edge: ("ragspec/engine/engine.py", "from ray import serve"),
     environment_at_the_edge: ("ragspec/config.py", "import os\nHOME = os.environ['HOME']"),
     no_pickle: ("ragspec/engine/target.py", "import torch\ntorch.load('x')"),

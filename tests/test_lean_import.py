@@ -1,9 +1,14 @@
-"""The engine is a library of its own: it imports without Ray, FAISS, web servers and search."""
+"""The engine is a library of its own: it imports without Ray, FAISS, web servers and search.
+
+`test_layers.py` has the quick form of this test, which reads the imports of these packages' own files.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
 
 ABSENT = "ray faiss fastapi starlette uvicorn tantivy sentence_transformers"
 PACKAGES = "engine drafting verification numerics training"
@@ -28,6 +33,7 @@ def imported(packages: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SCRIPT, ABSENT, packages], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_engine_imports_without_services() -> None:
     """Whoever carries the engine to a machine with a GPU had to install Ray, FAISS and a web server for it."""
     found = imported(PACKAGES)

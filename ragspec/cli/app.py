@@ -34,6 +34,7 @@ from ragspec.cli.options import (
     Speculation,
     Target,
     Temperature,
+    overrides,
     pass_on,
 )
 from ragspec.cli.terminal import cache_folder, one_line, prepare_process, print_error
@@ -133,19 +134,17 @@ def ask(
     target: Target = None,
     temperature: Temperature = None,
     seed: Seed = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", show_default=False)] = None,
-    k: Annotated[int | None, typer.Option("--k", "-k", help="Passages to retrieve.", show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    k: Annotated[int | None, typer.Option("--k", "-k", help="Passages to retrieve.")] = None,
     mode: Annotated[
-        str | None, typer.Option(help="Search by meaning, by words or both: dense, sparse, hybrid.", show_default=False)
+        str | None, typer.Option(help="Search by meaning, by words or both: dense, sparse, hybrid.")
     ] = None,
     tenant: Annotated[str, typer.Option(help="Who asks: documents of others are not seen.", show_default=False)] = "",
     filter: Annotated[
         str | None,
-        typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.', show_default=False),
+        typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.'),
     ] = None,
-    iterative: Annotated[
-        Iterative | None, typer.Option(help="Retrieve again in the course of the answer.", show_default=False)
-    ] = None,
+    iterative: Annotated[Iterative | None, typer.Option(help="Retrieve again in the course of the answer.")] = None,
     speculation: Speculation = True,
     as_json: AsJson = False,
 ) -> None:
@@ -153,22 +152,13 @@ def ask(
     if question == "-":  # invalid UTF-8 becomes lone surrogates; `check_text` reports their position
         question = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
     check_text(question, "the question")
-    overrides = {
-        "retriever.index_dir": index and str(index),
-        "retriever.num_passages": k,
-        "retriever.mode": mode,
-        "target.model": target,
-        "generation.temperature": temperature,
-        "generation.seed": seed,
-        "generation.max_tokens": max_tokens,
-    }
-    options = {"speculation": speculation, "tenant": tenant, "filter": filter}
-    settings = load_config(config, **overrides)
+    sampling = overrides(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    settings = load_config(config, **overrides(index=index, k=k, mode=mode, target=target), **sampling)
     corpus = _corpus_for([settings])
     from ragspec.cli.ask import run_ask
 
-    policy = iterative and iterative.value
-    run_ask(question, settings, options, num_passages=k, iterative=policy, as_json=as_json, corpus=corpus)
+    options = {"speculation": speculation, "tenant": tenant, "filter": filter}
+    run_ask(question, settings, options, num_passages=k, iterative=iterative, as_json=as_json, corpus=corpus)
 
 
 def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[str, str]] | None:
@@ -192,17 +182,13 @@ def evaluate(
     index: IndexOrLibrary = None,
     config: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="A YAML configuration; the options win. Twice: two of them side by side.", show_default=False
-        ),
+        typer.Option(help="A YAML configuration; the options win. Twice: two of them side by side."),
     ] = None,
     target: Target = None,
     temperature: Temperature = None,
     seed: Seed = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many lines.", min=1, show_default=False)] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write every answer here, as JSON lines.", show_default=False)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many lines.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write every answer here, as JSON lines.")] = None,
     check_drafts: Annotated[
         bool, typer.Option("--check-drafts", help="Also answer without speculation; exits with 1 if a token differs.")
     ] = False,
@@ -214,18 +200,12 @@ def evaluate(
     if len(config or ()) > 2:
         raise typer.BadParameter("at most two configurations can be compared")
     lines = read_lines(files)[:limit]
-    overrides = {
-        "retriever.index_dir": index and str(index),
-        "target.model": target,
-        "generation.temperature": temperature,
-        "generation.seed": seed,
-    }
-    settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **overrides) for path in config or (None,)}
+    given = overrides(index=index, target=target, temperature=temperature, seed=seed)
+    settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **given) for path in config or (None,)}
     corpus = _corpus_for(settings.values()) if questions_of(lines) else None
-    from ragspec.cli.evaluate import Configuration, EvaluateOptions, run_evaluate
+    from ragspec.cli.evaluate import run_evaluate
 
-    configurations = [Configuration(name, each) for name, each in settings.items()]
-    raise typer.Exit(run_evaluate(lines, configurations, EvaluateOptions(out, check_drafts), corpus))
+    raise typer.Exit(run_evaluate(lines, settings, out, corpus, check_drafts=check_drafts))
 
 
 @app.command()
@@ -243,17 +223,18 @@ def correct(
     ignore: Annotated[
         list[str] | None, typer.Option(help="A word or phrase that stays as it is; may be repeated.")
     ] = None,
-    ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.", show_default=False)] = None,
+    ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.")] = None,
     speculation: Speculation = True,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
-    from ragspec.cli.correct import CorrectOptions, edit_filter_of, run_correct
+    from ragspec.cli.correct import Output, edit_filter_of, run_correct
 
     if diff and in_place:
         raise typer.BadParameter("give --diff or --in-place, not both")
-    overrides = {"target.model": target, "generation.temperature": temperature, "generation.seed": seed}
+    settings = load_config(config, **overrides(target=target, temperature=temperature, seed=seed))
     edit_filter = edit_filter_of(max_edit_ratio, ignore or (), ignore_file)
-    raise typer.Exit(run_correct(files, config, overrides, edit_filter, CorrectOptions(diff, in_place, speculation)))
+    output = Output.DIFF if diff else Output.FILE if in_place else Output.TEXT
+    raise typer.Exit(run_correct(files, settings, edit_filter, output, speculation=speculation))
 
 
 app.command()(doctor)
@@ -266,30 +247,19 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Where to listen; default: this machine only.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.", min=0, max=65535)] = None,
     target: Target = None,
-    keys_file: Annotated[
-        Path | None, typer.Option("--keys", help="Who may ask: a file of ragspec keys.", show_default=False)
-    ] = None,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="A PEM certificate, for HTTPS.", show_default=False)] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None,
-    on_cluster: Annotated[
-        str | None, typer.Option("--cluster", help="A deployment of ragspec cluster up.", show_default=False)
-    ] = None,
+    keys_file: Annotated[Path | None, typer.Option("--keys", help="Who may ask: a file of ragspec keys.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="A PEM certificate, for HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    on_cluster: Annotated[str | None, typer.Option("--cluster", help="A deployment of ragspec cluster up.")] = None,
     address: Address = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request, also on a terminal.")] = False,
 ) -> None:
     """Serve chat, grammar and documents over HTTP, as OpenAI's and LanguageTool's clients expect it."""
     from ragspec.cli.serve import run_serve
 
-    overrides = {
-        "retriever.index_dir": index and str(index),
-        "service.host": host,
-        "service.port": port,
-        "service.keys_file": keys_file and str(keys_file),
-        "service.ssl_certfile": ssl_certfile and str(ssl_certfile),
-        "service.ssl_keyfile": ssl_keyfile and str(ssl_keyfile),
-        "target.model": target,
-    }
-    run_serve(config, overrides, on_cluster, address, verbose=verbose)
+    given = overrides(index=index, target=target, host=host, port=port, keys_file=keys_file)
+    given |= overrides(ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
+    run_serve(config, given, on_cluster, address, verbose=verbose)
 
 
 @app.command(context_settings=PASSED_ON)

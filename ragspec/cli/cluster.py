@@ -24,14 +24,13 @@ from pipelines.batch.ray_session import (
     prepare_token,
     ray_session,
 )
-from ragspec.cli.options import Address, AsJson, Target, group
+from ragspec.cli.options import Address, AsJson, Config, Target, group, overrides
 from ragspec.cli.terminal import plain_table, safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from ragspec.cluster.registry import Status
-    from ragspec.cluster.topology import ClusterConfig, Topology
 
 DeploymentName = Annotated[str, typer.Option("--name", help="The deployment's name.")]
 
@@ -41,17 +40,11 @@ _STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
 
 @cluster.command()
 def up(
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML configuration with a topology; the options win.", show_default=False)
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines beside each other.", show_default=False)] = None,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(help="Ranks that share an engine's target: 1, 2 or 4.", show_default=False)
-    ] = None,
-    shards: Annotated[int | None, typer.Option(help="Parts of the index.", show_default=False)] = None,
-    index: Annotated[
-        Path | None, typer.Option(help="The index's folder; none: engines only.", show_default=False)
-    ] = None,
+    config: Config = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines beside each other.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Ranks that share an engine's target: 1, 2 or 4.")] = None,
+    shards: Annotated[int | None, typer.Option(help="Parts of the index.")] = None,
+    index: Annotated[Path | None, typer.Option(help="The index's folder; none: engines only.")] = None,
     target: Target = None,
     address: Address = None,
     name: DeploymentName = "ragspec",
@@ -63,15 +56,11 @@ def up(
     """Start a deployment, on a cluster of this machine if no other is named, and wait until it serves."""
     from ragspec.cluster.topology import ClusterConfig
 
-    overrides = {
-        "topology.num_replicas": replicas,
-        "topology.tensor_parallel_size": tensor_parallel,
-        "topology.num_shards": shards,
-        "retriever.index_dir": index and str(index),
-        "target.model": target,
-    }
-    settings = load_settings(ClusterConfig, config, **overrides)
-    topology = _topology_of(settings)
+    given = overrides(replicas=replicas, tensor_parallel=tensor_parallel, shards=shards, index=index, target=target)
+    settings = load_settings(ClusterConfig, config, **given)
+    topology = settings.topology
+    if not settings.retriever.index_dir and "num_shards" not in topology.model_fields_set:
+        topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
     stay_offline(settings.target)
     console = stderr_console()
     with contextlib.ExitStack() as undo:  # if anything fails, everything that was started here is ended
@@ -114,12 +103,13 @@ def down(address: Address = None, name: DeploymentName = "ragspec") -> None:
     from ragspec.cluster.local_cluster import LocalCluster
 
     console = stderr_console()
-    own = None if address or os.environ.get("RAY_ADDRESS") else LocalCluster.recorded(clusters_folder() / name)
+    address = address or os.environ.get("RAY_ADDRESS")
+    own = None if address else LocalCluster.recorded(clusters_folder() / name)
     if own is not None:
         with stage(console, "down", "ending the cluster") as done:
             own.close()  # the deployment ends with its cluster
             done.detail = f"{name} and the cluster at {own.address}"
-    elif address := address or os.environ.get("RAY_ADDRESS"):
+    elif address:
         with ray_session(address), stage(console, "down", "ending the deployment") as done:
             from ragspec.cluster.registry import teardown
 
@@ -127,14 +117,6 @@ def down(address: Address = None, name: DeploymentName = "ragspec") -> None:
             done.detail = f"{name}; the cluster at {address} goes on"
     else:
         console.print(Text(f"nothing to take down: no cluster was started here for {name}", "dim"))
-
-
-def _topology_of(settings: ClusterConfig) -> Topology:
-    """Without an index there are no shards, unless the configuration asks for some. Raises: ConfigError."""
-    topology, retriever = settings.topology, settings.retriever
-    if not retriever.index_dir and "num_shards" not in topology.model_fields_set:
-        return topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
-    return topology
 
 
 def _cluster_for(name: str, address: str | None, insecure: bool, console: Console, undo: contextlib.ExitStack) -> str:

@@ -10,18 +10,18 @@ or not at all. Files that are not UTF-8 are refused. Exit codes are a linter's: 
 from __future__ import annotations
 
 import difflib
+import enum
 import io
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ragspec.cli.terminal import loading, one_line, print_error, safe, stay_offline, stderr_console
-from ragspec.config import load_config
+from ragspec.config import PipelineConfig
 from ragspec.core import check_text
 from ragspec.disk import atomic_writer, saving
 from ragspec.errors import InputError, SaveError
@@ -35,13 +35,12 @@ _CHUNK = 64
 """Files corrected together."""
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectOptions:
-    """Without `diff` and `in_place`, the corrected text is printed."""
+class Output(enum.Enum):
+    """Where corrections go: as whole texts or as a diff to stdout, or into the files."""
 
-    diff: bool = False
-    in_place: bool = False
-    speculation: bool = True
+    TEXT = enum.auto()
+    DIFF = enum.auto()
+    FILE = enum.auto()
 
 
 class _InputFile(NamedTuple):
@@ -50,15 +49,10 @@ class _InputFile(NamedTuple):
 
 
 def run_correct(
-    files: Sequence[str],
-    config: Path | None,
-    overrides: Mapping[str, Any],
-    edit_filter: EditFilter,
-    options: CorrectOptions,
+    files: Sequence[str], settings: PipelineConfig, edit_filter: EditFilter, output: Output, *, speculation: bool
 ) -> int:
     """Returns the exit code. Reads every file before it loads a model. Raises: RagspecError for errors that concern all files."""
-    settings, tally = load_config(config, **overrides), Counter[str]()
-    errors = stderr_console()
+    tally, errors = Counter[str](), stderr_console()
     read = list(_read_files(files, tally))
     if read:
         stay_offline(settings.target)
@@ -66,27 +60,24 @@ def run_correct(
         with loading(errors, "loading the target") as say:
             grammar = Grammar.from_config(settings, say)
         with grammar, loading(errors, "correcting") as say:
-            correct = partial(grammar.correct_many, edit_filter=edit_filter, speculation=options.speculation)
             for begin in range(0, len(read), _CHUNK):
                 say("correcting", begin, len(read))
                 chunk = read[begin : begin + _CHUNK]
-                for file, correction in zip(chunk, correct([each.text for each in chunk], params), strict=True):
-                    _show(file, correction, options, tally)
+                texts = [file.text for file in chunk]
+                corrections = grammar.correct_many(texts, params, edit_filter=edit_filter, speculation=speculation)
+                for file, correction in zip(chunk, corrections, strict=True):
+                    _show(file, correction, output, tally)
     errors.print(_summary(tally), style="dim")
-    return 2 if tally["failed"] else int(options.diff and tally["changed"] > 0)
+    return 2 if tally["failed"] else int(output is Output.DIFF and tally["changed"] > 0)
 
 
-def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tally: Counter[str]) -> None:
-    tally.update(
-        files=1,
-        changed=int(bool(correction.edits)),
-        edits=len(correction.edits),
-        withheld=len(correction.withheld),
-        unfinished=len(correction.unfinished),
-    )
-    if options.diff:
+def _show(file: _InputFile, correction: Correction, output: Output, tally: Counter[str]) -> None:
+    for name in ("edits", "withheld", "unfinished"):
+        tally[name] += len(getattr(correction, name))
+    tally.update(files=1, changed=int(bool(correction.edits)))
+    if output is Output.DIFF:
         _write("".join(_diff(file, correction)))
-    elif not options.in_place or file.name == STDIN:
+    elif output is Output.TEXT or file.name == STDIN:
         _write(correction.corrected)
     elif correction.edits:
         try:

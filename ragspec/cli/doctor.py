@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,13 +28,9 @@ from ragspec.config import DEFAULT_TARGET, EncoderConfig, EngineConfig, TargetCo
 from ragspec.core import Say
 
 Status = Literal["ok", "warning", "broken"]
-_MARKS: dict[Status, Text] = {
-    "ok": Text("✓ ", "green"),
-    "warning": Text("! ", "yellow"),
-    "broken": Text("✗ ", "bold red"),
-}
-_PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "numba", "numpy", "pyarrow", "ray")
-_CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+_MARKS = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "broken": ("✗ ", "bold red")}
+_PACKAGES = "ragspec torch transformers tokenizers sentence-transformers numba numpy pyarrow ray".split()
+_CPU_FLAGS = "avx2 fma avx512f avx512_vnni avx512_bf16 amx_bf16 asimd bf16".split()
 _KV_TOKENS = 4096
 _MIN_MEMORY_GB, _MIN_DISK_GB = 3.5, 1.0
 
@@ -50,23 +45,15 @@ def doctor(target: Target = None, as_json: AsJson = False) -> None:
     config = TargetConfig(model=target or DEFAULT_TARGET, exactness="fast")
     stay_offline(config)
     console = Console(quiet=True) if as_json else stdout_console()
-    found = {}
-    checks: dict[str, Callable[[Say], Finding]] = {
-        "packages": lambda _: _packages(),
-        "processor": lambda _: _processor(),
-        "memory": lambda _: _memory(),
-        "cache": lambda _: _cache(),
-        "products": lambda _: _packing(),
-        "encoder": lambda _: _encoder(),
-        "target": lambda say: _target(config, say),
-    }
-    for name, check in checks.items():
+    found: dict[str, Finding] = {}
+    for check in (_packages, _processor, _memory, _cache, _products, _encoder, _target):
+        name = check.__name__.removeprefix("_")
         with stage(console, name, f"checking: {name}") as shown:
             try:
-                found[name] = check(shown)
+                found[name] = check(config, shown)
             except Exception as cause:  # a check that raises is a finding; the other checks still run
                 found[name] = Finding("broken", f"{type(cause).__name__}: {one_line(cause)}")
-            shown.mark, shown.detail = _MARKS[found[name].status], found[name].detail
+            shown.mark, shown.detail = Text(*_MARKS[found[name].status]), found[name].detail
     broken = [name for name, finding in found.items() if finding.status == "broken"]
     if as_json:
         print(json.dumps({"ok": not broken, "checks": {name: f._asdict() for name, f in found.items()}}))
@@ -76,9 +63,9 @@ def doctor(target: Target = None, as_json: AsJson = False) -> None:
     raise typer.Exit(int(bool(broken)))
 
 
-def _packages() -> Finding:
+def _packages(*_: object) -> Finding:
     found, missing = [], []
-    for name in ("ragspec", *_PACKAGES):
+    for name in _PACKAGES:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -90,7 +77,7 @@ def _packages() -> Finding:
     return Finding("broken" if missing else "ok", detail)
 
 
-def _processor() -> Finding:
+def _processor(*_: object) -> Finding:
     import torch
 
     fields = _table("/proc/cpuinfo")
@@ -101,7 +88,7 @@ def _processor() -> Finding:
     return Finding("ok", f"{cores}, {torch.get_num_threads()} threads at most compute a step, {name}: {known}")
 
 
-def _memory() -> Finding:
+def _memory(*_: object) -> Finding:
     fields = _table("/proc/meminfo")
     total, available = (int(fields[name].split()[0]) / 1e6 for name in ("MemTotal", "MemAvailable"))
     status: Status = "ok" if available >= _MIN_MEMORY_GB else "warning"
@@ -114,7 +101,7 @@ def _table(path: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _cache() -> Finding:
+def _cache(*_: object) -> Finding:
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder):
@@ -123,7 +110,7 @@ def _cache() -> Finding:
     return Finding(status, f"{folder} can be written, {free_gb:.1f} GB free")
 
 
-def _packing() -> Finding:
+def _products(*_: object) -> Finding:
     import torch
 
     from ragspec.numerics.linear import packing_available
@@ -134,7 +121,7 @@ def _packing() -> Finding:
     return Finding(status, f"oneDNN's packed matrix product: {detail}")
 
 
-def _encoder() -> Finding:
+def _encoder(*_: object) -> Finding:
     from ragspec.retrieval.encoder import Encoder
 
     encoder = Encoder.load(EncoderConfig())

@@ -9,10 +9,11 @@ configurations the first is loaded, asked and closed, then the second; the secon
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -46,26 +47,53 @@ _CHECK_SEED = 7
 """Of the check of drafts where no seed is configured."""
 
 
-class Configuration(NamedTuple):
-    name: str
-    settings: ServiceConfig
+class Measured:
+    """The results of one configuration.
 
+    `changed`: answers that drafts changed, by temperature, if that was checked. `peak_mb`: of memory, in 10^6 bytes.
+    """
 
-class EvaluateOptions(NamedTuple):
-    """`out`: a file for every answer; `check_drafts`: compare with decoding without speculation."""
+    def __init__(self, name: str, settings: ServiceConfig) -> None:
+        self.name, self.settings = name, settings
+        self.results: list[LineResult] = []
+        self.changed: dict[float, int] = {}
+        self.peak_mb = 0.0
 
-    out: Path | None = None
-    check_drafts: bool = False
-
-
-class Measured(NamedTuple):
-    """`changed`: answers that drafts changed, by temperature; None if that was not checked. Units: 10^6 bytes."""
-
-    name: str
-    settings: ServiceConfig
-    results: list[LineResult]
-    peak_mb: float
-    changed: dict[float, int] | None
+    def measure(
+        self,
+        console: Console,
+        lines: Sequence[Line],
+        corpus: Sequence[tuple[str, str]] | None,
+        write: Callable[[dict[str, Any]], None],
+        *,
+        check_drafts: bool,
+    ) -> None:
+        """Asks all questions; shows each result on `console` and gives it to `write`."""
+        settings, encoder, memory, asked = self.settings, None, PeakMemory(), questions_of(lines)
+        return_freed()  # Why: else the peak counts memory that an earlier configuration left
+        stay_offline(settings.target)
+        needs_library = bool(asked) and not settings.retriever.index_dir
+        if needs_library:
+            note(console, NO_INDEX)
+        with loading(console, "opening the encoder and the index") as say:
+            if needs_library:
+                encoder = Encoder.load(settings.encoder)
+                settings = self.settings = with_standard_library(settings, encoder, corpus or (), say)
+            asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=bool(asked), say=say)
+        id_chars = _id_chars(lines)
+        num_asked = len(asked) + sum(isinstance(line, CheckedSentence) for line in lines)
+        with asker, loading(console, "asking") as say:
+            for result in asker.results(lines):
+                self.results.append(result)
+                say("asking", len(self.results), num_asked)
+                memory.look()
+                write({"config": self.name} | result.to_dict())
+                console.print(result_line(result, id_chars), no_wrap=True, overflow="ellipsis")
+            if check_drafts:
+                seed = _CHECK_SEED if settings.generation.seed is None else settings.generation.seed
+                self.changed = asker.num_changed_by_drafts(self.results, seed, say)
+                memory.look()
+        self.peak_mb = memory.peak_mb
 
     @property
     def num_questions(self) -> int:
@@ -74,11 +102,9 @@ class Measured(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Flat keys, for JSON."""
         settings = self.settings
-        row: dict[str, Any] = {}
+        row: dict[str, Any] = {f"changed_by_drafts_t{temperature:g}": num for temperature, num in self.changed.items()}
         for share in shares(self.results):
             row |= {share.key: share.num, f"{share.key}_of": share.of}
-        if self.changed is not None:
-            row |= {f"changed_by_drafts_t{temperature:g}": num for temperature, num in self.changed.items()}
         return {
             "config": self.name,
             "target": Path(settings.target.model).name,
@@ -93,79 +119,45 @@ class Measured(NamedTuple):
 
 def run_evaluate(
     lines: Sequence[Line],
-    configurations: Sequence[Configuration],
-    options: EvaluateOptions,
-    corpus: Sequence[tuple[str, str]] | None = None,
+    configurations: Mapping[str, ServiceConfig],
+    out: Path | None,
+    corpus: Sequence[tuple[str, str]] | None,
+    *,
+    check_drafts: bool,
 ) -> int:
-    """Returns the exit code: 1 if drafts changed an answer. `corpus`: the standard library's docstrings, where no index is
-    configured. Raises: RagspecError.
+    """Returns the exit code: 1 if drafts changed an answer. Raises: RagspecError.
+
+    `configurations`: one or two, by name. `out`: a file for every answer. `corpus`: the standard library's docstrings, where no
+    index is configured. `check_drafts`: compare with decoding without speculation.
     """
     measured_commit = commit()  # Why now: the checkout may move on before a long run ends
     console = stderr_console()
     runs = []
-    with _answer_file(options.out) as write:
-        for configuration in configurations:
+    with _answer_file(out) as write:
+        for name, settings in configurations.items():
             if len(configurations) > 1:
-                console.print(Text(f"\n{configuration.name}", "bold"))
-            runs.append(_measure(console, lines, configuration, options, corpus, write))
+                console.print(Text(f"\n{name}", "bold"))
+            run = Measured(name, settings)
+            run.measure(console, lines, corpus, write, check_drafts=check_drafts)
+            runs.append(run)
     console.print()
     console.print(table_of(runs))
-    counts = _counts(lines)
-    if counts["num_routes"]:
-        note(console, f"texts for routing, which this version does not measure: {counts['num_routes']}")
-    result = counts | runs[0].to_dict()
+    kinds = Counter(type(line) for line in lines)
+    num_turns = sum(len(line.turns) for line in lines if isinstance(line, Dialogue))
+    if kinds[RoutedText]:
+        note(console, f"texts for routing, which this version does not measure: {kinds[RoutedText]}")
+    result = {
+        "num_questions": len(questions_of(lines)),
+        "num_follow_ups": num_turns - kinds[Dialogue],
+        "num_sentences": kinds[CheckedSentence],
+        "num_routes": kinds[RoutedText],
+    }
+    result |= runs[0].to_dict()
     if len(runs) > 1:
         result |= {f"{name}_second": value for name, value in runs[1].to_dict().items()}
         result["only_first_right"], result["only_second_right"] = only_right(runs[0].results, runs[1].results)
     print(json.dumps(result | {"commit": measured_commit}), flush=True)
-    return int(any(any((run.changed or {}).values()) for run in runs))
-
-
-def _counts(lines: Sequence[Line]) -> dict[str, Any]:
-    asked, dialogues = questions_of(lines), [line for line in lines if isinstance(line, Dialogue)]
-    return {
-        "num_questions": len(asked),
-        "num_follow_ups": sum(len(dialogue.turns) - 1 for dialogue in dialogues),
-        "num_sentences": sum(isinstance(line, CheckedSentence) for line in lines),
-        "num_routes": sum(isinstance(line, RoutedText) for line in lines),
-    }
-
-
-def _measure(
-    console: Console,
-    lines: Sequence[Line],
-    configuration: Configuration,
-    options: EvaluateOptions,
-    corpus: Sequence[tuple[str, str]] | None,
-    write: Callable[[dict[str, Any]], None],
-) -> Measured:
-    name, settings = configuration
-    retrieves, encoder, memory = bool(questions_of(lines)), None, PeakMemory()
-    return_freed()  # Why: else the peak counts what is left of an earlier configuration
-    stay_offline(settings.target)
-    if retrieves and not settings.retriever.index_dir:
-        note(console, NO_INDEX)
-    with loading(console, "opening the encoder and the index") as say:
-        if retrieves and not settings.retriever.index_dir:
-            encoder = Encoder.load(settings.encoder)
-            settings = with_standard_library(settings, encoder, corpus or (), say)
-        asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=retrieves, say=say)
-    id_chars = _id_chars(lines)
-    results: list[LineResult] = []
-    changed = None
-    num_asked = len(questions_of(lines)) + sum(isinstance(line, CheckedSentence) for line in lines)
-    with asker, loading(console, "asking") as say:
-        for result in asker.results(lines):
-            results.append(result)
-            say("asking", len(results), num_asked)
-            memory.look()
-            write({"config": name} | result.to_dict())
-            console.print(result_line(result, id_chars), no_wrap=True, overflow="ellipsis")
-        if options.check_drafts:
-            seed = _CHECK_SEED if settings.generation.seed is None else settings.generation.seed
-            changed = asker.num_changed_by_drafts(results, seed, say)
-            memory.look()
-    return Measured(name, settings, results, memory.peak_mb, changed)
+    return int(any(any(run.changed.values()) for run in runs))
 
 
 def _id_chars(lines: Sequence[Line]) -> int:
@@ -252,7 +244,7 @@ def _cells(run: Measured) -> Iterator[tuple[str, str]]:
     for share in shares(run.results):
         low, high = (f"{100 * end:.0f}" for end in wilson(share.num, share.of))
         yield share.meaning, f"{share.num:>4} of {share.of:<4} {100 * share.num / share.of:>3.0f} % ({low} to {high})"
-    for temperature, num in (run.changed or {}).items():
+    for temperature, num in run.changed.items():
         yield f"changed by drafts, temperature {temperature:g}", f"{num:>4} of {run.num_questions}"
     if seconds := p50_s(run.results):
         yield "seconds of a question, median", f"{seconds:>4.1f}"

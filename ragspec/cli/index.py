@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.options import PASSED_ON, AsJson, Index, group, pass_on
-from ragspec.cli.terminal import data_folder, note, safe, stderr_console, stdout_console
+from ragspec.cli.options import PASSED_ON, AsJson, Data, Index, group, pass_on
+from ragspec.cli.terminal import data_folder, note, plain_table, safe, stderr_console, stdout_console
 from ragspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def list_documents(
         return
     console = stdout_console()
     console.print(Text(_headline(store.manifest), "bold"))
-    table = Table("id", "title", "source", "owner", "passages")
+    table = plain_table("id", "title", "source", "owner", "passages", right=("passages",))
     for row in rows[:limit]:
         table.add_row(*(Text(safe(str(value))) for value in row.values()))
     console.print(table)
@@ -116,16 +115,10 @@ def compact(
         manifest = writer.compact(dense_config)
         num_kept = writer.purge() if purge else 0
     if num_kept:
-        message = f"{num_kept} earlier generations are in use and stay, deleted text with them: purge again later"
-        note(stderr_console(), message)
+        kept = f"{num_kept} earlier generations are in use and stay, deleted text with them: purge again later"
+        note(stderr_console(), kept)
     summary = {"segments_before": len(before.segments), "bytes_before": _num_bytes(before)}
     _print_summary(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
-
-
-Data = Annotated[
-    Path | None,
-    typer.Option("--data", help="The service's data folder; default: that of ragspec serve.", show_default=False),
-]
 
 
 @index.command()
@@ -182,11 +175,10 @@ def _documents(store: Store) -> list[dict[str, Any]]:
     for live in store.segments:
         segment = live.segment
         passages = Counter(segment.document_of.tolist())
-        names = [segment.documents[name].to_pylist() for name in ("title", "source", "owner")]
+        columns = {name: segment.documents[name].to_pylist() for name in ("title", "source", "owner")}
         for number in live.live_documents():
-            title, source, owner = (column[number] for column in names)
-            row = {"id": segment.ids[number], "title": title, "source": source, "owner": owner}
-            rows.append({**row, "passages": passages[number]})
+            row = {name: column[number] for name, column in columns.items()}
+            rows.append({"id": segment.ids[number], **row, "passages": passages[number]})
     return rows
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Config, group
+from ragspec.cli.options import AsJson, Config, Data, group
 from ragspec.cli.terminal import data_folder, plain_table, safe, stderr_console, stdout_console
 from ragspec.config import load_settings
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 keys = group("keys", "Who may ask a service.")
 
 File = Annotated[Path, typer.Option("--file", help="The keys file.")]
-Most = Annotated[int | None, typer.Option(min=1, show_default=False)]
+Most = Annotated[int | None, typer.Option(min=1)]
 _DEFAULT = Path("keys.json")
 
 
@@ -53,7 +53,7 @@ def add(
         "concurrency": concurrency,
         "tokens_per_minute": tokens_per_minute,
     }
-    given = {limit: value for limit, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}  # a None would mean "no limit"
     limits = KeyLimits(**given) if given else None
     _show(*add_key(file, tenant, key_id=name, trusted=trusted, limits=limits), file, as_json)
 
@@ -104,9 +104,7 @@ def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = _D
 
 @keys.command()
 def usage(
-    data: Annotated[
-        Path | None, typer.Option(help="The service's data folder; default: that of ragspec serve.", show_default=False)
-    ] = None,
+    data: Data = None,
     file: Annotated[Path | None, typer.Option("--file", help="The keys file, for the keys' limits.")] = None,
     config: Config = None,
     as_json: AsJson = False,
@@ -127,11 +125,14 @@ def usage(
         stored.setdefault(record.tenant, StoredBytes())
     order = sorted(stored, key=lambda tenant: -stored[tenant].file_bytes - stored[tenant].conversation_bytes)
     report = {
-        tenant: asdict(row := stored[tenant])
-        | {"max_file_bytes": MAX_BYTES_PER_TENANT, "file_share": row.fullest_bytes / MAX_BYTES_PER_TENANT}
-        | {"max_conversation_bytes": MAX_CONVERSATION_BYTES}
-        | {"conversation_share": row.conversation_bytes / MAX_CONVERSATION_BYTES}
-        | {"keys": limits.get(tenant, {})}
+        tenant: {
+            **asdict(stored[tenant]),
+            "max_file_bytes": MAX_BYTES_PER_TENANT,
+            "file_share": stored[tenant].fullest_bytes / MAX_BYTES_PER_TENANT,
+            "max_conversation_bytes": MAX_CONVERSATION_BYTES,
+            "conversation_share": stored[tenant].conversation_bytes / MAX_CONVERSATION_BYTES,
+            "keys": limits.get(tenant, {}),
+        }
         for tenant in order
     }
     if as_json:

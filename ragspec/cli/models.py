@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
 from ragspec.cli.options import AsJson, Config, group
-from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console, stdout_console
+from ragspec.cli.terminal import loading, note, plain_table, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import ASSETS, TargetConfig, load_config
 from ragspec.core import Say
 from ragspec.engine.checkpoints.catalogue import all_models, better_reader, known
@@ -26,23 +24,15 @@ from ragspec.engine.checkpoints.target_files import models_folder
 
 models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.", no_args_is_help=False)
 
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "model": "left",
-    "here": "left",
-    "GB": "right",
-    "right": "right",
-    "tok/s": "right",
-    "layout": "left",
-    "licence": "left",
-}
 _CAPTION = (
     "GB: memory in int8, measured or by formula. right: answers of 50 over documentation, two cores. "
     "ragspec models get NAME fetches a model."
 )
 _TEXT = ASSETS / "perplexity.txt"
-_NUM_TOKENS = 2048
-_MOST_RATIO = 1.02
-"""A larger ratio is a warning."""
+NUM_TOKENS = 2048
+"""Of the text, as many are measured."""
+WARNED_RATIO = 1.02
+"""`models check` warns above this ratio."""
 
 
 def better_reader_command(target: str) -> str:
@@ -50,11 +40,8 @@ def better_reader_command(target: str) -> str:
     model = better_reader(target, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if model is None:
         return ""
-    return (
-        f"--target {model.name}"
-        if is_fetched(model, models_folder(TargetConfig()))
-        else f"ragspec models get {model.name}"
-    )
+    is_here = is_fetched(model, models_folder(TargetConfig()))
+    return f"--target {model.name}" if is_here else f"ragspec models get {model.name}"
 
 
 class Perplexities(NamedTuple):
@@ -84,21 +71,21 @@ def list_models(as_json: AsJson = False) -> None:
             found = {**model._asdict(), "memory_gb": round(model.memory_gb, 1), "layout": model.layout}
             print(json.dumps({**found, "is_here": is_fetched(model, folder)}))
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION, caption_justify="left")
-    for heading, side in _COLUMNS.items():
-        table.add_column(heading, justify=side, no_wrap=heading == "model")
+    table = plain_table("model", "here", "GB", "right", "tok/s", "layout", "licence", right=("GB", "right", "tok/s"))
     for model in all_models():
         measured = model.measured
         table.add_row(
-            model.name,
+            Text(model.name, no_wrap=True),
             "yes" if is_fetched(model, folder) else "",
-            f"{measured.memory_gb:.1f}" if measured else f"{model.memory_gb:.1f}",
+            f"{measured.memory_gb if measured else model.memory_gb:.1f}",
             f"{measured.right}/50" if measured else "-",
             f"{measured.tokens_per_s:.0f}" if measured else "-",
             model.layout,
             model.licence + (", gated" if model.gated else ""),
         )
-    stdout_console().print(table)
+    console = stdout_console()
+    console.print(table)
+    console.print(Text(_CAPTION, "dim"))
 
 
 @models.command()
@@ -134,8 +121,8 @@ def check(
     else:
         line = f"{found.int8:.3f} in int8, {found.float32:.3f} in float32: ratio {found.ratio:.4f}"
         stdout_console().print(Text(f"{safe(name)}: {line}, {found.num_tokens} tokens"))
-    if found.ratio > _MOST_RATIO:
-        note(console, f"above {_MOST_RATIO}: target.quantization: none keeps the model's quality, in slower steps")
+    if found.ratio > WARNED_RATIO:
+        note(console, f"above {WARNED_RATIO}: target.quantization: none keeps the model's quality, in slower steps")
 
 
 def measured(name: str, say: Say) -> Perplexities:
@@ -147,9 +134,9 @@ def measured(name: str, say: Say) -> Perplexities:
     found, tokens = dict[str, float](), list[int]()
     for quantization in ("int8", "none"):
         config = TargetConfig(model=name, quantization=quantization, exactness="fast")
-        target = Target.load(config, _NUM_TOKENS, say=say)
+        target = Target.load(config, NUM_TOKENS, say=say)
         say(f"measuring with {config.weight_dtype} weights")
-        tokens = target.tokenizer(_TEXT.read_text(encoding="utf-8"), verbose=False)["input_ids"][:_NUM_TOKENS]
+        tokens = target.tokenizer(_TEXT.read_text(encoding="utf-8"), verbose=False)["input_ids"][:NUM_TOKENS]
         found[quantization] = perplexity(target, tokens)
         del target
         return_freed()  # Why: two models at a time may not fit in memory

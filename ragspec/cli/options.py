@@ -1,11 +1,11 @@
-"""Options that several commands share, and a constructor for groups of commands."""
+"""Options that several commands share, the configuration keys that options set, and a constructor for groups of commands."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,26 +13,45 @@ HELP = {"help_option_names": ["-h", "--help"]}
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Context settings of a command that passes its arguments on to another command line."""
 
+_KEYS = {
+    "index": "retriever.index_dir",
+    "k": "retriever.num_passages",
+    "mode": "retriever.mode",
+    "target": "target.model",
+    "temperature": "generation.temperature",
+    "seed": "generation.seed",
+    "max_tokens": "generation.max_tokens",
+    "replicas": "topology.num_replicas",
+    "tensor_parallel": "topology.tensor_parallel_size",
+    "shards": "topology.num_shards",
+}
+"""The configuration key that an option sets; of other options, the key of the same name in `service`."""
+
 Target = Annotated[
     str | None, typer.Option(help="A model folder, a GGUF file or a Hugging Face name; default: SmolLM2-135M-Instruct.")
 ]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
 IndexOrLibrary = Annotated[
     Path | None,
-    typer.Option("--index", help="The index's folder; default: Python's standard library.", show_default=False),
+    typer.Option("--index", help="The index's folder; default: Python's standard library."),
 ]
 Index = Annotated[Path, typer.Option(help="The index's folder.")]
-Address = Annotated[
-    str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.", show_default=False)
-]
+Data = Annotated[Path | None, typer.Option("--data", help="The service's data folder; default: that of ragspec serve.")]
+Address = Annotated[str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.")]
 Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show the traceback of an error; may stand behind any command.", show_default=False),
 ]
-Config = Annotated[Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)]
+Config = Annotated[Path | None, typer.Option(help="A YAML configuration; the options win.")]
 Speculation = Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")]
+
+
+def overrides(**options: Any) -> dict[str, Any]:
+    """The options that were given, by the configuration keys that they set; paths as text."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {_KEYS.get(name, f"service.{name}"): str(v) if isinstance(v, Path) else v for name, v in given.items()}
 
 
 def group(name: str, help: str, no_args_is_help: bool = True) -> typer.Typer:

@@ -106,8 +106,7 @@ def note(console: Console, message: str) -> None:
 class Stage:
     """The progress of one piece of work (a `Say`): its stage, the share that is done, and the time left.
 
-    On a terminal these are one line that changes. In a log there is a line every ten seconds, and one for each stage if
-    `logs_stages`.
+    A terminal shows one line that changes. A log gets a line every ten seconds, and a line for each stage if `logs_stages`.
     Set `detail` inside the block of `stage`, which prints it at the end behind `mark`.
     """
 
