@@ -25,7 +25,7 @@ from ragspec.retrieval.search.filters import ComparisonFilter
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 
-TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1911)), QUESTION)
+TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1905)), QUESTION)
 
 
 class Lost:
@@ -60,7 +60,7 @@ def run(flow: AsyncPipeline, asked: Sequence[Question]) -> dict[str, ItemResult[
 
 
 @pytest.mark.parametrize(
-    "params", [replace(GREEDY, seed=3), SAMPLED, replace(SAMPLED, n=2)], ids=["greedy", "sampled", "two choices"]
+    "params", [replace(GREEDY, seed=3), replace(SAMPLED, n=2)], ids=["greedy", "two sampled choices"]
 )
 def test_a_flow_answers_as_the_pipeline_does(
     retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target, params: SamplingParams

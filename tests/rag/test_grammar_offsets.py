@@ -111,7 +111,7 @@ def applied_in_utf16(whole: str, edits: Sequence[Edit]) -> str:
     return at.decode("utf-16-le")
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 50))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))])
 def test_edits_lead_to_the_corrected_text(seed: int) -> None:
     """An offset that is off behind an emoji, an accent, a CRLF or a tag: a client applies the edits and gets another text. 5,000
     texts in all, half of them with markup."""

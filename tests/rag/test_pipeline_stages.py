@@ -61,7 +61,7 @@ def held(gate: asyncio.Event) -> Callable[[list[Any]], Awaitable[list[Any]]]:
 STAGE = st.tuples(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(STAGE, min_size=1, max_size=4), st.integers(0, 60), st.integers(1, 5), st.sets(st.integers(0, 59)))
 def test_every_item_comes_out_once_with_its_own_result(
     shapes: list[tuple[int, int, bool, bool]], count: int, max_waiting: int, wrong: set[int]

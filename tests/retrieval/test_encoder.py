@@ -214,7 +214,7 @@ def test_a_file_s_forwards_are_small_while_queries_wait_for_them(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenant uploads rows, and every other tenant's question waits for a forward of a thousand tokens."""
-    texts = [f"It rained {number} times." for number in range(400)]
+    texts = [f"It rained {number} times." for number in range(80)]
     alone, forward, sizes = encoder.encode(texts), encoder._forward, list[int]()
     asked, begun = threading.Event(), threading.Event()
 
