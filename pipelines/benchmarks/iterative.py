@@ -52,8 +52,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, Query, SearchResult
-from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE
-from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
+from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE, StrideCosts, StrideTiming, paper_optimal_plan
 
 BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"
 _RALM = InContextRalm()

@@ -31,9 +31,9 @@ from ragspec.core import (
 from ragspec.engine.client import completion_of
 from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
-from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter

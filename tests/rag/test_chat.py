@@ -28,10 +28,9 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, SaveError
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import Chat, PreparedTurn
+from ragspec.rag.chat.chat import WHOLE_INDEX, Chat, PreparedTurn
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn
-from ragspec.rag.chat.retrieval import WHOLE_INDEX
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.index.store import Store

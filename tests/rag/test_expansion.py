@@ -14,10 +14,10 @@ from prompt_tokenizers import CHAT
 
 from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Heading, Message, Passage, SamplingParams
+from ragspec.rag.chat.chat import ChatRetriever
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import PastTurn, build_chat_prompt
-from ragspec.rag.chat.retrieval import ChatRetriever
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.chunking import chunk

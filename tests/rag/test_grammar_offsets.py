@@ -11,12 +11,11 @@ from random_texts import WORDS, random_parts, random_rewrite, random_text
 from rewriting import Rewrite, rewriting
 
 from ragspec.core import FinishReason
-from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import Correction
 from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edits import Edit, apply_edits
-from ragspec.rag.grammar.markup import MarkedText, TextPart
-from ragspec.rag.grammar.sentence_split import one_line
+from ragspec.rag.grammar.markup import MarkedText, TextPart, one_line
 
 NO_FILTER = EditFilter(1.0, numbers=False, names=False)
 

@@ -34,8 +34,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode
-from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import NEVER_PAYS, StridePlan
+from ragspec.retrieval.speculative.stride import NEVER_PAYS, StridePlan, StrideScheduler
 
 QUESTIONS = ["When was the bridge built?", "What does a mill need?", "river", "Where does the water go in spring?"]
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, seed=1)

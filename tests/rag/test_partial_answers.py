@@ -19,7 +19,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
 from ragspec.retrieval.search.index_types import SearchResult
-from ragspec.retrieval.speculative.stride_costs import StridePlan
+from ragspec.retrieval.speculative.stride import StridePlan
 
 MISSING = ("segment-000002",)
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)

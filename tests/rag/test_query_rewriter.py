@@ -20,8 +20,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
 from ragspec.rag.chat import query_rewriter
 from ragspec.rag.chat.conversations import QaPair
-from ragspec.rag.chat.query_rewriter import QueryRewriter
-from ragspec.rag.chat.rewrite_rules import extract_names, extract_phrases, rewrite_by_rules
+from ragspec.rag.chat.query_rewriter import QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
 ZAPPA = [

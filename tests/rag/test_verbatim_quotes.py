@@ -16,9 +16,9 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
+from ragspec.rag.citations import answer_grammar, quote_grammar
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.verbatim_quotes import answer_grammar, quote_grammar
 from ragspec.retrieval.retriever import Retriever
 from ragspec.speculation import OFF, ON
 from ragspec.verification.token_grammar import Grammars

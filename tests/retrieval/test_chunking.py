@@ -111,7 +111,7 @@ def test_every_passage_of_a_table_has_its_header(table: str) -> None:
 def test_no_text_stalls_the_search_for_tables() -> None:
     """Thirty bars with blanks took longer than anyone waits, and so did a line of blanks and rules that nothing closes."""
     code = """if True:
-        from ragspec.retrieval.chunking.tables import tables
+        from ragspec.retrieval.chunking.chunker import tables
         rules = (" ".join("==" if bit == "1" else "=" for bit in f"{n:016b}") for n in range(40_000))
         for text in ("a|b\\n--" + "| " * 30 + "x\\n", "a|b\\n--" + "|  " * 30 + "x\\n", " " * 1_000_000, "|--" * 300_000,
                      "a|b\\n--|" + " " * 400_000 + "x", "".join(f"{rule}\\nh\\n{rule}\\n" for rule in rules)):

@@ -23,8 +23,7 @@ from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
 from ragspec.numerics import health
 from ragspec.retrieval import row_invariant
-from ragspec.retrieval.encoder import Encoder, fingerprint
-from ragspec.retrieval.packaged_encoder import packaged_folder
+from ragspec.retrieval.encoder import Encoder, fingerprint, packaged_folder
 
 TEXTS = [
     "Rain.",

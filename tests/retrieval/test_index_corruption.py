@@ -15,8 +15,7 @@ from ragspec.core import Document
 from ragspec.errors import StoreCorrupt, StoreError
 from ragspec.retrieval.index.manifest import file_checksum, verify_checksums
 from ragspec.retrieval.index.pointer import CURRENT
-from ragspec.retrieval.index.segment import IndexSegment
-from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.store import IndexSegment, Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import build_index
 
@@ -35,7 +34,7 @@ FOREIGN = (
 def index_dir(tmp_path: Path, letters: LetterEncoder, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every kind of file: vectors, texts, postings, FAISS, deletions."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 40)
+    monkeypatch.setattr("ragspec.retrieval.search.faiss_index.MIN_ROWS", 40)
     config = IndexConfig(dense=DenseConfig(kind="hnsw"))
     build_index((Document(str(n), f"Text {n}. More — 雨.") for n in range(50)), tmp_path / "index", letters, config)
     with IndexWriter(tmp_path / "index", letters) as writer:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.retrieval.index.segment import check_segment
-from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.store import Store, check_segment
 from ragspec.retrieval.index.writer import IndexWriter
 
 WORKER = """

@@ -114,12 +114,12 @@ def test_prefetching_changes_no_answer_of_an_approximate_index(
 ) -> None:
     """HNSW and IVF look further for 300 than for 3, and then find better passages than the baseline gets."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 200)
+    monkeypatch.setattr("ragspec.retrieval.search.faiss_index.MIN_ROWS", 200)
     dense = DenseConfig(kind=kind, factory="HNSW4" if kind == "hnsw" else "IVF32,SQ8", search_width=1)
-    texts = [f"Text {number}." for number in range(500)]
+    texts = [f"Text {number}." for number in range(900)]
     build_index([Document(t, t) for t in texts], tmp_path, LetterEncoder(), IndexConfig(dense=dense))
     retriever = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode=mode))
-    queries = retriever.encode([f"question {number}" for number in range(12)])
+    queries = retriever.encode([f"question {number}" for number in range(20)])
     few, many = retriever.search(queries, 3), retriever.search(queries, 300)
     assert keys(few) != [some[:3] for some in keys(many)]  # or this test could not fail
     for prefetch_k in (5, 300):

@@ -274,7 +274,7 @@ def test_a_reranker_has_the_last_word_over_a_deeper_list(layouts: list[Path], mo
 def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """Answers of HNSW and IVF that depend on the batch, on threads or on how segments are spread over machines."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 150)
+    monkeypatch.setattr("ragspec.retrieval.search.faiss_index.MIN_ROWS", 150)
     encoder = LetterEncoder()
     config = IndexConfig(dense=DenseConfig(kind=kind, factory="" if kind == "hnsw" else "IVF8,SQ8"))
     documents = [Document(str(n), f"Text {n}.", metadata={"n": n}) for n in range(420)]

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.search import bm25 as sparse
-from ragspec.retrieval.search import bm25_builder as sparse_builder
 from ragspec.retrieval.search.bm25 import (
     POSTING_FILES,
     Mask,
     Postings,
+    PostingsBuilder,
     SparseConfig,
     SparseQuery,
     TermStatistics,
+    merge_postings,
     sparse_query,
 )
-from ragspec.retrieval.search.bm25_builder import PostingsBuilder, merge_postings
 
 Rows = list[list[str]]
 TERMS = ["a", "b", "rain", "über", "雨", "雨が", "🌧", "\U00010000", "\uffff", ""]
@@ -120,7 +120,7 @@ def test_the_size_of_blocks_changes_no_byte(block_terms: int, tmp_path: Path, mo
     rng = np.random.default_rng(1)
     rows = [[f"t{t}" for t in rng.zipf(1.5, size=rng.integers(0, 9))] for _ in range(200)]
     build(rows, tmp_path / "whole")
-    monkeypatch.setattr(sparse_builder, "_BLOCK_TERMS", block_terms)
+    monkeypatch.setattr(sparse, "_BLOCK_TERMS", block_terms)
     build(rows, tmp_path / "blocks")
     assert written(tmp_path / "blocks") == written(tmp_path / "whole")
 

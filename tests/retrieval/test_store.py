@@ -25,8 +25,7 @@ from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.index import store
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import VECTORS, read_current
-from ragspec.retrieval.index.segment import FILES
-from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.store import FILES, Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import build_index
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import (
+from ragspec.retrieval.speculative.stride import (
     NEVER_PAYS,
     NO_SPECULATION,
     Concurrency,
     StrideCosts,
+    StrideScheduler,
     StrideTiming,
     best_plan,
     paper_optimal_plan,

@@ -476,7 +476,7 @@ def test_a_factory_string_faiss_does_not_know_is_a_config_error(
 ) -> None:
     """A C++ exception, and a half-written segment."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 1)
+    monkeypatch.setattr("ragspec.retrieval.search.faiss_index.MIN_ROWS", 1)
     config = IndexConfig(dense=DenseConfig(kind="hnsw", factory="NoSuchIndex"))
     with pytest.raises(ConfigError, match="NoSuchIndex"):
         build_index([Document("a", "Text.")], tmp_path / "index", counting, config)

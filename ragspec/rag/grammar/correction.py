@@ -26,8 +26,7 @@ from ragspec.rag.grammar.edit_filters import (
 )
 from ragspec.rag.grammar.edit_kinds import EditClassifier, classify_edits
 from ragspec.rag.grammar.edits import Edit, apply_edits, split_pieces, word_edits
-from ragspec.rag.grammar.markup import MarkedText, Span, TextPart
-from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line
+from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, Span, TextPart, one_line
 from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)

@@ -33,8 +33,7 @@ from ragspec.rag.grammar.correction import (
 )
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.grammar.edit_kinds import EditClassifier, default_classifier
-from ragspec.rag.grammar.markup import MarkedText, TextPart
-from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line, split_sentences
+from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, TextPart, one_line, split_sentences
 from ragspec.rag.pipeline_stages import PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, collect_completions
