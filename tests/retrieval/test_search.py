@@ -13,7 +13,7 @@ from letter_encoder import LetterEncoder
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import StoreCorrupt
-from ragspec.retrieval.encoder import FloatArray, TextKind
+from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -308,15 +308,7 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
     assert sum(a[0][0] == b for a, b in zip(found[0], exact, strict=True)) >= 11
 
 
-class Slow(LetterEncoder):
-    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
-        if kind == "query":
-            self.queries = list(texts)
-        return super().encode(texts, kind)
-
-
-def test_word_search_encodes_nothing(layouts: list[Path]) -> None:
+def test_word_search_encodes_nothing(layouts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds of a model for an answer that never looks at vectors."""
-    encoder = Slow()
-    Retriever(encoder, Store.open(layouts[0]), RetrieverConfig(mode="sparse")).retrieve(QUERIES, 3)
-    assert not hasattr(encoder, "queries")
+    monkeypatch.setattr(CoarseEncoder, "encode", lambda *_: pytest.fail("encoded"))
+    Retriever(CoarseEncoder(), Store.open(layouts[0]), RetrieverConfig(mode="sparse")).retrieve(QUERIES, 3)

@@ -29,7 +29,7 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, answer_rules, copy_sources
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -58,7 +58,7 @@ class PreparedTurn(PreparedQuestion):
     turn: ChatTurn
     question: str
     history: ChatHistory = field(repr=False)
-    num_deletions: int = 0
+    num_deletions: int
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -115,21 +115,10 @@ class Chat:
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
-        found = context.generation, context.missing, retrieve_s
+        found = context.generation, context.missing, retrieve_s, prompt_s
         said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
-        return PreparedTurn(
-            user_question,
-            prompt,
-            request,
-            *found,
-            prompt_s,
-            turn,
-            question,
-            history,
-            num_deletions,
-            said=said,
-            **answer_rules(self._prompts, turn.params),
-        )
+        own = turn, question, history, num_deletions
+        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""

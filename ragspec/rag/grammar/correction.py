@@ -24,7 +24,7 @@ from ragspec.rag.grammar.edit_filters import (
     WithholdReason,
     filter_edits,
 )
-from ragspec.rag.grammar.edit_kinds import EditClassifier, classify_edits
+from ragspec.rag.grammar.edit_kinds import classify_edits
 from ragspec.rag.grammar.edits import Edit, apply_edits, split_pieces, word_edits
 from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, Span, TextPart, one_line
 from ragspec.speculation import ON, Speculation
@@ -107,11 +107,9 @@ class PreparedCorrection(NamedTuple):
     prompt_s: float
 
 
-def build_correction(
-    prepared: PreparedCorrection, completions: Sequence[Completion | None], classify: EditClassifier = classify_edits
-) -> Correction:
+def build_correction(prepared: PreparedCorrection, completions: Sequence[Completion | None]) -> Correction:
     """The correction of a text from one completion per sentence; None: the sentence was not corrected in time."""
-    request, marked, builder = prepared.request, prepared.marked, _CorrectionBuilder(classify)
+    request, marked, builder = prepared.request, prepared.marked, _CorrectionBuilder()
     context = TextContext.of(marked.plain, marked.protected) if completions else TextContext()
     for sentence, completion in zip(prepared.sentences, completions, strict=True):
         if completion is not None:
@@ -166,7 +164,6 @@ def _without_marks(reply: str, sentence: str) -> str:
 
 @dataclass(slots=True)
 class _CorrectionBuilder:
-    classify: EditClassifier
     edits: list[Edit] = field(default_factory=list)
     withheld: list[WithheldEdit] = field(default_factory=list)
     unfinished: list[Span] = field(default_factory=list)
@@ -178,7 +175,7 @@ class _CorrectionBuilder:
         """Add the edits of one sentence, with offsets into the whole text."""
         start = sentence.start
         before = marked.plain[start : sentence.end]
-        classified = self.classify(before, word_edits(before, better, keep_white=True))
+        classified = classify_edits(before, word_edits(before, better, keep_white=True))
         edits = [replace(edit, start=edit.start + start, end=edit.end + start) for edit in classified]
         kept, rejected = filter_edits(before, edits, edit_filter, context, start, whole=sentence.begins)
         withheld = [WithheldEdit(_in_marked_text(marked, each.edit), each.reason) for each in rejected]

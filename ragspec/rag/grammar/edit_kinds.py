@@ -1,30 +1,24 @@
 """The kind of each edit, and a message that explains it. English only.
 
-Kinds come from the words alone or, if ERRANT and spaCy's English model are installed, from ERRANT, which sees parts of speech and
-lemmas. Our kinds are coarser than ERRANT's types. Owns closed classes of English words and the inflections of one word.
+Kinds come from the words alone. Owns closed classes of English words and the inflections of one word.
 
     >>> text = "He go to a old mill."
     >>> [edit.kind.value for edit in classify_edits(text, word_edits(text, "He goes to an old mill."))]
     ['agreement', 'article']
     >>> are_verb_forms("go", "went")
     True
-
-Source of ERRANT: Bryant et al. 2017, "Automatic Annotation and Evaluation of Error Types for Grammatical Error Correction".
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Any
 
-from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits
+from ragspec.rag.grammar.edits import Edit, EditKind
 
 ARTICLES = frozenset(("a", "an", "the"))
 PREPOSITIONS = frozenset(
@@ -101,9 +95,6 @@ def _bases(word: str) -> frozenset[str]:
     return frozenset(bases)
 
 
-EditClassifier = Callable[[str, Sequence[Edit]], list[Edit]]
-"""Takes a sentence and its edits; returns the edits with kinds."""
-
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 _MAX_MOVED = 4
 """A word moved over more words than this counts as two edits."""
@@ -111,17 +102,6 @@ _EXCHANGED = frozenset({EditKind.ARTICLE, EditKind.PREPOSITION, EditKind.AGREEME
 """Two edits of these kinds are not a move: in "a apple and an pear" both articles are corrected."""
 _ALIKE = 0.6
 """The least similarity of a word and its misspelling (`SequenceMatcher.ratio`)."""
-
-_ERRANT_TYPES = {
-    EditKind.SPELLING: "SPELL ORTH NOUN:INFL VERB:INFL",
-    EditKind.AGREEMENT: "VERB:SVA NOUN:NUM",
-    EditKind.ARTICLE: "DET",
-    EditKind.PREPOSITION: "PREP",
-    EditKind.VERB_FORM: "VERB:FORM VERB:TENSE",
-    EditKind.WORD_ORDER: "WO",
-    EditKind.PUNCTUATION: "PUNCT NOUN:POSS CONTR",
-}
-_KIND_OF_ERRANT_TYPE = {name: kind for kind, names in _ERRANT_TYPES.items() for name in names.split()}
 
 _REASONS = {
     EditKind.SPELLING: "Possible spelling mistake",
@@ -226,47 +206,3 @@ def _bare(words: Iterable[str]) -> list[str]:
 
 def _difference(one: Sequence[str], other: Sequence[str]) -> list[str]:
     return list((Counter(one) - Counter(other)).elements())
-
-
-class ErrantClassifier:
-    """Owns a loaded ERRANT annotator."""
-
-    def __init__(self, annotator: Any) -> None:
-        self._annotator, self._lock = annotator, threading.Lock()  # Why a lock: the annotator keeps state between calls
-
-    def __call__(self, text: str, edits: Sequence[Edit]) -> list[Edit]:
-        """The edits with kinds. Moves stay moves, and an edit whose ERRANT type we do not map keeps our kind."""
-        edits = classify_edits(text, edits)
-        if not edits:
-            return edits
-        with self._lock:
-            before, after = (self._annotator.parse(each, tokenise=True) for each in (text, apply_edits(text, edits)))
-            classified, shift = [], 0
-            for edit in edits:
-                old = _touched_tokens(before, edit.start, edit.end)
-                new_start = edit.start + shift
-                shift += len(edit.replacement) - len(edit.original)
-                new = _touched_tokens(after, new_start, edit.end + shift)
-                if edit.kind is not EditKind.WORD_ORDER:
-                    theirs = self._annotator.import_edit(before, after, [*old, *new], min=True)
-                    edit = replace(edit, kind=_KIND_OF_ERRANT_TYPE.get(theirs.type.partition(":")[2], edit.kind))
-                classified.append(edit)
-        return classified
-
-
-@functools.cache
-def default_classifier() -> EditClassifier:
-    """ERRANT if it and its spaCy model are installed, else `classify_edits`; always the same object."""
-    try:
-        return ErrantClassifier(importlib.import_module("errant").load("en"))
-    except (ImportError, OSError):  # OSError: without the spaCy model
-        return classify_edits
-
-
-def _touched_tokens(doc: Any, start: int, end: int) -> tuple[int, int]:
-    """The half-open range of tokens that the characters touch; an empty range between two tokens if they touch none."""
-    touched = [token.i for token in doc if token.idx < end and token.idx + len(token) > start]
-    if touched:
-        return touched[0], touched[-1] + 1
-    place = sum(token.idx < start for token in doc)
-    return place, place

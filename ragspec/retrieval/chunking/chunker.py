@@ -241,13 +241,15 @@ def _part(document: Document, section: _Section, config: ChunkingConfig, limit: 
 
 def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConfig, limit: TokenLimit) -> None:
     """Cut sections again that hold a passage with too many tokens. There are rarely any; one call counts all passages."""
-    texts = [
-        join_passage_text(document.title, part.heading, document.text[a:b]) for part in parts for a, b in part.runs
-    ]
+    texts = [text for part in parts for text in _embedded_texts(document, part.heading, part.runs)]
     excess = iter(limit.excess(texts, limit.max_tokens))
     for part in parts:
         if max(islice(excess, len(part.runs)), default=0):
             part.runs = _fewer_tokens(document, part, config, limit)
+
+
+def _embedded_texts(document: Document, heading: str, runs: Sequence[Span]) -> list[str]:
+    return [join_passage_text(document.title, heading, document.text[start:end]) for start, end in runs]
 
 
 def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig, limit: TokenLimit) -> list[Span]:
@@ -259,11 +261,7 @@ def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig
         spans, sizes = _small_pieces(text, spans, room, limit)
         sums = [0, *accumulate(sizes)]
         runs = list(_pack(_RunBudget(spans, config.max_chars, sums, room), config.overlap_chars))
-        excess = max(
-            limit.excess(
-                [join_passage_text(document.title, part.heading, text[a:b]) for a, b in runs], limit.max_tokens
-            )
-        )
+        excess = max(limit.excess(_embedded_texts(document, part.heading, runs), limit.max_tokens))
         if not excess or room == 1:
             return runs
         room = max(1, room - excess)

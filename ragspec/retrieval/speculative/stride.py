@@ -129,11 +129,6 @@ def best_plan(costs: StrideCosts, max_stride: int, overlap_of: Callable[[int], i
     return best
 
 
-def paper_optimal_plan(costs: StrideCosts, max_stride: int, asynchronous: bool) -> StridePlan:
-    """The plan of the paper's scheduler for the same measurements."""
-    return best_plan(costs, max_stride, lambda _: int(asynchronous))
-
-
 _APART_AT_MOST = 512
 _LEAST_BESIDE = 8
 """Overlapped steps, and overlapped verifications, to time before their times are used."""
@@ -152,16 +147,9 @@ _LEAST_SURVIVAL = 0.25
 class StrideScheduler:
     """Chooses plans from measured times and hit rates. Shared by all requests of one index. Safe to call from several threads."""
 
-    def __init__(
-        self,
-        stride: int | None = None,
-        *,
-        asynchronous: bool = True,
-        window: int = WINDOW,
-        gamma_max: float = GAMMA_MAX,
-    ) -> None:
+    def __init__(self, stride: int | None = None, *, asynchronous: bool = True, window: int = WINDOW) -> None:
         """`stride`: a fixed one; None: the best one. `asynchronous`: decoding may continue during verification."""
-        self._stride, self._asynchronous, self._gamma_max = stride, asynchronous, gamma_max
+        self._stride, self._asynchronous = stride, asynchronous
         self._steps_s: deque[float] = deque(maxlen=window)
         self._verifications: deque[tuple[int, float]] = deque(maxlen=window)  # of one query
         # of several queries; kept apart, or single queries would push them out
@@ -207,14 +195,14 @@ class StrideScheduler:
 
     @property
     def gamma(self) -> float:
-        """The estimated probability of a right guess, at most `gamma_max`; 0 before the first guess.
+        """The estimated probability of a right guess, at most `GAMMA_MAX`; 0 before the first guess.
 
         Jeffreys' prior, half a success and half a failure, keeps a few lucky guesses from counting as certainty.
         """
         with self._lock:
             right = sum(some for some, _ in self._guesses)
             wrong = sum(some for _, some in self._guesses)
-        return min(self._gamma_max, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
+        return min(GAMMA_MAX, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
 
     def costs(self) -> StrideCosts | None:
         """None before the first step and the first verification."""
@@ -237,7 +225,7 @@ class StrideScheduler:
         costs, least = self.costs(), 1.0 + _LEAST_GAIN
         if costs is None:
             return None
-        if self._plan(replace(costs, gamma=self._gamma_max)).gain < least:
+        if self._plan(replace(costs, gamma=GAMMA_MAX)).gain < least:
             return NEVER_PAYS
         if costs.gamma == 0.0:
             return None
