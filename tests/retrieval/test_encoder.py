@@ -49,6 +49,12 @@ def test_a_vector_is_bitwise_the_same_alone_and_in_any_batch(encoder: Encoder) -
     assert np.array_equal(encoder.encode(TEXTS[:6]), alone[:6])
 
 
+def test_the_packaged_encoder_keeps_its_identity(encoder: Encoder) -> None:
+    """Every index of a user was refused after an update, as built by another encoder."""
+    assert encoder.identity.fingerprint == "033a4ba124a96465e701db45104f2ed45be67dc4fd6ea857dbd26e44f4d76715"
+
+
+@pytest.mark.slow
 def test_vectors_and_fingerprint_equal_sentence_transformers(encoder: Encoder) -> None:
     """Own batching that forgot the mask, the types or the pooling would search in another space. An index built with 128 tokens
     and searched with 256, or by other weights, finds the wrong passages."""

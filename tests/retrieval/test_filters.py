@@ -95,9 +95,8 @@ def holds(asked: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 
 def columns(rows: list[tuple[str, str, Json]]) -> DocumentColumns:
-    return DocumentColumns(
-        [row[0] for row in rows], [row[1] for row in rows], ["s"] * len(rows), [json.dumps(row[2]) for row in rows]
-    )
+    texts = [row[0] for row in rows], [row[1] for row in rows], ["s"] * len(rows), [json.dumps(row[2]) for row in rows]
+    return DocumentColumns(*(pa.chunked_array([column], pa.string()) for column in texts))
 
 
 def year(value: Any, kind: str = "eq") -> Json:
@@ -158,7 +157,7 @@ def test_arrow_columns_give_the_same_masks() -> None:
     ids, meta = ["d1", "d2", "d1"], ['{"year": 1}', "{}", '{"year": 2}']
     chunked = DocumentColumns(
         pa.chunked_array([pa.array(ids[:1]), pa.array(ids[1:])]),
-        pa.array(["t"] * 3),
+        pa.chunked_array([pa.array(["t"] * 3)]),
         pa.chunked_array([pa.array(["s"] * 3)]),
         pa.chunked_array([pa.array(meta[:2]), pa.array(meta[2:])]),
     )

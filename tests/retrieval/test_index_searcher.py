@@ -100,13 +100,15 @@ def test_prefetching_changes_no_answer(index_dir: Path, mode: Any, scope: Search
     twice, out of order, or sent again and again though the asker has them."""
     for retriever in retrievers(index_dir, mode, reranker=reranker):
         queries = retriever.encode(QUERIES)
-        for k, prefetch_k in ((0, 8), (1, 1), (1, 6), (3, 0), (3, 2), (12, 25)):
+        for k, prefetch_k in ((0, 5), (1, 1), (1, 6), (3, 0), (3, 2), (12, 25)):
             expected = retriever.retrieve(QUERIES, k, scope).passages
             found = retriever.search(queries, k, scope, prefetch_k=prefetch_k)
             assert found.passages == expected and found.generation == retriever.generation
-            best = keys(retriever.search(queries, max(k, prefetch_k), scope))
-            names = list(dict.fromkeys(key for some in best for key in some)) if prefetch_k else []
-            assert list(found.candidates) == names
+            names = list(found.candidates)
+            if 0 < prefetch_k < 25:  # else more are reranked
+                best = keys(retriever.search(queries, max(k, prefetch_k), scope))
+                assert names == list(dict.fromkeys(key for some in best for key in some))
+            assert bool(names) == bool(prefetch_k)
             for key, candidate in found.candidates.items():
                 assert (candidate.passage.document_id, candidate.passage.ordinal) == key
                 assert candidate.passage.score == 0.0

@@ -22,10 +22,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import operator
-import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -46,19 +44,6 @@ from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation
 
 
-class LoadCounter:
-    """Counts of a pipeline: answers in flight, and answers that decode at the moment. Safe to call from several threads."""
-
-    def __init__(self) -> None:
-        self._counts, self._lock = Counter[str](), threading.Lock()
-
-    def add(self, name: str, change: int) -> int:
-        """The count after the change."""
-        with self._lock:
-            self._counts[name] += change
-            return self._counts[name]
-
-
 @dataclass(frozen=True, slots=True)
 class PipelineComponents:
     """What all answers of a pipeline share."""
@@ -69,7 +54,6 @@ class PipelineComponents:
     scheduler: StrideScheduler
     policy: Policy
     config: SpeculationConfig
-    load: LoadCounter = field(default_factory=LoadCounter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +134,16 @@ class SegmentWriter:
 
     async def _generate_timed(self, step: SpeculationStep, segment: Segment, overlapped: bool) -> Completion:
         """Generate, and tell the scheduler the time and the load."""
-        load, begin = self._components.load, time.perf_counter()
-        num_writing = load.add("writing", 1)
+        scheduler, begin = self._components.scheduler, time.perf_counter()
+        num_writing = scheduler.count("writing", 1)
         try:
             completion = await self._generate(step, segment)
         finally:
-            num_writing += load.add("writing", -1) + 1
+            num_writing += scheduler.count("writing", -1) + 1
             self._stats.write_s += (write_s := time.perf_counter() - begin)
-        self._components.scheduler.note_step(
-            step.seconds + write_s, overlapped, num_writing=num_writing / 2, num_in_flight=load.add("in_flight", 0)
+        num_in_flight = scheduler.count("in_flight", 0)
+        scheduler.note_step(
+            step.seconds + write_s, overlapped, num_writing=num_writing / 2, num_in_flight=num_in_flight
         )
         return completion
 
@@ -213,12 +198,12 @@ class RalmSpec:
 
     async def run(self) -> tuple[PartialAnswer, list[SpeculationStep]]:
         """The finished answer and its verified steps, in order. Raises: RetrievalError, InputError, EngineError."""
-        begin, load = time.perf_counter(), self._components.load
-        load.add("in_flight", 1)
+        begin, scheduler = time.perf_counter(), self._components.scheduler
+        scheduler.count("in_flight", 1)
         try:
             answer = await self._run()
         finally:
-            load.add("in_flight", -1)
+            scheduler.count("in_flight", -1)
             if self._verification is not None:
                 self._verification.future.cancel()
         self.stats.num_rounds = answer.num_rounds

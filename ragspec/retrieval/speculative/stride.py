@@ -23,11 +23,11 @@ and appendix A.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _TURNS = 24
 
@@ -162,7 +162,14 @@ class StrideScheduler:
         self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
         self._chosen: StridePlan | None = None
         self._num_new = 0  # verifications since it was chosen
+        self._counts = Counter[str]()
         self._lock = threading.RLock()
+
+    def count(self, name: Literal["in_flight", "writing"], change: int) -> int:
+        """Answers in flight, or answers that decode at the moment, after the change."""
+        with self._lock:
+            self._counts[name] += change
+            return self._counts[name]
 
     def note_step(
         self, seconds: float, beside: bool = False, *, num_writing: float = 1.0, num_in_flight: int = 1
