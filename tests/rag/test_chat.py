@@ -306,14 +306,14 @@ def test_messages_of_one_role_in_a_row_are_one(chat: Chat) -> None:
 
 
 def test_an_unknown_conversation_is_said_to_be_unknown(
-    chat: Chat, retriever: Retriever, store: ConversationStore
+    chat: Chat, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
 ) -> None:
     """It began anew in silence, and the client thought its history was known."""
     for tenant, name in (("acme", "conv_1"), ("umbrella", store.create("acme").id)):
         with pytest.raises(NotFound):
             chat.prepare(turn(QUESTION, conversation=name, scope=SearchScope(tenant)))
     with pytest.raises(InputError):
-        Chat(retriever, chat._prompts, None).prepare(turn(QUESTION, conversation="conv_1"))
+        Chat(retriever, prompts, None).prepare(turn(QUESTION, conversation="conv_1"))
 
 
 class Broken:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_parts import CONTEXT, DOCUMENTS, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Counting, Recording, Switch
 
-from ragspec.config import PipelineConfig, PromptConfig, RetrieverConfig, TargetConfig
+from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingOptions, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -238,16 +238,14 @@ FAR = "How do I renew a passport in Brazil?"
 
 
 def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
-    retriever: Retriever, engine: Engine, target: Target
+    retriever: Retriever, abstaining_retriever: Retriever, engine: Engine, target: Target
 ) -> None:
     """A confident answer from stock prices to a question about a deleted document."""
-    config = RetrieverConfig(abstain_below=0.2)
-    careful = Retriever(retriever.encoder, retriever._current().store, config)
-    near, far = careful.retrieve([QUESTION, FAR], 2).closeness
+    near, far = abstaining_retriever.retrieve([QUESTION, FAR], 2).closeness
     assert near > 0.9 and far < 0.1
     assert retriever.retrieve([QUESTION], 2).closeness == ()
     prompts, recording = PromptBuilder(target.tokenizer, CONTEXT), Recording(engine)
-    pipeline = Pipeline(careful, recording, prompts, num_passages=2, abstain_below=0.2)
+    pipeline = Pipeline(abstaining_retriever, recording, prompts, num_passages=2, abstain_below=0.2)
     answered, abstained = pipeline.ask_many([QUESTION, FAR], GREEDY)
     assert [request.params.max_tokens for request in recording.requests] == [24]
     plain = Pipeline(retriever, engine, prompts, num_passages=2).ask(QUESTION, GREEDY)
@@ -261,10 +259,9 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     assert len(recording.requests) == 2 and not structured.text.startswith(NOTHING_CLOSE)
 
 
-async def test_questions_in_flight_abstain_too(retriever: Retriever, engine: Engine, target: Target) -> None:
+async def test_questions_in_flight_abstain_too(abstaining_retriever: Retriever, engine: Engine, target: Target) -> None:
     """A batch job that answers what a single question would not be answered."""
-    careful = Retriever(retriever.encoder, retriever._current().store, RetrieverConfig(abstain_below=0.2))
-    flow = AsyncPipeline(careful, engine, PromptBuilder(target.tokenizer, CONTEXT))
+    flow = AsyncPipeline(abstaining_retriever, engine, PromptBuilder(target.tokenizer, CONTEXT))
     questions = [Question(text, text, GREEDY, 2, abstain_below=0.2) for text in (QUESTION, FAR)]
 
     told = {result.id: result.result()[0].text async for result in flow.run(questions)}

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ragspec.rag.grammar.edits import Edit
 from ragspec.retrieval.chunking import sentences
-from ragspec.retrieval.chunking.sentence_boundaries import lstrip
+from ragspec.retrieval.chunking.chunker import short_spans
 
 Span = tuple[int, int]
 
@@ -233,7 +233,7 @@ def split_sentences(marked: MarkedText, encode: EncodeTexts, max_tokens: int) ->
     text, fitting = marked.plain, list[SentenceSpan]()
     whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
     begins = {start for start, _ in whole}
-    spans = [part for span in whole for part in _pieces(text, *span, max_tokens * _MAX_CHARS_PER_TOKEN)]
+    spans = [part for span in whole for part in short_spans(text, span, max_tokens * _MAX_CHARS_PER_TOKEN)]
     while spans:
         encoded = encode([one_line(text[slice(*span)]) for span in spans])
         too_long = []
@@ -259,17 +259,6 @@ def _holds_letters(text: str, start: int, end: int, protected: Sequence[Span]) -
         outside.append(text[at : max(at, left)])
         at = max(at, right)
     return any(map(str.isalpha, "".join([*outside, text[at:end]])))
-
-
-def _pieces(text: str, start: int, end: int, max_chars: int) -> Iterator[Span]:
-    """The span in parts of at most `max_chars` characters, split at white space if there is any."""
-    while end - start > max_chars:
-        breaks = [match.start() for match in _WHITE.finditer(text, start + 1, start + max_chars)]
-        stop = breaks[-1] if breaks else start + max_chars
-        yield start, stop
-        start = lstrip(text, stop, end)
-    if start < end:
-        yield start, end
 
 
 def _halves(text: str, start: int, end: int) -> Iterator[Span]:

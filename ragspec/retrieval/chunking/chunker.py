@@ -234,7 +234,7 @@ class _RunBudget(NamedTuple):
 
 def _part(document: Document, section: _Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
-    spans = [piece for span in section.sentences(text) for piece in _pieces(text, span, config.max_chars)]
+    spans = [piece for span in section.sentences(text) for piece in short_spans(text, span, config.max_chars)]
     heading = fit_heading(document.title, section.path, limit, section.header) if spans else ""
     return _SectionRuns(heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars)))
 
@@ -275,7 +275,7 @@ def _small_pieces(text: str, spans: Sequence[Span], max_tokens: int, limit: Toke
         size = max(0, counted - limit.num_special)
         inside = [(start, end)]
         if size > max_tokens:
-            inside = list(_pieces(text, (start, end), max(1, (end - start) * max_tokens // size)))
+            inside = list(short_spans(text, (start, end), max(1, (end - start) * max_tokens // size)))
         if len(inside) == 1:
             pieces.append((start, end))
             sizes.append(size)
@@ -302,7 +302,8 @@ def _pack(room: _RunBudget, overlap_chars: int) -> Iterator[Span]:
         first = start
 
 
-def _pieces(text: str, span: Span, max_chars: int) -> Iterator[Span]:
+def short_spans(text: str, span: Span, max_chars: int) -> Iterator[Span]:
+    """The span in parts of at most `max_chars` characters, cut at white space if there is any."""
     start, end = span
     while end - start > max_chars:
         cut = _cut(text, start, start + max_chars)
