@@ -55,7 +55,7 @@ class DenseConfig(ConfigSection):
     kind: Literal["exact", "hnsw", "ivf"] = "exact"
     """"exact" compares every vector; FAISS's "hnsw" and "ivf" are faster on large segments, and may miss passages."""
     factory: str = ""
-    """A FAISS factory string in place of the one that `ragspec.retrieval.search.approximate` chooses."""
+    """A FAISS factory string in place of the one that `ragspec.retrieval.search.faiss_index` chooses."""
     search_width: int = Field(0, ge=0, le=65_536)
     """FAISS's efSearch (hnsw) or nprobe (ivf); 0: chosen by the segment's size. Wider: fewer passages missed, slower."""
 

@@ -19,8 +19,7 @@ from ragspec.core import Document
 from ragspec.engine.target import Target
 from ragspec.retrieval.search.index_types import IndexLike, Query, RetrievalMode, SearchResult
 from ragspec.retrieval.search.relevance import Relevance
-from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import StridePlan
+from ragspec.retrieval.speculative.stride import StridePlan, StrideScheduler
 
 CONTEXT = 768
 WORDS = "river mill bridge stone sand water rain spring valley north".split()

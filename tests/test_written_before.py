@@ -25,8 +25,7 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import Manifest, read_current
-from ragspec.retrieval.index.segment import check_segment
-from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.store import Store, check_segment
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
 from services.keys import Caller, KeyFile

@@ -49,10 +49,10 @@ from ragspec.evaluation.target_scores import (
     question_scores,
 )
 from ragspec.numerics.threads import num_processors, run_in_thread
-from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
+from ragspec.rag.chat.query_rewriter import rewrite_by_rules
+from ragspec.rag.citations import quote_grammar
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.verbatim_quotes import quote_grammar
 from ragspec.rag.wording import ABSTENTION, abstains, grammar_messages, parse_answer, question_messages
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store

@@ -52,8 +52,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, Query, SearchResult
-from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE
-from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
+from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE, StrideCosts, StrideTiming, best_plan
 
 BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"
 _RALM = InContextRalm()
@@ -338,7 +337,7 @@ def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> float:
     """OS3's predicted gain of its best stride, 1 at least. `asynchronous`: verifications may run beside decoding."""
     costs = StrideCosts(timing, gamma)
     ways = (False, True) if asynchronous else (False,)
-    return max(1.0, *(paper_optimal_plan(costs, MAX_STRIDE, beside).gain for beside in ways))
+    return max(1.0, *(best_plan(costs, MAX_STRIDE, lambda _, beside=beside: int(beside)).gain for beside in ways))
 
 
 def same_answers(baseline: Takes, own: Takes) -> list[bool]:

@@ -87,8 +87,7 @@ def list_documents(
 @index.command()
 def verify(index: Index) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
-    from ragspec.retrieval.index.segment import check_segment
-    from ragspec.retrieval.index.store import Store
+    from ragspec.retrieval.index.store import Store, check_segment
 
     store = Store.open(index)
     for live in store.segments:

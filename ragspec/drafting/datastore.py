@@ -32,9 +32,8 @@ from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.suffix_index import NO_TOKENS, SEPARATOR, Ints, SortedSuffixes, VisibleSuffixes
 from ragspec.errors import StoreError
 from ragspec.retrieval.index.manifest import DOCUMENTS
-from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes, unchanged
-from ragspec.retrieval.index.store import LiveSegment, Store
+from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store
 from ragspec.tenants import tenant_of
 from ragspec.tree import Proposal
 

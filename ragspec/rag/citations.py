@@ -1,21 +1,59 @@
-"""Finds the spans of an answer that stand verbatim in a passage.
+"""Quotes: the spans of an answer that stand verbatim in a passage, and a grammar under which quotes can be nothing else.
 
 A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
+Under the grammar, the quote at the beginning of an answer is a run of whole words of a passage, followed by that passage's
+number. Everything behind the number is free, and so is an answer that begins in another way. Drafts change no token: the grammar
+holds with speculation and without.
 
     >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
+    >>> Request(..., grammar=answer_grammar(params, speculation, prompt.passages))
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+import json
 import re
+import unicodedata
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from ragspec.core import Citation, Passage
-from ragspec.rag.characters import combining_marks, grapheme_pattern
+from ragspec.core import Citation, Passage, SamplingParams
+from ragspec.speculation import AcceptanceRule, Speculation
+
+_END_OF_MARKS = 0x20000
+_JOINERS = "\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"  # and variation selectors, skin tones, tags
+_WIDE = re.compile("[\U00010000-\U0010ffff]")
+
+
+@functools.cache
+def combining_marks() -> str:
+    """All combining marks, for use inside the brackets of a regular expression: `re` has no class for them."""
+    codes = [c for c in range(_END_OF_MARKS) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Me")]
+    firsts = [c for c, before in zip(codes, [-1, *codes], strict=False) if c != before + 1]
+    lasts = [c for c, after in zip(codes, [*codes[1:], -1], strict=True) if c != after - 1]
+    return _JOINERS + "".join(f"{chr(first)}-{chr(last)}" for first, last in zip(firsts, lasts, strict=True))
+
+
+@functools.cache
+def grapheme_pattern() -> str:
+    """A regular expression for one grapheme cluster: a letter with its marks, a flag, an emoji of several parts."""
+    mark, flag = f"[{combining_marks()}]", "[\U0001f1e6-\U0001f1ff]"
+    return rf"(?:{flag}{{2}}|.{mark}*+(?:(?<=\u200d)\S{mark}*+)*+)"
+
+
+class Utf16Offsets:
+    """Offsets in one text."""
+
+    def __init__(self, text: str) -> None:
+        self._wide = [match.start() for match in _WIDE.finditer(text)]
+
+    def units(self, index: int) -> int:
+        """The number of UTF-16 code units before character `index`."""
+        return index + bisect_left(self._wide, index)
+
 
 Span = tuple[int, int]
 
@@ -232,3 +270,33 @@ def find_words(text: str, span: str) -> int | None:
             return at
         at = text.find(span, at + 1)
     return None
+
+
+_FREE = r"""
+FREE: /(\s*[^"\s](.|\n)*)?/
+REST: /(.|\n)*/
+"""
+
+
+def answer_grammar(
+    params: SamplingParams, speculation: Speculation, passages: Sequence[Passage], *, quotes_first: bool = True
+) -> str:
+    """The grammar of an answer from passages; empty where quotes are free.
+
+    They are free if they are asked to be, where answers do not begin with quotes, beside a JSON schema or `ignore_eos`, and under
+    the published acceptance rules.
+    """
+    is_free = (
+        not quotes_first or params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
+    )
+    if is_free or not params.verbatim_quotes or not passages:
+        return ""
+    return quote_grammar([passage.text for passage in passages])
+
+
+def quote_grammar(passages: Sequence[str]) -> str:
+    """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt."""
+    numbered = list(enumerate(passages, start=1))
+    rules = [f'/\\s*/ "\\"" PASSAGE_{number} "\\" [{number}]" REST' for number, _ in numbered]
+    words = [f'PASSAGE_{n}: %regex {{ "substring_chunks": {json.dumps(pieces(text))} }}' for n, text in numbered]
+    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(words)

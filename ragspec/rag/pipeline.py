@@ -18,7 +18,9 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -48,10 +50,10 @@ from ragspec.rag.steps import (
 )
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
 
 Questions = Iterable[Question] | AsyncIterable[Question]
+_GeneratedChoices = tuple[PreparedQuestion, list[Completion]]
 
 
 class QuestionOptions(SamplingOptions, total=False):
@@ -207,13 +209,28 @@ class AsyncPipeline:
         self, retriever: RetrieverLike, engine: EngineLike, prompts: PromptBuilder, limits: PipelineLimits | None = None
     ) -> None:
         """Accepts any retriever and engine that a `Pipeline` accepts; closes neither."""
-        self._retriever, self._engine, self._prompts = retriever, engine, prompts
         limits = limits or PipelineLimits()
+
+        def build_requests(batch: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
+            return [build_request(retrieved, prompts) for retrieved in batch]
+
+        async def generate(batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
+            return [(each, said_completions(each) or await collect_completions(engine, each.request)) for each in batch]
+
+        def cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
+            return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]
+
         stages = (
-            PipelineStage("retrieve", self._retrieve, limits.max_batch, limits.max_lookups, _search_key),
-            PipelineStage("prompt", self._prompt, limits.max_batch),
-            PipelineStage("generate", self._generate, num_workers=limits.max_in_flight),
-            PipelineStage("cite", _cite, limits.max_batch),
+            PipelineStage(
+                "retrieve",
+                partial(retrieve_passages, retriever),
+                limits.max_batch,
+                limits.max_lookups,
+                group=attrgetter("num_passages", "scope"),
+            ),
+            PipelineStage("prompt", build_requests, limits.max_batch),
+            PipelineStage("generate", generate, num_workers=limits.max_in_flight),
+            PipelineStage("cite", cite, limits.max_batch),
         )
         self.stages = StagedPipeline(stages, max_waiting=limits.max_waiting)
         """The stages, with metrics over all runs. `stages.run` gives results in lists."""
@@ -228,26 +245,3 @@ class AsyncPipeline:
             async for batch in batches:
                 for result in batch:
                     yield result
-
-    def _retrieve(self, batch: Sequence[Question]) -> list[RetrievedQuestion]:
-        return retrieve_passages(self._retriever, batch)
-
-    def _prompt(self, batch: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
-        return [build_request(retrieved, self._prompts) for retrieved in batch]
-
-    async def _generate(self, batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-        return [
-            (each, said_completions(each) or await collect_completions(self._engine, each.request)) for each in batch
-        ]
-
-
-_GeneratedChoices = tuple[PreparedQuestion, list[Completion]]
-
-
-def _search_key(question: Question) -> tuple[int, SearchScope]:
-    """Questions with equal keys can share a search."""
-    return question.num_passages, question.scope
-
-
-def _cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
-    return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, Self, TypedDict, cast
+from typing import Any, Protocol, Self, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import (
@@ -31,13 +31,13 @@ from ragspec.core import (
 from ragspec.engine.client import completion_of
 from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
-from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
-from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
+from ragspec.retrieval.retriever import RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
 
 
@@ -104,18 +104,10 @@ class RetrievedQuestion:
     closeness: float | None = None
 
 
-class AnswerRules(TypedDict):
-    """Fields of `PreparedQuestion`."""
-
-    wants_evidence: bool
-    require_support: bool
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
-    """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `said`: the
-    answer where no passage is close to the question, which no engine has to write. `wants_evidence`: the answer is in free words,
-    and passages' words are found for its sentences. `require_support` as in `PromptConfig`."""
+    """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `prompts`
+    built the prompt. `said`: the answer where no passage is close to the question, which no engine has to write."""
 
     user_question: str
     prompt: Prompt
@@ -124,9 +116,13 @@ class PreparedQuestion:
     missing: tuple[str, ...]
     retrieve_s: float
     prompt_s: float
-    said: str = field(default="", kw_only=True)
-    wants_evidence: bool = field(default=False, kw_only=True)
-    require_support: bool = field(default=False, kw_only=True)
+    prompts: PromptBuilder = field(repr=False)
+    said: str
+
+    @property
+    def require_support(self) -> bool:
+        """As in `PromptConfig`. JSON is never withheld: the sentence in its place would not follow its schema."""
+        return self.prompts.require_support and not self.request.params.json_schema
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -165,18 +161,9 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         ),
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
-    index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
+    index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
-    times = retrieved.retrieve_s, prompt_s
-    return PreparedQuestion(
-        question.text, prompt, request, *index, *times, said=said, **answer_rules(prompts, question.params)
-    )
-
-
-def answer_rules(prompts: PromptBuilder, params: SamplingParams) -> AnswerRules:
-    """How the answers to a builder's prompts are checked. JSON is never withheld: the sentence would not follow its schema."""
-    withholds = prompts.require_support and not params.json_schema
-    return {"wants_evidence": not prompts.quotes_first, "require_support": withholds}
+    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said)
 
 
 def abstention(
@@ -223,7 +210,7 @@ async def collect_completions(engine: EngineLike, request: Request) -> list[Comp
 def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
     """The answer of one choice, with citations of the prompt's passages, by their numbers there."""
     passages, times = prepared.prompt.passages, (prepared.retrieve_s, prepared.prompt_s)
-    asked = prepared.user_question if prepared.wants_evidence else None
+    asked = None if prepared.prompts.quotes_first else prepared.user_question  # free words need evidence
     support = find_support(completion.text, () if prepared.said else passages, asked)
     if prepared.require_support and support.sentences and not support.is_found:
         stop = FinishReason.STOP

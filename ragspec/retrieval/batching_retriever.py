@@ -17,9 +17,9 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
-from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
+from ragspec.retrieval.retriever import RetrievalResult
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
 MAX_QUERIES = 32
 

@@ -98,20 +98,17 @@ def joined(passages: Iterable[Passage], num_neighbours: int = 0) -> list[Passage
 
 def is_part(passage: Passage, others: Iterable[Passage]) -> bool:
     """Whether the passage stands at its place in the others together, but for space between these."""
-    at = passage.start
-    for other in sorted(
-        (each for each in others if each.document_id == passage.document_id), key=lambda each: each.start
-    ):
-        start, end = max(passage.start, other.start), min(passage.end, other.end)
-        if start >= end or passage.text[at - passage.start : start - passage.start].strip():
+    own = _Region.of(0, passage, 0)
+    at = own.start
+    of_the_document = [_Region.of(0, each, 0) for each in others if each.document_id == passage.document_id]
+    for other in sorted(of_the_document, key=lambda each: each.start):
+        start, end = max(own.start, other.start), min(own.end, other.end)
+        if start >= end or own.text(at, start).strip():
             continue
-        if (
-            passage.text[start - passage.start : end - passage.start]
-            != other.text[start - other.start : end - other.start]
-        ):
+        if own.text(start, end) != other.text(start, end):
             return False
         at = max(at, end)
-    return not passage.text[at - passage.start :].strip()
+    return not own.text(at, own.end).strip()
 
 
 def _union(one: _Region, other: _Region) -> _Region | None:

@@ -29,8 +29,6 @@ from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMod
 from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
-__all__ = ["PUBLIC_SCOPE", "ProgressCallback", "RetrievalResult", "Retriever", "build_index"]
-
 ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""
 

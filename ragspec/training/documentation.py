@@ -22,8 +22,7 @@ from ragspec.config import AnalyzerConfig, ChunkingConfig
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.analysis import Analyzer
-from ragspec.retrieval.search.bm25 import Postings, SparseConfig, sparse_query
-from ragspec.retrieval.search.bm25_builder import PostingsBuilder
+from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
 from ragspec.training.documentation_rules import RuleMatch, found_in
 from ragspec.training.sentences import normalise
 

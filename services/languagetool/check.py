@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ragspec.core import check_text
 from ragspec.errors import InputError
-from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import Correction
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind

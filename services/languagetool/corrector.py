@@ -21,7 +21,7 @@ from ragspec.errors import RagspecError
 from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText
-from ragspec.retrieval.search.languages import COMMON_WORDS
+from ragspec.retrieval.search.analysis import COMMON_WORDS
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
-from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.grammar.edit_kinds import edit_message

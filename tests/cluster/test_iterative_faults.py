@@ -33,7 +33,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.speculative.stride_costs import StridePlan
+from ragspec.retrieval.speculative.stride import StridePlan
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

@@ -27,7 +27,7 @@ from ragspec.core import FinishReason, GenerationStats
 from ragspec.engine.loading import load_engine
 from ragspec.rag.answer import Answer, AnswerStats, IterativeStats
 from ragspec.rag.iterative.policies import Flare
-from ragspec.retrieval.speculative.stride_costs import StrideTiming
+from ragspec.retrieval.speculative.stride import StrideTiming
 
 
 def take(seconds: float, text: str = "yes", ids: tuple[int, ...] = (1, 2), **counters: Any) -> TimedUnit:

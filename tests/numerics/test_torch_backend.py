@@ -43,7 +43,7 @@ from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.backend import TiledLinear
 from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
 from ragspec.numerics.torch.sampling import TorchLogits, gumbel_rows
-from ragspec.rag.verbatim_quotes import quote_grammar
+from ragspec.rag.citations import quote_grammar
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, row_probs, token_probs

@@ -10,7 +10,7 @@ import pytest
 from small_parts import CONTEXT, DOCUMENTS, Switch
 from tiny_target import Free, save_model
 
-from ragspec.config import EncoderConfig, EngineConfig, IndexConfig, TargetConfig
+from ragspec.config import EncoderConfig, EngineConfig, IndexConfig, RetrieverConfig, TargetConfig
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
@@ -24,11 +24,25 @@ from ragspec.retrieval.retriever import Retriever, build_index
 
 
 @pytest.fixture(scope="session")
-def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
-    encoder = Encoder.load(EncoderConfig())
+def encoder() -> Encoder:
+    return Encoder.load(EncoderConfig())
+
+
+@pytest.fixture(scope="session")
+def opened_index(tmp_path_factory: pytest.TempPathFactory, encoder: Encoder) -> Store:
     index = tmp_path_factory.mktemp("index")
     build_index(DOCUMENTS, index, encoder, IndexConfig())
-    return Retriever(encoder, Store.open(index, encoder.identity))
+    return Store.open(index, encoder.identity)
+
+
+@pytest.fixture(scope="session")
+def retriever(opened_index: Store, encoder: Encoder) -> Retriever:
+    return Retriever(encoder, opened_index)
+
+
+@pytest.fixture(scope="session")
+def abstaining_retriever(opened_index: Store, encoder: Encoder) -> Retriever:
+    return Retriever(encoder, opened_index, RetrieverConfig(abstain_below=0.2))
 
 
 @pytest.fixture(scope="session")

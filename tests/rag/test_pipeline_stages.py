@@ -33,6 +33,23 @@ async def collected(stages: StagedPipeline, items: Items) -> list[ItemResult[Any
         return [finished async for batch in batches for finished in batch]
 
 
+async def collected_at_once(
+    work: Callable[[list[Any]], list[Any]], max_batch: int
+) -> tuple[StagedPipeline, list[ItemResult[Any]]]:
+    """Nine items: the first at work, and the others in the queue before it ends."""
+    gate = asyncio.Event()
+
+    async def held_work(values: list[Any]) -> list[Any]:
+        await gate.wait()
+        return work(values)
+
+    stages = StagedPipeline((PipelineStage("s", held_work, max_batch),), max_waiting=8)
+    task = asyncio.ensure_future(collected(stages, aiter_of(numbers(9))))
+    await settled()
+    gate.set()
+    return stages, await task
+
+
 async def settled() -> None:
     """Everything in the loop that can go on has gone on. Only where no thread takes part."""
     for _ in range(500):
@@ -61,7 +78,7 @@ def held(gate: asyncio.Event) -> Callable[[list[Any]], Awaitable[list[Any]]]:
 STAGE = st.tuples(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(STAGE, min_size=1, max_size=4), st.integers(0, 60), st.integers(1, 5), st.sets(st.integers(0, 59)))
 def test_every_item_comes_out_once_with_its_own_result(
     shapes: list[tuple[int, int, bool, bool]], count: int, max_waiting: int, wrong: set[int]
@@ -175,21 +192,13 @@ async def test_what_waits_is_worked_on_together() -> None:
     """An encoder that is asked for one text at a time while a hundred wait."""
     sizes: list[int] = []
 
-    gate = asyncio.Event()
-
-    async def work(values: list[Any]) -> list[Any]:
+    def work(values: list[Any]) -> list[Any]:
         sizes.append(len(values))
-        await gate.wait()
         return values
 
-    stages = StagedPipeline((PipelineStage("encode", work, max_batch=5),), max_waiting=8)
-    task = asyncio.ensure_future(collected(stages, aiter_of(numbers(9))))
-    await settled()
-    assert sizes == [1], "nothing was to wait for company"
-    gate.set()
-    await task
+    stages, _ = await collected_at_once(work, max_batch=5)
     (metrics,) = stages.metrics
-    assert sizes == [1, 5, 3]
+    assert sizes == [1, 5, 3], "nothing was to wait for company, and what waited was to come together"
     assert (metrics.num_items, metrics.num_batches, metrics.num_failed, metrics.max_depth) == (9, 3, 0, 8)
     assert metrics.busy_s > 0 and metrics.waiting_s > 0
     assert metrics.to_dict()["num_batches"] == 3
@@ -221,19 +230,11 @@ async def test_a_lost_index_is_told_once_a_batch() -> None:
     """Sixteen time-outs one after the other, because each question of a failed call is tried alone."""
     calls: list[int] = []
 
-    gate = asyncio.Event()
-
-    async def work(values: list[Any]) -> list[Any]:
-        await gate.wait()
+    def work(values: list[Any]) -> list[Any]:
         calls.append(len(values))
         raise EngineError("lost")
 
-    task = asyncio.ensure_future(
-        collected(StagedPipeline((PipelineStage("s", work, 16), PipelineStage("t", same))), aiter_of(numbers(9)))
-    )
-    await settled()
-    gate.set()
-    finished = await task
+    _, finished = await collected_at_once(work, max_batch=16)
     assert calls == [1, 8]
     assert [str(each.error) for each in finished] == ["lost"] * 9
     with pytest.raises(EngineError, match="lost"):
@@ -243,18 +244,12 @@ async def test_a_lost_index_is_told_once_a_batch() -> None:
 async def test_a_defect_met_by_one_is_not_its_neighbours() -> None:
     """Fifteen rows without an answer because a bug is met by the sixteenth."""
 
-    gate = asyncio.Event()
-
-    async def work(values: list[Number]) -> list[Number]:
-        await gate.wait()
+    def work(values: list[Number]) -> list[Number]:
         if any(number.value == 4 for number in values):
             raise ZeroDivisionError
         return values
 
-    task = asyncio.ensure_future(collected(StagedPipeline((PipelineStage("s", work, 16),)), aiter_of(numbers(9))))
-    await settled()
-    gate.set()
-    finished = await task
+    _, finished = await collected_at_once(work, max_batch=16)
     assert [each.id for each in finished if each.error] == ["n4"] and len(finished) == 9
 
 

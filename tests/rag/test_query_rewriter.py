@@ -20,8 +20,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
 from ragspec.rag.chat import query_rewriter
 from ragspec.rag.chat.conversations import QaPair
-from ragspec.rag.chat.query_rewriter import QueryRewriter
-from ragspec.rag.chat.rewrite_rules import extract_names, extract_phrases, rewrite_by_rules
+from ragspec.rag.chat.query_rewriter import QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
 ZAPPA = [
@@ -97,7 +96,7 @@ def test_names_are_runs_of_capitals_and_identifiers() -> None:
     assert extract_phrases("How does the old water mill grind the corn?") == ["old water mill grind", "corn"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     question=st.text(max_size=200),
     said=st.lists(st.builds(QaPair, st.text(max_size=200), st.text(max_size=200)), max_size=4),
@@ -149,13 +148,14 @@ class _Short:
         return self._engine.generate([replace(each, prompt_ids=each.prompt_ids[-256:]) for each in requests])
 
 
+@pytest.mark.parametrize("size", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", ["1", "a-", "a.", "“", "A.'", "a ", "_", "A of the ", "x_"])
-def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str) -> None:
+def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str, size: int) -> None:
     """Patterns that look from every place to the end held the whole service for hours."""
-    long = text * (1_000_000 // len(text))
+    long = text * (size // len(text))
     question = f"tell me about {long}"
     assert rewrite_by_rules(question, [QaPair("What is X?", "Y."), QaPair(long, long)]).startswith(question)
-    extract_names(text * 100_000)
+    extract_names(text * (size // 10))
 
 
 def test_a_target_that_fails_is_an_error_and_no_other_question(target: Target) -> None:

@@ -20,7 +20,7 @@ def letters() -> LetterEncoder:
     return LetterEncoder()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def documents() -> list[Document]:
     return [
         Document(

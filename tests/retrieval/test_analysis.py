@@ -160,7 +160,7 @@ def test_any_text_has_terms_that_stay_the_same(text: str) -> None:
     assert terms == Analyzer(ENGLISH.config).terms(text)
     assert all(0 < len(term.encode()) <= 400 for term in terms)
     if text.isascii():
-        assert terms == ENGLISH._words.analyze(text)
+        assert [*terms, "e"] == ENGLISH.terms(f"{text} é")
 
 
 def test_threads_may_share_an_analyzer() -> None:
@@ -168,5 +168,5 @@ def test_threads_may_share_an_analyzer() -> None:
     texts = [f"{text} {number} " * 200 for number in range(8) for text in TEXTS]
     expected = [ENGLISH.terms(text) for text in texts]
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(10):
+        for _ in range(3):
             assert list(pool.map(ENGLISH.terms, texts)) == expected

@@ -95,9 +95,8 @@ def holds(asked: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 
 def columns(rows: list[tuple[str, str, Json]]) -> DocumentColumns:
-    return DocumentColumns(
-        [row[0] for row in rows], [row[1] for row in rows], ["s"] * len(rows), [json.dumps(row[2]) for row in rows]
-    )
+    texts = [row[0] for row in rows], [row[1] for row in rows], ["s"] * len(rows), [json.dumps(row[2]) for row in rows]
+    return DocumentColumns(*(pa.chunked_array([column], pa.string()) for column in texts))
 
 
 def year(value: Any, kind: str = "eq") -> Json:
@@ -111,7 +110,7 @@ def nested(depth: int) -> Json:
     return one
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(documents, st.lists(any_filter, min_size=1, max_size=4))
 def test_masks_are_what_each_document_says(rows: list[tuple[str, str, Json]], asked: list[Json]) -> None:
     """Evaluating once per distinct value must not join 1 and True, lose list elements, or remember another filter's mask."""
@@ -158,7 +157,7 @@ def test_arrow_columns_give_the_same_masks() -> None:
     ids, meta = ["d1", "d2", "d1"], ['{"year": 1}', "{}", '{"year": 2}']
     chunked = DocumentColumns(
         pa.chunked_array([pa.array(ids[:1]), pa.array(ids[1:])]),
-        pa.array(["t"] * 3),
+        pa.chunked_array([pa.array(["t"] * 3)]),
         pa.chunked_array([pa.array(["s"] * 3)]),
         pa.chunked_array([pa.array(meta[:2]), pa.array(meta[2:])]),
     )

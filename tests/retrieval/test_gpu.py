@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from ragspec.config import DenseConfig
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.search import gpu
-from ragspec.retrieval.search.approximate import ApproximateIndex
+from ragspec.retrieval.search import faiss_index
 from ragspec.retrieval.search.dense import DenseIndex, ExactIndex
-from ragspec.retrieval.search.gpu import GpuIndex
+from ragspec.retrieval.search.faiss_index import ApproximateIndex, GpuIndex
 from ragspec.retrieval.search.segment_search import Shard
 
 faiss = pytest.importorskip("faiss")
@@ -58,15 +57,15 @@ def test_hits_without_selectors_are_the_exact_ones(vectors: FloatArray) -> None:
 
 def test_without_faiss_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact search needs no FAISS, and looking for a GPU must not ask for it."""
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu, "load_faiss", lambda: pytest.fail("imported"))
-    assert gpu.num_gpus() == 0 and Shard.open([], "auto").segment_names == frozenset()
+    monkeypatch.setattr(faiss_index, "find_spec", lambda name: None)
+    monkeypatch.setattr(faiss_index, "load_faiss", lambda: pytest.fail("imported"))
+    assert faiss_index.num_gpus() == 0 and Shard.open([], "auto").segment_names == frozenset()
 
 
 @pytest.mark.gpu
 def test_a_gpu_finds_what_the_cpu_finds(vectors: FloatArray) -> None:
     """Scores of another device, selectors that are ignored in silence."""
-    if not gpu.num_gpus():
+    if not faiss_index.num_gpus():
         pytest.skip("FAISS sees no GPU")
     agree(GpuIndex.flat(vectors), vectors)
 
@@ -74,7 +73,7 @@ def test_a_gpu_finds_what_the_cpu_finds(vectors: FloatArray) -> None:
 @pytest.mark.gpu
 def test_ivf_on_a_gpu_finds_nearly_what_it_finds_on_the_cpu(vectors: FloatArray, tmp_path: object) -> None:
     """A copy that lost its number of probes."""
-    if not gpu.num_gpus():
+    if not faiss_index.num_gpus():
         pytest.skip("FAISS sees no GPU")
     index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
@@ -104,16 +103,16 @@ def test_ivf_with_a_filter_or_many_hits_finds_what_it_finds_on_the_cpu(vectors: 
 def test_segments_beyond_the_budget_stay_on_the_cpu(vectors: FloatArray, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index took the memory that the target's pool was given, or memory of indexes that are gone was never free again."""
     scratch: list[int] = []
-    monkeypatch.setattr(gpu, "_resources", lambda: SimpleNamespace(setTempMemory=scratch.append))
+    monkeypatch.setattr(faiss_index, "_resources", lambda: SimpleNamespace(setTempMemory=scratch.append))
     limit = vectors.nbytes * 16 // 7  # two of these and an eighth for FAISS
     flat = faiss.IndexFlatIP(64)
     indexes = []
-    while gpu.fits(vectors, limit):
+    while faiss_index.fits(vectors, limit):
         indexes.append(GpuIndex(flat, vectors))
     assert len(indexes) == 2 and set(scratch) == {limit // 8}
-    assert gpu.fits(vectors, None)
+    assert faiss_index.fits(vectors, None)
     indexes.pop()
-    assert gpu.fits(vectors, limit)
+    assert faiss_index.fits(vectors, limit)
 
 
 @pytest.mark.gpu
@@ -121,9 +120,9 @@ def test_indexes_take_no_more_of_a_gpu_than_the_budget(vectors: FloatArray) -> N
     """FAISS reserves a gigabyte and a half for each index, which the budget never saw."""
     import torch
 
-    if not gpu.num_gpus():
+    if not faiss_index.num_gpus():
         pytest.skip("FAISS sees no GPU")
     limit, free = 2**28, torch.cuda.mem_get_info()[0]
-    indexes = [GpuIndex.flat(vectors) for _ in range(20) if gpu.fits(vectors, limit)]
+    indexes = [GpuIndex.flat(vectors) for _ in range(20) if faiss_index.fits(vectors, limit)]
     assert len(indexes) == 20
     assert free - torch.cuda.mem_get_info()[0] <= limit + 2**27  # the CUDA context of FAISS

@@ -13,7 +13,7 @@ from letter_encoder import LetterEncoder
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import StoreCorrupt
-from ragspec.retrieval.encoder import FloatArray, TextKind
+from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -81,11 +81,10 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
-@pytest.mark.parametrize(
-    "scope",
-    [SearchScope(), SearchScope("ann"), SearchScope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))],
-)
+SCOPES = SearchScope(), SearchScope("ann"), SearchScope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))
+
+
+@pytest.mark.parametrize(("mode", "scope"), [*zip(["dense", "sparse", "hybrid"], SCOPES, strict=True)])
 def test_every_layout_gives_the_same_passages_and_scores(
     layouts: list[Path], mode: Any, scope: SearchScope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,11 +95,7 @@ def test_every_layout_gives_the_same_passages_and_scores(
     for folder in layouts:
         store = Store.open(folder)
         one_each = [Shard.open([live]) for live in store.segments]
-        for shard in (
-            Shard.open(store.segments),
-            Shard(one_each),
-            Shard([Shard(one_each[:1]), Shard(one_each[1:])]),
-        ):
+        for shard in (Shard.open(store.segments), Shard([Shard(one_each[:1]), Shard(one_each[1:])])):
             retriever = Retriever(CoarseEncoder(), store, config, shard=lambda _, shard=shard: shard)
             together = passages(retriever.retrieve(QUERIES, 12, scope).passages)
             alone = [passages(retriever.retrieve([query], 12, scope).passages)[0] for query in QUERIES]
@@ -193,11 +188,11 @@ def test_filters_for_1_and_for_true_are_two_filters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
 def test_of_many_ties_the_first_by_id_are_found(tmp_path: Path, mode: Any) -> None:
     """Seconds and gigabytes for a sentence that a thousand documents share; or whichever of them came first."""
-    ids = [f"{number * 7919 % 3000:05d}é" for number in range(3000)]
+    ids = [f"{number * 7919 % 1000:05d}é" for number in range(1000)]
     with IndexWriter(tmp_path, CoarseEncoder(), CONFIG) as writer:
         for number, name in enumerate(ids):
             writer.upsert(Document(name, "All rights reserved."))
-            if number == 1000:
+            if number == 300:
                 writer.commit()
         writer.commit()
     retriever = Retriever(CoarseEncoder(), Store.open(tmp_path), RetrieverConfig(mode=mode))
@@ -279,16 +274,16 @@ def test_a_reranker_has_the_last_word_over_a_deeper_list(layouts: list[Path], mo
 def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """Answers of HNSW and IVF that depend on the batch, on threads or on how segments are spread over machines."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 200)
+    monkeypatch.setattr("ragspec.retrieval.search.faiss_index.MIN_ROWS", 150)
     encoder = LetterEncoder()
     config = IndexConfig(dense=DenseConfig(kind=kind, factory="" if kind == "hnsw" else "IVF8,SQ8"))
-    documents = [Document(str(n), f"Text {n}.", metadata={"n": n}) for n in range(900)]
+    documents = [Document(str(n), f"Text {n}.", metadata={"n": n}) for n in range(420)]
     found = []
     for name in ("one", "two"):
         with IndexWriter(tmp_path / name, encoder, config) as writer:
             for number, document in enumerate(documents):
                 writer.upsert(document)
-                if number in (400, 800):
+                if number in (200, 400):
                     writer.commit()
             writer.commit()
         with IndexWriter(tmp_path / name) as writer:
@@ -298,30 +293,22 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
         assert ["dense.faiss" in s.segment.record.files for s in store.segments] == [True, True, False]
         for shard in (Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])):
             retriever = Retriever(encoder, store, RetrieverConfig(mode="dense"), shard=lambda _, shard=shard: shard)
-            queries = [f"Text {n}." for n in range(0, 900, 30)]
+            queries = [f"Text {n}." for n in range(0, 420, 30)]
             found.append(passages(retriever.retrieve(queries, 10).passages))
             assert found[-1] == [passages(retriever.retrieve([query], 10).passages)[0] for query in queries]
-            few = SearchScope("", parse_filter({"type": "in", "key": "n", "value": [5, 6, 450, 899]}))
+            few = SearchScope("", parse_filter({"type": "in", "key": "n", "value": [5, 6, 250, 419]}))
             many = SearchScope("", parse_filter({"type": "gte", "key": "n", "value": 100}))
-            assert {p.document_id for p in retriever.retrieve(["x"], 10, few).passages[0]} == {"6", "450", "899"}
+            assert {p.document_id for p in retriever.retrieve(["x"], 10, few).passages[0]} == {"6", "250", "419"}
             everything = {p.document_id for p in retriever.retrieve(["x"], 64, many).passages[0]}
             assert len(everything) == 64 and min(map(int, everything)) >= 100
     assert all(each == found[0] for each in found)
     exact = [
         Retriever(encoder, store, RetrieverConfig(mode="dense")).retrieve([q], 1).passages[0][0].id for q in queries
     ]
-    assert sum(a[0][0] == b for a, b in zip(found[0], exact, strict=True)) >= 25
+    assert sum(a[0][0] == b for a, b in zip(found[0], exact, strict=True)) >= 11
 
 
-class Slow(LetterEncoder):
-    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
-        if kind == "query":
-            self.queries = list(texts)
-        return super().encode(texts, kind)
-
-
-def test_word_search_encodes_nothing(layouts: list[Path]) -> None:
+def test_word_search_encodes_nothing(layouts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds of a model for an answer that never looks at vectors."""
-    encoder = Slow()
-    Retriever(encoder, Store.open(layouts[0]), RetrieverConfig(mode="sparse")).retrieve(QUERIES, 3)
-    assert not hasattr(encoder, "queries")
+    monkeypatch.setattr(CoarseEncoder, "encode", lambda *_: pytest.fail("encoded"))
+    Retriever(CoarseEncoder(), Store.open(layouts[0]), RetrieverConfig(mode="sparse")).retrieve(QUERIES, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,11 +57,16 @@ def counting() -> Counting:
     return Counting()
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -> Path:
+    folder = tmp_path_factory.mktemp("writer") / "index"
+    build_index(documents, folder, LetterEncoder(), CONFIG)
+    return folder
+
+
 @pytest.fixture
-def index_dir(tmp_path: Path, counting: Counting, documents: list[Document]) -> Path:
-    build_index(documents, tmp_path / "index", counting, CONFIG)
-    counting.texts.clear()
-    return tmp_path / "index"
+def index_dir(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "index"))
 
 
 def ids(index_dir: Path) -> list[str]:
@@ -238,10 +244,10 @@ def test_segments_stay_few_and_none_grows_without_bound(
     monkeypatch.setattr(generation_builder, "MAX_SEGMENTS", 4)
     monkeypatch.setattr(generation_builder, "MAX_SEGMENT_PASSAGES", 12)
     with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
-        for number, manifest in enumerate(one_by_one(writer, 30)):
+        for number, manifest in enumerate(one_by_one(writer, 16)):
             assert len(manifest.segments) <= 5 and max(s.num_passages for s in manifest.segments) <= 12
             assert manifest.num_documents == number + 1
-    assert ids(tmp_path / "index") == sorted(map(str, range(30)))
+    assert ids(tmp_path / "index") == sorted(map(str, range(16)))
     manifest = build_index((Document(str(n), f"Text {n}.") for n in range(30)), tmp_path / "big", counting)
     with IndexWriter(tmp_path / "big") as writer:
         assert [s.num_passages for s in writer.compact().segments] == [12, 12, 6]
@@ -470,7 +476,7 @@ def test_a_factory_string_faiss_does_not_know_is_a_config_error(
 ) -> None:
     """A C++ exception, and a half-written segment."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 1)
+    monkeypatch.setattr("ragspec.retrieval.search.faiss_index.MIN_ROWS", 1)
     config = IndexConfig(dense=DenseConfig(kind="hnsw", factory="NoSuchIndex"))
     with pytest.raises(ConfigError, match="NoSuchIndex"):
         build_index([Document("a", "Text.")], tmp_path / "index", counting, config)
@@ -562,10 +568,10 @@ def test_large_segments_are_not_written_anew_by_every_commit(
     tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond sixteen nearly full segments each commit copied half of the index, one by one, and made nothing fewer."""
-    monkeypatch.setattr(generation_builder, "MAX_SEGMENTS", 4)
-    monkeypatch.setattr(generation_builder, "MAX_SEGMENT_PASSAGES", 8)
+    monkeypatch.setattr(generation_builder, "MAX_SEGMENTS", 2)
+    monkeypatch.setattr(generation_builder, "MAX_SEGMENT_PASSAGES", 4)
     with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
-        *_, manifest = one_by_one(writer, 60)
+        *_, manifest = one_by_one(writer, 16)
         assert writer.commit() == manifest
-    full = [segment for segment in manifest.segments if segment.num_passages > 4]
-    assert len(manifest.segments) - len(full) <= 4 and len(full) > 4 and manifest.num_documents == 60
+    full = [segment for segment in manifest.segments if segment.num_passages > 2]
+    assert len(manifest.segments) - len(full) <= 2 and len(full) > 2 and manifest.num_documents == 16

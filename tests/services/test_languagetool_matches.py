@@ -10,7 +10,7 @@ import pytest
 from random_texts import random_parts, random_rewrite, random_text
 from rewriting import rewriting
 
-from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import CorrectionRequest, build_correction
 from ragspec.rag.grammar.edit_filters import EditFilter
 from services.languagetool.check import matches_of

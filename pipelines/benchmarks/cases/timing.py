@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from ragspec.core import Completion, CopySource, GenerationStats, Passage, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.measures import Tick, no_tick
-from ragspec.rag.verbatim_quotes import answer_grammar
+from ragspec.rag.citations import answer_grammar
 from ragspec.speculation import Speculation, SpeculationGiven
 from ragspec.tenants import cache_salt_of
 

@@ -31,7 +31,7 @@ from ragspec.evaluation.datasets import (
 )
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import RetrieverLike, copy_sources
-from ragspec.retrieval.retriever import PUBLIC_SCOPE
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE
 from ragspec.training.sentences import normalise
 
 RAG, GRAMMAR, CHAT, PROSE = "rag", "grammar", "chat", "prose"

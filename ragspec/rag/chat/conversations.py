@@ -258,11 +258,9 @@ class ConversationStore:
         return bool(rows)
 
     def _last_used_s(self) -> float:
+        entries = "SELECT used_s FROM conversations UNION ALL SELECT used_s FROM shown"
         with self._database.reading() as db:
-            ages = (
-                db.execute(f"SELECT max(used_s) FROM {table}").fetchone()[0] for table in ("conversations", "shown")
-            )
-            return max((each for each in ages if each is not None), default=0.0)
+            return float(db.execute(f"SELECT max(used_s) FROM ({entries})").fetchone()[0] or 0.0)
 
     def _expired(self, db: sqlite3.Connection) -> list[Any]:
         oldest_s = self._clock() - self._ttl_s

@@ -1,21 +1,28 @@
 """Rewrites follow-up questions into standalone questions, with the target or with rules.
 
-The rules also replace an unusable output of the target. Time and load play no role in the choice, so the same conversation
-always retrieves with the same question.
+The rules append the names from earlier turns that a question refers to. They also replace an unusable output of the target. Time
+and load play no role in the choice, so the same conversation always retrieves with the same question.
 
     >>> QueryRewriter(ChatConfig(), prompts, engine).standalone("Who designed it?", pairs)
+    >>> rewrite_by_rules("Why did it fail?", [QaPair("What was the Apollo Guidance Computer?", "A computer.")])
+    'Why did it fail? (Apollo Guidance Computer)'
+
+The question's own words stay, so a wrong guess adds a little noise and loses nothing. The added names are the topic: names in
+the user's questions, the opening question first, or names in an answer that addresses the user, such as a proposal. Names in
+other answers are seldom the topic of the next question. The suite `answers` measures the rules on
+`pipelines.benchmarks.cases.follow_ups`.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ragspec.config import ChatConfig
 from ragspec.core import FinishReason, Message, Request, SamplingParams
 from ragspec.errors import InputError
 from ragspec.rag.chat.conversations import QaPair
-from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
 
@@ -95,3 +102,134 @@ def _uses_target(config: ChatConfig, engine: EngineLike | None) -> bool:
         num_parameters: int = getattr(getattr(engine, "target", None), "num_parameters", 0)
         return num_parameters >= LEAST_PARAMETERS
     return config.rewriter == "model" and engine is not None
+
+
+_WORD = re.compile(r"[^\W_](?:[\w'’.&/+#-]*[\w+#])?")
+_NAME = re.compile(
+    r"(?:[A-Z]|(?<!\d)\d+(?=[A-Z]))[\w'’.&-]*"  # begins with a capital
+    r"(?:\s+(?:(?:of|the|and|de|la|le|von|van|der|for|in|on)\s+){0,2}[A-Z][\w'’.&-]*|\s+\d+\b)*"
+    r"|(?<![\w-])[\w-]*[a-z0-9](?:[._:/]+\w+)+(?:\(\))?"  # json.dumps, snake_case
+    r"|\b[a-z]+[A-Z]\w*"  # camelCase
+)
+_COMMON = frozenset(
+    "a about after again all alright also am an and another any anybody anyone anything apologies are aren't as ask at "
+    "awesome be because been before being best book booked but by can can't cool could couldn't currently did didn't do "
+    "does doesn't doing don't during each either else ever everything exactly few find fine first for from further get give "
+    "go goes going good got great had happen happened happens has hasn't have haven't having he hello help her here hers "
+    "hey hi him his hmm how however i i'd i'll i'm i've if in instead interesting into is isn't it its just keep kind know "
+    "last let like long look looking lot made make many may maybe me mean might more most much must my name need nice no "
+    "not nothing now number of off oh ok okay on once one ones only or other others our out over own people per perfect "
+    "place please possibly pretty really right same say see she should show so some somebody someone something soon sorry "
+    "still such sure take tell than thank thanks that that's the their them then there there's these they they're thing "
+    "things think this those time to too try two type under until up us use used very via want wanted was wasn't way we "
+    "well were weren't what what's when when's where where's which while who who's whom whose why will with without won't "
+    "wonderful would wouldn't yeah year years yep yes yet you you'd you're your".split()
+)
+_LEANS = re.compile(
+    r"\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
+    r"one|ones|others?|else|another|same|such|former|latter|more|"
+    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b",
+    re.IGNORECASE,
+)
+_PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
+_GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)
+_TO_THE_USER = re.compile(r"\b(?:I|you|your|we|us)\b|\?\s*$")
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”")
+_SHORT_WORDS = 2
+_MAX_ASKED, _MAX_PROPOSED, _MAX_ANSWERED = 4, 4, 4
+_MAX_READ_CHARS, _MAX_TURNS = 2_000, 100
+"""Characters of each text and number of turns that are read: texts may be megabytes, and conversations long."""
+
+
+def rewrite_by_rules(question: str, pairs: Sequence[QaPair]) -> str:
+    """The question with the names it refers to; unchanged if it is the first or stands alone."""
+    pairs = [QaPair(*(text[:_MAX_READ_CHARS] for text in turn)) for turn in pairs[-_MAX_TURNS:]]
+    seen = question[:_MAX_READ_CHARS]
+    if not pairs or _stands_alone(seen):
+        return question
+    terms = _without_known(_topics(seen, pairs[_opening(pairs) :]), seen)
+    return f"{question} ({'; '.join(terms)})" if terms else question
+
+
+def extract_names(text: str) -> list[str]:
+    """Capitalised runs of words, and identifiers; each once, without common words at either end."""
+    terms: dict[str, None] = {}
+    for match in _NAME.finditer(text):
+        words = match.group().split()
+        while words and _bare(words[0]) in _COMMON:
+            words.pop(0)
+        while words and _bare(words[-1]) in _COMMON:
+            words.pop()
+        name = " ".join(words).removesuffix("'s").removesuffix("’s").rstrip(".'’&-").lstrip("-")
+        if name:
+            terms[name] = None
+    return list(terms)
+
+
+def extract_phrases(text: str) -> list[str]:
+    """Runs of uncommon words: the topic of a text without names."""
+    runs: list[list[str]] = [[]]
+    for piece in re.split(r"[\s,;:?!()\"“”]+", text):
+        word = piece.strip(".'’-")
+        if word and word.lower() not in _COMMON:
+            runs[-1].append(word)
+        elif runs[-1]:
+            runs.append([])
+    return list(dict.fromkeys(" ".join(run) for run in runs if run))
+
+
+def _stands_alone(question: str) -> bool:
+    """Whether the question has a name, no pronoun, and more than a few words."""
+    whole = len(question.split()) > _SHORT_WORDS and not _GOES_ON.match(question)
+    return whole and bool(extract_names(question)) and not _LEANS.search(question)
+
+
+def _opening(pairs: Sequence[QaPair]) -> int:
+    """The index of the turn that began the current topic: the latest turn whose question stands alone and shares no word with
+    earlier turns, or else the first."""
+    known: set[str] = set()
+    opening = 0
+    for number, turn in enumerate(pairs):
+        words = set(_content(turn.question))
+        if _stands_alone(turn.question) and not words & known:
+            opening = number
+        known |= words | set(_content(turn.answer))
+    return opening
+
+
+def _topics(question: str, pairs: Sequence[QaPair]) -> list[str]:
+    latest = [name for turn in reversed(pairs) for name in extract_names(turn.question)]
+    named = [*extract_names(pairs[0].question)[:2], *latest]
+    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or extract_phrases(pairs[0].question)
+    of_a_person = bool(_PERSON.search(question))
+    if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):
+        asked += extract_phrases(pairs[-1].question)
+    if named and of_a_person:
+        return asked
+    answers = [_QUOTED.sub("", turn.answer) for turn in reversed(pairs)]
+    if proposals := [answer for answer in answers if _TO_THE_USER.search(answer)]:
+        return [*asked, *_first(proposals, _MAX_PROPOSED)]
+    return asked if named else [*asked, *_first((turn.answer for turn in reversed(pairs)), _MAX_ANSWERED)]
+
+
+def _first(texts: Iterable[str], most: int) -> list[str]:
+    return list(dict.fromkeys(name for text in texts for name in extract_names(text)))[:most]
+
+
+def _without_known(terms: Iterable[str], question: str) -> list[str]:
+    """The terms with a word that neither the question nor earlier terms have."""
+    known, kept = set(_content(question)), []
+    for term in terms:
+        words = set(_content(term)) or {term.lower()}
+        if not words <= known:
+            kept.append(term)
+            known |= words
+    return kept
+
+
+def _content(text: str) -> list[str]:
+    return [word for word in map(_bare, _WORD.findall(text)) if word not in _COMMON]
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"['’]s$", "", word.lower()).strip(".'’-")

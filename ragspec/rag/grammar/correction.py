@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -24,10 +24,9 @@ from ragspec.rag.grammar.edit_filters import (
     WithholdReason,
     filter_edits,
 )
-from ragspec.rag.grammar.edit_kinds import EditClassifier, classify_edits
+from ragspec.rag.grammar.edit_kinds import classify_edits
 from ragspec.rag.grammar.edits import Edit, apply_edits, split_pieces, word_edits
-from ragspec.rag.grammar.markup import MarkedText, Span, TextPart
-from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line
+from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, Span, TextPart, one_line
 from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)
@@ -108,31 +107,34 @@ class PreparedCorrection(NamedTuple):
     prompt_s: float
 
 
-def build_correction(
-    prepared: PreparedCorrection, completions: Sequence[Completion | None], classify: EditClassifier = classify_edits
-) -> Correction:
+def build_correction(prepared: PreparedCorrection, completions: Sequence[Completion | None]) -> Correction:
     """The correction of a text from one completion per sentence; None: the sentence was not corrected in time."""
-    request, marked, builder = prepared.request, prepared.marked, _CorrectionBuilder(classify)
+    request, marked, stats = prepared.request, prepared.marked, GenerationStats()
+    edits: list[Edit] = []
+    withheld: list[WithheldEdit] = []
+    unfinished: list[Span] = []
     context = TextContext.of(marked.plain, marked.protected) if completions else TextContext()
     for sentence, completion in zip(prepared.sentences, completions, strict=True):
         if completion is not None:
-            builder.stats.add(completion.stats)
+            stats.add(completion.stats)
         better = completion.text.strip() if completion and completion.finish_reason is FinishReason.STOP else ""
         if better:
             better = cleaned_reply(better, one_line(marked.plain[sentence.start : sentence.end]))
-            builder.add(marked, sentence, better, request.edit_filter, context)
+            applied, rejected = _sentence_edits(marked, sentence, better, request.edit_filter, context)
+            edits += applied
+            withheld += rejected
         else:
-            builder.unfinished.append(marked.span(sentence.start, sentence.end))
-    builder.stats.seed = request.params.seed or 0
+            unfinished.append(marked.span(sentence.start, sentence.end))
+    stats.seed = request.params.seed or 0
     return Correction(
         request.id,
         request.text,
-        apply_edits(request.text, builder.edits),
-        tuple(builder.edits),
-        tuple(builder.unfinished),
-        builder.stats,
+        apply_edits(request.text, edits),
+        tuple(edits),
+        tuple(unfinished),
+        stats,
         prepared.prompt_s,
-        tuple(builder.withheld),
+        tuple(withheld),
         tuple(marked.span(sentence.start, sentence.end) for sentence in prepared.sentences),
     )
 
@@ -165,31 +167,21 @@ def _without_marks(reply: str, sentence: str) -> str:
     return reply
 
 
-@dataclass(slots=True)
-class _CorrectionBuilder:
-    classify: EditClassifier
-    edits: list[Edit] = field(default_factory=list)
-    withheld: list[WithheldEdit] = field(default_factory=list)
-    unfinished: list[Span] = field(default_factory=list)
-    stats: GenerationStats = field(default_factory=GenerationStats)
-
-    def add(
-        self, marked: MarkedText, sentence: SentenceSpan, better: str, edit_filter: EditFilter, context: TextContext
-    ) -> None:
-        """Add the edits of one sentence, with offsets into the whole text."""
-        start = sentence.start
-        before = marked.plain[start : sentence.end]
-        classified = self.classify(before, word_edits(before, better, keep_white=True))
-        edits = [replace(edit, start=edit.start + start, end=edit.end + start) for edit in classified]
-        kept, rejected = filter_edits(before, edits, edit_filter, context, start, whole=sentence.begins)
-        withheld = [WithheldEdit(_in_marked_text(marked, each.edit), each.reason) for each in rejected]
-        for edit in kept:
-            located = marked.locate(edit)
-            if located is None:
-                withheld.append(WithheldEdit(_in_marked_text(marked, edit), WithholdReason.MARKUP))
-            else:
-                self.edits.append(located)
-        self.withheld += sorted(withheld, key=lambda each: (each.edit.start, each.edit.end))
+def _sentence_edits(
+    marked: MarkedText, sentence: SentenceSpan, better: str, edit_filter: EditFilter, context: TextContext
+) -> tuple[list[Edit], list[WithheldEdit]]:
+    """The applied and the withheld edits of one sentence, with offsets into the whole text."""
+    start = sentence.start
+    before = marked.plain[start : sentence.end]
+    classified = classify_edits(before, word_edits(before, better, keep_white=True))
+    edits = [replace(edit, start=edit.start + start, end=edit.end + start) for edit in classified]
+    kept, rejected = filter_edits(before, edits, edit_filter, context, start, whole=sentence.begins)
+    located = [marked.locate(edit) for edit in kept]
+    inside_markup = [edit for edit, place in zip(kept, located, strict=True) if place is None]
+    rejected += [WithheldEdit(edit, WithholdReason.MARKUP) for edit in inside_markup]
+    withheld = [WithheldEdit(_in_marked_text(marked, each.edit), each.reason) for each in rejected]
+    withheld.sort(key=lambda each: (each.edit.start, each.edit.end))
+    return [place for place in located if place is not None], withheld
 
 
 def _in_marked_text(marked: MarkedText, edit: Edit) -> Edit:

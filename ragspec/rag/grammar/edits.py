@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ragspec.rag.characters import combining_marks, grapheme_pattern
+from ragspec.rag.citations import combining_marks, grapheme_pattern
 
 _UNLIKE = 2
 """The cost of replacing a word by white space equals a deletion and an insertion."""

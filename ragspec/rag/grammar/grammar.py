@@ -32,9 +32,7 @@ from ragspec.rag.grammar.correction import (
     build_correction,
 )
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
-from ragspec.rag.grammar.edit_kinds import EditClassifier, default_classifier
-from ragspec.rag.grammar.markup import MarkedText, TextPart
-from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line, split_sentences
+from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, TextPart, one_line, split_sentences
 from ragspec.rag.pipeline_stages import PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, collect_completions
@@ -60,18 +58,9 @@ KNOWN_MISTAKES = (
 class Grammar(Closeable):
     """Accepts any engine that a `Pipeline` accepts. Safe to call from several threads and event loops."""
 
-    def __init__(
-        self,
-        engine: EngineLike,
-        prompts: PromptBuilder,
-        *,
-        max_in_flight: int = 64,
-        classify: EditClassifier | None = None,
-    ) -> None:
-        """`max_in_flight`: engine requests at a time, over all texts corrected in one event loop. `classify` names the kinds of
-        edits; None: ERRANT if it is installed, else rules on the words alone."""
+    def __init__(self, engine: EngineLike, prompts: PromptBuilder, *, max_in_flight: int = 64) -> None:
+        """`max_in_flight`: engine requests at a time, over all texts corrected in one event loop."""
         self._engine, self._prompts = engine, prompts
-        self._classify = classify or default_classifier()
         self._max_in_flight = max_in_flight
         self._semaphores = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         overhead = len(prompts.grammar_prompt("a").prompt_ids)
@@ -115,7 +104,7 @@ class Grammar(Closeable):
             request = CorrectionRequest(uuid.uuid4().hex, whole, params, tenant, drafting, edit_filter, parts)
             prepared.append(self.prepare(request))
         completions = iter(self._engine.generate([request for each in prepared for request in each.requests]))
-        return [build_correction(each, [next(completions) for _ in each.requests], self._classify) for each in prepared]
+        return [build_correction(each, [next(completions) for _ in each.requests]) for each in prepared]
 
     def prepare(self, request: CorrectionRequest) -> PreparedCorrection:
         """Split a text and build its engine requests; blocks. Raises: InputError, PromptTooLong."""
@@ -136,7 +125,7 @@ class Grammar(Closeable):
         Sentences not corrected within `timeout_s` stay unfinished. Raises: EngineError.
         """
         completions = await self._generate(prepared, timeout_s)
-        return await asyncio.to_thread(build_correction, prepared, completions, self._classify)
+        return await asyncio.to_thread(build_correction, prepared, completions)
 
     async def corrects(self) -> bool:
         """Whether the target edits at least half of `KNOWN_MISTAKES` at temperature 0. A chat model may repeat a wrong sentence
@@ -157,7 +146,7 @@ class Grammar(Closeable):
             return [(prepared, await self._generate(prepared)) for prepared in batch]
 
         def edit(generated: Sequence[_Generated]) -> list[Correction]:
-            return [build_correction(*each, self._classify) for each in generated]
+            return [build_correction(*each) for each in generated]
 
         return StagedPipeline(
             (

@@ -1,8 +1,9 @@
-"""Texts with markup: the plain text that a reader sees, and its offsets in the whole text.
+"""Texts with markup: the plain text that a reader sees, its offsets in the whole text, and its sentences.
 
 Markup is given as parts, as editors send it, or detected here: HTML tags and comments, scripts, fenced code, front matter.
 Inline code, addresses, formulas, commands and template fields are plain text but protected from edits. Code that is only
-indented is not detected, since paragraphs may be indented, too.
+indented is not detected, since paragraphs may be indented, too. Sentences are split so that the target can correct each: none is
+too long, and none without letters.
 
     >>> text = MarkedText([TextPart("A "), TextPart("<b>", is_markup=True), TextPart("mill")])
     >>> text.plain, text.locate(Edit(2, 6, "mill", "house"))
@@ -15,11 +16,13 @@ import html
 import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ragspec.rag.grammar.edits import Edit
+from ragspec.retrieval.chunking import sentences
+from ragspec.retrieval.chunking.chunker import short_spans
 
 Span = tuple[int, int]
 
@@ -204,3 +207,64 @@ def _find_end(text: str, at: int, closing: str, unclosed: set[str]) -> int | Non
         unclosed.add(closing)
         return None
     return found.end()
+
+
+_MAX_CHARS_PER_TOKEN = 16
+"""A sentence with more characters per allowed token is split before its tokens are counted."""
+
+_WHITE = re.compile(r"\s+")
+
+
+EncodeTexts = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Maps texts to token ids, as in a prompt."""
+
+
+class SentenceSpan(NamedTuple):
+    """A span of plain text. `begins`: False for the second and later parts of a sentence that was too long."""
+
+    start: int
+    end: int
+    begins: bool
+    num_tokens: int
+
+
+def split_sentences(marked: MarkedText, encode: EncodeTexts, max_tokens: int) -> list[SentenceSpan]:
+    """Sentences with a letter outside protected spans, in parts of at most `max_tokens` tokens, but at least one character."""
+    text, fitting = marked.plain, list[SentenceSpan]()
+    whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
+    begins = {start for start, _ in whole}
+    spans = [part for span in whole for part in short_spans(text, span, max_tokens * _MAX_CHARS_PER_TOKEN)]
+    while spans:
+        encoded = encode([one_line(text[slice(*span)]) for span in spans])
+        too_long = []
+        for (start, end), ids in zip(spans, encoded, strict=True):
+            if len(ids) <= max_tokens or end - start == 1:
+                fitting.append(SentenceSpan(start, end, start in begins, len(ids)))
+            else:
+                too_long.append((start, end))
+        spans = [half for span in too_long for half in _halves(text, *span)]
+    return sorted(fitting)
+
+
+def one_line(sentence: str) -> str:
+    """The sentence in one line: line breaks inside it only fit a page."""
+    return _WHITE.sub(" ", sentence)
+
+
+def _holds_letters(text: str, start: int, end: int, protected: Sequence[Span]) -> bool:
+    outside, at = list[str](), start
+    for left, right in protected[bisect_right(protected, start, key=lambda span: span[1]) :]:
+        if left >= end:
+            break
+        outside.append(text[at : max(at, left)])
+        at = max(at, right)
+    return any(map(str.isalpha, "".join([*outside, text[at:end]])))
+
+
+def _halves(text: str, start: int, end: int) -> Iterator[Span]:
+    """The parts before and after the white space nearest to the middle, or after the middle itself."""
+    middle = (start + end) // 2
+    breaks = [match.span() for match in _WHITE.finditer(text, start, end)]
+    left, right = min(breaks, key=lambda span: abs(span[0] - middle), default=(middle, middle))
+    yield start, left
+    yield right, end

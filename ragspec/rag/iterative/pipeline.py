@@ -24,8 +24,7 @@ from ragspec.errors import ConfigError, InputError
 from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.iterative.policies import InContextRalm, Policy
-from ragspec.rag.iterative.ralmspec import OnFinal, RalmSpec
-from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
+from ragspec.rag.iterative.ralmspec import IterativeRequest, OnFinal, PipelineComponents, RalmSpec, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
 from ragspec.rag.support import find_support

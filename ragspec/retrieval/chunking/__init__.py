@@ -7,8 +7,7 @@ silently: `embedded_text` of every passage has at most the limit's tokens.
     >>> chunk(Document("a", "One sentence. Another one."), ChunkingConfig(max_chars=40))
 """
 
-from ragspec.retrieval.chunking.chunker import chunk
-from ragspec.retrieval.chunking.passage_text import TokenLimit, embedded_text
+from ragspec.retrieval.chunking.chunker import TokenLimit, chunk, embedded_text
 from ragspec.retrieval.chunking.sentence_boundaries import Span, sentences
 
 __all__ = ["Span", "TokenLimit", "chunk", "embedded_text", "sentences"]

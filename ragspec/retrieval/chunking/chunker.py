@@ -1,24 +1,160 @@
 """Chunking: runs of whole sentences of one section become passages.
 
-A section reaches from one title to the next. Passages respect a limit in characters and in the encoder's tokens.
+A section reaches from one title to the next. Passages respect a limit in characters and in the encoder's tokens. An encoder reads
+a passage's title, heading and text. Large tables of Markdown, which web pages and Word files become too, and of reStructuredText
+are sections of their own, with their header in the heading.
 
     >>> [passage.text for passage in chunk(document, ChunkingConfig(), limit)]
+    >>> list(tables("| Part | Weight |\n|---|---|\n| Disk | 5 kg |\n"))
+    [(0, 43, 'Part | Weight')]
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import ConfigError
-from ragspec.retrieval.chunking.passage_text import TokenLimit, fit_heading, join_passage_text
 from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip, sentences
-from ragspec.retrieval.chunking.tables import tables
+
+SEPARATOR = " > "
+_CUT = "…"
+_MAX_CHARS_PER_TOKEN = 64
+"""Titles are cut at this length before tokens are counted: tokenising a megabyte takes seconds."""
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """How many tokens an encoder reads of a text, special tokens included.
+
+    `count` returns the tokens of every text, uncut. Build a limit once: it caches the number of special tokens.
+    """
+
+    max_tokens: int
+    count: Callable[[Sequence[str]], list[int]]
+
+    @cached_property
+    def num_special(self) -> int:
+        """Tokens of a text without any characters."""
+        return self.count([""])[0]
+
+    def excess(self, texts: Sequence[str], max_tokens: int) -> list[int]:
+        """By how many tokens each text is too long, or 0. Counts all texts in one call."""
+        doubtful = [number for number, text in enumerate(texts) if not self._surely_fits(text, max_tokens)]
+        excess = [0] * len(texts)
+        if doubtful:
+            for number, num_tokens in zip(doubtful, self.count([texts[n] for n in doubtful]), strict=True):
+                excess[number] = max(0, num_tokens - max_tokens)
+        return excess
+
+    def _surely_fits(self, text: str, max_tokens: int) -> bool:
+        """True if the text fits for certain: a token has at least one byte, except a mark that some tokenizers put first."""
+        if len(text) >= max_tokens:
+            return False
+        return len(text.encode("utf-8", "surrogatepass")) + 1 + self.num_special <= max_tokens
+
+
+def embedded_text(passage: Passage) -> str:
+    """Title, heading and text, one line each. Why: in the middle of a document a passage does not name its subject.
+
+    The title is left out where the heading begins with it, whole or shortened.
+    """
+    return join_passage_text(passage.title, passage.heading, passage.text)
+
+
+def join_passage_text(title: str, heading: str, text: str) -> str:
+    shortened = heading.endswith(_CUT) and title.startswith(heading.removesuffix(_CUT))
+    if shortened or heading == title or heading.startswith(title + SEPARATOR):
+        title = ""
+    return "\n".join(filter(None, (title, heading, text)))
+
+
+def fit_heading(title: str, path: Sequence[str], limit: TokenLimit | None, header: str = "") -> str:
+    """The titles of the path as a heading, and behind them a table's header.
+
+    First the header, then upper levels are dropped until title and heading take at most half of the limit.
+
+    If the title alone takes more, the heading is the beginning of the title with "…", and replaces the title.
+    """
+    if limit is None:
+        return SEPARATOR.join(filter(None, (*path, header)))
+    half = limit.max_tokens // 2
+    for titles in ((*path, header), *(path[first:] for first in range(0 if header else 1, len(path) + 1))):
+        heading = SEPARATOR.join(filter(None, titles))
+        lead = join_passage_text(title, heading, "")
+        if not lead or _fits(lead, limit, half):
+            return heading
+    return _cut_title(title, limit, half)
+
+
+def _fits(lead: str, limit: TokenLimit, max_tokens: int) -> bool:
+    return len(lead) <= max_tokens * _MAX_CHARS_PER_TOKEN and not limit.excess([lead], max_tokens)[0]
+
+
+def _cut_title(title: str, limit: TokenLimit, max_tokens: int) -> str:
+    """The longest beginning of the title that fits with "…": whole words if possible, else characters."""
+    num_chars = min(len(title), max_tokens * _MAX_CHARS_PER_TOKEN)
+    while num_chars > 0:
+        num_chars -= 1
+        beginning = title[:num_chars]
+        beginning = (beginning if title[num_chars].isspace() else beginning.rpartition(" ")[0] or beginning).rstrip()
+        excess = limit.excess([beginning + _CUT], max_tokens)[0]
+        if not excess:
+            return beginning + _CUT
+        num_chars = min(num_chars, len(beginning)) * max_tokens // (max_tokens + excess)
+    return _CUT
+
+
+# Why possessive: a file may be made to stall its reader, and no run of signs is then read in two ways.
+_BAR_ROW = r"[^\n|]*+\|[^\n]*+\n"
+_MARKDOWN = re.compile(
+    rf"^(?P<header>{_BAR_ROW})[ \t]*+\|?[ \t]*+:?-{{2,}}+:?[ \t]*+(?:\|[ \t]*+(?::?-{{2,}}+:?[ \t]*+)?)++\n"
+    rf"(?:{_BAR_ROW})*+(?:[ \t]*+\|[^\n]*+\Z)?",
+    re.MULTILINE,
+)
+_GRID = re.compile(
+    r"^[ \t]*+\+(?:-++\+)++[ \t]*+\n(?P<header>(?:[ \t]*+\|[^\n]*+\n){1,4}+)[ \t]*+\+(?:=++\+)++[ \t]*+\n"
+    r"(?:[ \t]*+[|+][^\n]*+(?:\n|\Z))*+",
+    re.MULTILINE,
+)
+# A table that nothing closes ends at the next rule, whichever that is.
+_SIMPLE = re.compile(
+    r"^(?P<rule>[ \t]*+=++(?: ++=++)++)[ \t]*+\n(?P<header>(?:[^\n=][^\n]*+\n){1,4}?)(?P=rule)[ \t]*+\n"
+    r"(?:(?![ \t]*+=++ ++=)[^\n]*+\n)*+(?P=rule)[ \t]*+(?:\n|\Z)",
+    re.MULTILINE,
+)
+_MARKUP = re.compile(r"\*\*|`+")
+
+
+def tables(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, str]]:
+    """Start, end and header of every table with a header, in order; of overlapping ones the first."""
+    end = len(text) if end is None else end
+    found = [match for kind in (_MARKDOWN, _GRID, _SIMPLE) for match in kind.finditer(text, start, end)]
+    for match in sorted(found, key=lambda each: each.start()):
+        if match.start() < start:
+            continue
+        start = match.end()
+        yield match.start(), start, _header(match)
+
+
+def _header(match: re.Match[str]) -> str:
+    """The names of the columns, on one line."""
+    lines = match["header"].splitlines()
+    if match.re is _SIMPLE:
+        columns = [found.span() for found in re.finditer("=+", match["rule"])]
+        columns[-1] = (columns[-1][0], max(map(len, lines)))
+        cells = [[line[first:last] for first, last in columns] for line in lines]
+    else:
+        cells = [line.strip().removeprefix("|").removesuffix("|").split("|") for line in lines]
+    names = [" ".join(" ".join(column).split()) for column in zip(*cells, strict=False)]
+    return _MARKUP.sub("", " | ".join(filter(None, names)))
+
 
 _TITLE_LINES = re.compile(r"(?:([^\w\s])\1{2,}[ \t]*\n)?[^\n]*(?:\n([^\w\s])\2{2,}[ \t]*(?=\n|\Z))?")
 """A title's line, with the rules above and below it."""
@@ -98,20 +234,22 @@ class _RunBudget(NamedTuple):
 
 def _part(document: Document, section: _Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
-    spans = [piece for span in section.sentences(text) for piece in _pieces(text, span, config.max_chars)]
+    spans = [piece for span in section.sentences(text) for piece in short_spans(text, span, config.max_chars)]
     heading = fit_heading(document.title, section.path, limit, section.header) if spans else ""
     return _SectionRuns(heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars)))
 
 
 def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConfig, limit: TokenLimit) -> None:
     """Cut sections again that hold a passage with too many tokens. There are rarely any; one call counts all passages."""
-    texts = [
-        join_passage_text(document.title, part.heading, document.text[a:b]) for part in parts for a, b in part.runs
-    ]
+    texts = [text for part in parts for text in _embedded_texts(document, part.heading, part.runs)]
     excess = iter(limit.excess(texts, limit.max_tokens))
     for part in parts:
         if max(islice(excess, len(part.runs)), default=0):
             part.runs = _fewer_tokens(document, part, config, limit)
+
+
+def _embedded_texts(document: Document, heading: str, runs: Sequence[Span]) -> list[str]:
+    return [join_passage_text(document.title, heading, document.text[start:end]) for start, end in runs]
 
 
 def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig, limit: TokenLimit) -> list[Span]:
@@ -123,11 +261,7 @@ def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig
         spans, sizes = _small_pieces(text, spans, room, limit)
         sums = [0, *accumulate(sizes)]
         runs = list(_pack(_RunBudget(spans, config.max_chars, sums, room), config.overlap_chars))
-        excess = max(
-            limit.excess(
-                [join_passage_text(document.title, part.heading, text[a:b]) for a, b in runs], limit.max_tokens
-            )
-        )
+        excess = max(limit.excess(_embedded_texts(document, part.heading, runs), limit.max_tokens))
         if not excess or room == 1:
             return runs
         room = max(1, room - excess)
@@ -141,7 +275,7 @@ def _small_pieces(text: str, spans: Sequence[Span], max_tokens: int, limit: Toke
         size = max(0, counted - limit.num_special)
         inside = [(start, end)]
         if size > max_tokens:
-            inside = list(_pieces(text, (start, end), max(1, (end - start) * max_tokens // size)))
+            inside = list(short_spans(text, (start, end), max(1, (end - start) * max_tokens // size)))
         if len(inside) == 1:
             pieces.append((start, end))
             sizes.append(size)
@@ -168,7 +302,8 @@ def _pack(room: _RunBudget, overlap_chars: int) -> Iterator[Span]:
         first = start
 
 
-def _pieces(text: str, span: Span, max_chars: int) -> Iterator[Span]:
+def short_spans(text: str, span: Span, max_chars: int) -> Iterator[Span]:
+    """The span in parts of at most `max_chars` characters, cut at white space if there is any."""
     start, end = span
     while end - start > max_chars:
         cut = _cut(text, start, start + max_chars)

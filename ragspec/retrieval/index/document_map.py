@@ -17,9 +17,8 @@ import pyarrow.compute as pc
 from ragspec.core import Document
 from ragspec.retrieval.index.content_key import ContentSum, IdsByKey, document_key, text_key
 from ragspec.retrieval.index.manifest import FileChecksum, SegmentRecord
-from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_files import npy_bytes
-from ragspec.retrieval.index.store import LiveSegment, Store
+from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store
 
 
 class DocumentLocation(NamedTuple):

@@ -42,16 +42,11 @@ class EmbeddedDocument:
 
     def reuse(self, known: Mapping[str, FloatArray]) -> None:
         """Fill in missing vectors. `known`: vectors by embedded text."""
-        still_missing: list[int] = []
-        for number in self.missing:
-            vector = known.get(self.texts[number])
-            if (
-                vector is None or not np.isfinite(vector).all()
-            ):  # not finite: the file was overwritten after it was checked
-                still_missing.append(number)
-            else:
+        found = {number: known[self.texts[number]] for number in self.missing if self.texts[number] in known}
+        for number, vector in found.items():
+            if np.isfinite(vector).all():  # else the file was overwritten after it was checked
                 self.vectors[number] = vector
-        self.missing = still_missing
+                self.missing.remove(number)
 
 
 def encode_missing(encoder: TextEncoder, documents: Sequence[EmbeddedDocument], max_chars: float = math.inf) -> None:

@@ -20,11 +20,10 @@ from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
 from ragspec.retrieval.index.index_directory import IndexDirectory
 from ragspec.retrieval.index.manifest import Manifest, SegmentRecord, created_by, read_current
-from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
-from ragspec.retrieval.index.store import LiveSegment, Store, check_encoder
+from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store, check_encoder
 from ragspec.retrieval.search.analysis import Analyzer
-from ragspec.retrieval.search.approximate import build_faiss_index
+from ragspec.retrieval.search.faiss_index import build_faiss_index
 
 MAX_SEGMENT_PASSAGES = 1_000_000
 MAX_SEGMENTS = 16

@@ -24,7 +24,7 @@ from ragspec.retrieval.index.content_key import document_key, metadata_json, tex
 from ragspec.retrieval.index.manifest import DOCUMENTS, PASSAGES, VECTORS
 from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, npy_header
 from ragspec.retrieval.index.store import LiveSegment
-from ragspec.retrieval.search.bm25_builder import PostingsBuilder, merge_postings
+from ragspec.retrieval.search.bm25 import PostingsBuilder, merge_postings
 
 _ROWS_PER_BATCH = 65_536
 _BYTES_PER_BATCH = 64 * 2**20

@@ -8,20 +8,214 @@ A store is one generation and never changes. `refreshed` opens the current gener
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ragspec.core import Document
+from ragspec.config import DenseConfig
+from ragspec.core import Document, Heading, Passage
 from ragspec.errors import EncoderMismatch, StoreCorrupt
+from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.index.manifest import FileChecksum, Manifest, SegmentRecord, read_generation, verify_checksums
+from ragspec.retrieval.expansion import WidePassage
+from ragspec.retrieval.index.content_key import document_key, text_key
+from ragspec.retrieval.index.manifest import (
+    DENSE,
+    DOCUMENTS,
+    PASSAGES,
+    VECTORS,
+    FileChecksum,
+    Manifest,
+    SegmentRecord,
+    read_generation,
+    verify_checksums,
+)
 from ragspec.retrieval.index.pointer import read_pointer
-from ragspec.retrieval.index.segment import IndexSegment
-from ragspec.retrieval.index.segment_files import mapped_array
+from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, mapped_array, mapped_table, unchanged
+from ragspec.retrieval.search.bm25 import POSTING_FILES, Postings
+from ragspec.retrieval.search.dense import DenseIndex, ExactIndex
+from ragspec.retrieval.search.faiss_index import ApproximateIndex, GpuIndex
+from ragspec.retrieval.search.filters import DocumentColumns
+
+FILES = frozenset({VECTORS, PASSAGES, DOCUMENTS, *POSTING_FILES})
+_ROWS_PER_CHECK = 65_536
+_MAX_NORM_ERROR = 1e-3
+_SPANS = ("document", "ordinal", "start", "end", "start_byte", "end_byte")
+
+
+def _numbers(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Why not Arrow's own `to_numpy`: it imports pandas, a fifth of a second of a start."""
+    return np.concatenate([np.from_dlpack(chunk) for chunk in column.chunks] or [np.empty(0, np.int64)])
+
+
+class IndexSegment:
+    """An opened segment. Rows are numbered as in `vectors` [K, E] (float32, L2-normalised, mapped)."""
+
+    def __init__(self, folder: Path, record: SegmentRecord, dimension: int, dense: DenseConfig) -> None:
+        """Map the files. Their hashes must have been compared. Raises: StoreCorrupt if they do not fit together."""
+        if set(record.files) - {DENSE} != FILES:
+            raise StoreCorrupt(f"{folder}: the manifest lists {sorted(record.files)}, not {sorted(FILES)}")
+        self.folder, self.record = folder, record
+        self._dense = dense
+        self.vectors: FloatArray = mapped_array(folder / VECTORS)
+        self.passages, self.documents = mapped_table(folder / PASSAGES), mapped_table(folder / DOCUMENTS)
+        if (self.passages.schema, self.documents.schema) != (PASSAGE_SCHEMA, DOCUMENT_SCHEMA):
+            raise StoreCorrupt(f"{folder} holds tables of another kind")
+        self.postings = Postings.open(folder)
+        found = (self.vectors.shape, len(self.passages), len(self.documents), self.postings.num_rows)
+        if found != ((record.num_passages, dimension), record.num_passages, record.num_documents, record.num_passages):
+            raise StoreCorrupt(f"{folder} does not hold what its manifest says: {found}")
+        self.spans: NDArray[np.int64] = np.column_stack([_numbers(self.passages[name]) for name in _SPANS])  # [K, 6]
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def document_of(self) -> NDArray[np.int64]:
+        """The document of each row, ascending. Shapes: [K]."""
+        return self.spans[:, 0]
+
+    @cached_property
+    def nearest(self) -> DenseIndex:
+        """The index that searches the vectors on the CPU. Raises: StoreCorrupt."""
+        if DENSE in self.record.files:
+            return ApproximateIndex.open(self.folder, self.vectors, self._dense)
+        return ExactIndex(self.vectors)
+
+    @cached_property
+    def nearest_on_gpu(self) -> DenseIndex:
+        """The index that searches the vectors on a GPU. HNSW stays on the CPU, since FAISS has it only there."""
+        if DENSE not in self.record.files:
+            return GpuIndex.flat(self.vectors)
+        if self._dense.kind == "hnsw":
+            return self.nearest
+        return ApproximateIndex.open(self.folder, self.vectors, self._dense).on_gpu()
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """Document ids by number."""
+        with unchanged(self.folder):
+            return self.documents["id"].to_pylist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """A number for each row that sorts rows by document id and ordinal. Shapes: [K]."""
+        # by UTF-8 bytes, which is the order of the characters
+        by_id = np.from_dlpack(pc.sort_indices(self.documents["id"]))
+        ranks = np.empty(len(by_id), np.int64)
+        ranks[by_id] = np.arange(len(by_id))
+        return ranks[self.document_of] * self.record.num_passages + self.spans[:, 1]
+
+    @cached_property
+    def columns(self) -> DocumentColumns:
+        """The columns that filters read."""
+        table = self.documents
+        with unchanged(self.folder):
+            return DocumentColumns(table["id"], table["title"], table["source"], table["metadata"])
+
+    @cached_property
+    def owners(self) -> tuple[NDArray[np.int64], list[str]]:
+        """Each document's owner as an index into the list of all owners."""
+        encoded = self.documents["owner"].combine_chunks().dictionary_encode()
+        codes: NDArray[np.int64] = np.from_dlpack(encoded.indices).astype(np.int64)
+        with unchanged(self.folder):
+            return codes, encoded.dictionary.to_pylist()
+
+    def readable(self, tenant: str) -> NDArray[np.bool_]:
+        """Which documents the tenant may read: its own, and documents without an owner. Shapes: [number of documents]."""
+        codes, owners = self.owners
+        return np.array([owner in ("", tenant) for owner in owners], dtype=bool)[codes]
+
+    def rows_of(self, document: int) -> range:
+        """The rows of one document's passages."""
+        first, end = np.searchsorted(self.document_of, (document, document + 1))
+        return range(int(first), int(end))
+
+    def vectors_of(self, document: int) -> dict[str, FloatArray]:
+        """The vectors of one document's passages, by embedded text."""
+        return {embedded_text(self.passage(row)): self.vectors[row] for row in self.rows_of(document)}
+
+    def passage(self, row: int, score: float = 0.0, num_neighbours: int = 0) -> Passage:
+        """A `WidePassage` if it shall have neighbours. Raises: StoreCorrupt if the files were changed."""
+        number, ordinal, start, end, start_byte, end_byte = self.spans[row].tolist()
+        with unchanged(self.folder):
+            passage = Passage(
+                document_id=self.ids[number],
+                ordinal=ordinal,
+                text=self._slice(number, start_byte, end_byte),
+                start=start,
+                end=end,
+                title=self.documents["title"][number].as_py(),
+                source=self.documents["source"][number].as_py(),
+                score=score,
+                heading=self.passages["heading"][row].as_py(),
+            )
+            return self._widened(passage, row, num_neighbours) if num_neighbours else passage
+
+    def _widened(self, passage: Passage, row: int, num_neighbours: int) -> WidePassage:
+        number, reach = int(self.document_of[row]), num_neighbours + 1
+        own = self.rows_of(number)
+        around = self.spans[max(own.start, row - reach) : min(own.stop, row + reach + 1)]
+        text = self._slice(number, int(around[0, 4]), int(around[:, 5].max()))
+        fields = {field.name: getattr(passage, field.name) for field in dataclasses.fields(passage)}
+        spans = tuple((start, end) for start, end in around[:, 2:4].tolist())
+        return WidePassage(**fields, around=text, around_start=spans[0][0], spans=spans, num_neighbours=num_neighbours)
+
+    def _slice(self, number: int, start_byte: int, end_byte: int) -> str:
+        return str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8")
+
+    def text(self, number: int) -> str:
+        """A document's text alone."""
+        with unchanged(self.folder):
+            return str(memoryview(self.documents["text"][number].as_buffer()), "utf-8")
+
+    def document(self, number: int) -> Document:
+        with unchanged(self.folder):
+            row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
+            names = {name: row[name] for name in ("id", "title", "source", "owner", "origin")}
+            headings = tuple(Heading(*each) for each in json.loads(row["headings"]))
+            return Document(text=row["text"].decode(), metadata=json.loads(row["metadata"]), headings=headings, **names)
+
+
+def check_segment(segment: IndexSegment) -> None:
+    """Check that vectors are unit vectors, documents match their keys, and passages are slices of their documents.
+
+    Hashes cannot tell this. Raises: StoreCorrupt with the first fault.
+    """
+    _check_vectors(segment)
+    rows_seen = 0
+    for number in range(segment.record.num_documents):
+        document = segment.document(number)
+        recorded = (segment.documents["key"][number].as_py(), segment.documents["text_key"][number].as_py())
+        if recorded != (document_key(document), text_key(document)):
+            raise StoreCorrupt(f"{segment.folder}: document {document.id!r} is not the one that was indexed")
+        rows = segment.rows_of(number)
+        rows_seen += len(rows)
+        for row in rows:
+            passage = segment.passage(row)
+            if passage.text != document.text[passage.start : passage.end]:
+                raise StoreCorrupt(f"{segment.folder}: passage {passage.id} is no part of its document")
+    if rows_seen != segment.record.num_passages:
+        raise StoreCorrupt(
+            f"{segment.folder}: {segment.record.num_passages - rows_seen} passages belong to no document"
+        )
+
+
+def _check_vectors(segment: IndexSegment) -> None:
+    for first in range(0, segment.record.num_passages, _ROWS_PER_CHECK):
+        norms = np.linalg.norm(segment.vectors[first : first + _ROWS_PER_CHECK], axis=1)
+        if not np.all(np.abs(norms - 1.0) < _MAX_NORM_ERROR):
+            row = first + int(np.argmax(~(np.abs(norms - 1.0) < _MAX_NORM_ERROR)))
+            raise StoreCorrupt(f"{segment.folder}: the vector of passage {segment.passage(row).id} has not length 1")
 
 
 class LiveSegment:

@@ -76,72 +76,46 @@ class RoundedRows(NamedTuple):
 
     @classmethod
     def of(cls, vectors: FloatArray, first: int) -> RoundedRows:
-        """Rounds rows from `first` on, a block at most."""
+        """Rounds rows from `first` on, a block at most.
+
+        By Cauchy and Schwarz, the error of a score is at most the length of what rounding takes away.
+        """
         own = np.asarray(vectors[first : first + _BLOCK_ROWS])
-        numbers, scales, errors = np.empty(own.shape, np.int8), *np.empty((2, len(own)), np.float32)
-        widths = np.sqrt(np.einsum("ke,ke->e", own, own) / len(own))
-        widths[(widths == 0) | ~np.isfinite(widths)] = 1.0
-        _round_rows(own, widths, numbers, scales, errors)
-        # the sum that scores a row is in float32, as is a query times the widths; a hundredth for norms that are not quite 1
-        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1] + 1))), widths)
+        with np.errstate(invalid="ignore", over="ignore"):  # a file that was overwritten may hold anything
+            widths = np.sqrt(np.mean(np.square(own), axis=0))
+            widths[(widths == 0) | ~np.isfinite(widths)] = 1.0
+            scales = np.max(np.abs(own / widths), axis=1) / np.float32(127)
+            scales[scales == 0] = 1.0
+            numbers = np.rint(own / widths / scales[:, None]).astype(np.int8)
+            errors = np.linalg.norm(own - numbers * scales[:, None] * widths, axis=1)
+        # scores and errors are sums in float32, as is a query times the widths; a hundredth for norms that are not quite 1
+        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1] + 4))), widths)
 
     def bounds(self, queries: FloatArray, allowed: Mask | None) -> FloatArray:
         """The most that each canonical score can be. Shapes: queries [B, E] -> [B, K]; -inf where a row is not allowed."""
-        num_queries = len(queries)
-        queries = np.pad(queries * self.widths, ((0, -num_queries % 4 if num_queries > 1 else 0), (0, 0)))
         bounds = np.empty((len(queries), len(self.numbers)), np.float32)
-        _bound_scores(self.numbers, self.scales, self.errors, queries, bounds)
+        _bound_scores(self.numbers, self.scales, self.errors, queries * self.widths, bounds)
         if allowed is not None:
             bounds[:, ~allowed[self.first : self.first + len(self.numbers)]] = -np.inf
-        return bounds[:num_queries]
-
-
-@compiled(nogil=True, fastmath={"reassoc", "contract"})
-def _round_rows(vectors: Any, widths: Any, numbers: Any, scales: Any, errors: Any) -> None:
-    """Round rows to 8 bits. By Cauchy and Schwarz, the error is the length of what rounding takes away.
-
-    Shapes: [K, E], [E]; out: [K, E], two [K].
-    """
-    for row in range(vectors.shape[0]):
-        greatest = np.float32(0)
-        for i in range(vectors.shape[1]):
-            greatest = max(greatest, abs(vectors[row, i]) / widths[i])
-        scale = greatest / np.float32(127)
-        if scale == 0:
-            scale = np.float32(1)
-        taken = np.float32(0)
-        for i in range(vectors.shape[1]):
-            scaled = vectors[row, i] / (scale * widths[i])
-            rounded = np.rint(scaled)
-            numbers[row, i] = np.int8(rounded)
-            taken += ((scaled - rounded) * widths[i]) ** 2
-        scales[row], errors[row] = scale, scale * np.sqrt(taken)
+        return bounds
 
 
 @compiled(nogil=True, fastmath={"reassoc", "contract"})
 def _bound_scores(numbers: Any, scales: Any, errors: Any, queries: Any, bounds: Any) -> None:
-    """The most that each score can be; four queries share the reading of a row.
+    """The most that each score can be. All queries share the reading of a row.
 
     Why fastmath: the errors cover any order of summation.
-    Shapes: [K, E], two [K], [B, E] with B 1 or a multiple of four; out: [B, K].
+    Shapes: [K, E], two [K], [B, E]; out: [B, K].
     """
+    wide = np.empty(numbers.shape[1], np.float32)
     for row in range(numbers.shape[0]):
-        if queries.shape[0] == 1:
+        for i in range(numbers.shape[1]):
+            wide[i] = numbers[row, i]
+        for query in range(queries.shape[0]):
             total = np.float32(0)
             for i in range(numbers.shape[1]):
-                total += np.float32(numbers[row, i]) * queries[0, i]
-            bounds[0, row] = total * scales[row] + errors[row]
-        else:
-            for query in range(0, queries.shape[0], 4):
-                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(numbers.shape[1]):
-                    number = np.float32(numbers[row, i])
-                    a += number * queries[query, i]
-                    b += number * queries[query + 1, i]
-                    c += number * queries[query + 2, i]
-                    d += number * queries[query + 3, i]
-                for place, total in enumerate((a, b, c, d)):
-                    bounds[query + place, row] = total * scales[row] + errors[row]
+                total += wide[i] * queries[query, i]
+            bounds[query, row] = total * scales[row] + errors[row]
 
 
 class ExactIndex:

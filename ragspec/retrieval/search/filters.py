@@ -21,7 +21,7 @@ import operator
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import repeat
 from typing import Annotated, Any, Literal, NamedTuple
@@ -57,22 +57,20 @@ Columns = dict[tuple[str, str, bool], ColumnValues]
 """Columns by key, kind, and whether the values are elements of lists. 1 and 1.0 are one value, as in a dict."""
 
 
-def text_column(texts: Any) -> ColumnValues:
-    """One text per document. `texts`: a sequence or an Arrow array."""
-    array_ = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())
-    encoded = (array_.combine_chunks() if isinstance(array_, pa.ChunkedArray) else array_).dictionary_encode()
+def text_column(texts: pa.ChunkedArray) -> ColumnValues:
+    """One text per document."""
+    encoded = texts.combine_chunks().dictionary_encode()
     codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
     values = {value: code for code, value in enumerate(encoded.dictionary.to_pylist())}
     return ColumnValues(values, np.arange(len(codes), dtype=np.int32), codes)
 
 
-def metadata_columns(metadata_json: Any) -> Columns:
+def metadata_columns(metadata_json: pa.ChunkedArray) -> Columns:
     """The columns of every key. A key that few documents hold takes little memory."""
     codes_by_value: defaultdict[tuple[str, str, bool], dict[Any, int]] = defaultdict(dict)
     entries: defaultdict[tuple[str, str, bool], tuple[array[int], array[int]]]
     entries = defaultdict(lambda: (array("i"), array("i")))
-    texts = metadata_json.to_pylist() if hasattr(metadata_json, "to_pylist") else metadata_json
-    for row, text in enumerate(texts):
+    for row, text in enumerate(metadata_json.to_pylist()):
         for key, found in json.loads(text).items():
             in_list = isinstance(found, list)
             for value in found if in_list else (found,):
@@ -225,9 +223,9 @@ class DocumentColumns:
     """
 
     def __init__(
-        self, ids: Sequence[str], titles: Sequence[str], sources: Sequence[str], metadata_json: Sequence[str]
+        self, ids: pa.ChunkedArray, titles: pa.ChunkedArray, sources: pa.ChunkedArray, metadata_json: pa.ChunkedArray
     ) -> None:
-        """Sequences or Arrow arrays with one entry per document."""
+        """Texts, one per document."""
         self._num_documents = len(ids)
         self._texts = {"document.id": ids, "document.title": titles, "document.source": sources}
         self._metadata_json = metadata_json

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ragspec.core import Passage
 from ragspec.retrieval.chunking import sentences
-from ragspec.retrieval.chunking.passage_text import SEPARATOR
+from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.bm25 import TermStatistics, idf
 from ragspec.retrieval.search.segment_search import SearchHit
 

@@ -22,8 +22,8 @@ from ragspec.retrieval.index.segment_files import unchanged
 from ragspec.retrieval.index.store import LiveSegment
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.dense import Mask, ScoredRows, top_k
+from ragspec.retrieval.search.faiss_index import fits, num_gpus
 from ragspec.retrieval.search.filters import Filter
-from ragspec.retrieval.search.gpu import fits, num_gpus
 
 T = TypeVar("T")
 
