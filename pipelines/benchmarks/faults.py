@@ -1,4 +1,4 @@
-"""The suite `faults`: users, conversations and a batch job go on while processes, the network and the disk fail.
+"""The suite `faults`: users, conversations and a batch job go on while processes and nodes fail and the disk is full.
 
     python -m pipelines.benchmark --suite faults --quick
     python -m pipelines.benchmark --suite faults --minutes 600          a soak: rounds of all faults until the time is over
@@ -17,7 +17,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from pipelines.benchmarks.fault_injection.targets import (
     BatchJob,
     GatewayProcess,
     Judged,
-    Network,
     SmallDisk,
     comparable_rows,
     judge_rows,
@@ -64,14 +63,10 @@ _RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
 FAULTS = (
     *(Fault(part, how) for part in (*REPLICAS, "node") for how in ("kill", "stop")),
     *(Fault("service", how) for how in ("kill", "stop", "restart")),
-    *(Fault("network", how) for how in ("cut", "part", "delay")),
     Fault("disk", "full"),
     Fault("job", "kill"),
 )
-QUICK = tuple(
-    Fault(*words.split())
-    for words in ("engine kill", "shard stop", "service kill", "network cut", "disk full", "job kill")
-)
+QUICK = tuple(Fault(*words.split()) for words in ("engine kill", "shard stop", "service kill", "disk full", "job kill"))
 
 
 class Sizes(NamedTuple):
@@ -100,21 +95,14 @@ def run_faults(run: Run) -> Iterator[Row]:
         key, _ = add_key(service.keys_file, "ann", trusted=True)
         service.start()
         loop = stack.enter_context(_event_loop())
-
-        def call(function: Callable[[], Any]) -> Any:
-            return asyncio.run_coroutine_threadsafe(_called(function), loop).result()
-
-        network = Network(service.port)
-        asyncio.run_coroutine_threadsafe(network.__aenter__(), loop).result()
-        stack.callback(call, network.cut)
         questions = [question.text for question in run.questions(sizes.num_questions).questions]
-        clients = FaultClients(network.url, key, questions, sizes.max_tokens)
+        clients = FaultClients(service.url, key, questions, sizes.max_tokens)
         asyncio.run_coroutine_threadsafe(clients.learn(), loop).result()
         rows = _job_rows(questions, sizes)
         job = BatchJob(rows, folder / "job", (*cluster, "--seed", str(run.seed), "--strict"), environment)
         expected = job.undisturbed()
         draw = random.Random(run.seed)
-        injector = Injector(nodes, workers, deployment.status, service, network, disk, job, clients, call, draw)
+        injector = Injector(nodes, workers, deployment.status, service, disk, job, clients, draw)
         load = asyncio.run_coroutine_threadsafe(clients.run(), loop)
         with job:
             injector.wait_for_clients()
@@ -128,10 +116,6 @@ def run_faults(run: Run) -> Iterator[Row]:
         asyncio.run_coroutine_threadsafe(clients.check(), loop).result()
         judged = [judge_rows(expected, list(comparable_rows(out))) for out in job.passes]
         yield {"row": "answers"} | _answers(clients, judged, len(expected), job.num_failures, injector.num_service_ends)
-
-
-async def _called(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def _job_rows(questions: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
