@@ -27,10 +27,10 @@ from ragspec.cluster.remote_retrieval.encoders import RemoteEncoder
 from ragspec.cluster.remote_retrieval.shards import SegmentSet, place_segments, rotated
 from ragspec.cluster.remote_retrieval.worker_pool import (
     HANG_S,
+    HedgedCall,
     RetryPolicy,
     WorkerPool,
     call_free_workers,
-    hedged_call,
 )
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Passage
@@ -127,7 +127,7 @@ class ShardedSearch:
             return actor.search.remote(segments, method, [arguments[name] for name in names])
 
         orders = {segment: rotated(self._orders[segment], self._num_replicas, turn) for segment in arguments}
-        answers, errors = hedged_call(self._pool, orders, send, self._policy)
+        answers, errors = HedgedCall(self._pool, orders, send, self._policy).run()
         if errors:
             raise SegmentsMissing(errors)
         return answers
@@ -167,7 +167,7 @@ class ClusterView:
             return actor.open.remote(self._segments._replace(names=tuple(name for name, _ in items)), self._reranker)
 
         policy = self._policy._replace(timeout_s=timeout_s, hedge=False)
-        opened, errors = hedged_call(self._pool, orders, send, policy)
+        opened, errors = HedgedCall(self._pool, orders, send, policy).run()
         names = {name for name, _ in opened}
         if missing := {name: error for (name, _), error in errors.items() if name not in names}:
             self._leave_out(SegmentsMissing(missing))
@@ -209,7 +209,7 @@ class ClusterView:
         def send(actor: Any, _: object) -> Any:
             return actor.look_up.remote(self._segments, self._config, *arguments)
 
-        answers, errors = hedged_call(self._pool, {self._segments: order}, send, self._policy)
+        answers, errors = HedgedCall(self._pool, {self._segments: order}, send, self._policy).run()
         if errors:
             raise self._user_error(SegmentsMissing(dict.fromkeys(self._segments.names, errors[self._segments])))
         found: SearchResult = answers[self._segments]
