@@ -111,7 +111,7 @@ def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
     row = first_tokens(here, QUESTIONS, 2, 1, 0)
     assert min(row["engine_ttft_ms"], row["http_ttft_ms"], row["http_with_retrieval_ttft_ms"]) > 0
     assert row["gateway_ttft_ms"] == row["http_ttft_ms"] - row["engine_ttft_ms"]
-    nobody = Service(here.url, {"nobody": "nobody's"}, here.backend)
+    nobody = Service(here.url, {"ann": "nobody's"}, here.backend)
     with pytest.raises(EngineError, match="2 of 2 answers had no text"):
         first_tokens(nobody, QUESTIONS, 2, 1, 0)
 
