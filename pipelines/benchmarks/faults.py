@@ -10,12 +10,10 @@ other; the next fault comes after everything has recovered.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -24,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from anyio.from_thread import start_blocking_portal
 from transformers import AutoConfig
 
 from pipelines.batch.ray_session import ray_session
@@ -94,16 +93,16 @@ def run_faults(run: Run) -> Iterator[Row]:
         service = stack.enter_context(GatewayProcess(folder, disk.folder, cluster, environment))
         key, _ = add_key(service.keys_file, "ann", trusted=True)
         service.start()
-        loop = stack.enter_context(_event_loop())
+        portal = stack.enter_context(start_blocking_portal())
         questions = [question.text for question in run.questions(sizes.num_questions).questions]
         clients = FaultClients(service.url, key, questions, sizes.max_tokens)
-        asyncio.run_coroutine_threadsafe(clients.learn(), loop).result()
+        portal.call(clients.learn)
         rows = _job_rows(questions, sizes)
         job = BatchJob(rows, folder / "job", (*cluster, "--seed", str(run.seed), "--strict"), environment)
         expected = job.undisturbed()
         draw = random.Random(run.seed)
         injector = Injector(nodes, workers, deployment.status, service, disk, job, clients, draw)
-        load = asyncio.run_coroutine_threadsafe(clients.run(), loop)
+        load = portal.start_task_soon(clients.run)
         with job:
             injector.wait_for_clients()
             for number, fault in enumerate(_chosen(run, deployment.topology, disk), 1):
@@ -113,7 +112,7 @@ def run_faults(run: Run) -> Iterator[Row]:
         load.cancel()
         with contextlib.suppress(CancelledError):
             load.result()
-        asyncio.run_coroutine_threadsafe(clients.check(), loop).result()
+        portal.call(clients.check)
         judged = [judge_rows(expected, list(comparable_rows(out))) for out in job.passes]
         yield {"row": "answers"} | _answers(clients, judged, len(expected), job.num_failures, injector.num_service_ends)
 
@@ -210,19 +209,6 @@ def _build_index(documents: Sequence[Document], folder: Path, run: Run) -> None:
             for document in documents[number::_NUM_SEGMENTS]:
                 writer.upsert(document)
             writer.commit()
-
-
-@contextlib.contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="fault-clients", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
 
 
 def summarise(rows: Sequence[Row]) -> Result:
