@@ -101,27 +101,32 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
     return texts_of(place / "straight")
 
 
-def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
-    """An update made int8 automatic: half of a begun job's texts came from other weights, or the job was refused."""
-    inputs, out, config = (
-        write_lines(tmp_path / "q.jsonl", uneven_rows(4)),
-        tmp_path / "out",
-        load_config(place / "config.yaml"),
-    )
-    floats, int8 = (
-        config.model_copy(update={"target": config.target.model_copy(update={"quantization": kind})})
-        for kind in ("none", "int8")
-    )
-    run_job(replace(job(place, inputs, out), config=floats), RagTask())
-    whole = texts_of(out)
-    assert "weights" not in json.loads((out / "job.json").read_text())
-    [answers] = out.glob("answers-*.jsonl")
-    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))  # the begun job
-    summary = run_job(job(place, inputs, out), RagTask())
-    assert (summary.num_skipped, summary.num_answered) == (2, 2)
-    assert texts_of(out) == whole
+def with_weights(begun: Job, kind: str) -> Job:
+    target = begun.config.target.model_copy(update={"quantization": kind})
+    return replace(begun, config=begun.config.model_copy(update={"target": target}))
+
+
+def test_a_job_begun_in_float_weights_is_not_continued_in_others(place: Path, tmp_path: Path) -> None:
+    """An update made int8 automatic: a begun job was refused, or went on in other weights."""
+    begun = job(place, write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out")  # no row needs an engine
+    run_job(with_weights(begun, "none"), RagTask())
+    assert "weights" not in json.loads((tmp_path / "out" / "job.json").read_text())
+    run_job(begun, RagTask())
     with pytest.raises(ConfigError, match="holds a job"):
-        run_job(replace(job(place, inputs, out), config=int8), RagTask())
+        run_job(with_weights(begun, "int8"), RagTask())
+
+
+@pytest.mark.slow
+def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
+    """Half of a begun job's texts came from other weights."""
+    begun = job(place, write_lines(tmp_path / "q.jsonl", uneven_rows(4)), tmp_path / "out")
+    run_job(with_weights(begun, "none"), RagTask())
+    whole = texts_of(begun.out)
+    [answers] = begun.out.glob("answers-*.jsonl")
+    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))  # the begun job
+    summary = run_job(begun, RagTask())
+    assert (summary.num_skipped, summary.num_answered) == (2, 2)
+    assert texts_of(begun.out) == whole
 
 
 def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
