@@ -3,7 +3,7 @@
     python -m pipelines.benchmark --suite speculation --quick     drafts against plain decoding, transformers and llama.cpp
     python -m pipelines.benchmark --suite answers                 what answers, citations and abstentions are worth
     python -m pipelines.benchmark --suite iterative               retrieval while an answer is written, speculated
-    python -m pipelines.benchmark --suite load                    the service under users and attacks
+    python -m pipelines.benchmark --suite load                    the service under users
     python -m pipelines.benchmark --suite faults                  the service and jobs while processes die
     python -m pipelines.benchmark --suite gpu                     steps of models of 0.1 to 32 billion parameters
 
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers.utils import logging as transformers_logging
 
 from pipelines.batch.ray_session import ray_session
-from pipelines.benchmarks.harness import Result, Row, Run, Suite, measure, tables
+from pipelines.benchmarks.harness import Result, Row, Run, Suite, draw, measure, tables
 from ragspec.cli.terminal import cache_folder
 from ragspec.config import DEFAULT_TARGET, load_config
 from ragspec.disk import make_folder, saving
@@ -67,7 +67,7 @@ def main(
         typer.Option(help="Of the weights; default: as the target is served."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result and its rows here, too.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write the suite's plot as a PNG into this folder.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data folder; by default shared/data beside the checkout.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,
     runs: Annotated[int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick.")] = None,
@@ -152,13 +152,11 @@ def save(suite: Suite, result: Result, rows: Sequence[Row], json_path: Path | No
         with saving(json_path):
             make_folder(json_path.parent)
             json_path.write_text(json.dumps(result | {"rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
-    if plots is not None:
+    if plots is not None and suite.plot is not None:
         title = f"{suite.name}: {result['target']}, {result['dtype']}, {result['machine']}"
         with saving(plots):
             make_folder(plots)
-            for name, figure in suite.draw(rows, title).items():
-                figure.savefig(plots / f"{name}.png", dpi=150)
-                _console.print(f"plot: {plots / name}.png", highlight=False)
+            draw(suite.plot, rows, title).savefig(plots / f"{suite.name}.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,13 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from pipelines.benchmarks.cases.follow_ups import FollowUpSet, follow_up_cases, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.follow_ups import follow_up_cases, read_canard, spread
 from pipelines.benchmarks.cases.labels import (
     measure_alterations,
     sentences_to_read,
     supported_precision,
     write_sentences,
 )
-from pipelines.benchmarks.cases.workloads import RAG_PASSAGES
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
@@ -37,7 +36,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.collections import WHOLE, Collection, WholeTexts, cranfield_collection, squad_collection
-from ragspec.evaluation.datasets import clean_sentences, fixed_sample, held_out_articles, jfleg_sentences, stdlib_list
+from ragspec.evaluation.datasets import clean_sentences, fixed_sample, held_out_articles, jfleg_sentences
 from ragspec.evaluation.metrics import edit_distance, jfleg_gleu, perplexity
 from ragspec.evaluation.target_scores import (
     MAX_NEW_TOKENS,
@@ -68,7 +67,6 @@ from ragspec.training.documentation import (
     evaluation_questions,
     is_for_evaluation,
 )
-from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
 VERDICTS = Path(__file__).resolve().parents[2] / "infra/results/supported_verdicts.jsonl"
 TOP = 3
@@ -84,7 +82,7 @@ class Answers(ExitStack):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
-        self.data = run.require_data("squad, squad_open, jfleg, canard, sgd, cranfield and docs")
+        self.data = run.require_data("squad, squad_open, jfleg, canard, cranfield and docs")
 
     @cached_property
     def engine(self) -> Engine:
@@ -164,14 +162,12 @@ def run_answers(run: Run) -> Iterator[Row]:
             "retrieval, documentation": _retrieved_documentation,
             "retrieval, SQuAD": partial(_retrieved, squad_collection(bench.data)[0]),
             "retrieval, Cranfield": partial(_retrieved, cranfield_collection(bench.data)),
-            "retrieval, follow-ups of CANARD": partial(_follow_ups, read_canard, "canard/dev.json"),
-            "retrieval, follow-ups of SGD": partial(_follow_ups, read_sgd, "sgd/dev.jsonl"),
+            "retrieval, follow-ups of CANARD": _follow_ups,
             "retrieval and target together": _together,
             "target, questions": _questions,
             "target, follow-ups": _answered_follow_ups,
             "target, corrections": _corrections,
             "target, documentation": _documentation,
-            "target, standard library": _standard_library,
             "target, perplexity": _perplexity,
         }
         for number, (name, part) in enumerate(parts.items(), 1):
@@ -266,17 +262,16 @@ def ndcg(grades: Sequence[int], all_grades: Sequence[int]) -> float:
     return gain / ideal if ideal else 0.0
 
 
-def _follow_ups(read: Callable[[Path], FollowUpSet], path: str, bench: Answers) -> Row:
+def _follow_ups(bench: Answers) -> Row:
     """Recall in the first passages over the half of the dialogues that the rewriting rules were not tuned on."""
-    known = read(bench.data / path)
+    known = read_canard(bench.data / "canard/dev.json")
     held_out = [question for question in known.questions if question.half == "held_out"]
     questions = spread(held_out, bench.run.count(1_000, 60))
     queries = {
         "as_asked": [each.question for each in questions],
         "rules": [rewrite_by_rules(each.question, each.said) for each in questions],
+        "people": [each.rewrite for each in questions],
     }
-    if all(each.rewrite for each in questions):
-        queries["people"] = [each.rewrite for each in questions]
     row: Row = {"num_questions": len(questions)}
     with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
         index = Path(folder) / "index"
@@ -381,20 +376,6 @@ def is_right(quote: str, output: str) -> bool:
     return answer is not None and quote in answer.quote
 
 
-def _standard_library(bench: Answers) -> Row:
-    """Share of held-out standard-library names whose documentation's first sentence is quoted."""
-    known = {first_doc_sentence(name, text) for name, text in stdlib_documents() if not is_held_out(name)}
-    asked = [(name, first_doc_sentence(name, text)) for name, text in stdlib_documents() if is_held_out(name)]
-    asked = [(name, quote) for name, quote in asked if quote and quote not in known]
-    asked = random.Random(bench.run.seed).sample(asked, min(bench.run.count(250, 6), len(asked)))
-    retriever = bench.run.retriever(stdlib_list().documents)
-    questions = [f"What does {name} do?" for name, _ in asked]
-    found = [[passage.text for passage in retriever.retrieve([q], RAG_PASSAGES).passages[0]] for q in questions]
-    outputs = bench.generate([question_messages(q, p) for q, p in zip(questions, found, strict=True)], found)
-    right = [is_right(quote, output) for (_, quote), output in zip(asked, outputs, strict=True)]
-    return {"num_questions": len(asked), "stdlib_quote": mean(right)}
-
-
 def _perplexity(bench: Answers) -> Row:
     """Perplexity of WikiText-2 by word, and of int8 weights over float weights on WikiText-2 and Python code."""
     num_chars = 20_000 if bench.run.quick else 300_000
@@ -435,7 +416,6 @@ _KEYS = {
         "recall_as_asked": "follow_up_recall_plain",
         "recall_people": "follow_up_recall_people",
     },
-    "retrieval, follow-ups of SGD": {"recall_rules": "follow_up_recall_sgd"},
 }
 """The figures of rows whose keys are not unique, by row and key."""
 

@@ -1,4 +1,4 @@
-"""The suite `faults`: users, conversations and a batch job go on while processes, the network and the disk fail.
+"""The suite `faults`: users, conversations and a batch job go on while processes and nodes fail and the disk is full.
 
     python -m pipelines.benchmark --suite faults --quick
     python -m pipelines.benchmark --suite faults --minutes 600          a soak: rounds of all faults until the time is over
@@ -10,20 +10,19 @@ other; the next fault comes after everything has recovered.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from anyio.from_thread import start_blocking_portal
 from transformers import AutoConfig
 
 from pipelines.batch.ray_session import ray_session
@@ -33,7 +32,6 @@ from pipelines.benchmarks.fault_injection.targets import (
     BatchJob,
     GatewayProcess,
     Judged,
-    Network,
     SmallDisk,
     comparable_rows,
     judge_rows,
@@ -64,14 +62,10 @@ _RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
 FAULTS = (
     *(Fault(part, how) for part in (*REPLICAS, "node") for how in ("kill", "stop")),
     *(Fault("service", how) for how in ("kill", "stop", "restart")),
-    *(Fault("network", how) for how in ("cut", "part", "delay")),
     Fault("disk", "full"),
     Fault("job", "kill"),
 )
-QUICK = tuple(
-    Fault(*words.split())
-    for words in ("engine kill", "shard stop", "service kill", "network cut", "disk full", "job kill")
-)
+QUICK = tuple(Fault(*words.split()) for words in ("engine kill", "shard stop", "service kill", "disk full", "job kill"))
 
 
 class Sizes(NamedTuple):
@@ -99,23 +93,16 @@ def run_faults(run: Run) -> Iterator[Row]:
         service = stack.enter_context(GatewayProcess(folder, disk.folder, cluster, environment))
         key, _ = add_key(service.keys_file, "ann", trusted=True)
         service.start()
-        loop = stack.enter_context(_event_loop())
-
-        def call(function: Callable[[], Any]) -> Any:
-            return asyncio.run_coroutine_threadsafe(_called(function), loop).result()
-
-        network = Network(service.port)
-        asyncio.run_coroutine_threadsafe(network.__aenter__(), loop).result()
-        stack.callback(call, network.cut)
+        portal = stack.enter_context(start_blocking_portal())
         questions = [question.text for question in run.questions(sizes.num_questions).questions]
-        clients = FaultClients(network.url, key, questions, sizes.max_tokens)
-        asyncio.run_coroutine_threadsafe(clients.learn(), loop).result()
+        clients = FaultClients(service.url, key, questions, sizes.max_tokens)
+        portal.call(clients.learn)
         rows = _job_rows(questions, sizes)
         job = BatchJob(rows, folder / "job", (*cluster, "--seed", str(run.seed), "--strict"), environment)
         expected = job.undisturbed()
         draw = random.Random(run.seed)
-        injector = Injector(nodes, workers, deployment.status, service, network, disk, job, clients, call, draw)
-        load = asyncio.run_coroutine_threadsafe(clients.run(), loop)
+        injector = Injector(nodes, workers, deployment.status, service, disk, job, clients, draw)
+        load = portal.start_task_soon(clients.run)
         with job:
             injector.wait_for_clients()
             for number, fault in enumerate(_chosen(run, deployment.topology, disk), 1):
@@ -125,13 +112,9 @@ def run_faults(run: Run) -> Iterator[Row]:
         load.cancel()
         with contextlib.suppress(CancelledError):
             load.result()
-        asyncio.run_coroutine_threadsafe(clients.check(), loop).result()
+        portal.call(clients.check)
         judged = [judge_rows(expected, list(comparable_rows(out))) for out in job.passes]
         yield {"row": "answers"} | _answers(clients, judged, len(expected), job.num_failures, injector.num_service_ends)
-
-
-async def _called(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def _job_rows(questions: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
@@ -226,19 +209,6 @@ def _build_index(documents: Sequence[Document], folder: Path, run: Run) -> None:
             for document in documents[number::_NUM_SEGMENTS]:
                 writer.upsert(document)
             writer.commit()
-
-
-@contextlib.contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="fault-clients", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
 
 
 def summarise(rows: Sequence[Row]) -> Result:

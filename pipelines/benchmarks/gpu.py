@@ -22,7 +22,6 @@ from pipelines.benchmarks.cases.timing import Case, EngineDecoder, take_turns
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, SourceKind
-from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.checkpoints.target_files import target_folder
@@ -65,7 +64,6 @@ class Shape(NamedTuple):
         )  # fmt: skip
 
 
-SMALL = Shape("small", 128, 2, 4, 2, 256, 49_152)
 SHAPES = (
     Shape("0.1 B", 576, 30, 9, 3, 1536, 49_152),
     Shape("1 B", 2048, 16, 32, 8, 8192, 128_256),
@@ -171,27 +169,20 @@ def on_over_off(target: Target) -> float:
     return min(ratios)
 
 
-def random_model(shape: Shape, config: TargetConfig) -> Any:
-    """The same weights every time on one device, ready to become a `Target`."""
+def random_target(shape: Shape, config: TargetConfig) -> Target:
+    """The same weights every time on one device. The first 256 tokens are bytes; no other has text."""
     with torch.random.fork_rng(), torch.device(config.device):
         torch.manual_seed(0)
-        return (
-            model_classes()
-            .from_config(shape.config(), dtype=getattr(torch, config.dtype), attn_implementation="ragspec")
-            .eval()
-        )
+        options = {"dtype": getattr(torch, config.dtype), "attn_implementation": "ragspec"}
+        model = model_classes().from_config(shape.config(), **options).eval()
+    return Target(model, _byte_tokenizer(), config, KV_SLOTS)
 
 
-def random_target(shape: Shape, config: TargetConfig) -> Target:
-    """The first 256 tokens are bytes; no other has text."""
-    return Target(random_model(shape, config), _byte_tokenizer(), config, KV_SLOTS)
-
-
-def engine_over(target: Target, config: EngineConfig, costs: CostTable | None = None) -> Engine:
-    """An engine with the default drafters over a loaded target, whose pool it replaces. Measures `costs` if none are given."""
+def engine_over(target: Target, config: EngineConfig) -> Engine:
+    """An engine with the default drafters over a loaded target, whose pool it replaces."""
     drafting = DraftingConfig()
     target.reset_pool(config.max_kv_tokens)
-    drafters, costs = make_drafters(target, drafting), costs or measure_costs(target, config.max_num_batched_tokens)
+    drafters, costs = make_drafters(target, drafting), measure_costs(target, config.max_num_batched_tokens)
     planner = Planner(drafters, costs, drafting.tree.max_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, "benchmark"), config)
 

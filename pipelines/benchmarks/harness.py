@@ -166,18 +166,23 @@ class Run:
         return replace(self, kept=RowFile(self.cache_dir / "rows" / f"{suite}-{commit[:12]}-{digest}.jsonl"))
 
 
-def _no_figures(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
-    return {}
+class Plot(NamedTuple):
+    """Lines over the column `x` of the rows that `shows` chooses: a column each, with its label."""
+
+    x: str
+    lines: Mapping[str, str]
+    shows: Callable[[Row], bool]
+    has_log_x: bool = False
 
 
 class Suite(NamedTuple):
-    """`summarise`: the flat figures of all rows. `draw`: matplotlib figures by name, of all rows and a title."""
+    """`summarise`: the flat figures of all rows."""
 
     name: str
     run: Callable[[Run], Iterable[Row]]
     summarise: Callable[[Sequence[Row]], Result]
     metrics: Sequence[Metric]
-    draw: Callable[[Sequence[Row], str], Mapping[str, Any]] = _no_figures
+    plot: Plot | None = None
 
 
 def measure(suite: Suite, run: Run, commit: str) -> tuple[Result, list[Row]]:
@@ -253,20 +258,22 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-OWN, OTHER, INK = "#1f6f8b", "#b8bfc6", "#33383d"
-"""Colours of figures: ragspec, other programs, lines and labels."""
-
-
-def new_figure(width: float, height: float, title: str) -> tuple[Any, Any]:
-    """A figure that needs no display, and its axes. Units: inches. Raises: ConfigError without matplotlib."""
+def draw(plot: Plot, rows: Sequence[Row], title: str) -> Any:
+    """A matplotlib figure that needs no display. Raises: ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as cause:
         raise ConfigError('plots need matplotlib: pip install "ragspec[bench]"') from cause
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(8.0, 4.2), layout="constrained")  # inches
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    chosen = [row for row in rows if plot.shows(row)]
+    chosen = sorted(chosen, key=lambda row: row[plot.x]) if plot.has_log_x else chosen
+    for column, label in plot.lines.items():
+        axes.plot([row[plot.x] for row in chosen], [row[column] for row in chosen], marker="o", label=label)
+    axes.set_xscale("log" if plot.has_log_x else axes.get_xscale())
+    axes.set_xlabel(plot.x)
     axes.set_title(title, loc="left")
-    return figure, axes
+    axes.legend(frameon=False)
+    return figure

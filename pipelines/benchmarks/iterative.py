@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,19 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelines.benchmarks.cases.timing import take_turns
-from pipelines.benchmarks.harness import (
-    INK,
-    OTHER,
-    OWN,
-    Metric,
-    Result,
-    Row,
-    Run,
-    Suite,
-    at_least,
-    equal_to,
-    new_figure,
-)
+from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
 from ragspec.cluster.actors import ActorPool
 from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
@@ -66,8 +53,6 @@ VARIANTS: dict[str, SpeculationConfig] = {
 }
 _SYNCHRONOUS = frozenset({"stride 3", "+P", "+S"})
 """Variants that do not decode during a verification."""
-PUBLISHED = ((40.0, 2.39, "GPT-2, dense"), (20.0, 1.75, "LLaMA-2-7B, dense"), (0.7, 1.31, "LLaMA-2-7B, BM25"))
-"""(b/a, speed-up of +PSA, model and retriever); b/a follows from the latencies in the released scripts."""
 IN_FLIGHT = 8
 _OPEN_TIMEOUT_S = 600.0
 """Also for `slow_down`: a timeout of searches may be shorter than the call takes."""
@@ -97,28 +82,21 @@ class SlowShardActor(ShardActor):
         return lookup
 
 
-class RemoteIndex(NamedTuple):
-    """An index in another process. After `slow_down(service_s)` every call takes so many seconds longer."""
-
-    searchable: IndexLike
-    slow_down: Callable[[float], None]
-
-
 @contextlib.contextmanager
-def remote_index(config: RetrieverConfig, encoder: TextEncoder, timeout_s: float = 30.0) -> Iterator[RemoteIndex]:
-    """One shard with the whole index. A restarted actor forgets `slow_down`.
+def slow_index(folder: Path, encoder: TextEncoder) -> Iterator[tuple[IndexLike, Callable[[float], None]]]:
+    """Exact dense search on one shard. Calling the second value with `service_s` makes every call so many seconds longer.
 
-    Raises: ConfigError, ModelError, StoreError or RetrievalError.
+    Raises: ConfigError, StoreError or RetrievalError.
     """
+    config = RetrieverConfig(index_dir=str(folder), mode="dense")
     with ActorPool(SlowShardActor, prefix="shard") as actors:
+        (shard,) = actors.replicas
 
         def slow_down(service_s: float) -> None:
-            calls = [replica.actor.slow_down.remote(service_s) for replica in actors.replicas]
-            wait_for_all(calls, _OPEN_TIMEOUT_S, "the index")
+            wait_for_all([shard.actor.slow_down.remote(service_s)], _OPEN_TIMEOUT_S, "the index")
 
-        retriever = ClusterRetriever(config, encoder, actors.replicas, timeout_s=timeout_s, late_s=timeout_s / 2)
-        with contextlib.closing(retriever):
-            yield RemoteIndex(retriever, slow_down)
+        with contextlib.closing(ClusterRetriever(config, encoder, [shard], late_s=15.0)) as index:
+            yield index, slow_down
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +167,7 @@ class Stopwatch:
 
     def time(self, index: IndexLike, workload: Workload, stage: str) -> WorkloadTimes:
         """All variants in turns, after one untimed question, the last of the list."""
-        with ExitStack() as opened:
+        with contextlib.ExitStack() as opened:
             pipelines = {
                 name: opened.enter_context(self._pipeline(index, workload, name)) for name in workload.variants
             }
@@ -197,8 +175,7 @@ class Stopwatch:
             for pipeline in pipelines.values():
                 self._ask(pipeline, short)(self.questions[-1:])
             asks = {name: self._ask(pipeline, workload) for name, pipeline in pipelines.items()}
-            units = workload.units(self.questions)
-            runs = take_turns(asks, units, workload.num_runs, self.run.tick, stage)
+            runs = take_turns(asks, workload.units(self.questions), workload.num_runs, self.run.tick, stage)
             costs = pipelines[BASELINE].scheduler.costs()
         assert costs is not None
         apart = StrideTiming(costs.apart.step_s, self._by_size_s(index, costs.apart.verification_s(1)))
@@ -219,10 +196,9 @@ class Stopwatch:
 
     def _pipeline(self, index: IndexLike, workload: Workload, name: str) -> IterativePipeline:
         prompts = PromptBuilder(self.engine.target.tokenizer, self.engine.max_context_tokens)
-        shared = SharedEngine(self.engine)
         return IterativePipeline(
             index,
-            shared,
+            SharedEngine(self.engine),
             prompts,
             policy=workload.policy,
             speculation=VARIANTS[name],
@@ -278,16 +254,11 @@ def run_iterative(run: Run) -> Iterator[Row]:
             rows += timed_rows(stopwatch, label, None, retriever)
         yield from rows
         step_s = 1e-3 * rows[0]["a_ms"]
-        with open_index(store.index_dir, encoder) as (index, slow_down):
+        with slow_index(store.index_dir, encoder) as (index, slow_down):
             own_s = stopwatch.lookup_s(index)
             for b_over_a in (1.0, _SLOW, 40.0) if run.quick else (0.3, 1.0, _SLOW, 40.0):
                 slow_down(max(0.0, b_over_a * step_s - own_s))
                 yield from timed_rows(stopwatch, f"elsewhere, b/a = {b_over_a:g}", b_over_a, index)
-
-
-def open_index(folder: Path, encoder: TextEncoder) -> AbstractContextManager[RemoteIndex]:
-    """Exact dense search in an actor."""
-    return remote_index(RetrieverConfig(index_dir=str(folder), mode="dense"), encoder)
 
 
 def timed_rows(stopwatch: Stopwatch, label: str, b_over_a: float | None, index: IndexLike) -> Iterator[Row]:
@@ -387,24 +358,14 @@ def summarise(rows: Sequence[Row]) -> Result:
     }
 
 
-def draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
-    """`iterative_b_over_a`: exact dense search alone, whose rows differ in the cost of a lookup only."""
-    chosen = [row for row in rows if row["variant"] == PSA and row["workload"] == TABLE]
-    chosen = [row for row in chosen if row["stated_b_over_a"] is not None or row["retriever"] == "exact dense"]
-    chosen.sort(key=lambda row: row["b_over_a"])
-    figure, axes = new_figure(8.0, 4.8, title)
-    ratios = [row["b_over_a"] for row in chosen]
-    axes.plot(ratios, [row["optimum"] for row in chosen], color=OTHER, linestyle="--", label="OS3's prediction")
-    axes.plot(ratios, [row["speedup"] for row in chosen], color=OWN, marker="o", label=f"measured, {PSA}")
-    axes.plot([x for x, _, _ in PUBLISHED], [y for _, y, _ in PUBLISHED], "D", color=INK, label="published (RaLMSpec)")
-    axes.axhline(1.0, color=INK, linewidth=1.2)
-    axes.set_xscale("log")
-    axes.set_xlabel("time of a lookup over time of a step of four tokens (b/a), exact dense search")
-    axes.set_ylabel("speed-up (times)")
-    axes.legend(frameon=False, loc="upper left")
-    return {"iterative_b_over_a": figure}
-
-
+PLOT = Plot(
+    "b_over_a",
+    {"optimum": "OS3's prediction", "speedup": f"measured, {PSA}"},
+    lambda row: (
+        row["variant"] == PSA and row["workload"] == TABLE and row["retriever"].startswith(("exact", "elsewhere"))
+    ),
+    has_log_x=True,
+)
 METRICS = (
     Metric(
         "share_of_optimum_min", "speed-up of +PSA over OS3's prediction, the least of all retrievers", at_least(0.9)
@@ -415,4 +376,4 @@ METRICS = (
     Metric("kept_after_mismatch", "tokens kept of those written under a wrong guess, all rows", at_least(0.3)),
     Metric("identical", "answers with the tokens and the text of the baseline", equal_to(1)),
 )
-SUITE = Suite("iterative", run_iterative, summarise, METRICS, draw)
+SUITE = Suite("iterative", run_iterative, summarise, METRICS, PLOT)

@@ -1,5 +1,5 @@
 """The suite `load`: one service under users. Throughput and latencies by the number of users, with speculation and without; the
-service's overhead to the first token; attacks beside honest users; and clients that go away half-way.
+service's overhead to the first token; and clients that go away half-way.
 
     python -m pipelines.benchmark --suite load --quick
 """
@@ -16,20 +16,7 @@ from functools import partial
 from statistics import median
 from typing import Any, cast
 
-from pipelines.benchmarks.harness import (
-    OTHER,
-    OWN,
-    Metric,
-    Result,
-    Row,
-    Run,
-    Suite,
-    at_least,
-    at_most,
-    equal_to,
-    new_figure,
-)
-from pipelines.benchmarks.users.attacks import ATTACKER, ATTACKS, VICTIM, attacked
+from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, at_most, equal_to
 from pipelines.benchmarks.users.clients import Answer, chat_body
 from pipelines.benchmarks.users.llama_server import llama_server, llama_tokens_per_s
 from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, mixes_of, sent_by
@@ -43,12 +30,9 @@ from ragspec.rag.steps import copy_sources
 from services.health import CANARY_SALT
 
 _CROWD = "cleo"
-_TENANTS = (ATTACKER, VICTIM, _CROWD)
+_TENANTS = ("ann", "bob", _CROWD)
 _NUM_CLIENTS = 32
 _PEER_USERS = (8, 32)
-_OPEN_USERS = 8
-_OPEN_SHARE = 0.7
-"""Open arrivals come at this share of the answers a second of `_OPEN_USERS` users without speculation."""
 _LEAST_RUNS = 2
 """With speculation first, then without speculation first."""
 _FIRST_TOKENS = 8
@@ -72,24 +56,18 @@ def run_load(run: Run) -> Iterator[Row]:
         for at_once in (1, 16):
             measure = partial(first_tokens, service, questions, at_once, run.num_runs, run.seed)
             yield run.row(f"first token {at_once}", measure)
-        yield from _attack_rows(run, service, questions)
         yield run.row("mixed clients", lambda: _mixed_clients(run, service, questions))
         yield run.row("start", lambda: _start(run, backend.config.retriever.index_dir))
 
 
 def _curve_rows(run: Run, curve: LoadCurve, mixes: Sequence[str], users: Sequence[int]) -> Iterator[Row]:
-    """Every mix by every number of users, and the mix of all kinds with open arrivals."""
+    """Every mix by every number of users."""
     num_runs = max(run.num_runs, _LEAST_RUNS)
     curve.row(MIXED, max(users), 1)  # the first of a kind compiles kernels and teaches the drafters
-    rate = 0.0
     for i, mix in enumerate(mixes):
         for j, number in enumerate(users, 1):
-            row = run.row(f"{mix} {number}", partial(curve.row, mix, number, num_runs))
-            if (mix, number) == (MIXED, _OPEN_USERS):
-                rate = _OPEN_SHARE * row["off_answers_per_s"]
+            yield run.row(f"{mix} {number}", partial(curve.row, mix, number, num_runs))
             run.tick("users", i * len(users) + j, len(mixes) * len(users))
-            yield row
-    yield run.row(f"{MIXED} {_OPEN_USERS} poisson", partial(curve.row, MIXED, _OPEN_USERS, num_runs, rate))
 
 
 def _llama_row(run: Run, service: Service, bodies: Sequence[dict[str, Any]], users: int) -> Row:
@@ -148,18 +126,6 @@ async def _engine_first_s(service: Service, questions: Sequence[str], at_once: i
     return seconds
 
 
-def _attack_rows(run: Run, service: Service, questions: Sequence[str]) -> Iterator[Row]:
-    """Each attack beside the same chats of another tenant."""
-    num_chats, least_s = (2, 3.0) if run.quick else (6, 20.0)
-    options = {"max_tokens": 24, "ignore_eos": True, "seed": 1}
-    bodies = [chat_body(service.backend.model, text, **options) for text in questions[:num_chats]] * 4
-    service.timed(bodies, tenant=VICTIM)  # the first answers fill the caches
-    quiet = service.timed(bodies, tenant=VICTIM)
-    for number, name in enumerate(ATTACKS, 1):
-        yield run.row(f"attack {name}", partial(attacked, service, name, bodies, quiet, least_s))
-        run.tick("attacks", number, len(ATTACKS))
-
-
 def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
     """Outcomes of mixed clients, and everything that they left: KV slots, requests counted as running."""
     backend = service.backend
@@ -204,15 +170,9 @@ def summarise(rows: Sequence[Row]) -> Result:
     """The flat figures of all rows; None where a row is missing."""
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
-    attacks = [row for row in rows if "survived" in row]
     found: Result = {
-        "on_off_min": min(row["on_off"] for row in curve if row["arrivals"] == "closed"),
+        "on_off_min": min(row["on_off"] for row in curve),
         "on_off_p99_min": min(row["on_off_p99"] for row in curve),
-        "attacks_survived": sum(row["survived"] for row in attacks),
-        "num_attacks": len(attacks),
-        "health_max_s": max(row["health_s"] for row in attacks),
-        "other_tenant_ratio_max": max(row["ratio"] for row in attacks),
-        "other_tenant_first_ratio_max": max(row["first_ratio"] for row in attacks),
     }
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
@@ -236,16 +196,6 @@ METRICS = (
     Metric("gateway_ttft_ms_c1", "time to first token over HTTP minus the engine's, one request", at_most(5)),
     Metric("gateway_ttft_ms_c16", "the same, 16 at once", at_most(20)),
     Metric("retrieval_ttft_ms_c16", "added by retrieval, 16 at once", at_most(120)),
-    Metric(
-        "attacks_survived",
-        "attacks during which another tenant's chats ended with their own texts",
-        at_least(len(ATTACKS)),
-    ),
-    Metric("health_max_s", "seconds of the slowest health check during any attack", at_most(1)),
-    Metric(
-        "other_tenant_ratio_max", "time of another tenant's chats during an attack over their quiet time", at_most(3)
-    ),
-    Metric("other_tenant_first_ratio_max", "the same, time to the first token"),
     Metric("requests", "requests of mixed clients"),
     Metric("given_up", "requests whose client went away half-way"),
     Metric("errors_5xx", "answers that blame the service", equal_to(0)),
@@ -259,20 +209,10 @@ METRICS = (
 )
 
 
-def _draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
-    """Tokens a second by the number of users, with speculation and without, for the mix of all kinds."""
-    curve = [row for row in rows if row.get("mix") == MIXED and row["arrivals"] == "closed"]
-    figure, axes = new_figure(6.4, 3.6, "mix of all kinds: tokens a second by users at once")
-    users = [row["users"] for row in curve]
-    for way, label, color in (("on", "speculation on", OWN), ("off", "off", OTHER)):
-        axes.plot(users, [row[f"{way}_tokens_per_s"] for row in curve], marker="o", color=color, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(users, [str(number) for number in users])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("users")
-    axes.set_ylabel("tokens/s")
-    axes.legend(frameon=False)
-    return {"load": figure}
-
-
-SUITE = Suite("load", run_load, summarise, METRICS, _draw)
+PLOT = Plot(
+    "users",
+    {"on_tokens_per_s": "tokens a second, speculation on", "off_tokens_per_s": "off"},
+    lambda row: row.get("mix") == MIXED,
+    has_log_x=True,
+)
+SUITE = Suite("load", run_load, summarise, METRICS, PLOT)

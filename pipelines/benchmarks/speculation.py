@@ -49,10 +49,8 @@ from pipelines.benchmarks.cases.workloads import (
     spec_bench_cases,
 )
 from pipelines.benchmarks.harness import (
-    INK,
-    OTHER,
-    OWN,
     Metric,
+    Plot,
     Result,
     Row,
     Run,
@@ -60,7 +58,6 @@ from pipelines.benchmarks.harness import (
     at_least,
     at_most,
     equal_to,
-    new_figure,
 )
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
 from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HeadConfig
@@ -217,8 +214,9 @@ def run_speculation(run: Run) -> Iterator[Row]:
     with Speculations(run) as bench:
         workloads = [*_WORKLOADS, *(_SPEC_BENCH + task for task in SPEC_BENCH_TASKS)]
         for workload in workloads if run.data_dir else [RAG]:
-            yield run.row(f"{workload}, T=0", partial(_greedy_row, bench, workload))
-            yield run.row(f"{workload}, T=1", partial(_sampled_row, bench, workload))
+            for temperature in (0.0, 1.0):
+                measure = partial(_workload_row, bench, workload, temperature)
+                yield run.row(f"{workload}, T={temperature:g}", measure)
         for workload in _BATCHED if run.data_dir else [RAG]:
             yield run.row(f"{workload}, {SIDE_BY_SIDE} side by side", partial(_batch_row, bench, workload))
         for name in (_NOTHING, _IN_VAIN):
@@ -237,25 +235,14 @@ def _drafted_workloads(run: Run, drafters: Drafters) -> list[str]:
     return [RAG, CHAT] if run.quick else wide if drafters.head or "lookahead" in drafters.asked else [RAG, CHAT]
 
 
-def _greedy_row(bench: Speculations, workload: str) -> Row:
-    peers = bench.peers if workload in _WORKLOADS else {}
+def _workload_row(bench: Speculations, workload: str, temperature: float) -> Row:
+    peers = bench.peers if workload in _WORKLOADS and not temperature else {}
     cases = bench.cases(workload)
-    timings = bench.timed(workload, cases, peers=peers, temperature=0.0)
-    ratio = timings.ratio
-    row = {
-        "workload": workload,
-        "temperature": 0.0,
-        "num_prompts": len(cases),
-        "identical": timings.identical(SPECULATIVE),
-        "tokens_per_s": timings.tokens_per_s(SPECULATIVE),
-        "plain_tokens_per_s": timings.tokens_per_s(PLAIN),
-        "acceptance_length": timings.acceptance_length(SPECULATIVE),
-        "speedup_vs_plain": ratio(PLAIN, SPECULATIVE),
-        "speedup_end_to_end": ratio(PLAIN, SPECULATIVE, end_to_end=True),
-    }
-    if workload not in _WORKLOADS:
+    timings = bench.timed(workload, cases, peers=peers, temperature=temperature)
+    row = _pair_row(workload, temperature, cases, timings)
+    if workload not in _WORKLOADS or temperature:
         return row
-    llama = [name for name in timings.runs if name.startswith("llama.cpp")]
+    ratio, llama = timings.ratio, [name for name in timings.runs if name.startswith("llama.cpp")]
     return row | {
         "speedup_vs_generate": ratio(GENERATE, SPECULATIVE),
         "speedup_vs_prompt_lookup": ratio(PROMPT_LOOKUP, SPECULATIVE),
@@ -268,12 +255,6 @@ def _greedy_row(bench: Speculations, workload: str) -> Row:
     }
 
 
-def _sampled_row(bench: Speculations, workload: str) -> Row:
-    cases = bench.cases(workload)
-    timings = bench.timed(workload, cases, temperature=1.0)
-    return _pair_row(workload, 1.0, cases, timings)
-
-
 def _pair_row(workload: str, temperature: float, cases: Sequence[Case], timings: Timings) -> Row:
     return {
         "workload": workload,
@@ -281,8 +262,10 @@ def _pair_row(workload: str, temperature: float, cases: Sequence[Case], timings:
         "num_prompts": len(cases),
         "identical": timings.identical(SPECULATIVE),
         "tokens_per_s": timings.tokens_per_s(SPECULATIVE),
+        "plain_tokens_per_s": timings.tokens_per_s(PLAIN),
         "acceptance_length": timings.acceptance_length(SPECULATIVE),
         "speedup_vs_plain": timings.ratio(PLAIN, SPECULATIVE),
+        "speedup_end_to_end": timings.ratio(PLAIN, SPECULATIVE, end_to_end=True),
     }
 
 
@@ -417,20 +400,11 @@ def _spec_bench(rows: Sequence[Row]) -> Result:
     }
 
 
-def draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
-    """`speculation`: speed-ups by workload at both temperatures."""
-    figure, axes = new_figure(9.0, 4.2, title)
-    for temperature, colour, shift in ((0.0, OWN, -0.2), (1.0, OTHER, 0.2)):
-        chosen = [r for r in rows if r.get("temperature") == temperature and r["row"].endswith(f", T={temperature:g}")]
-        axes.bar(
-            [i + shift for i in range(len(chosen))], [r["speedup_vs_plain"] or 0 for r in chosen], 0.4, color=colour
-        )
-        axes.set_xticks(range(len(chosen)), [row["workload"].removeprefix(_SPEC_BENCH) for row in chosen], rotation=30)
-    axes.axhline(1.0, color=INK, linewidth=1.2)
-    axes.set_ylabel("speed-up of decoding (times), T = 0 and T = 1")
-    return {"speculation": figure}
-
-
+PLOT = Plot(
+    "workload",
+    {"speedup_vs_plain": "decode time without drafts over with", "speedup_vs_generate": "transformers over ours"},
+    lambda row: row.get("temperature") == 0.0 and "speedup_vs_generate" in row,
+)
 _AGAINST = "tokens a second, T=0, one request, over llama.cpp's"
 METRICS = (
     Metric("identical", "every token equal to plain decoding's: all drafters, T=0 and T=1, alone and in batches", equal_to(True)),
@@ -457,4 +431,4 @@ METRICS = (
     Metric("step16_over_step1", "a forward of 16 rows over a forward of one row", at_most(1.6)),
     Metric("step_over_roofline", "a forward of one row over the time to read the weights", at_most(1.35)),
 )  # fmt: skip
-SUITE = Suite("speculation", run_speculation, summarise, METRICS, draw)
+SUITE = Suite("speculation", run_speculation, summarise, METRICS, PLOT)

@@ -34,7 +34,7 @@ from ragspec.cluster.registry import (
 )
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.routing.policy import RoutingConfig
-from ragspec.cluster.routing.replica_client import ray_connect
+from ragspec.cluster.routing.replica_client import ReplicaClient
 from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import DeploymentSpec, Topology, check_fits
 from ragspec.config import PipelineConfig, RetrieverConfig
@@ -113,7 +113,7 @@ class Deployment(AbstractContextManager["Deployment"]):
     def engine(self, routing: RoutingConfig | None = None) -> Router:
         """All engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
         routing = routing or RoutingConfig(max_num_seqs=self.config.engine.max_num_seqs, hang_s=self._hang_s)
-        return Router(self.replicas_of("engine"), ray_connect(routing), routing)
+        return Router(self.replicas_of("engine"), lambda replica: ReplicaClient(replica.actor, routing), routing)
 
     def retriever(self, config: RetrieverConfig | None = None) -> ClusterRetriever:
         """The index on the shards; the caller closes it. `config`: in place of the deployment's, say for one generation.
@@ -133,10 +133,6 @@ class Deployment(AbstractContextManager["Deployment"]):
             shard_replicas=topology.shard_replicas,
             hang_s=self._hang_s,
         )
-
-    def nodes(self) -> tuple[str, ...]:
-        """The ids of the cluster's nodes, as Ray knows them."""
-        return tuple(node.name for node in alive_nodes())
 
     @contextmanager
     def pipeline(self) -> Iterator[Pipeline]:

@@ -96,10 +96,10 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         """Whether the head runs."""
         return bool(self._nodes and self._nodes[0].leader.state())
 
-    def add(self, num_cpus: int | None = None, options: Sequence[str] = ()) -> LocalNode:
+    def add(self, num_cpus: int | None = None) -> LocalNode:
         """Start a node and wait until it has joined. Raises: EngineError, SaveError.
 
-        `num_cpus` None: as many as the machine has. `options`: of `ray start`.
+        `num_cpus` None: as many as the machine has.
         """
         if self._nodes:
             join = [f"--address={self.address}"]
@@ -108,7 +108,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
             join = [*_HEAD, f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self._temporary}"]
         cpus = [] if num_cpus is None else [f"--num-cpus={num_cpus}"]
         name = f"node-{len(self._nodes)}"
-        node = LocalNode(name, self._start(name, [*join, *cpus, *_FREE_PORTS, *options]))
+        node = LocalNode(name, self._start(name, [*join, *cpus, *_FREE_PORTS]))
         self._nodes.append(node)
         self._write()
         self._wait_until_joined(node)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -78,59 +79,22 @@ class NodeResources(NamedTuple):
     gpus: float
 
 
-class _Demand(NamedTuple):
-    """The demand for CPUs or GPUs, and how many each node has. `others`: the parts beside the engines, as text."""
-
-    unit: str
-    per_rank: float
-    others: str
-    for_others: float
-    on_nodes: list[float]
-
-
 def check_fits(topology: Topology, nodes: Sequence[NodeResources]) -> None:
     """Raises: ConfigError with the sums that exceed the cluster."""
-    shards = topology.num_shards * topology.shard_replicas
-    parts = [
-        (shards, "shards", CPUS_PER_SHARD),
-        (topology.num_encoders, "encoders", CPUS_PER_ENCODER),
-    ]
-    others = "".join(f" + {number} {what} x {each:g}" for number, what, each in parts if number)
-    for_others = sum(number * each for number, _, each in parts)
-    gpus = _Demand("GPUs", topology.gpus_per_rank, "", 0.0, [node.gpus for node in nodes])
-    cpus = _Demand("CPUs", topology.cpus_per_rank, others, for_others, [node.cpus for node in nodes])
-    wrong = [reason for resource in (gpus, cpus) if (reason := _shortage(topology, resource))]
-    if not wrong:
-        fitting = sum(min(pair) for pair in zip(_groups(topology, gpus), _groups(topology, cpus), strict=True))
-        if fitting < topology.num_replicas:
-            group = " and ".join(
-                _amount(topology.tensor_parallel_size * r.per_rank, r.unit) for r in (gpus, cpus) if r.per_rank
-            )
-            wrong = [f"{topology.num_replicas} replicas need {group} on one node each, and only {fitting} find that"]
+    others = CPUS_PER_SHARD * topology.num_shards * topology.shard_replicas + CPUS_PER_ENCODER * topology.num_encoders
+    cpus, gpus = (topology.tensor_parallel_size * each for each in (topology.cpus_per_rank, topology.gpus_per_rank))
+    wrong = []
+    for unit, needed, has in (
+        ("CPUs", topology.num_replicas * cpus + others, sum(node.cpus for node in nodes)),
+        ("GPUs", topology.num_replicas * gpus, sum(node.gpus for node in nodes)),
+    ):
+        if needed > has + _SLACK:
+            wrong.append(f"it needs {needed:g} {unit}, and the cluster has {has:g}")
+    num_fitting = sum(
+        int(min((node.cpus + _SLACK) / cpus, (node.gpus + _SLACK) / gpus if gpus else math.inf)) for node in nodes
+    )
+    if num_fitting < topology.num_replicas:
+        group = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+        wrong.append(f"{topology.num_replicas} engines need {group} on one node each, and only {num_fitting} find that")
     if wrong:
         raise ConfigError("the topology does not fit: " + "; ".join(wrong))
-
-
-def _shortage(topology: Topology, resource: _Demand) -> str:
-    """Why the demand exceeds all nodes or the largest one; empty if it does not."""
-    unit, per_rank, others, for_others, on_nodes = resource
-    replicas, ranks = topology.num_replicas, topology.tensor_parallel_size
-    group, largest, has = ranks * per_rank, max(on_nodes, default=0.0), sum(on_nodes)
-    needed = replicas * group + for_others
-    wrong = []
-    if needed > has + _SLACK:
-        wrong.append(f"the cluster has {has:g}")
-    if replicas and group > largest + _SLACK:
-        wrong.append(f"the largest node has {largest:g}, and a group needs {group:g} on one node")
-    total = f"{replicas} replicas x {ranks} ranks x {_amount(per_rank, unit)}{others} = {_amount(needed, unit)}"
-    return f"{total}, {'; '.join(wrong)}" if wrong else ""
-
-
-def _groups(topology: Topology, resource: _Demand) -> list[int]:
-    """How many engines fit on each node by this resource alone."""
-    group = topology.tensor_parallel_size * resource.per_rank
-    return [int((room + _SLACK) / group) if group else topology.num_replicas for room in resource.on_nodes]
-
-
-def _amount(number: float, unit: str) -> str:
-    return f"{number:g} {unit.removesuffix('s') if number == 1.0 else unit}"

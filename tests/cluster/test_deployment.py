@@ -35,24 +35,24 @@ pytestmark = pytest.mark.ray
 
 BOUND_S = 600.0
 PARAMS = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=120, ignore_eos=True, logprobs=1)
-TOPOLOGY = Topology(
-    num_replicas=2,
-    tensor_parallel_size=2,
-    num_shards=1,
-    shard_replicas=2,
-    cpus_per_rank=0.1,
-)
+ENGINES = Topology(num_replicas=2, num_shards=0, num_encoders=0, cpus_per_rank=0.1)
+ALL = ENGINES.model_copy(update={"tensor_parallel_size": 2, "num_shards": 1, "shard_replicas": 2, "num_encoders": 1})
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
     folder = tmp_path_factory.mktemp("deployment")
-    documents = [Document(f"d{i}", f"{text} It was in {1800 + i}.") for i, text in enumerate(SENTENCES)]
     target = TargetConfig(model=str(save_model("llama", folder / "model")))
-    config = PipelineConfig(target=target, retriever=RetrieverConfig(index_dir=str(folder / "index")))
-    build_index(documents, folder / "index", Encoder.load(config.encoder))
     engine = EngineConfig(num_threads=1, max_kv_tokens=4096)
-    return config.model_copy(update={"engine": engine})
+    return PipelineConfig(target=target, engine=engine, retriever=RetrieverConfig(index_dir=str(folder / "index")))
+
+
+@pytest.fixture(scope="module")
+def indexed(config: PipelineConfig) -> PipelineConfig:
+    """The configuration once its index is there."""
+    documents = [Document(f"d{i}", f"{text} It was in {1800 + i}.") for i, text in enumerate(SENTENCES)]
+    build_index(documents, Path(config.retriever.index_dir), Encoder.load(config.encoder))
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,10 @@ def plain(config: PipelineConfig) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def deployment(local_ray: None, config: PipelineConfig) -> Iterator[Deployment]:
-    with Deployment.up(TOPOLOGY, config, name="many") as deployment:
+def deployment(local_ray: None, config: PipelineConfig, request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    topology = getattr(request, "param", ENGINES)
+    settings = request.getfixturevalue("indexed") if topology.num_shards else config
+    with Deployment.up(topology, settings, name="many") as deployment:
         yield deployment
 
 
@@ -106,31 +108,44 @@ def assert_undisturbed(plain: Engine, asked: Sequence[tuple[Request, Heard]]) ->
         assert one.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(
-    ("rank", "number"),
-    [
-        (0, signal.SIGKILL),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
-def test_streams_go_on_and_the_group_is_rebuilt(
+def test_streams_go_on_when_an_engine_is_killed(deployment: Deployment, router: Router, plain: Engine) -> None:
+    """A stream is lost, begins again or changes; a wrong request or a second deployment of the name costs an engine."""
+    with pytest.raises(InputError, match="the prompt is empty"):
+        router.generate([Request("empty", (), PARAMS)])
+    with pytest.raises(EngineError, match="there is a deployment 'many'"):
+        Deployment.up(ENGINES, deployment.config, name="many")
+    assert Deployment.find("many").config == deployment.config
+    kill_the_busiest(deployment, router, plain, 0, signal.SIGKILL)
+
+
+def kill_the_busiest(
     deployment: Deployment, router: Router, plain: Engine, rank: int, number: int
-) -> None:
-    """A stream is lost, begins again or changes; a new rank beside old ones; a stopped process that stays."""
+) -> tuple[dict[str, ReplicaStatus], ReplicaStatus]:
+    """Send a signal to a rank under six streams, which must not change. Gives all replicas before it, and the victim."""
     before = live(deployment)
     until(lambda: router.num_connected == 2, "two connections")
     asked = streams(f"{rank}-{number}-")
     for request, heard in asked:
         router.submit(request, heard)
     victim = before[busiest(deployment, asked)]
-    assert len(victim.pids) == 2
     os.kill(victim.pids[rank], number)
     assert_undisturbed(plain, asked)
     assert any(delta.stats and delta.stats.num_replays for _, heard in asked for delta in heard.deltas)
+    return before, victim
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deployment", [ALL], indirect=True)
+@pytest.mark.parametrize(
+    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP), (1, signal.SIGKILL)]
+)
+def test_the_group_of_a_lost_rank_is_rebuilt(
+    deployment: Deployment, router: Router, plain: Engine, rank: int, number: int
+) -> None:
+    """A new rank beside old ones; a stopped process that stays; a group that restarts for another's loss."""
+    before, victim = kill_the_busiest(deployment, router, plain, rank, number)
+    assert len(victim.pids) == 2
     until(lambda: all(map(is_gone, victim.pids)), "the end of all old ranks")
-    until(lambda: deployment.status().is_complete, "the restart")
     after = live(deployment)
     assert after[victim.name].epoch > victim.epoch and not set(victim.pids) & set(after[victim.name].pids)
     others = [name for name in before if name != victim.name]
@@ -138,13 +153,10 @@ def test_streams_go_on_and_the_group_is_rebuilt(
     until(lambda: router.num_connected == 2, "the router's connection to the new group")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("deployment", [ALL], indirect=True)
 @pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        pytest.param("shard", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("shard", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("encoder", signal.SIGKILL, marks=pytest.mark.slow),
-    ],
+    ("kind", "number"), [("shard", signal.SIGKILL), ("shard", signal.SIGSTOP), ("encoder", signal.SIGKILL)]
 )
 def test_lookups_go_on_and_the_actor_is_restarted(
     deployment: Deployment, config: PipelineConfig, kind: str, number: int
@@ -163,24 +175,8 @@ def test_lookups_go_on_and_the_actor_is_restarted(
         assert live(deployment)[victim.name].epoch > victim.epoch
 
 
-def test_an_error_of_a_request_restarts_nothing(deployment: Deployment, router: Router) -> None:
-    """A wrong request is taken for a dead replica."""
-    before = live(deployment)
-    with pytest.raises(InputError, match="the prompt is empty"):
-        router.generate([Request("empty", (), PARAMS)])
-    assert router.generate([Request("after", (9, 8, 7), replace(PARAMS, max_tokens=4))])
-    assert {name: replica.pids for name, replica in live(deployment).items()} == {n: m.pids for n, m in before.items()}
-
-
-def test_a_name_is_given_once(deployment: Deployment, config: PipelineConfig) -> None:
-    """A second deployment takes over the first one's engines, or ends them when it fails."""
-    with pytest.raises(EngineError, match="there is a deployment 'many'"):
-        Deployment.up(TOPOLOGY, config, name="many")
-    assert Deployment.find("many").config == deployment.config
-    live(deployment)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("deployment", [ALL], indirect=True)
 def test_a_dead_record_is_restarted_with_its_specification(deployment: Deployment) -> None:
     """Nobody finds a deployment whose engines all live."""
     record = ray.get_actor("many/record", namespace=NAMESPACE)
@@ -198,7 +194,7 @@ def test_nodes_are_checked_before_anything_starts(local_ray: None, tmp_path: Pat
     """Every engine fails by itself, after minutes, with an error of the loader's that names no node."""
     missing = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "missing"))})
     with pytest.raises(ConfigError, match=rf"node \S+ \(\w+\) has no target {tmp_path}/missing"):
-        Deployment.up(Topology(num_shards=0, num_encoders=0), missing, name="lacking")
+        Deployment.up(ENGINES, missing, name="lacking")
     assert not actors_of("lacking")
 
 
@@ -207,30 +203,30 @@ def test_other_versions_are_refused(local_ray: None, config: PipelineConfig, mon
     other = check_here(())._replace(code="0" * 12)
     actual = launch.check_here
     monkeypatch.setattr(launch, "check_here", lambda paths: actual(paths) if paths else other)
-    spec = DeploymentSpec(Topology(num_shards=0, num_encoders=0), config)
+    spec = DeploymentSpec(ENGINES, config)
     with pytest.raises(EngineError, match=r"versions differ here and on node .*: ragspec \S+ \(0{12}\)"):
         check_nodes(spec)
 
 
 @pytest.mark.slow
 def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
-    local_ray: None, config: PipelineConfig, tmp_path: Path
+    local_ray: None, indexed: PipelineConfig, tmp_path: Path
 ) -> None:
     """`up` waits for ever for an engine that dies again and again, or leaves processes behind."""
     (tmp_path / "broken").mkdir()
-    broken = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "broken"))})
+    broken = indexed.model_copy(update={"target": TargetConfig(model=str(tmp_path / "broken"))})
     for ranks in (1, 2):
-        topology = TOPOLOGY.model_copy(update={"tensor_parallel_size": ranks, "num_replicas": 1})
+        topology = ALL.model_copy(update={"tensor_parallel_size": ranks, "num_replicas": 1})
         with pytest.raises(ModelError, match="broken"):
             Deployment.up(topology, broken, name="broken")
         assert not actors_of("broken")
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_down_even_of_stopped_processes(local_ray: None, config: PipelineConfig) -> None:
+def test_nothing_is_left_after_down_even_of_stopped_processes(local_ray: None, indexed: PipelineConfig) -> None:
     """Actors, placement groups or processes of a deployment that is gone."""
-    topology = TOPOLOGY.model_copy(update={"num_replicas": 1, "shard_replicas": 1, "num_encoders": 0})
-    deployment = Deployment.up(topology, config, name="ended", detached=True)
+    topology = ALL.model_copy(update={"num_replicas": 1, "shard_replicas": 1, "num_encoders": 0})
+    deployment = Deployment.up(topology, indexed, name="ended", detached=True)
     pids = [pid for replica in live(deployment).values() for pid in replica.pids]
     assert len(pids) == 3
     os.kill(pids[0], signal.SIGSTOP)

@@ -16,6 +16,7 @@ from letter_encoder import LetterEncoder
 from ray import cloudpickle
 from shard_parts import die, pid_of
 
+from ragspec.cluster import actors
 from ragspec.cluster.actors import ActorPool
 from ragspec.cluster.remote_retrieval import encoders
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor, EncoderPool, RemoteEncoder
@@ -23,8 +24,6 @@ from ragspec.cluster.remote_retrieval.worker_pool import RetryPolicy
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch, ModelError, RetrievalError
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, TextKind
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(letter_encoder)
@@ -39,8 +38,9 @@ def letters(config: EncoderConfig) -> LetterEncoder:
     return LetterEncoder()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
-def test_encoders_elsewhere_outlive_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_elsewhere_outlive_each_other(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors in the order in which actors finish; queries that wait for an encoder that is dead or stopped."""
     monkeypatch.setattr(encoders, "_TEXTS_PER_CALL", 5)
     here, expected = LetterEncoder(), LetterEncoder().encode(TEXTS)
@@ -75,7 +75,21 @@ class Failing(LetterEncoder):
         return super().encode(texts, kind)
 
 
-def test_a_lost_encoder_s_process_ends() -> None:
+@pytest.mark.parametrize("lost", ["", "the encoder is lost"])
+def test_a_lost_encoder_ends_its_process(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """A lost encoder failed every call for ever, and answered its health checks."""
+    ended: list[str] = []
+    monkeypatch.setattr(actors, "end_process", ended.append)
+    actor = EncoderActor(EncoderConfig(), lambda _: Failing())
+    identity = LetterEncoder().identity
+    with pytest.raises(MemoryError) if lost else contextlib.nullcontext():
+        actor.encode(identity, ["fail" if lost else "good"], "document")
+    assert ended == ([lost] if lost else [])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_lost_encoder_s_process_ends(local_ray: None) -> None:
     """It failed every call for ever, and answered its health checks."""
     with (
         ActorPool(EncoderActor, (EncoderConfig(), lambda _: Failing()), prefix="encoder") as own,
@@ -92,8 +106,9 @@ def test_a_lost_encoder_s_process_ends() -> None:
         assert pid_of(own.replicas[0]) != old
 
 
+@pytest.mark.ray
 @pytest.mark.slow
-def test_without_a_fitting_encoder_there_is_one_clear_error() -> None:
+def test_without_a_fitting_encoder_there_is_one_clear_error(local_ray: None) -> None:
     """Queries encoded by another model than the index, or a wait for an encoder that nobody starts."""
     with (
         ActorPool(EncoderActor, (EncoderConfig(), letters), prefix="encoder") as own,
@@ -114,8 +129,9 @@ def test_without_a_fitting_encoder_there_is_one_clear_error() -> None:
         RemoteEncoder(broken.replicas)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
-def test_a_pool_of_encoders_encodes_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_encoders_encodes_as_one_does(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits that depend on the process which encodes."""
     monkeypatch.setattr(encoders, "_TEXTS_PER_CALL", 5)
     with contextlib.closing(EncoderPool(EncoderConfig(), num_workers=2)) as pool:

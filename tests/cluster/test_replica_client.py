@@ -15,7 +15,7 @@ from ragspec.cluster import actors
 from ragspec.cluster.actors import ORDERED, ActorPool, Replica, WorkerActor, in_group
 from ragspec.cluster.engine_host import Polled
 from ragspec.cluster.routing.policy import RoutingConfig
-from ragspec.cluster.routing.replica_client import RayReplicaClient, ReplicaGone
+from ragspec.cluster.routing.replica_client import ReplicaClient, ReplicaGone
 from ragspec.core import Request
 from ragspec.errors import ReplicaLost
 
@@ -59,12 +59,13 @@ def calls(replica: Replica) -> list[str]:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_calls_arrive_in_order_and_one_that_is_refused_is_a_loss(local_ray: None) -> None:
     """A cancellation overtook its request, which ran for nobody; or a request that no replica had was waited for; or a replica
     that was given up went on with what others wrote."""
     with ActorPool(Noting, prefix="engine") as own:
         (replica,) = own.replicas
-        client = RayReplicaClient(replica.actor, RoutingConfig())
+        client = ReplicaClient(replica.actor, RoutingConfig())
         expected = []
         for number in range(20):
             client.submit(Request(f"r{number}", (5,)))

@@ -51,10 +51,6 @@ def plain(local: LocalReplicas, request: Request) -> Completion:
     return engine_of(local).generate([replace(request, id="plain")])[0]
 
 
-def engines(local: LocalReplicas) -> list[Engine]:
-    return list(local.engines.values())
-
-
 def serving(local: LocalReplicas) -> str:
     """The replica that something runs on."""
     (name,) = [name for name, host in local.hosts.items() if host.status().num_running]
@@ -103,25 +99,34 @@ def test_a_stream_that_is_left_ends_in_the_replica(local: LocalReplicas) -> None
             return delta
         raise AssertionError
 
-    with Router(local.all, connect, SETTINGS) as router, standing(*engines(local), for_s=0.2):
+    with Router(local.all, connect, SETTINGS) as router, standing(*local.engines.values(), for_s=0.2):
         assert asyncio.run(first_token(router)).request_id == "a"
         until(lambda: local.is_idle)
 
 
 def test_a_wrong_request_is_refused_with_all_that_came_with_it(local: LocalReplicas) -> None:
-    """One of several was refused and the others ran, or the error came from a replica and was an engine's."""
-    heard = Heard()
+    """One of several was refused and the others ran; two outputs were mixed under one id, or an id could never be used again; an
+    affinity that is no text left a request behind that never ends."""
+    heard, unheard = Heard(), Heard()
     with Router(local.all, connect, SETTINGS) as router:
-        for wrong, error in (
-            (Request("b", (), SHORT), InputError),
-            (Request("b", tuple(range(2, 258)), SHORT), PromptTooLong),
-            (ask("a"), InputError),
-        ):
-            with pytest.raises(error):
-                router.submit_all([ask("a"), wrong], heard)
-        time.sleep(0.1)
-        assert not heard.deltas
-        assert router.generate([ask("a"), ask("b")])
+        with standing(*local.engines.values()):
+            router.submit(ask("running", LONG), heard)
+            for wrong, error, reason in (
+                (Request("b", (), SHORT), InputError, "prompt is empty"),
+                (Request("b", tuple(range(2, 258)), SHORT), PromptTooLong, "fit the context"),
+                (ask("a"), InputError, "an id is in use already"),
+                (ask("running", first=9), InputError, "an id is in use already"),
+                (ask("b", affinity=5), InputError, "must be strings"),
+            ):
+                with pytest.raises(error, match=reason):
+                    router.submit_all([ask("a"), wrong], unheard)
+            assert router.num_choices() == 1
+        heard.wait()
+        again = ask("running", first=9)
+        assert router.generate([again])[0].token_ids == plain(local, again).token_ids
+        # a source without a text made the router's own counting raise in a replica's thread, which killed the replica
+        assert router.generate([ask("odd", sources=(CopySource(SourceKind.INPUT, None),))])  # type: ignore[arg-type]
+    assert not unheard.deltas and not local.num_reconnects
 
 
 def test_a_listener_that_raises_costs_only_its_request(local: LocalReplicas) -> None:
@@ -149,7 +154,7 @@ def test_a_listener_may_submit_and_cancel(local: LocalReplicas) -> None:
                 router.cancel("first")
 
         first = Heard(act=act)
-        with standing(*engines(local)):
+        with standing(*local.engines.values()):
             router.submit(ask("first", LONG), first)
             assert first.wait()[-1].finish_reason is FinishReason.CANCELLED
         assert second.wait()[-1].finish_reason is FinishReason.LENGTH
@@ -177,7 +182,7 @@ def test_a_request_that_breaks_what_prepares_it_costs_only_itself(local: LocalRe
 
         return raises
 
-    for engine in engines(local):
+    for engine in local.engines.values():
         engine.submit = poisoned(engine)  # type: ignore[method-assign]
     requests = [ask("a"), ask("bad", salt="poison"), ask("b")]
     heard = Heard(num_choices=3)
@@ -187,32 +192,6 @@ def test_a_request_that_breaks_what_prepares_it_costs_only_itself(local: LocalRe
     assert (last["bad"].finish_reason, last["bad"].error) == (FinishReason.ERROR, "a bug")
     assert last["a"].finish_reason is last["b"].finish_reason is FinishReason.LENGTH
     assert not local.num_reconnects
-
-
-def test_what_cannot_be_remembered_or_placed_costs_no_replica(local: LocalReplicas) -> None:
-    """A source without a text made the router's own counting raise in a replica's thread, which killed the replica; an affinity
-    that is no text left a request behind that never ends."""
-    odd = ask("odd", sources=(CopySource(SourceKind.INPUT, None),))  # type: ignore[arg-type]
-    with Router(local.all, connect, SETTINGS) as router:
-        assert router.generate([odd])
-        with pytest.raises(InputError, match="must be strings"):
-            router.submit(ask("a", affinity=5), Heard())  # type: ignore[arg-type]
-        assert router.num_choices() == 0
-        assert router.generate([ask("a")])
-    assert not local.num_reconnects
-
-
-def test_an_id_in_use_is_refused(local: LocalReplicas) -> None:
-    """Two outputs were mixed under one id, or an id could never be used again."""
-    heard, unheard = Heard(), Heard()
-    with Router(local.all, connect, SETTINGS) as router:
-        with standing(*engines(local)):
-            router.submit(ask("a", LONG), heard)
-            with pytest.raises(InputError, match="an id is in use already"):
-                router.submit_all([ask("new"), ask("a", first=9)], unheard)
-        heard.wait()
-        assert router.generate([ask("a", first=9)])[0].token_ids == plain(local, ask("a", first=9)).token_ids
-    assert not unheard.deltas
 
 
 # What waits
@@ -246,7 +225,7 @@ def test_a_waiting_request_can_be_cancelled(local: LocalReplicas) -> None:
     """A request in the queue ran all the same, or took its place with it."""
     with Router(local.all, connect, settings(max_num_seqs=1)) as router:
         heard = {name: Heard() for name in ("a", "b", "c", "d")}
-        with standing(*engines(local)):
+        with standing(*local.engines.values()):
             for name, each in heard.items():
                 router.submit(ask(name), each)
             router.cancel("c")
@@ -265,7 +244,7 @@ def test_like_requests_go_to_one_replica_until_it_is_loaded(local: LocalReplicas
             cached = [router.generate([request])[0].stats.num_cached_tokens for request in requests]
             assert [num > 0 for num in cached] == [False, True, True], affinity
         heard = Heard(num_choices=12)
-        with standing(*engines(local)):
+        with standing(*local.engines.values()):
             router.submit_all([ask(f"hot{i}", affinity="a") for i in range(12)], heard)
             until(lambda: sum(local.num_running) == 12)
             assert sorted(local.num_running) == [4, 8]
@@ -299,7 +278,7 @@ def test_a_drain_lets_the_running_end(local: LocalReplicas) -> None:
 def test_what_has_not_ended_is_cancelled_when_the_drain_is_over(local: LocalReplicas) -> None:
     """Replicas went on computing for a router that is gone, or its callers waited for ever."""
     heard = [Heard() for _ in range(3)]
-    with Router(local.all, connect, settings(max_num_seqs=1)) as router, standing(*engines(local)):
+    with Router(local.all, connect, settings(max_num_seqs=1)) as router, standing(*local.engines.values()):
         for number, each in enumerate(heard):
             router.submit(ask(f"r{number}", LONG), each)
         router.close(drain_s=0.05)
@@ -339,7 +318,7 @@ def test_the_choices_of_a_lost_replica_go_on_elsewhere(local: LocalReplicas) -> 
     truth = engine_of(local).generate([replace(request, id="plain")])
     with Router(local.all, connect, SETTINGS) as router:
         heard = Heard(num_choices=3)
-        with standing(*engines(local)):
+        with standing(*local.engines.values()):
             router.submit(request, heard)
             until(lambda: len({delta.choice for delta in heard.deltas}) == 3)
             num_lost = local.num_running[0]
@@ -381,7 +360,7 @@ def test_a_router_that_was_asleep_begins_again_and_kills_nobody(targets: Targets
 
         with Router(local.all, noting, SETTINGS) as router:
             heard = Heard()
-            with standing(*engines(local)):
+            with standing(*local.engines.values()):
                 router.submit(request, heard)
                 heard.began.wait(10.0)
                 host.leave(clients[-1].id)  # as after `client_timeout_s`, at whatever moment that comes
@@ -426,7 +405,7 @@ def test_equal_numerics_are_waited_for(local: LocalReplicas) -> None:
         until(lambda: router.num_connected == 2)
         assert router.fingerprint == "other+tiny"
         heard, unheard = Heard(), Heard()
-        with standing(*engines(local)):
+        with standing(*local.engines.values()):
             for name, each in (("a", heard), ("b", unheard)):
                 router.submit(ask(name, LONG, affinity="doc"), each)
             until(lambda: heard.began.is_set() and unheard.began.is_set())

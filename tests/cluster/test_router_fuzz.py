@@ -116,7 +116,7 @@ def disturb(local: LocalReplicas, weather: Weather, over: threading.Event) -> No
             local.revive(name)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_random_faults_change_nothing(targets: Targets, seed: int) -> None:
     """A combination of faults that nobody thought of."""
     weather = Weather(seed)

@@ -13,7 +13,6 @@ from ragspec.cluster.routing.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
 from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
-from ragspec.errors import InputError
 
 Targets = Callable[[int], Sequence[Target]]
 
@@ -82,8 +81,8 @@ def test_a_loss_at_every_token_changes_nothing(local: LocalReplicas, targets: Ta
     request = ask(targets(1)[0], PARAMS[name])
     truth = undisturbed(local, request)
     total = sum(len(one.token_ids) for one in truth)
-    places = range(total + 1) if name == "greedy, logprobs" else (0, 1, total // 2, total - 1, total)
-    for after, silently in [*((after, False) for after in places), (total // 2, True), (total, True)]:
+    places = range(total + 1) if name == "greedy, logprobs" else (0, total // 2, total)
+    for after, silently in [*((after, False) for after in places), (total, True)]:
         heard, num_lost = with_losses(local, request, [after], silently)
         assert_same(heard, truth)
         assert (num_lost == 1) == (after < total or silently)
@@ -100,36 +99,26 @@ def test_drafts_are_accepted_on_both_sides_of_a_loss(local: LocalReplicas, targe
     )
     truth = undisturbed(local, request)
     assert truth[0].stats.num_accepted > 0
-    for after in range(0, 24, 3):
+    for after in (0, 6, 15):
         heard, num_lost = with_losses(local, request, [after])
         assert_same(heard, truth)
         assert num_lost == heard[0].stats.num_replays == 1
         assert heard[0].stats.num_accepted > 0
 
 
-def test_many_losses_in_one_output(local: LocalReplicas, targets: Targets) -> None:
-    """The second replay began behind the first one's tokens instead of behind all."""
-    request = ask(targets(1)[0], SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True, logprobs=1))
-    truth = undisturbed(local, request)
-    heard, num_lost = with_losses(local, request, [3, 1, 0, 2, 0, 5, 1, 1])
-    assert_same(heard, truth)
-    assert heard[0].stats.num_replays == num_lost == 8
-
-
-@pytest.mark.parametrize("length", [1, 2, 4])
-def test_a_stop_string_across_a_loss_is_seen(local: LocalReplicas, targets: Targets, length: int) -> None:
+def test_a_stop_string_across_a_loss_is_seen(local: LocalReplicas, targets: Targets) -> None:
     """The beginning of a stop string stood before the loss: it was told, or its end was not recognised."""
     target = targets(1)[0]
-    free = undisturbed(local, ask(target, SamplingParams(temperature=1.0, seed=8, max_tokens=16, ignore_eos=True)))
-    for start in (3, 9):
+    params = SamplingParams(temperature=1.0, seed=8, max_tokens=16, ignore_eos=True)
+    free = undisturbed(local, ask(target, params))
+    for start, length in ((3, 1), (9, 4)):
         stop = target.tokenizer.decode(free[0].token_ids[start : start + length]).strip("\ufffd")
         assert stop
-        params = SamplingParams(temperature=1.0, seed=8, max_tokens=16, ignore_eos=True, stop=(stop,))
-        request = ask(target, params)
+        request = ask(target, replace(params, stop=(stop,)))
         truth = undisturbed(local, request)
         assert truth[0].finish_reason is FinishReason.STOP
         total = len(truth[0].token_ids)
-        for after, silently in [*((after, False) for after in range(0, total, 1 if length == 2 else 3)), (total, True)]:
+        for after, silently in [*((after, False) for after in range(max(0, total - 4), total)), (total, True)]:
             heard, num_lost = with_losses(local, request, [after], silently)
             assert_same(heard, truth)
             assert num_lost == 1
@@ -146,7 +135,7 @@ def test_a_character_across_a_loss_is_told_once(local: LocalReplicas, targets: T
     )
     truth = undisturbed(local, request)
     assert any(ord(character) > 255 for character in truth[0].text)
-    for after in range(1, 16):  # every byte of a character
+    for after in range(1, 9):  # every byte of a character
         heard, _ = with_losses(local, request, [after])
         assert_same(heard, truth)
 
@@ -164,19 +153,9 @@ def test_segments_are_taken_up_again(local: LocalReplicas, targets: Targets) -> 
     ):
         request = replace(ask(target, params), segment=segment)
         truth = undisturbed(local, request)
-        for after in range(0, len(truth[0].token_ids), 3):
+        for after in (0, len(truth[0].token_ids) // 2):
             heard, _ = with_losses(local, request, [after])
             assert_same(heard, truth)
-
-
-def test_one_choice_of_three_is_taken_up_again(local: LocalReplicas, targets: Targets) -> None:
-    """A request for choice 2 alone came back as choice 0, or waited for the others."""
-    request = ask(targets(1)[0], PARAMS["three choices"])
-    whole = undisturbed(local, request)
-    alone = replace(request, segment=Segment(whole[2].token_ids[:2], choice=2))
-    for after in range(3):
-        (heard,), _ = with_losses(local, alone, [after])
-        assert (heard.choice, heard.token_ids) == (2, whole[2].token_ids[2:])
 
 
 def test_a_seed_that_was_not_given_is_the_same_in_all_parts(local: LocalReplicas, targets: Targets) -> None:
@@ -189,18 +168,3 @@ def test_a_seed_that_was_not_given_is_the_same_in_all_parts(local: LocalReplicas
         assert heard.token_ids == undisturbed(local, seeded)[0].token_ids
         seeds.add(heard.stats.seed)
     assert len(seeds) == 2, "two requests without a seed had the same"
-
-
-def test_a_refused_request_is_refused_at_once(local: LocalReplicas, targets: Targets) -> None:
-    """It was found to be wrong only when a replica had it, or it was tried on every replica in turn."""
-    good = ask(targets(1)[0], SamplingParams(max_tokens=4))
-    heard = Heard(num_choices=3)
-    with Router(local.all, Losing([]), SETTINGS) as router:
-        for wrong in (replace(good, prompt_ids=()), replace(good, id="b", segment=Segment((5,), 1))):
-            with pytest.raises(InputError):
-                router.submit_all([good, wrong], heard)
-        ended = replace(good, id="c", segment=Segment((5, 1), 4))  # only a tokenizer can tell
-        router.submit_all([good, ended, replace(good, id="d")], heard)
-        last = {delta.request_id: delta for delta in heard.wait() if delta.finish_reason}
-    assert last["c"].finish_reason is FinishReason.ERROR and "ends with its token 2" in last["c"].error
-    assert last["a"].finish_reason is last["d"].finish_reason is FinishReason.LENGTH

@@ -19,33 +19,33 @@ def nodes(*rooms: tuple[float, float]) -> list[NodeResources]:
     return [NodeResources(f"node-{number}", cpus, gpus) for number, (cpus, gpus) in enumerate(rooms)]
 
 
-def refusal(topology: Topology, *rooms: tuple[float, float]) -> str:
+@pytest.mark.parametrize(
+    ("topology", "rooms", "reason"),
+    [
+        (
+            {"num_replicas": 2, "tensor_parallel_size": 4, "gpus_per_rank": 1.0},
+            [(64.0, 2.0), (64.0, 2.0)],
+            "it needs 8 GPUs, and the cluster has 4; 2 engines need 2 CPUs and 4 GPUs on one node each, and only 0 find that",
+        ),
+        (
+            {"num_replicas": 4, "tensor_parallel_size": 4, "gpus_per_rank": 1.0},
+            3 * [(64.0, 6.0)],
+            "4 engines need 2 CPUs and 4 GPUs on one node each, and only 3 find that",
+        ),
+        (
+            {"num_replicas": 2, "cpus_per_rank": 1.0, "num_shards": 2, "shard_replicas": 2},
+            [(2.0, 0.0)],
+            "it needs 2.5 CPUs, and the cluster has 2",
+        ),
+    ],
+)
+def test_the_refusal_shows_every_sum_that_does_not_come_out(
+    topology: dict[str, Any], rooms: list[tuple[float, float]], reason: str
+) -> None:
+    """`up` waits for ever for GPUs that are not there, for a node that holds a whole engine, or for the index's share."""
     with pytest.raises(ConfigError) as caught:
-        check_fits(topology, nodes(*rooms))
-    return str(caught.value)
-
-
-def test_the_refusal_shows_every_sum_that_does_not_come_out() -> None:
-    """`up` waits for ever for GPUs that are not there, or says only that resources are short."""
-    topology = Topology(num_replicas=2, tensor_parallel_size=4, gpus_per_rank=1.0)
-    assert refusal(topology, (64.0, 2.0), (64.0, 2.0)) == (
-        "the topology does not fit: 2 replicas x 4 ranks x 1 GPU = 8 GPUs, the cluster has 4; "
-        "the largest node has 2, and a group needs 4 on one node"
-    )
-
-
-def test_groups_that_fit_the_sum_but_no_node_are_refused() -> None:
-    """3 nodes of 6 GPUs have 18, but no more than 3 groups of 4: the fourth would hang."""
-    topology = Topology(num_replicas=4, tensor_parallel_size=4, gpus_per_rank=1.0)
-    message = refusal(topology, (64.0, 6.0), (64.0, 6.0), (64.0, 6.0))
-    assert "4 replicas need 4 GPUs and 2 CPUs on one node each, and only 3 find that" in message
-
-
-def test_the_shards_and_encoders_are_in_the_sum() -> None:
-    """A topology whose engines just fit leaves no room for the index."""
-    topology = Topology(num_replicas=2, cpus_per_rank=1.0, num_shards=2, shard_replicas=2)
-    message = refusal(topology, (2.0, 0.0))
-    assert "2 replicas x 1 ranks x 1 CPU + 4 shards x 0.1 + 1 encoders x 0.1 = 2.5 CPUs, the cluster has 2" in message
+        check_fits(Topology(**topology), nodes(*rooms))
+    assert str(caught.value) == f"the topology does not fit: {reason}"
 
 
 @given(

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from pipelines.benchmarks import answers
 from pipelines.benchmarks.answers import mixed_passages, ndcg, rank_of
-from pipelines.benchmarks.cases.follow_ups import half_of, read_canard, read_sgd, spread
+from pipelines.benchmarks.cases.follow_ups import half_of, read_canard, spread
 from pipelines.benchmarks.cases.labels import (
     labels_of,
     measure_alterations,
@@ -58,19 +58,6 @@ def canard_rows() -> list[dict[str, Any]]:
         last = {"QuAC_dialog_id": f"C_{number}", "Question_no": 4, "Question": "Why?", "Rewrite": "Why?"}
         rows.append({**last, "History": [name, "Life", *texts]})
     return rows
-
-
-def sgd_lines() -> list[str]:
-    lines = []
-    for number, name in enumerate(NAMES):
-        turns = [
-            ["USER", "I want to eat something."],
-            ["SYSTEM", f"How do you like the restaurant {name} in San Jose?"],
-            ["USER", "Good. What is their address?"],
-            ["SYSTEM", f"{name} is at {number} Lake Street. Anything else?"],
-        ]
-        lines.append(json.dumps({"id": f"1_{number}", "services": [], "turns": turns}))
-    return lines
 
 
 def asked(question: str, quote: str, path: str) -> DocumentationQuestion:
@@ -134,6 +121,7 @@ def test_ranks_and_grades_count_as_in_trec_eval() -> None:
     assert ndcg([0, 0], [2]) == ndcg([], []) == 0.0
 
 
+@pytest.mark.slow
 @needs_data
 def test_alterations_of_the_data_lose_their_label() -> None:
     """The rule's promise: at most five in a hundred alterations keep their label, every quote equals its source."""
@@ -173,10 +161,8 @@ def test_verdicts_count_for_supported_sentences_alone(tmp_path: Path) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    for name in ("canard", "sgd"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "canard").mkdir()
     (tmp_path / "canard" / "dev.json").write_text(json.dumps(canard_rows()))
-    (tmp_path / "sgd" / "dev.jsonl").write_text("\n".join(sgd_lines()))
     return tmp_path
 
 
@@ -191,11 +177,6 @@ def test_each_question_has_its_own_answer_as_gold_and_not_in_its_history(data: P
         assert gold.text not in [turn.answer for turn in each.said] and each.said
         assert gold.title in each.said[0].question and gold.title in each.rewrite
         assert gold.title not in each.question
-    sgd = read_sgd(data / "sgd" / "dev.jsonl")
-    texts = {document.id: document.text for document in sgd.documents}
-    for each in sgd.questions:
-        assert "Lake Street" in texts[each.gold] and not any("Lake Street" in turn.answer for turn in each.said)
-        assert "?" not in texts[each.gold]
 
 
 def test_the_halves_share_no_dialogue_and_stay_what_they_are(data: Path) -> None:
@@ -213,12 +194,11 @@ def test_rewriting_changes_what_is_found(data: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(answers, "RetrieverConfig", partial(RetrieverConfig, mode="sparse"))
     monkeypatch.setattr(answers, "TOP", 2)
     bench: Any = SimpleNamespace(run=Run(TargetConfig(), data), encoder=LetterEncoder(), data=data)
-    for read, path in ((read_canard, "canard/dev.json"), (read_sgd, "sgd/dev.jsonl")):
-        found = answers._follow_ups(read, path, bench)
-        assert found["recall_rules"] == 1.0 > found["recall_as_asked"]
-        assert ("recall_people" in found) == (read is read_canard)
+    found = answers._follow_ups(bench)
+    assert found["recall_rules"] == 1.0 > found["recall_as_asked"]
+    (data / "canard" / "dev.json").unlink()
     with pytest.raises(InputError, match="canard"):
-        answers._follow_ups(read_canard, "none/canard.json", bench)
+        answers._follow_ups(bench)
 
 
 def test_fewer_questions_come_from_all_over(data: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelines.benchmarks import gpu
-from pipelines.benchmarks.gpu import SMALL
+from pipelines.benchmarks.gpu import Shape
 from pipelines.benchmarks.harness import Run
 from ragspec.errors import ConfigError
 
@@ -23,7 +23,7 @@ def test_speeds_that_need_a_gpu_are_computed(run: Run, monkeypatch: pytest.Monke
     }
     for name, value in sizes.items():
         monkeypatch.setattr(gpu, name, value)
-    tiny = SMALL._replace(name="8 B", hidden=64, inner=128, vocab=320)
+    tiny = Shape("8 B", hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320)
     rows = list(gpu.rows_of(run, (tiny,), ("torch",), "cpu"))
     result = gpu.summarise(rows)
     assert all(result[metric.name] > 0.0 for metric in gpu.METRICS)

@@ -11,7 +11,7 @@ from forced_sampler import ForcedSampler
 
 from pipelines.benchmarks import speculation
 from pipelines.benchmarks.cases.workloads import CHAT, RAG
-from pipelines.benchmarks.harness import Run
+from pipelines.benchmarks.harness import Run, draw
 from pipelines.benchmarks.speculation import Speculations, drafter_table, run_speculation, summarise
 from ragspec.core import Request
 from ragspec.engine.loading import load_engine
@@ -37,7 +37,7 @@ def test_every_figure_is_measured_and_every_token_is_plain_decoding_s(
     result = summarise(rows)
     assert result["identical"] is True and len(rows) == len({row["row"] for row in rows}) >= 20
     assert [key for key in KEYS if result.get(key) is None] == []
-    assert speculation.draw(rows, "made up").keys() == {"speculation"}
+    assert draw(speculation.PLOT, rows, "made up").axes
 
 
 def test_a_token_that_depends_on_speculation_is_noticed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_token_that_depends_on_speculation_is_noticed(run: Run, monkeypatch: p
 
     monkeypatch.setattr(speculation, "load_engine", partial(load_engine, make_sampler=by_speculation))
     with Speculations(replace(run, peers=False)) as bench:
-        rows = [speculation._greedy_row(bench, CHAT), speculation._batch_row(bench, CHAT)]
+        rows = [speculation._workload_row(bench, CHAT, 0.0), speculation._batch_row(bench, CHAT)]
     assert [row["identical"] for row in rows] == [False, False]
     assert rows[0]["speedup_vs_plain"] is None, "the outputs are different work"
 

@@ -101,10 +101,11 @@ def test_a_folder_of_answers_is_not_continued_with_corrections(place: Path, tmp_
         run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
 
 
-def test_a_job_without_an_index_needs_none(tmp_path: Path) -> None:
+def test_a_job_without_an_index_needs_none(place: Path, tmp_path: Path) -> None:
     """A corrector that asks for an index; wrong rows alone load no target."""
     inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a"}])
-    result = CliRunner().invoke(app, ["--input", str(inputs), "--out", str(tmp_path / "out")])
+    target = ["--target", str(place / "target")]
+    result = CliRunner().invoke(app, ["--input", str(inputs), "--out", str(tmp_path / "out"), *target])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["failed"] == 1
 

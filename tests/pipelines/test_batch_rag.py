@@ -6,12 +6,8 @@ import contextlib
 import errno
 import json
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from batch_files import ASKED, SEED, answers_of, chat_row, read_lines, texts_of, uneven_rows, write_lines
-from job_processes import alive, children
-from stand_ins import until
 from typer.testing import CliRunner, Result
 
 from pipelines.batch import backend as batch_backend
@@ -49,11 +43,6 @@ def called(*arguments: str) -> Result:
 def job(place: Path, inputs: Path, out: Path, **options: Any) -> Job:
     config = load_config(place / "config.yaml")
     return Job(inputs, out, config, SEED, **{"backend": BackendSpec(address="local"), **options})
-
-
-def command(place: Path, inputs: Path, out: Path) -> list[str]:
-    options = ["--config", str(place / "config.yaml"), "--input", str(inputs), "--out", str(out)]
-    return [sys.executable, "-m", "pipelines.batch_rag", "--address", "local", *options]
 
 
 def test_a_job_of_wrong_rows_says_so_and_ends_well(place: Path, tmp_path: Path) -> None:
@@ -112,27 +101,32 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
     return texts_of(place / "straight")
 
 
-def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
-    """An update made int8 automatic: half of a begun job's texts came from other weights, or the job was refused."""
-    inputs, out, config = (
-        write_lines(tmp_path / "q.jsonl", uneven_rows(4)),
-        tmp_path / "out",
-        load_config(place / "config.yaml"),
-    )
-    floats, int8 = (
-        config.model_copy(update={"target": config.target.model_copy(update={"quantization": kind})})
-        for kind in ("none", "int8")
-    )
-    run_job(replace(job(place, inputs, out), config=floats), RagTask())
-    whole = texts_of(out)
-    assert "weights" not in json.loads((out / "job.json").read_text())
-    [answers] = out.glob("answers-*.jsonl")
-    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))  # the begun job
-    summary = run_job(job(place, inputs, out), RagTask())
-    assert (summary.num_skipped, summary.num_answered) == (2, 2)
-    assert texts_of(out) == whole
+def with_weights(begun: Job, kind: str) -> Job:
+    target = begun.config.target.model_copy(update={"quantization": kind})
+    return replace(begun, config=begun.config.model_copy(update={"target": target}))
+
+
+def test_a_job_begun_in_float_weights_is_not_continued_in_others(place: Path, tmp_path: Path) -> None:
+    """An update made int8 automatic: a begun job was refused, or went on in other weights."""
+    begun = job(place, write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out")  # no row needs an engine
+    run_job(with_weights(begun, "none"), RagTask())
+    assert "weights" not in json.loads((tmp_path / "out" / "job.json").read_text())
+    run_job(begun, RagTask())
     with pytest.raises(ConfigError, match="holds a job"):
-        run_job(replace(job(place, inputs, out), config=int8), RagTask())
+        run_job(with_weights(begun, "int8"), RagTask())
+
+
+@pytest.mark.slow
+def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
+    """Half of a begun job's texts came from other weights."""
+    begun = job(place, write_lines(tmp_path / "q.jsonl", uneven_rows(4)), tmp_path / "out")
+    run_job(with_weights(begun, "none"), RagTask())
+    whole = texts_of(begun.out)
+    [answers] = begun.out.glob("answers-*.jsonl")
+    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))  # the begun job
+    summary = run_job(begun, RagTask())
+    assert (summary.num_skipped, summary.num_answered) == (2, 2)
+    assert texts_of(begun.out) == whole
 
 
 def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
@@ -254,60 +248,18 @@ def _check_speed(summary: dict[str, Any]) -> None:
     assert summary["cost_per_1k_questions"] == pytest.approx(summary["machine_s_per_1k_questions"] * 0.002, abs=1e-3)
 
 
-def killed_at(place: Path, out: Path, num_rows: int) -> int:
-    """Start the job, kill -9 it once so many rows are on the disk; how many were."""
-    log = open(out.with_suffix(".log"), "ab")  # noqa: SIM115 - the process keeps it
-    with log:
-        arguments = command(place, place / "q.jsonl", out)
-        process = subprocess.Popen(arguments, cwd=out.parent, stdout=log, stderr=log, start_new_session=True)
-    everyone: list[int] = []
-    try:
-        until(lambda: num_lines(out) >= num_rows or process.poll() is not None, f"{num_rows} rows")
-        everyone = children(process.pid)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL, out.with_suffix(".log").read_text()
-        until(lambda: not alive(everyone), "the end of its processes", 60)
-    finally:
-        for pid in alive([process.pid, *everyone]):
-            os.kill(pid, signal.SIGKILL)
-    return num_lines(out)
+def fail_generation(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: Callable[[Sequence[Any]], bool]
+) -> None:
+    """Raise the error for every batch of which `is_lost` says so."""
+    generate = AsyncPipeline._generate
 
+    async def losing(flow: AsyncPipeline, ready: Any) -> Any:
+        if is_lost(ready):
+            raise error
+        return await generate(flow, ready)
 
-def num_lines(out: Path) -> int:
-    """Whole lines of answers."""
-    return sum(part.read_bytes().count(b"\n") for part in out.glob("answers-*"))
-
-
-@pytest.mark.slow
-def test_a_job_killed_three_times_is_finished(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
-    """Rows lost, answered twice or otherwise; a moment at which the disk does not hold what will be read again."""
-    out = tmp_path / "out"
-    for moment in sorted(random.Random(os.getpid()).sample(range(1, NUM_ROWS // 2), 3)):
-        whole = killed_at(place, out, moment)
-        assert moment <= whole < NUM_ROWS, "killed too late to show anything"
-    done = subprocess.run(command(place, place / "q.jsonl", out), check=True, cwd=tmp_path, stdout=subprocess.PIPE)
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert (summary["skipped"], summary["answered"], summary["failed"]) == (whole, NUM_ROWS - whole, 0)
-    assert texts_of(out) == straight
-    assert not read_lines(out / "errors.jsonl")
-
-
-class Losing:
-    """The flow's stages, but that from some moment on every question meets an error."""
-
-    def __init__(self, after: int, error: Exception) -> None:
-        self._left, self._error = after, error
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        generate = AsyncPipeline._generate
-
-        async def losing(flow: AsyncPipeline, ready: Any) -> Any:
-            self._left -= 1
-            if self._left < 0:
-                raise self._error
-            return await generate(flow, ready)
-
-        monkeypatch.setattr(AsyncPipeline, "_generate", losing)
+    monkeypatch.setattr(AsyncPipeline, "_generate", losing)
 
 
 @pytest.mark.parametrize("error", [ReplicaLost("no engine is left"), RetrievalError("the index is lost")])
@@ -316,7 +268,8 @@ def test_a_loss_for_good_ends_the_job_and_nothing_wrong_is_written(
 ) -> None:
     """A thousand rows "failed" because of one dead machine; or answered from what was left of the index."""
     with monkeypatch.context() as patch:
-        Losing(10, error).install(patch)
+        left = iter(range(10))
+        fail_generation(patch, error, lambda ready: next(left, None) is None)
         with pytest.raises(EngineError, match=f"the job stopped: {error}.*run it again"):
             run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     kept = texts_of(tmp_path / "out")
@@ -331,14 +284,7 @@ def test_an_error_of_one_request_is_its_rows(
     place: Path, straight: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row that no engine can answer ends the job, now and at every resume."""
-    generate = AsyncPipeline._generate
-
-    async def failing(flow: AsyncPipeline, ready: Any) -> Any:
-        if ready[0].request.id == "q7":
-            raise EngineError("a step failed")
-        return await generate(flow, ready)
-
-    monkeypatch.setattr(AsyncPipeline, "_generate", failing)
+    fail_generation(monkeypatch, EngineError("a step failed"), lambda ready: ready[0].request.id == "q7")
     summary = run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert (summary.num_answered, summary.num_failed) == (NUM_ROWS - 1, 1)
     assert texts_of(tmp_path / "out") == {name: text for name, text in straight.items() if name != "q7"}

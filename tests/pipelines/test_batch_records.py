@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from batch_files import chat_row
-from pydantic import BaseModel, ConfigDict
+from openai.types.chat import ChatCompletion
 
 from pipelines.batch.records import answer_result, correction_result, error_record, output_record, recorded_row
 from pipelines.batch.rows import QUESTIONS, TEXTS, RowLocation, parse_row
@@ -21,79 +21,13 @@ STATS = GenerationStats(
 )
 
 
-class Closed(BaseModel):
-    """Every field is there, and no other."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Message(Closed):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class Choice(Closed):
-    index: int
-    message: Message
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
-
-
-class PromptDetails(Closed):
-    cached_tokens: int
-
-
-class CompletionDetails(Closed):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(Closed):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class ChatCompletion(Closed):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    system_fingerprint: str
-    ragspec: dict[str, Any]
-
-
-class ErrorDetails(Closed):
-    message: str
-    type: str
-    param: None
-    code: str
-
-
-class ErrorBody(Closed):
-    error: ErrorDetails
-
-
-class Response(Closed):
-    status_code: int
-    request_id: str
-    body: ChatCompletion | ErrorBody
-
-
-class Line(Closed):
-    """A line of a batch's output or error file."""
-
-    id: str
-    custom_id: str
-    response: Response
-    error: None
-    source: str = ""
-    row: int = 0
+def completion_of(line: dict[str, Any]) -> ChatCompletion:
+    """The body of a line of a batch's output file, as OpenAI's client reads it."""
+    assert line.keys() == {"id", "custom_id", "response", "error"} and line["error"] is None
+    assert line["response"].keys() == {"status_code", "request_id", "body"}
+    body = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+    assert body.model_extra is not None and body.model_extra.keys() == {"ragspec"}
+    return body
 
 
 def answer(reason: FinishReason = FinishReason.STOP) -> Answer:
@@ -108,27 +42,26 @@ def test_an_answered_chat_row_is_a_line_of_openais_output_file(reason: FinishRea
     """A client that finds no usage, or a finish reason that it does not know."""
     row = parse_row(chat_row("c1", "Which mill?"), QUESTIONS)
     record = output_record(row, answer_result(answer(reason)), "tiny", 1_700_000_000)
-    line = Line.model_validate(record)
-    assert isinstance(line.response.body, ChatCompletion)
-    body = line.response.body
-    assert (line.custom_id, line.response.status_code) == ("c1", 200)
+    body = completion_of(record)
+    assert (record["custom_id"], record["response"]["status_code"]) == ("c1", 200)
     assert (body.created, body.model, body.system_fingerprint) == (1_700_000_000, "tiny", "fp")
     assert body.choices[0].message.content == "The old one."
     assert body.choices[0].finish_reason == reason.value
-    usage = body.usage
+    usage, details = body.usage, record["response"]["body"]["ragspec"]
+    assert usage is not None and usage.prompt_tokens_details is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (30, 6, 36)
     assert usage.prompt_tokens_details.cached_tokens == 20
-    assert body.ragspec["passages"] == ["mill#0"] and body.ragspec["seed"] == 7
-    assert body.ragspec["logprobs"][0]["logprob"] == -0.5
+    assert details["passages"] == ["mill#0"] and details["seed"] == 7
+    assert details["logprobs"][0]["logprob"] == -0.5
     assert recorded_row(record) == ("c1", row.digest, "fp")
 
 
 def test_ids_of_lines_differ_and_stay() -> None:
     """Two lines of one id, or another id for the same row after a resume."""
     rows = [parse_row(chat_row(name), QUESTIONS) for name in ("a", "b", "a")]
-    lines = [Line.model_validate(output_record(row, answer_result(answer()), "tiny", 1)) for row in rows]
+    lines = [output_record(row, answer_result(answer()), "tiny", 1) for row in rows]
     assert lines[0] == lines[2]
-    assert len({line.id for line in lines}) == len({line.response.request_id for line in lines}) == 2
+    assert len({line["id"] for line in lines}) == len({line["response"]["request_id"] for line in lines}) == 2
 
 
 @pytest.mark.parametrize(
@@ -141,11 +74,11 @@ def test_ids_of_lines_differ_and_stay() -> None:
 )
 def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: int, kind: str) -> None:
     """A server's fault that a client takes for its own and never tries again."""
-    line = Line.model_validate(error_record(RowLocation("in/q.jsonl", 3), code, "so it is", chat_row("c1")))
-    assert isinstance(line.response.body, ErrorBody)
-    assert (line.custom_id, line.response.status_code, line.source, line.row) == ("c1", status, "q.jsonl", 3)
-    error = line.response.body.error
-    assert (error.message, error.type, error.code) == ("so it is", kind, code)
+    line = error_record(RowLocation("in/q.jsonl", 3), code, "so it is", chat_row("c1"))
+    assert (line["custom_id"], line["source"], line["row"], line["error"]) == ("c1", "q.jsonl", 3, None)
+    assert line["response"]["status_code"] == status
+    error = {"message": "so it is", "type": kind, "param": None, "code": code}
+    assert line["response"]["body"] == {"error": error}
 
 
 def test_a_correction_has_both_forms() -> None:
@@ -161,7 +94,6 @@ def test_a_correction_has_both_forms() -> None:
     assert plain["edits"] == [{"start": 3, "end": 5, "original": "go", "replacement": "goes", "kind": "agreement"}]
     assert [(each["original"], each["withheld"]) for each in plain["withheld"]] == [("He", "name")]
     assert plain["unfinished"] == [[7, 9]] and recorded_row(plain).fingerprint == "fp"
-    line = Line.model_validate(output_record(parse_row(chat_row("a", "He go. It"), TEXTS), result, "tiny", 1))
-    assert isinstance(line.response.body, ChatCompletion)
-    assert line.response.body.choices[0].message.content == "He goes. It"
-    assert line.response.body.ragspec["edits"] == plain["edits"]
+    line = output_record(parse_row(chat_row("a", "He go. It"), TEXTS), result, "tiny", 1)
+    assert completion_of(line).choices[0].message.content == "He goes. It"
+    assert line["response"]["body"]["ragspec"]["edits"] == plain["edits"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines import benchmark
-from pipelines.benchmarks import harness
-from pipelines.benchmarks.harness import Metric, Row, RowFile, Run, Suite, at_least, at_most, equal_to, measure
+from pipelines.benchmarks.harness import Metric, Plot, Row, RowFile, Run, Suite, at_least, at_most, equal_to, measure
 from ragspec.config import TargetConfig
 
 
 def run_two(run: Run) -> Iterator[Row]:
     for number, name in enumerate(("rag", "grammar")):
         yield run.row(name, lambda number=number: {"speedup": 2.0 + number, "share": 0.99999})
-
-
-def draw(rows: Sequence[Row], title: str) -> Mapping[str, Any]:
-    figure, axes = harness.new_figure(4.0, 3.0, title)
-    axes.plot([row["speedup"] for row in rows])
-    return {"made_up": figure}
 
 
 MADE_UP = Suite(
@@ -38,7 +31,7 @@ MADE_UP = Suite(
         Metric("identical", "tokens equal", equal_to(True)),
         Metric("not measured", "a figure of another machine", at_most(1.0)),
     ),
-    draw,
+    Plot("row", {"speedup": "speed-up"}, lambda row: True),
 )
 
 
@@ -69,7 +62,7 @@ def test_last_line_is_flat_and_the_file_holds_the_rows_too(seen: list[Run], tmp_
     rows = written.pop("rows")
     assert written == result and [row["row"] for row in rows] == ["rag", "grammar"]
     assert {row["commit"] for row in rows} == {result["commit"]}
-    assert (tmp_path / "made_up.png").stat().st_size > 2_000
+    assert (tmp_path / "made up.png").stat().st_size > 2_000
 
 
 def test_quick_means_one_run(seen: list[Run]) -> None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
 from typer.testing import CliRunner
 
 import pipelines.build_index as build_index_job
-from pipelines.batch.ray_session import ray_session
 from ragspec.config import EncoderConfig
 from ragspec.core import Document
 from ragspec.errors import SaveError, StoreError
-from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.retriever import Retriever
 
 
 class Ended(NamedTuple):
@@ -333,22 +328,6 @@ def test_workers_are_those_that_were_asked_for(
     assert done.code == 0 and asked == [3] and len(documents(tmp_path)) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-def test_several_workers_encode_as_one_does(docs: Path, tmp_path: Path) -> None:
-    """A flag that is accepted and does nothing, or gives other vectors."""
-    vectors = []
-    for workers in (1, 2):
-        index_dir = tmp_path / f"index{workers}"
-        arguments = [str(docs), "--index", str(index_dir), "--workers", str(workers)]
-        with ray_session(None) if workers > 1 else contextlib.nullcontext():
-            done = CliRunner().invoke(build_index_job.app, arguments)
-        assert done.exit_code == 0, done.stderr
-        (live,) = Store.open(index_dir).segments
-        vectors.append(np.array(live.segment.vectors))
-    assert np.array_equal(*vectors)
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -371,17 +350,3 @@ def test_settings_of_an_index_are_kept_unless_asked_otherwise(run: Callable[...,
     assert counts(run().summary) == (4, 0, 0, 0, 0)  # for everybody, beside those for ann alone
     ended = run("--max-chars", 60)
     assert ended.code == 1 and "built in another way" in ended.err
-
-
-def test_the_job_with_the_real_encoder_answers_questions(
-    docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything above with vectors that mean nothing."""
-    encoder = Encoder.load(EncoderConfig())
-    monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: encoder)
-    done = CliRunner().invoke(build_index_job.app, [str(docs), "--index", str(tmp_path / "index")])
-    assert done.exit_code == 0, done.stderr
-    found = (
-        Retriever(encoder, Store.open(tmp_path / "index")).retrieve(["Where does the river Danube end?"], 1).passages
-    )
-    assert found[0][0].text == "The Danube flows into the Black Sea."

@@ -26,14 +26,7 @@ from pipelines.benchmarks import faults
 from pipelines.benchmarks.fault_injection import injector as injector_module
 from pipelines.benchmarks.fault_injection.clients import FaultClients, Refused
 from pipelines.benchmarks.fault_injection.injector import Fault, Injected, Injector, all_live
-from pipelines.benchmarks.fault_injection.targets import (
-    BatchJob,
-    Judged,
-    Network,
-    comparable_rows,
-    judge_rows,
-    small_disk,
-)
+from pipelines.benchmarks.fault_injection.targets import BatchJob, Judged, comparable_rows, judge_rows, small_disk
 from pipelines.benchmarks.faults import FAULTS, QUICK, SUITE, num_ranks, summarise
 from pipelines.benchmarks.harness import Run, measure
 from ragspec.cluster.processes import Process
@@ -180,61 +173,7 @@ def test_rows_are_equal_by_their_answers_and_not_by_their_times(tmp_path: Path) 
     assert found(row) != found(row | {"logprobs": [{"token_id": 6, "logprob": -0.5}]})
 
 
-# -- network and disk --------------------------------------------------------------------------------------------------
-
-
-def over_a_network(test: Callable[[Network, aiohttp.ClientSession], Awaitable[None]]) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def run() -> None:
-        async with (
-            serving("POST", "/", answer) as url,
-            Network(int(url.rpartition(":")[2])) as network,
-            aiohttp.ClientSession(network.url) as session,
-        ):
-            assert await asked(session) == 200
-            await test(network, session)
-
-    asyncio.run(run())
-
-
-async def asked(session: aiohttp.ClientSession) -> int:
-    """Why a POST: the client repeats a GET by itself."""
-    async with session.post("/") as reply:
-        return reply.status
-
-
-def test_a_parted_network_delivers_nothing_until_it_is_whole() -> None:
-    """A partition that lets connections through is none."""
-
-    async def parted(network: Network, session: aiohttp.ClientSession) -> None:
-        network.part(True)
-        call = asyncio.create_task(asked(session))
-        done, _ = await asyncio.wait({call}, timeout=0.2)
-        assert not done
-        network.part(False)
-        assert await call == 200
-
-    over_a_network(parted)
-
-
-def test_a_slow_network_is_waited_for_and_a_cut_connection_is_an_error() -> None:
-    """Latency that is not there, or a reset that nobody notices."""
-
-    async def slow_and_cut(network: Network, session: aiohttp.ClientSession) -> None:
-        network.delay_s = 0.1
-        begin_s = asyncio.get_running_loop().time()
-        assert await asked(session) == 200
-        assert asyncio.get_running_loop().time() - begin_s >= 0.2  # there and back
-        network.delay_s = 60.0
-        call = asyncio.create_task(asked(session))
-        await asyncio.sleep(0.1)
-        network.cut()
-        with pytest.raises(aiohttp.ClientError):
-            await call
-
-    over_a_network(slow_and_cut)
+# -- disk --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_takes_nothing(tmp_path: Path) -> None:
@@ -274,10 +213,8 @@ def injector(sleepers: list[subprocess.Popen[bytes]], monkeypatch: pytest.Monkey
     clients: Any = SimpleNamespace(counts=Counter(), succeeded_s={"streams": float("inf")})
     service: Any = SimpleNamespace(is_up=True, kill=lambda: None, start=lambda: None)
     nothing: Any = None
-    return Injector(
-        nothing, [], lambda: Status("d", ("n",), replicas), service, nothing, nothing, nothing, clients,
-        lambda function: function(), random.Random(0),
-    )  # fmt: skip
+    status = Status("d", ("n",), replicas)
+    return Injector(nothing, [], lambda: status, service, nothing, nothing, clients, random.Random(0))
 
 
 def test_a_rank_is_struck_and_no_other_process(injector: Injector, sleepers: list[subprocess.Popen[bytes]]) -> None:
@@ -309,8 +246,6 @@ def test_a_part_that_is_not_live_is_not_struck(part: str, injector: Injector) ->
         (Fault("service", "kill"), "refused", 0),
         (Fault("service", "restart"), "cut", 1),
         (Fault("service", "restart"), "refused", 0),
-        (Fault("network", "part"), "cut", 1),
-        (Fault("network", "cut"), "cut", 0),
         (Fault("disk", "full"), "cut", 1),
     ],
 )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ import pytest
 from service_parts import MODEL, make_backend
 
 from pipelines.benchmarks.load import SUITE, first_tokens, leaked_slots, summarise
-from pipelines.benchmarks.users.attacks import ATTACKER, ATTACKS, VICTIM, Attacker, attacked
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
 from pipelines.benchmarks.users.llama_server import prompts_of
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, poisson, sent_by
+from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, sent_by
 from pipelines.benchmarks.users.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -38,7 +35,7 @@ def here(letter_index: Path, service_target: Target, tmp_path_factory: pytest.Te
     config = load_settings(ServiceConfig, **overrides, **{"retriever.index_dir": str(letter_index)})
     with (
         make_backend(config, service_target, {}) as backend,
-        service_here(backend, (ATTACKER, VICTIM, CROWD), unlimited=(CROWD,)) as service,
+        service_here(backend, ("ann", "bob", CROWD), unlimited=(CROWD,)) as service,
     ):
         yield service
 
@@ -76,7 +73,7 @@ def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, mo
 
 
 def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that answered from the other's cached prompts, or stopped early, looked faster; arrivals that nobody waited for."""
+    """A way that answered from the other's cached prompts, or stopped early, looked faster."""
     sent: list[tuple[dict[str, Any], Any]] = []
     timed = Service.timed
 
@@ -87,8 +84,7 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
 
     monkeypatch.setattr(Service, "timed", recorded)
     curve = LoadCurve(here, mixes_of(MODEL, QUESTIONS, 0))
-    rows = [curve.row(MIXED, 3, 2), curve.row(RAG, 2, 1, rate=50.0)]
-    assert [row["arrivals"] for row in rows] == ["closed", "poisson"]
+    rows = [curve.row(MIXED, 3, 2), curve.row(RAG, 2, 1)]
     assert all(row[f"{way}_tokens_per_s"] > 0 for row in rows for way in ("on", "off"))
     assert [body["speculation"] for body, _ in sent] == [True, False, False, True, True, False]
     assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
@@ -110,18 +106,12 @@ def test_throughput_and_latencies_of_a_run() -> None:
         measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
 
 
-def test_arrivals_have_the_given_rate() -> None:
-    """Arrivals that brought several times the load."""
-    at_s = poisson(4000, 8.0, random.Random(0))
-    assert at_s == sorted(at_s) and at_s[-1] == pytest.approx(500.0, rel=0.15)
-
-
 def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
     """A way that answered nothing had the best times."""
     row = first_tokens(here, QUESTIONS, 2, 1, 0)
     assert min(row["engine_ttft_ms"], row["http_ttft_ms"], row["http_with_retrieval_ttft_ms"]) > 0
     assert row["gateway_ttft_ms"] == row["http_ttft_ms"] - row["engine_ttft_ms"]
-    nobody = Service(here.url, {"nobody": "nobody's"}, here.backend)
+    nobody = Service(here.url, {"ann": "nobody's"}, here.backend)
     with pytest.raises(EngineError, match="2 of 2 answers had no text"):
         first_tokens(nobody, QUESTIONS, 2, 1, 0)
 
@@ -160,20 +150,16 @@ def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.Mo
 def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> None:
     """A mean over mixes that hides the mix which speculation slows; a ratio to a program that never ran."""
     curve = [
-        {"row": f"{mix} {users}", "on_off": on_off, "on_off_p99": 1.0, "arrivals": "closed", "on_tokens_per_s": 30.0}
+        {"row": f"{mix} {users}", "on_off": on_off, "on_off_p99": 1.0, "on_tokens_per_s": 30.0}
         for mix, users, on_off in ((RAG, 8, 1.6), (RAG, 32, 1.3), (MIXED, 8, 1.2), (MIXED, 32, 0.9))
     ]
     first = [{"row": f"first token {n}", "gateway_ttft_ms": 1.0, "retrieval_ttft_ms": 2.0} for n in (1, 16)]
-    attacks = [
-        {"row": f"attack {n}", "survived": n > 0, "health_s": 0.1 * n, "ratio": n, "first_ratio": n} for n in range(3)
-    ]
     rest = [{"row": "mixed clients", "leaked": 0}, {"row": "start", "ready_again_s": 1.0, "commit": "c"}]
     peer = {"row": "llama-server 8", "users": 8, "llama_tokens_per_s": 10.0}
-    found = summarise([*curve, *first, *attacks, *rest, peer])
+    found = summarise([*curve, *first, *rest, peer])
     assert (found["on_off_min"], found["rag_on_off_8"], found["rag_on_off_32"]) == (0.9, 1.6, 1.3)
     assert (found["vs_llama_server_8"], found["vs_llama_server_32"]) == (3.0, None)
-    assert (found["attacks_survived"], found["num_attacks"], found["other_tenant_ratio_max"]) == (2, 3, 2)
-    assert {metric.name for metric in SUITE.metrics} >= found.keys() - {"num_attacks", "retrieval_ttft_ms_c1"}
+    assert {metric.name for metric in SUITE.metrics} >= found.keys() - {"retrieval_ttft_ms_c1"}
 
 
 def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +169,7 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
     assert isinstance(engine, Engine)
     begun = threading.Event()
     params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)
-    engine.submit(Request("held", (5, 6, 7), params, salt=ATTACKER), lambda _: begun.set())
+    engine.submit(Request("held", (5, 6, 7), params, salt="ann"), lambda _: begun.set())
     assert begun.wait(600.0)
     assert leaked_slots(engine, (*here.keys,)) > 0
     engine.cancel("held")
@@ -196,27 +182,6 @@ def test_clients_that_cannot_reach_a_service_say_so() -> None:
     orders = {"url": "http://127.0.0.1:9", "key": "", "path": "/v1/models", "bodies": [{}], "concurrency": 1}
     with pytest.raises(EngineError, match=r"clients failed: .*127\.0\.0\.1"):
         run_clients(orders)
-
-
-def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: Service) -> None:
-    """A chat that ended in an error, or with another text, was counted as survived."""
-    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
-    quiet = here.timed(bodies, tenant=VICTIM)
-    found = attacked(here, "records", bodies, quiet)
-    assert found["survived"] and found["health_s"] < 30.0 and min(found["ratio"], found["first_ratio"]) > 0
-    assert found["num_effects"] >= ATTACKS["records"]
-    other = [answer | {"text": "another text"} for answer in quiet]
-    assert not attacked(here, "records", bodies, other)["survived"]
-
-
-def test_an_attack_without_effect_is_not_survived(here: Service) -> None:
-    """An attacker whose requests were all refused attacked nothing, and the suite counted it as survived."""
-    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
-    quiet = here.timed(bodies, tenant=VICTIM)
-    refused = replace(here, keys=dict(here.keys) | {ATTACKER: "nobody's"})
-    found = attacked(refused, "records", bodies, quiet, begin_s=1.0)
-    assert (found["survived"], found["num_effects"]) == (False, 0)
-    assert all(callable(getattr(Attacker, name)) for name in ATTACKS)
 
 
 def test_a_program_is_waited_for_and_one_that_ends_is_an_error() -> None:

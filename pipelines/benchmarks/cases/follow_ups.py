@@ -1,12 +1,9 @@
-"""Follow-up questions with the passage that answers each, from CANARD and from Schema-Guided Dialogue.
+"""Follow-up questions of CANARD with the passage that answers each.
 
 CANARD (Elgohary et al. 2019) holds questions of dialogues about a section of Wikipedia, their answers, and each question as a
 person made it standalone. The corpus is every answer of every dialogue, each a passage with the titles of its article and
 section; a question's gold passage is its own answer. A dialogue opens with its first question in the person's standalone form,
 because whoever begins a conversation names its subject.
-
-Schema-Guided Dialogue (Rastogi et al. 2020) holds dialogues with services. The corpus has one passage a dialogue: everything that
-its service stated. A question's gold passage is the passage of its own dialogue. Nobody made its questions standalone.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ragspec.core import Document, Heading
-from ragspec.evaluation.datasets import json_rows, lines_of, parse_json
+from ragspec.evaluation.datasets import lines_of, parse_json
 from ragspec.evaluation.target_scores import QuestionCase
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer, system_text, user_text
@@ -33,8 +30,6 @@ FOLLOW_UP_ANSWER_WORDS = range(6, 50)
 Half = Literal["tuned", "held_out"]
 
 NO_ANSWER = re.compile(r"^\W*(i don.?t know|cannotanswer|unknown)\W*$", re.IGNORECASE)
-_SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?=\S)[^.?!]*)*[.?!]*")
-_FACT = re.compile(r"\d|(?<=[a-z,] )[A-Z]")
 _LEAST_WORDS = 3
 
 
@@ -46,11 +41,10 @@ class FollowUp(NamedTuple):
     said: tuple[QaPair, ...]
     gold: str
     half: Half
-    rewrite: str = ""
+    rewrite: str
 
 
 class FollowUpSet(NamedTuple):
-    name: str
     documents: list[Document]
     questions: list[FollowUp]
 
@@ -73,35 +67,12 @@ def read_canard(path: Path) -> FollowUpSet:
             if number > 1 and 1 in rows and number in rows:
                 said = (QaPair(rows[1]["Rewrite"], turns[0].answer), *turns[1 : number - 1])
                 questions.append(FollowUp(turn.question, said, gold, half_of(title), rows[number]["Rewrite"]))
-    return FollowUpSet("canard", documents, questions)
-
-
-def read_sgd(path: Path) -> FollowUpSet:
-    """Raises: InputError."""
-    documents: list[Document] = []
-    questions: list[FollowUp] = []
-    for _, dialogue in json_rows(path):
-        name, texts = f"sgd:{dialogue['id']}", [text for _, text in dialogue["turns"]]
-        turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
-        stated = " ".join(sentence for turn in turns for sentence in _stated(turn.answer))
-        if not stated:
-            continue
-        documents.append(Document(name, stated))
-        for number, turn in enumerate(turns):
-            if number and "?" in turn.question and _stated(turn.answer):
-                questions.append(FollowUp(turn.question, tuple(turns[:number]), name, half_of(name)))
-    return FollowUpSet("sgd", documents, questions)
+    return FollowUpSet(documents, questions)
 
 
 def half_of(name: str) -> Half:
     """The half of a dialogue, fixed by a hash: tuned and reported dialogues stay apart."""
     return "tuned" if hashlib.sha256(name.encode()).digest()[0] % 2 else "held_out"
-
-
-def _stated(answer: str) -> list[str]:
-    """Sentences of an answer that state something: no questions, with a number or a name."""
-    sentences = (match.group().strip() for match in _SENTENCE.finditer(answer))
-    return [sentence for sentence in sentences if not sentence.endswith("?") and _FACT.search(sentence)]
 
 
 def spread(questions: Sequence[FollowUp], max_count: int | None) -> list[FollowUp]:

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelines.benchmarks.fault_injection.clients import FaultClients
-from pipelines.benchmarks.fault_injection.targets import BatchJob, GatewayProcess, Network, SmallDisk
+from pipelines.benchmarks.fault_injection.targets import BatchJob, GatewayProcess, SmallDisk
 from pipelines.benchmarks.harness import Row
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.processes import Process
@@ -29,7 +29,7 @@ NODE_CPUS = 2
 REPLICAS = ("engine", "rank", "shard", "encoder")
 """Parts that Ray restarts. A rank is a process of an engine other than its first."""
 _HOLD_S = (0.5, 2.0)
-"""How long a fault lasts that passes by itself: a stopped service, a parted or slow network, a full disk."""
+"""How long a fault lasts that passes by itself: a stopped service, a full disk."""
 _DRAIN_S = 240.0
 _RECOVERY_S = 180.0
 _LOOK_S = 0.1
@@ -43,13 +43,13 @@ class Fault(NamedTuple):
 
     @property
     def may_cut(self) -> bool:
-        """Whether open streams may end: only where their own connection is lost."""
-        return self in (Fault("service", "kill"), Fault("network", "cut"))
+        """Whether open streams may end: only where the service itself is killed."""
+        return self == Fault("service", "kill")
 
     @property
     def may_refuse(self) -> bool:
-        """Whether requests may fail, to be sent again: where the service, its network or its disk fails."""
-        return self.part in ("service", "network", "disk")
+        """Whether requests may fail, to be sent again: where the service or its disk fails."""
+        return self.part in ("service", "disk")
 
 
 @dataclass(slots=True)
@@ -63,20 +63,15 @@ class Injected:
 
 @dataclass
 class Injector:
-    """Strikes one part after the other. `workers`: the nodes that may die; a killed node is replaced, as an operator would.
-
-    `call`: runs a function on the event loop of `network` and the clients.
-    """
+    """Strikes one part after the other. `workers`: the nodes that may die; a killed node is replaced, as an operator would."""
 
     nodes: LocalCluster
     workers: list[LocalNode]
     status: Callable[[], Status]
     service: GatewayProcess
-    network: Network
     disk: SmallDisk
     job: BatchJob
     clients: FaultClients
-    call: Callable[[Callable[[], Any]], Any]
     draw: random.Random
     num_service_ends: int = 0
     """How often the service ended although no fault had killed it."""
@@ -85,7 +80,7 @@ class Injector:
         """Inject a fault, wait for recovery and repair. Raises: EngineError if there is no part to strike."""
         before, begin_s = Counter(self.clients.counts), time.monotonic()
         injected = self._inject(fault)
-        cleared_s = begin_s if fault.how in ("kill", "cut") else time.monotonic()
+        cleared_s = begin_s if fault.how == "kill" else time.monotonic()
         answered_s = self._until(lambda: self._answered_since(cleared_s), cleared_s)
         live_s = self._until(lambda: self._all_live(injected), begin_s)
         self._replace(injected.node)
@@ -124,16 +119,6 @@ class Injector:
                 if not self.service.has_ended(_DRAIN_S):
                     raise EngineError(f"the service did not end within {_DRAIN_S:g} s of SIGTERM")
                 self.service.start()
-            case Fault("network", "cut"):
-                self.call(self.network.cut)
-            case Fault("network", "part"):
-                self.call(lambda: self.network.part(True))
-                time.sleep(hold_s)
-                self.call(lambda: self.network.part(False))
-            case Fault("network", "delay"):
-                self.network.delay_s = hold_s / 4
-                time.sleep(hold_s)
-                self.network.delay_s = 0.0
             case Fault("disk", "full"):
                 self.disk.fill()
                 time.sleep(hold_s)

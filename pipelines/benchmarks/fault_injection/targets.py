@@ -1,4 +1,4 @@
-"""The targets of the suite `faults` outside Ray: a service process, its disk, its network, and a batch job.
+"""The targets of the suite `faults` outside Ray: a service process, its disk, and a batch job.
 
     with small_disk(folder / "disk") as disk, GatewayProcess(folder, disk.folder, cluster, environment) as service:
         service.start()
@@ -9,7 +9,6 @@ Nothing here decides when a fault comes, and nothing compares answers: `injector
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -79,10 +78,11 @@ class GatewayProcess:
 
     def __init__(self, folder: Path, disk: Path, cluster: Sequence[str], environment: Mapping[str, str]) -> None:
         """`disk`: for the service's data. `cluster`: the options that name the deployment."""
-        self.keys_file, self.port = folder / "keys.json", free_port()
+        self.keys_file, port = folder / "keys.json", free_port()
+        self.url = f"http://127.0.0.1:{port}"
         self._log, self._environment = folder / "service.log", dict(environment)
         config = folder / "service.yaml"
-        service = {"model": MODEL, "host": "127.0.0.1", "port": self.port}
+        service = {"model": MODEL, "host": "127.0.0.1", "port": port}
         service |= {"data_dir": str(disk / "data"), "keys_file": str(self.keys_file)}
         config.write_text(yaml.safe_dump({"service": service}), encoding="utf-8")
         self._command = [sys.executable, "-m", "ragspec.cli", "serve", *cluster, "--config", str(config)]
@@ -107,8 +107,7 @@ class GatewayProcess:
                 )
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and self.is_up:
-            url = f"http://127.0.0.1:{self.port}/health/ready"
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5.0):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health/ready", timeout=5.0):
                 return
             time.sleep(_LOOK_S)
         raise EngineError(f"the service did not start: {last_line(self._log)}")
@@ -128,61 +127,6 @@ class GatewayProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-
-class Network:
-    """A proxy between clients and the service. `delay_s`: added to every piece. Use it on one event loop."""
-
-    def __init__(self, port: int) -> None:
-        self._port, self.delay_s = port, 0.0
-        self._is_whole = asyncio.Event()
-        self._is_whole.set()
-        self._writers = set[asyncio.StreamWriter]()
-        self.url = ""
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        self.cut()
-
-    def part(self, is_parted: bool) -> None:
-        """While the network is parted nothing arrives, and neither side hears of it."""
-        if is_parted:
-            self._is_whole.clear()
-        else:
-            self._is_whole.set()
-
-    def cut(self) -> None:
-        """Reset every connection."""
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._is_whole.wait()
-        try:
-            from_service, to_service = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            writer.close()
-            return
-        both = {writer, to_service}
-        self._writers |= both
-        try:
-            await asyncio.gather(self._pump(reader, to_service), self._pump(from_service, writer))
-        finally:
-            self._writers -= both
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while piece := await source.read(2**16):
-                await asyncio.sleep(self.delay_s)
-                await self._is_whole.wait()
-                sink.write(piece)
-                await sink.drain()
-        sink.close()
 
 
 class BatchJob:

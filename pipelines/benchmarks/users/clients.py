@@ -57,25 +57,17 @@ def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
 
 
 async def timed_answers(session: aiohttp.ClientSession, orders: Mapping[str, Any]) -> list[Answer]:
-    """Every body once: `concurrency` at a time, or each at its time of `at_s`.
-
-    Raises: aiohttp.ClientError where the service does not answer.
-    """
+    """Every body once, `concurrency` at a time. Raises: aiohttp.ClientError where the service does not answer."""
     bodies: Sequence[Mapping[str, Any]] = orders["bodies"]
     answers: list[Answer] = [{} for _ in bodies]
-    begin, at_s, waiting = time.perf_counter(), orders.get("at_s"), iter(range(len(bodies)))
-
-    async def ask(number: int) -> None:
-        if at_s is not None:
-            await asyncio.sleep(max(0.0, begin + at_s[number] - time.perf_counter()))
-        begin_s = time.perf_counter() - begin
-        answers[number] = {"begin_s": begin_s, **await _timed_answer(session, orders, bodies[number])}
+    begin, waiting = time.perf_counter(), iter(range(len(bodies)))
 
     async def client() -> None:
         for number in waiting:
-            await ask(number)
+            begin_s = time.perf_counter() - begin
+            answers[number] = {"begin_s": begin_s, **await _timed_answer(session, orders, bodies[number])}
 
-    await asyncio.gather(*(client() for _ in range(len(bodies) if at_s is not None else orders["concurrency"])))
+    await asyncio.gather(*(client() for _ in range(orders["concurrency"])))
     return answers
 
 

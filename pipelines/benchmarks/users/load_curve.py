@@ -1,7 +1,7 @@
 """The load curve: the same chats by 1 to 64 users at once, with speculation and without, in turns.
 
-A mix is a list of chat bodies. A run sends each body once, and at least one for each user: closed, every user sending the next
-body after an answer has ended, or open, bodies arriving by a Poisson process. No run shares a cached prefix with another.
+A mix is a list of chat bodies. A run sends each body once, and at least one for each user; every user sends the next body after
+an answer has ended. No run shares a cached prefix with another.
 
     >>> LoadCurve(service, mixes_of(model, questions, 0)).row("rag", users=8, num_runs=2)["on_off"]
 """
@@ -9,7 +9,6 @@ body after an answer has ended, or open, bodies arriving by a Poisson process. N
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -53,11 +52,6 @@ def _correction(model: str, sentence: str, drawn: Mapping[str, Any]) -> Body:
     return chat_body(model, GRAMMAR_REQUEST + sentence, prediction=prediction, **drawn)
 
 
-def poisson(count: int, rate: float, draw: random.Random) -> list[float]:
-    """Seconds after the start at which each of `count` bodies is sent: independent arrivals, `rate` a second."""
-    return list(itertools.accumulate(draw.expovariate(rate) for _ in range(count)))
-
-
 def sent_by(users: int, mix: str, bodies: Sequence[Body], num_questions: int | None = None) -> list[Body]:
     """The bodies of a run: those of `num_questions` questions (None: all), and at least one for each user.
 
@@ -80,25 +74,23 @@ class LoadCurve:
         self._service, self._mixes, self._tenant = service, mixes, tenant
         self._num_questions = num_questions
 
-    def row(self, mix: str, users: int, num_runs: int, rate: float | None = None) -> Row:
-        """Medians of runs with speculation (`on_...`) and without (`off_...`). `rate`: of open arrivals, answers a second.
+    def row(self, mix: str, users: int, num_runs: int) -> Row:
+        """Medians of runs with speculation (`on_...`) and without (`off_...`).
 
         `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th percentile of the time a token without
         speculation over with. Raises: EngineError.
         """
         bodies = sent_by(users, mix, self._mixes[mix], self._num_questions)
-        at_s = poisson(len(bodies), rate, random.Random(f"{mix} {users}")) if rate else None
         runs: dict[bool, list[Row]] = {True: [], False: []}
         for number in range(num_runs):
             for on in (True, False) if number % 2 == 0 else (False, True):
                 salt = f"run-{next(_SALTS)}"
                 own = [{**body, "speculation": on, "cache_salt": salt} for body in bodies]
-                runs[on].append(measured(self._service.timed(own, users, tenant=self._tenant, at_s=at_s)))
+                runs[on].append(measured(self._service.timed(own, users, tenant=self._tenant)))
         on_medians, off_medians = _medians(runs[True]), _medians(runs[False])
         return {
             "mix": mix,
             "users": users,
-            "arrivals": "poisson" if rate else "closed",
             "on_off": on_medians["tokens_per_s"] / off_medians["tokens_per_s"],
             "on_off_p99": off_medians["token_p99_ms"] / on_medians["token_p99_ms"],
             **{f"on_{name}": value for name, value in on_medians.items()},

@@ -46,18 +46,9 @@ class Service:
     keys: Mapping[str, str]
     backend: ServiceBackend
 
-    def timed(
-        self,
-        bodies: Sequence[Mapping[str, Any]],
-        concurrency: int = 1,
-        tenant: str = "",
-        at_s: Sequence[float] | None = None,
-    ) -> list[Answer]:
-        """The answer to each chat; without a tenant, the first one asks. `at_s`: when each is sent, whoever still waits.
-
-        Raises: EngineError.
-        """
-        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, concurrency, at_s)
+    def timed(self, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = "") -> list[Answer]:
+        """The answer to each chat; without a tenant, the first tenant asks. Raises: EngineError."""
+        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, concurrency)
 
 
 @contextmanager
@@ -111,16 +102,9 @@ def backend_of(run: Run) -> Iterator[tuple[ServiceBackend, RagList]]:
             yield backend, listed
 
 
-def timed_answers(
-    url: str,
-    key: str,
-    path: str,
-    bodies: Sequence[Mapping[str, Any]],
-    concurrency: int,
-    at_s: Sequence[float] | None = None,
-) -> list[Answer]:
+def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:
     """The answer to each body, timed by clients in their own process. Raises: EngineError."""
-    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency, "at_s": at_s}
+    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency}
     answers: list[Answer] = run_clients(orders)
     return answers
 

@@ -27,10 +27,10 @@ from ragspec.cluster.remote_retrieval.encoders import RemoteEncoder
 from ragspec.cluster.remote_retrieval.shards import SegmentSet, place_segments, rotated
 from ragspec.cluster.remote_retrieval.worker_pool import (
     HANG_S,
+    HedgedCall,
     RetryPolicy,
     WorkerPool,
     call_free_workers,
-    hedged_call,
 )
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Passage
@@ -127,7 +127,7 @@ class ShardedSearch:
             return actor.search.remote(segments, method, [arguments[name] for name in names])
 
         orders = {segment: rotated(self._orders[segment], self._num_replicas, turn) for segment in arguments}
-        answers, errors = hedged_call(self._pool, orders, send, self._policy)
+        answers, errors = HedgedCall(self._pool, orders, send, self._policy).run()
         if errors:
             raise SegmentsMissing(errors)
         return answers
@@ -164,10 +164,12 @@ class ClusterView:
         orders = {(name, turn): rotated(self._orders[name], self._num_replicas, turn) for name, turn in copies}
 
         def send(actor: Any, items: Sequence[tuple[str, int]]) -> Any:
-            return actor.open.remote(self._segments._replace(names=tuple(name for name, _ in items)), self._reranker)
+            return actor.open.remote(
+                self._segments._replace(names=tuple(name for name, _ in items)), self._config.reranker
+            )
 
         policy = self._policy._replace(timeout_s=timeout_s, hedge=False)
-        opened, errors = hedged_call(self._pool, orders, send, policy)
+        opened, errors = HedgedCall(self._pool, orders, send, policy).run()
         names = {name for name, _ in opened}
         if missing := {name: error for (name, _), error in errors.items() if name not in names}:
             self._leave_out(SegmentsMissing(missing))
@@ -178,7 +180,7 @@ class ClusterView:
         Raises: RetrievalError if the pool was closed.
         """
         names = tuple(name for name, order in self._orders.items() if worker.name in order[: self._num_replicas])
-        opening, opened = worker.actor.open.remote(self._segments._replace(names=names), self._reranker), False
+        opening, opened = worker.actor.open.remote(self._segments._replace(names=names), self._config.reranker), False
         while not opened:
             self._pool.check_open()
             opened = bool(ray.wait([opening], timeout=_LOOK_S)[0])
@@ -209,7 +211,7 @@ class ClusterView:
         def send(actor: Any, _: object) -> Any:
             return actor.look_up.remote(self._segments, self._config, *arguments)
 
-        answers, errors = hedged_call(self._pool, {self._segments: order}, send, self._policy)
+        answers, errors = HedgedCall(self._pool, {self._segments: order}, send, self._policy).run()
         if errors:
             raise self._user_error(SegmentsMissing(dict.fromkeys(self._segments.names, errors[self._segments])))
         found: SearchResult = answers[self._segments]
@@ -220,7 +222,7 @@ class ClusterView:
         if searcher is None:
             orders = {name: order for name, order in self._orders.items() if name not in missing}
             sharded = ShardedSearch(self._pool, self._segments, orders, self._num_replicas, self._policy)
-            scoring = _scoring(self._reranker, self._pool, self._policy) if self._reranker else None
+            scoring = _scoring(self._config.reranker, self._pool, self._policy) if self._config.reranker else None
             searcher = IndexSearcher(self.store, self._config, scoring=scoring, shard=lambda _: sharded)
             self._searchers = {missing: searcher}  # a race with another thread costs only a second searcher
         return searcher
@@ -239,10 +241,6 @@ class ClusterView:
         if isinstance(reason, StoreError):
             return type(reason)(f"generation {self.store.generation} of the index cannot be read: {reason}")
         return error if isinstance(reason, RetrievalError) else reason
-
-    @property
-    def _reranker(self) -> str:
-        return self._config.reranker
 
 
 def _scoring(reranker: str, pool: WorkerPool, policy: RetryPolicy) -> PairScoring:
@@ -271,24 +269,22 @@ class ClusterRetriever(Retriever):
         shard_replicas: int = 1,
         timeout_s: float = 30.0,
         late_s: float = 2.0,
-        open_timeout_s: float = _OPEN_TIMEOUT_S,
         hang_s: float = HANG_S,
     ) -> None:
-        """Waits until the shards have opened the index, for at most `open_timeout_s`. Needs Ray to be initialised.
+        """Waits until the shards have opened the index, for at most ten minutes. Needs Ray to be initialised.
 
         `encoder`: the configuration of `encoders`, or an encoder in this process. `shard_replicas` shards hold each segment.
         `timeout_s` bounds the wait for an answer; a call that takes `late_s` is made again to another shard, and a shard that
         answers no health check for `hang_s` is killed.
         Raises: ConfigError, ModelError, StoreError or RetrievalError.
         """
-        limits = (timeout_s, late_s, open_timeout_s, hang_s)
-        if not all(0.0 < seconds < math.inf for seconds in limits) or shard_replicas < 1:
+        if not all(0.0 < seconds < math.inf for seconds in (timeout_s, late_s, hang_s)) or shard_replicas < 1:
             raise ConfigError(
                 "an index elsewhere needs finite time limits above 0, and at least one holder of a segment"
             )
         self._index_dir = configured_index_dir(config).resolve()
         read_pointer(self._index_dir)  # Why first: a missing index fails before any wait
-        self._num_replicas, self._open_timeout_s = shard_replicas, open_timeout_s
+        self._num_replicas = shard_replicas
         self._policy = RetryPolicy(timeout_s, late_s, wait_for_lost=config.fail_closed)
         self._swap_wait_s = min(_SWAP_WAIT_S, timeout_s)
         self._opening: Future[None] | None = None
@@ -365,6 +361,6 @@ class ClusterRetriever(Retriever):
         with contextlib.ExitStack() as stack:
             stack.enter_context(reader_lock(self._index_dir, store.pointer))
             view = ClusterView(store, self._config, self._pool, self._num_replicas, self._policy)
-            view.open(self._open_timeout_s)
+            view.open(_OPEN_TIMEOUT_S)
             weakref.finalize(view, stack.pop_all().close)
         return view

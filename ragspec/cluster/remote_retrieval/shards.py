@@ -126,7 +126,7 @@ class SegmentCache:
 
 
 class ShardActor(WorkerActor):
-    """Searches the segments that each call names. Every answer is a list, so that `hedged_call` can tell its items apart."""
+    """Searches the segments that each call names. Every answer is a list, so that `HedgedCall` can tell its items apart."""
 
     def __init__(self) -> None:
         self._cache = SegmentCache()

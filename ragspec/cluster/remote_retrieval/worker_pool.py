@@ -6,7 +6,8 @@ late is not called again until it answers a health check.
 
     >>> policy = RetryPolicy(timeout_s=9.0, late_s=2.0)
     >>> pool = WorkerPool(deployment.replicas_of("shard"), what="a shard of the index")
-    >>> hedged_call(pool, {"segment-1": ("shard-1", "shard-0")}, lambda actor, names: actor.search.remote(...), policy)
+    >>> send = lambda actor, names: actor.search.remote(...)
+    >>> answers, errors = HedgedCall(pool, {"segment-1": ("shard-1", "shard-0")}, send, policy).run()
 """
 
 from __future__ import annotations
@@ -125,28 +126,13 @@ class RetryPolicy(NamedTuple):
     wait_for_lost: bool = True
 
 
-def hedged_call(
-    pool: WorkerPool,
-    orders: Mapping[Item, Sequence[str]],
-    send: Callable[[Any, list[Item]], Any],
-    policy: RetryPolicy,
-) -> tuple[dict[Item, Any], dict[Item, RagspecError]]:
-    """The answer of each item, and the error of each item without one.
-
-    Calls the first available worker of each item's order, then the others. `send` calls an actor for some items and gives Ray's
-    reference to the list of their answers. Items for the same worker share a call; an item with an empty order gets a call of its
-    own, to whichever worker is free. Raises: InputError or ConfigError of an actor's code; RetrievalError if the pool was closed.
-    """
-    return _HedgedCall(pool, orders, send, policy).run()
-
-
 def call_free_workers(
     pool: WorkerPool, parts: Sequence[Part], send: Callable[[Any, Part], Any], policy: RetryPolicy
 ) -> list[Any]:
     """The answer to each part, which goes to any free worker in a call of its own; `send` gives the reference to a list of one
     answer. Raises: the error of the first part lost."""
     orders: dict[int, Sequence[str]] = dict.fromkeys(range(len(parts)), ())
-    answers, errors = hedged_call(pool, orders, lambda actor, numbers: send(actor, parts[numbers[0]]), policy)
+    answers, errors = HedgedCall(pool, orders, lambda actor, numbers: send(actor, parts[numbers[0]]), policy).run()
     for error in errors.values():
         raise error
     return [answers[number] for number in orders]
@@ -160,8 +146,13 @@ class _Call(Generic[Item]):
     is_late: bool = False
 
 
-class _HedgedCall(Generic[Item]):
-    """The state of one `hedged_call`."""
+class HedgedCall(Generic[Item]):
+    """One call for many items, each of which any worker can answer.
+
+    Calls the first available worker of each item's order, then the others. `send` calls an actor for some items and gives Ray's
+    reference to the list of their answers. Items for the same worker share a call; an item with an empty order gets a call of its
+    own, to whichever worker is free.
+    """
 
     def __init__(
         self,
@@ -180,6 +171,10 @@ class _HedgedCall(Generic[Item]):
         self._answers: dict[Item, Any] = {}
 
     def run(self) -> tuple[dict[Item, Any], dict[Item, RagspecError]]:
+        """The answer of each item, and the error of each item without an answer.
+
+        Raises: InputError or ConfigError of an actor's code; RetrievalError if the pool was closed.
+        """
         failed: dict[Item, RagspecError] = {}
         while self._open and time.monotonic() < self._deadline:
             self._pool.check_open()

@@ -1,6 +1,6 @@
 """How a router calls one engine replica. A client object is one client of the replica's `EngineHost`.
 
->>> client = RayReplicaClient(replica.actor, RoutingConfig())
+>>> client = ReplicaClient(replica.actor, RoutingConfig())
 >>> client.wait_until_serving()
 >>> client.submit(request)
 >>> while polled := client.poll(wait_s=1.0): ...
@@ -12,13 +12,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from ragspec.cluster.actors import Replica
 from ragspec.cluster.engine_host import EngineStatus, Polled
 from ragspec.cluster.ray_calls import ragspec_error, wait_for, wait_until_healthy
 from ragspec.cluster.routing.policy import RoutingConfig
@@ -30,36 +29,12 @@ class ReplicaGone(ReplicaLost):
     """The replica does not come back: its deployment ended, Ray was shut down, or the client was closed."""
 
 
-class ReplicaClient(Protocol):
-    """`submit`, `cancel` and `purge` do not wait and take effect in this order; if the replica does not accept them, the next
-    `poll` raises. A client that raised is not used again, except to close it."""
+class ReplicaClient:
+    """Client of an `EngineServer` actor.
 
-    def wait_until_serving(self) -> EngineStatus:
-        """Wait for a replica that starts; restart a replica that hangs. Comes first. Raises: ReplicaLost, ReplicaGone."""
-        ...
-
-    def submit(self, request: Request) -> None:
-        """A request of one choice."""
-
-    def cancel(self, request_id: str) -> None:
-        """No more deltas of this request come."""
-
-    def purge(self, salts: Sequence[str]) -> None:
-        """Forget the caches of these tenants."""
-
-    def poll(self, wait_s: float) -> Polled:
-        """New deltas as soon as there are any, or nothing after `wait_s`. Raises: ReplicaLost, ReplicaGone."""
-        ...
-
-    def close(self, wait_s: float = 0.0) -> None:
-        """Cancel all requests, and wait at most `wait_s` until the replica has heard of that. Calls that wait end soon."""
-
-
-Connect = Callable[[Replica], ReplicaClient]
-
-
-class RayReplicaClient:
-    """Client of an `EngineServer` actor."""
+    `submit`, `cancel` and `purge` do not wait and take effect in this order; if the replica does not accept them, the next `poll`
+    raises. A client that raised is not used again, except to close it.
+    """
 
     def __init__(self, actor: Any, config: RoutingConfig) -> None:
         self._actor, self._config = actor, config
@@ -68,6 +43,7 @@ class RayReplicaClient:
         self._sent: deque[tuple[Any, float]] = deque()  # calls without an answer yet, and when each was sent
 
     def wait_until_serving(self) -> EngineStatus:
+        """Wait for a replica that starts; restart a replica that hangs. Comes first. Raises: ReplicaLost, ReplicaGone."""
         config = self._config
         try:
             status: EngineStatus = wait_until_healthy(self._actor, config.hang_s, self._check_open)
@@ -80,21 +56,26 @@ class RayReplicaClient:
         return status
 
     def submit(self, request: Request) -> None:
+        """A request of one choice."""
         self._send(self._actor.submit, self._id, request)
 
     def cancel(self, request_id: str) -> None:
+        """No more deltas of this request come."""
         self._send(self._actor.cancel, self._id, request_id)
 
     def purge(self, salts: Sequence[str]) -> None:
+        """Forget the caches of these tenants."""
         self._send(self._actor.purge, list(salts))
 
     def poll(self, wait_s: float) -> Polled:
+        """New deltas as soon as there are any, or nothing after `wait_s`. Raises: ReplicaLost, ReplicaGone."""
         self._check_sent()
         timeout_s = wait_s + self._config.heartbeat_timeout_s
         polled: Polled = self._ask(self._actor.poll.remote(self._id, wait_s), timeout_s)
         return polled
 
     def close(self, wait_s: float = 0.0) -> None:
+        """Cancel all requests, and wait at most `wait_s` until the replica has heard of that. Calls that wait end soon."""
         if not self._closed.is_set() and ray.is_initialized():
             self._closed.set()
             left = self._actor.leave.remote(self._id)
@@ -126,8 +107,3 @@ class RayReplicaClient:
     def _check_open(self) -> None:
         if self._closed.is_set() or not ray.is_initialized():
             raise ReplicaGone("the connection was closed" if self._closed.is_set() else "Ray was shut down")
-
-
-def ray_connect(config: RoutingConfig) -> Connect:
-    """The `Connect` of a Ray deployment."""
-    return lambda replica: RayReplicaClient(replica.actor, config)

@@ -4,7 +4,8 @@ Each choice of a request is a `Stream`. The router decides which replica a waiti
 streams wait again and continue on another replica with the same numerics and the same seed: same tokens, same text, delivered
 once. Attempts have unique ids, so late messages of an earlier attempt are recognised and dropped.
 
-    >>> with Router(deployment.replicas_of("engine"), ray_connect(config), config) as router:
+    >>> connect = lambda replica: ReplicaClient(replica.actor, config)
+    >>> with Router(deployment.replicas_of("engine"), connect, config) as router:
     ...     router.generate([Request("a", prompt_ids, SamplingParams(max_tokens=20))])[0].text
 
 Threads: one a replica, which connects, polls and connects again; one that calls the listeners and ends streams that waited too
@@ -20,13 +21,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.engine_host import EngineStatus, Polled
 from ragspec.cluster.routing.policy import RoutingConfig, affinity_key, choose_replica
-from ragspec.cluster.routing.replica_client import Connect, ReplicaClient, ReplicaGone
+from ragspec.cluster.routing.replica_client import ReplicaClient, ReplicaGone
 from ragspec.cluster.routing.stream import Listener, OutputIdentity, Stream
 from ragspec.core import Delta, FinishReason, Request
 from ragspec.engine.client import EngineClient
@@ -35,6 +36,8 @@ from ragspec.numerics.noise import random_seed
 from ragspec.tenants import FairQueue, tenant_of
 
 log = logging.getLogger(__name__)
+
+Connect = Callable[[Replica], ReplicaClient]
 
 _TICK_S = 0.25
 _ALL_UP_S = 2.0
