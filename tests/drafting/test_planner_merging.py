@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from planner_parts import FREE, Chain, Running, plan
 
+from ragspec.drafting.children import draws_children
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.drafter_stats import DrafterStats, Pause
 from ragspec.drafting.planner import Planner
-from ragspec.drafting.stochastic_drafts import draws_children
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Proposal, StepResult
 

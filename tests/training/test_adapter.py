@@ -15,19 +15,21 @@ from transformers import LlamaForCausalLM
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.reference.packs import PackStream
-from ragspec.training.reference.rows import FIRST_WEIGHT, Row, collate
+from ragspec.training.reference.mixture import PackStream
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
 from ragspec.training.reference.trainer import (
     ALPHA,
     BLOCKS,
     CONFIG_FILE,
+    FIRST_WEIGHT,
     NUM_QUERIES,
     RANK,
     WEIGHTS_FILE,
     AdapterPlan,
     AdapterTrainer,
+    Row,
     adapter_parameters,
+    collate,
 )
 from ragspec.training.trainer import SINGLE_WORKER
 

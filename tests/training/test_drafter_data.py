@@ -40,7 +40,7 @@ from ragspec.training.heads.training_texts import (
     whole_text,
 )
 from ragspec.training.sentences import normalise
-from ragspec.training.step_data import POOL_STEPS, StepData, split_evenly
+from ragspec.training.trainer import POOL_STEPS, StepData, split_evenly
 
 ORIGIN = AnswerOrigin("one target", 0, 320, "these texts")
 

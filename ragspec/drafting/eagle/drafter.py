@@ -4,7 +4,7 @@ All sequences share each forward of the head. The head reads lazily: a sequence 
 states in its window.
 
 Sources: see `ragspec.drafting.eagle.network`; drafts grow in `ragspec.drafting.growing`, the noise is in
-`ragspec.drafting.coupling`.
+`ragspec.drafting.children`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.drafter import AttendingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.numerics.attention import AttentionMetadata, Ints
 from ragspec.numerics.backend import Backend, LogitRows

@@ -1,41 +1,46 @@
-"""The base of drafters with a network of their own: all sequences' drafts grow together, one forward a level.
+"""The bases of drafters with a network of their own: all sequences' drafts grow together, one forward a level.
 
     draft = level by level: one forward -> logits -> children (with the request's own noise) -> the most probable paths go on
 
-Drafting stops where another level would take more time than it is likely to save.
+Drafting stops where another level would take more time than it is likely to save. `AttendingDrafter` is for networks that keep
+keys of the text and of nodes: a draft first reads the tokens decided since the last draft.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.drafting.acceptance import ChildAcceptance
+from ragspec.drafting.children import ChildSampler, Coupling, draws_children, most_probable, needs_chain
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.coupling import Coupling, most_probable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.beam import Beam, DeviceBeam, GrownLevel
 from ragspec.drafting.growing.draft import (
     DRAWN,
     GREEDY,
     WITH_NOISE,
     WITHOUT_NOISE,
+    DraftMemory,
     DraftSettings,
     GrowingDraft,
     OpenRows,
 )
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.stochastic_drafts import ChildSampler, draws_children, needs_chain
 from ragspec.errors import EngineError
+from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import DeviceLogits, LogitRows
+from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.torch.transfer import to_host
 from ragspec.tree import Proposal
 
@@ -242,3 +247,64 @@ class GrowingDrafter(Drafter, Generic[D]):
 def needs_host(drafts: SequenceOf[GrowingDraft]) -> bool:
     """Whether children are drawn by chance, by the host."""
     return any(draft.settings.mode == DRAWN for draft in drafts)
+
+
+_CATCH_UP_STEPS = 24
+"""Steps over which the reading of a prompt is counted, if so many are to come."""
+
+
+class ReadingMemory(DraftMemory, Protocol):
+    """What a network has read of one sequence."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that this draft and later drafts have yet to read."""
+
+
+class AttendingDrafter(GrowingDrafter[D]):
+    """See the module."""
+
+    def _ready(self, sequence: SequenceView) -> ReadingMemory | None:
+        """A sequence's memory, if a draft can be grown from it and be of use."""
+        raise NotImplementedError
+
+    def _scheduled(self, drafts: list[D]) -> tuple[list[ScheduledDraft], KvPool]:
+        """Each draft's part of the forwards, and the pool of their keys."""
+        raise NotImplementedError
+
+    def _read(self, drafts: list[D], rows: DraftBatch, cache: KvPool) -> Tensor:
+        """The first forward, over all unread tokens. Returns the state of each sequence's last token. Shape: [B, H]."""
+        raise NotImplementedError
+
+    def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
+        """The forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
+        raise NotImplementedError
+
+    def _logits(self, states: Tensor) -> LogitRows:
+        """Logits of the token after each state, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
+        raise NotImplementedError
+
+    def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
+        """One forward a level, and a share of the reading that must come first."""
+        ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
+        if not ready:
+            return math.inf
+        longest = max(memory.end for memory in ready)
+        behind = sum(max(0, memory.num_waiting - 4) for memory in ready)
+        num_steps = min(_CATCH_UP_STEPS, 1 + max(s.most_tokens for s in sequences) // 2)
+        reading_s = self._costs.cost_s(behind, longest) / num_steps if behind else 0.0
+        rows = len(ready) * self._settings.shape.max_width
+        first_s = self._costs.cost_s(4 * len(ready), longest)
+        return reading_s + first_s + (self._num_levels - 1.0) * self._costs.cost_s(rows, longest)
+
+    def _levels(self, drafts: list[D]) -> Levels:
+        parts, cache = self._scheduled(drafts)
+        for draft in drafts:
+            if not len(draft.scratch):  # no slots, no second level
+                draft.max_depth = min(draft.max_depth, 1)
+        rows = DraftBatch(parts)
+        states = self._read(drafts, rows, cache)
+        nodes = yield Level(self._logits(states), sum(part.num_new for part in parts))
+        while True:
+            states = self._descend(nodes, states, rows.level(nodes.paths, nodes.path_slots), cache)
+            nodes = yield Level(self._logits(states), len(nodes.token_ids))

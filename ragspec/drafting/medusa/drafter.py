@@ -5,7 +5,7 @@ is the same below all nodes. A grounded Hydra head also reads the path to its no
 window, and every state is enough to draft from; Hydra++ keeps its prefix layer's keys as an EAGLE head does.
 
 Sources: see `ragspec.drafting.medusa.network`; drafts grow in `ragspec.drafting.growing`, the noise is in
-`ragspec.drafting.coupling`.
+`ragspec.drafting.children`.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.drafter import AttendingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.heads.target import DraftTarget
+from ragspec.drafting.heads.layer import DraftTarget
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
