@@ -70,10 +70,9 @@ def _pick(logits: Any, ids: Any, keys: Any, noisy: Any, floors: Any, columns: An
 class Coupling:
     """Picks children for one drafter. `draft_ids`: the target's id of each token of the draft vocabulary, rising."""
 
-    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int, coupled: bool = True) -> None:
+    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
         self._ids = draft_ids
         self._vocab_size = vocab_size
-        self._coupled = coupled
 
     def draws(self, owners: Sequence[SequenceView], depth: int) -> list[KeyedDraw]:
         """How a device picks children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`."""
@@ -108,7 +107,7 @@ class Coupling:
 
     def _key(self, sequence: SequenceView, depth: int) -> int | None:
         params = sequence.request.params
-        if params.greedy or not self.uses_noise(sequence):
+        if params.greedy or not uses_noise(sequence):
             return None
         return int(output_key(params.seed or 0, sequence.key[1], sequence.num_output + depth - 1))
 
@@ -127,10 +126,6 @@ class Coupling:
         return edits._replace(
             repeated=repeated, penalties=(penalised, penalties[known[1]]), biases=(biased, biases[known[2]])
         )
-
-    def uses_noise(self, sequence: SequenceView) -> bool:
-        """Whether drafts for this request use its sampling noise."""
-        return self._coupled and sequence.request.speculation.rule is AcceptanceRule.KEYED
 
     def _warped(self, logits: Floats, sequence: SequenceView) -> Floats:
         """Logits with the penalties and biases of the tokens decided so far. Shape: float32 [Vd]."""
@@ -175,6 +170,11 @@ class DrawnChildren(NamedTuple):
     draw: Draw
     token_ids: list[int]
     log_probs: list[float]
+
+
+def uses_noise(sequence: SequenceView) -> bool:
+    """Whether drafts for this request use its sampling noise."""
+    return sequence.request.speculation.rule is AcceptanceRule.KEYED
 
 
 def draws_children(sequence: SequenceView) -> bool:

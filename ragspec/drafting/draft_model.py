@@ -207,10 +207,9 @@ _CHUNK = 512
 
 
 class ModelDrafter(AttendingDrafter[ModelDraft]):
-    """See the module. `vocab_size`: the target's; either model may have a longer output layer, whose rest means nothing.
+    """See the module. `vocab_size`: the target's; either model may have a longer output layer, whose rest means nothing."""
 
-    Several draft models have several names; the planner merges their trees (SpecInfer, Miao et al. 2023, arXiv 2305.09781).
-    """
+    name = "draft_model"
 
     def __init__(
         self,
@@ -219,13 +218,9 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
         shape: TreeShape,
         costs: CostTable,
         prefixes: Prefixes,
-        *,
-        coupled: bool = True,
-        name: str = "draft_model",
     ) -> None:
-        self.name = name
         draft_ids = np.arange(min(vocab_size, model.vocab_size))
-        super().__init__(draft_ids, vocab_size, shape, costs, coupled=coupled)
+        super().__init__(draft_ids, vocab_size, shape, costs)
         self._model = model
         self._ids_on_device = model.backend.tokens(draft_ids)
         self.cache = ModelCache(model.pool, prefixes)

@@ -57,10 +57,8 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
 
     name = "self"
 
-    def __init__(
-        self, target: DraftTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable, *, coupled: bool = True
-    ) -> None:
-        super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs, coupled=coupled)
+    def __init__(self, target: DraftTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable) -> None:
+        super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs)
         self._target, self._keep = target, tuple(keep)
         self._slots: SequenceSlots | None = None
 

@@ -47,7 +47,7 @@ class Bigrams(GrowingDrafter[GrowingDraft]):
     def __init__(
         self, shape: Sequence[Any], costs: CostTable, logits: np.ndarray, shared: bool = False, device: str = "cpu"
     ) -> None:
-        super().__init__(np.arange(VOCAB), VOCAB, make_shape(*shape), costs, coupled=True)
+        super().__init__(np.arange(VOCAB), VOCAB, make_shape(*shape), costs)
         self._on_host = device == "host"
         self._logits = torch.from_numpy(logits).to("cpu" if self._on_host else device)  # [levels, VOCAB, VOCAB]
         self.nodes_share_rows, self.num_levels = shared, 0

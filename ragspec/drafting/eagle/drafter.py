@@ -86,11 +86,10 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         *,
         window: int = HEAD_WINDOW,
         max_read: int = 48,
-        coupled: bool = True,
         name: str = "",
     ) -> None:
         self.name = name or self.name
-        super().__init__(network.draft_ids, network.vocab_size, shape, costs, coupled=coupled)
+        super().__init__(network.draft_ids, network.vocab_size, shape, costs)
         self.network = network
         self.taps = network.taps
         self._window, self._max_read = window, max_read
@@ -158,7 +157,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
 
 
 class EagleDrafter(PairDrafter[EagleNetwork]):
-    """See the module. `coupled`: whether drafts use the sampling noise."""
+    """See the module."""
 
     name = "eagle"
 

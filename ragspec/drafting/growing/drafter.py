@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.drafting.acceptance import ChildAcceptance
-from ragspec.drafting.children import ChildSampler, Coupling, draws_children, most_probable, needs_chain
+from ragspec.drafting.children import ChildSampler, Coupling, draws_children, most_probable, needs_chain, uses_noise
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
@@ -65,21 +65,19 @@ Levels = Generator[Level, OpenRows, None]
 class GrowingDrafter(Drafter, Generic[D]):
     """See the module. A subclass says which sequences are ready and what drafts cost, and computes the forwards.
 
-    `draft_ids`: the target's id of each token of the draft vocabulary, rising. `coupled`: whether drafts use the sampling noise.
+    `draft_ids`: the target's id of each token of the draft vocabulary, rising.
     """
 
     nodes_share_rows = False
     """Whether all nodes of one level of a draft have the same children. A level then has one row of logits for each draft."""
 
-    def __init__(
-        self, draft_ids: NDArray[np.int64], vocab_size: int, shape: TreeShape, costs: CostTable, *, coupled: bool
-    ) -> None:
+    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int, shape: TreeShape, costs: CostTable) -> None:
         self.acceptance = ChildAcceptance()
         self._draft_ids, self._vocab_size = draft_ids, vocab_size
         self._num_children = min(shape.num_children, len(draft_ids))
         self._settings = DraftSettings(self.name, shape, self.acceptance, least_prob=0.004)
         self._costs = costs
-        self._coupling = Coupling(draft_ids, vocab_size, coupled)
+        self._coupling = Coupling(draft_ids, vocab_size)
         self._failed: set[tuple[str, int]] = set()
         self._num_levels = min(2.0, shape.max_depth)
 
@@ -109,8 +107,8 @@ class GrowingDrafter(Drafter, Generic[D]):
             return GREEDY
         if draws_children(sequence):
             return DRAWN
-        coupled = self._settings.shape.num_nodes is None and self._coupling.uses_noise(sequence)
-        return WITH_NOISE if coupled else WITHOUT_NOISE
+        is_coupled = self._settings.shape.num_nodes is None and uses_noise(sequence)
+        return WITH_NOISE if is_coupled else WITHOUT_NOISE
 
     def _grow(self, drafts: list[D], budget: Budget) -> None:
         """Grow all drafts level by level, until another level would not pay."""

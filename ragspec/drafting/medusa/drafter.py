@@ -42,12 +42,12 @@ class MedusaDraft(GrowingDraft):
 
 
 class MedusaDrafter(GrowingDrafter[MedusaDraft]):
-    """See the module. `coupled`: whether drafts use the sampling noise."""
+    """See the module."""
 
     name, is_head = "medusa", True
 
-    def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable, *, coupled: bool = True) -> None:
-        super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs, coupled=coupled)
+    def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable) -> None:
+        super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs)
         self.network, self.taps, self.nodes_share_rows = network, network.taps, not network.is_grounded
         self._states: dict[tuple[str, int], LastState] = {}
 
