@@ -142,21 +142,16 @@ def test_a_config_that_cannot_be_followed_is_refused(key: str, value: Any, tmp_p
     assert any(word in message for word in (key, *words))
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}"]
-)
-def test_a_config_that_is_no_json_object_is_refused(text: bytes, tmp_path: Path) -> None:
-    """JSONDecodeError, UnicodeDecodeError, RecursionError or ValueError reach the user as a traceback."""
-    random_head("eagle3", tmp_path)
-    (tmp_path / "config.json").write_bytes(text)
-    assert "config.json" in refusal(tmp_path)
-
-
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    """A mistyped directory told as FileNotFoundError."""
+def test_files_that_are_not_there_or_no_json_are_named(tmp_path: Path) -> None:
+    """FileNotFoundError, JSONDecodeError, UnicodeDecodeError, RecursionError or ValueError reach the user as a traceback."""
     assert "config.json" in refusal(tmp_path / "nowhere")
     random_head("eagle3", tmp_path)
-    weights = tmp_path / "model.safetensors"
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    whole = config.read_bytes()
+    for text in (b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}"):
+        config.write_bytes(text)
+        assert "config.json" in refusal(tmp_path)
+    config.write_bytes(whole)
     weights.rename(tmp_path / "x.safetensors")
     (tmp_path / "y.safetensors").write_bytes(b"")
     assert "x.safetensors, y.safetensors" in refusal(tmp_path)
@@ -178,13 +173,13 @@ def test_an_index_names_files_of_its_own_directory(weight_map: Any, tmp_path: Pa
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
-    """A pickled call in pytorch_model.bin runs on the machine that loads it."""
+    """A pickled call in pytorch_model.bin runs on the machine that loads it; a tensor without plain memory fails in a product."""
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "ran",)
 
-    random_head("eagle", tmp_path)
+    random_head("eagle", tmp_path, fc_bias=True)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"fc.weight": Trap()}, tmp_path / "pytorch_model.bin")
     assert "pytorch_model.bin" in refusal(tmp_path)
@@ -193,17 +188,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.save({"fc.weight": [1.0]}, tmp_path / "pytorch_model.bin")
     assert "named tensors" in refusal(tmp_path)
-    torch.save(
-        {"fc.weight": torch.ones(2, 2).to_sparse(), "layers.0.x": torch.ones(2, device="meta")}, tmp_path / "b.pt"
-    )
-    (tmp_path / "pytorch_model.bin").unlink()
-    refusal(tmp_path)
-
-
-def test_sparse_and_meta_tensors_are_named(tmp_path: Path) -> None:
-    """A tensor without plain memory fails deep inside the first product."""
-    made = random_head("eagle", tmp_path, fc_bias=True)
-    (tmp_path / "model.safetensors").unlink()
+    made = random_head("eagle", fc_bias=True)
     for bad in (made.tensors["fc.weight"].to_sparse(), made.tensors["fc.weight"].to("meta")):
         torch.save(made.tensors | {"fc.weight": bad}, tmp_path / "pytorch_model.bin")
         assert "fc.weight" in refusal(tmp_path)
@@ -218,7 +203,7 @@ def test_damage_of_any_byte_is_read_or_refused(name: str, tmp_path: Path) -> Non
         (tmp_path / "model.safetensors").unlink()
     whole = (tmp_path / name).read_bytes()
     draw, num_refused = random.Random(7), 0
-    for trial in range(120):
+    for trial in range(80):
         damaged = bytearray(whole[: draw.randrange(len(whole))] if trial % 2 else whole)
         for _ in range(draw.choice([1, 1, 8]) if damaged else 0):
             damaged[draw.randrange(min(len(damaged), 3000))] ^= 1 << draw.randrange(8)
@@ -227,4 +212,4 @@ def test_damage_of_any_byte_is_read_or_refused(name: str, tmp_path: Path) -> Non
             read_head(tmp_path)
         except ModelError:
             num_refused += 1
-    assert num_refused >= 60
+    assert num_refused >= 40
