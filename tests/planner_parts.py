@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from drafters import Quiet
 
-from ragspec.core import Request
+from ragspec.core import CopySource, Request
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
@@ -28,9 +28,12 @@ class Running:
     most_tokens: int = 100
     speculation: Speculation | bool = True
     prepared: dict[str, object] = field(default_factory=dict)
+    sources: tuple[CopySource, ...] = ()
+    salt: str = ""
 
     def __post_init__(self) -> None:
-        self.request = Request(self.name, tuple(self.tokens[: self.num_prompt]), speculation=self.speculation)
+        prompt = tuple(self.tokens[: self.num_prompt])
+        self.request = Request(self.name, prompt, speculation=self.speculation, sources=self.sources, salt=self.salt)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -239,19 +239,17 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
     def purge(self, salt: str) -> None:
         self.cache.purge(salt)
 
-    def _ready(self, sequence: SequenceView) -> ModelMemory | None:
-        """A sequence's memory, if the text fits into the model's context and pool and a draft can be of use."""
+    def _memory(self, sequence: SequenceView) -> ModelMemory | None:
+        """A sequence's memory, if the text fits into the model's context and pool."""
         num_tokens = len(sequence.tokens)
-        fits = num_tokens < min(self._model.num_positions, self._model.pool.num_slots)
-        if not fits or sequence.most_tokens < 2 or sequence.key in self._failed:
+        if num_tokens >= min(self._model.num_positions, self._model.pool.num_slots):
             return None
         memory = self.cache.memory(sequence)
         return memory if num_tokens >= memory.refused_until else None
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> ModelDraft | None:
-        memory = self._ready(sequence)
-        if memory is None:
-            return None
+    def _draft(
+        self, sequence: SequenceView, memory: ModelMemory, settings: DraftSettings, num_levels: int
+    ) -> ModelDraft | None:
         self.cache.begin(memory)
         if not self._prefill(memory):
             return None

@@ -52,8 +52,11 @@ class Bigrams(GrowingDrafter[GrowingDraft]):
         self._logits = torch.from_numpy(logits).to("cpu" if self._on_host else device)  # [levels, VOCAB, VOCAB]
         self.nodes_share_rows, self.num_levels = shared, 0
 
-    def _draft(self, sequence: Any, settings: DraftSettings, num_levels: int) -> GrowingDraft:
-        return GrowingDraft(sequence, SimpleNamespace(end=len(sequence.tokens)), settings, num_levels)
+    def _memory(self, sequence: Any) -> Any:
+        return SimpleNamespace(end=len(sequence.tokens))
+
+    def _draft(self, sequence: Any, memory: Any, settings: DraftSettings, num_levels: int) -> GrowingDraft:
+        return GrowingDraft(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[GrowingDraft]) -> Levels:
         rows = torch.tensor([draft.sequence.tokens[-1] for draft in drafts])

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from planner_parts import Running
 from tiny_target import SENTENCES, tiny_tokenizer
 
-from ragspec.core import CopySource, Request, SourceKind
+from ragspec.core import CopySource, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.drafter import Budget
 from ragspec.drafting.references import ReferenceReader
@@ -31,27 +32,11 @@ def ids(text: str) -> list[int]:
 
 
 @dataclass
-class Writing:
+class Writing(Running):
     """A sequence whose output is written by the test."""
 
-    sources: tuple[CopySource, ...] = ()
-    salt: str = ""
-    name: str = "a"
     tokens: list[int] = field(default_factory=lambda: [300])
     num_prompt: int = 1
-    most_tokens: int = 100
-    prepared: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.request = Request(self.name, (300,), sources=self.sources, salt=self.salt)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.name, 0
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
 
     def begin(self, drafter: CopyDrafter) -> None:
         self.prepared = {drafter.name: drafter.prepare(self.request)}
@@ -69,7 +54,7 @@ def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") ->
 
 
 def drafting(*sources: CopySource, eos_ids: tuple[int, ...] = (EOS,), **options: Any) -> tuple[CopyDrafter, Writing]:
-    drafter, sequence = CopyDrafter(tokenizer(), eos_ids, **{"least_prob": 1e-3, **options}), Writing(tuple(sources))
+    drafter, sequence = CopyDrafter(tokenizer(), eos_ids, **{"least_prob": 1e-3, **options}), Writing(sources=sources)
     sequence.begin(drafter)
     return drafter, sequence
 
@@ -277,18 +262,18 @@ def test_learning_moves_the_probabilities() -> None:
 
 
 def finish_one(drafter: CopyDrafter, text: str, salt: str, name: str) -> None:
-    sequence = Writing((), salt, name)
+    sequence = Writing(name, salt=salt)
     sequence.begin(drafter)
     sequence.write(drafter, text)
     drafter.finish(sequence)
 
 
 def drafts_from_earlier(drafter: CopyDrafter, salt: str) -> bool:
-    sequence = Writing((), salt, "new")
+    sequence = Writing("new", salt=salt)
     sequence.begin(drafter)
     sequence.write(drafter, "Now the old mill")
     found = drafts(drafter, sequence, " burned in 1921")
-    drafter.finish(Writing((), salt, "new"))
+    drafter.finish(Writing("new", salt=salt))
     return found
 
 
@@ -339,7 +324,7 @@ def test_of_earlier_answers_the_most_frequent_continuation_comes_first() -> None
     drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=1000)
     for i, year in enumerate((1921, 1921, 1921, 1874)):
         finish_one(drafter, f"Yes, the old mill burned in {year}.", "one", str(i))
-    sequence = Writing((), "one", "new")
+    sequence = Writing("new", salt="one")
     sequence.begin(drafter)
     sequence.write(drafter, "So the old mill burned in")
     siblings: dict[int, list[float]] = {}

@@ -1,55 +1,18 @@
-"""EAGLE heads on disk: every published dialect is read as the same head, and written as the official one."""
+"""EAGLE heads on disk: the files that are read, and the published layout that is written."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from drafting.eagle_heads import LLAMA3, change_config, change_tensors, random_head, same, save_head
+from drafting.eagle_heads import change_config, change_tensors, random_head, same
 from safetensors.torch import load_file, save_file
 
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
 from ragspec.drafting.eagle.layout import HeadCheckpoint, check_fits, default_aux_layers
 from ragspec.errors import ModelError, SaveError
-
-HEADS: dict[str, dict[str, Any]] = {
-    "eagle": {"family": "eagle", "fc_bias": True},
-    "eagle-no-bias": {"family": "eagle", "own_embedding": True, "own_lm_head": True, "dtype": torch.bfloat16},
-    "eagle-wide-heads": {"family": "eagle", "head_dim": 16, "rope_theta": 500000.0, "num_kv_heads": 4},
-    "eagle3": {"family": "eagle3"},
-    "eagle3-bf16": {"family": "eagle3", "dtype": torch.bfloat16, "aux_layers": (2, 4, 6), "max_positions": 512},
-    "eagle3-all-tokens": {"family": "eagle3", "draft_vocab": 64},
-    "eagle3-own-width": {"family": "eagle3", "target_hidden_size": 48, "own_embedding": True},
-    "eagle3-flags": {"family": "eagle3", "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-    "eagle-qwen2": {"family": "eagle", "fc_bias": True, "qkv_bias": True},
-    "eagle-two-layers": {"family": "eagle", "num_layers": 2, "qk_norm": True, "window": 512},
-    "poss": {"family": "eagle", "fc_bias": True, "num_layers": 3, "positions_per_layer": 2},
-    "eagle3-llama3": {"family": "eagle3", "rope": LLAMA3, "window": 2048},
-    "eagle3-qwen3": {
-        "family": "eagle3",
-        "rope": {"rope_type": "yarn", "factor": 4.0},
-        "qk_norm": True,
-        "num_layers": 2,
-    },
-    "eagle3-biases": {"family": "eagle3", "qkv_bias": True, "output_bias": True},
-    "eagle3-taps": {"family": "eagle3", "norm_before_fc": "taps", "rms_norm_eps": 1e-6, "aux_layers": (0, 2, 3)},
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_head_is_read_in_every_dialect_and_reads_back_equal(name: str, tmp_path: Path) -> None:
-    """A key or tensor read as something else loads silently and only shows as low acceptance: `layers.0.` taken for EAGLE-1, or
-    a flag of the top level missed beside transformer_layer_config; a field that the writer forgets comes back as its default."""
-    made = random_head(**HEADS[name])
-    for dialect in ("official", "speculators") if name.startswith("eagle3") else ("official",):
-        save_head(tmp_path / dialect, made, dialect)
-        assert same(read_head(tmp_path / dialect), made)
-    write_head(tmp_path / "new" / "head", made)
-    assert same(read_head(tmp_path / "new" / "head"), made)
-    assert sorted(path.name for path in (tmp_path / "new" / "head").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_the_written_layout_is_the_published_one(tmp_path: Path) -> None:

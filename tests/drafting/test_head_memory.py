@@ -13,9 +13,8 @@ from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 SHAPE = AttentionShape(1, 1, 8, 1.0)
 
 
-class NoNetwork:
-    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
-        return KvPool([SHAPE], pool.num_slots + max(16, num_own_slots))
+def make_cache(pool: KvPool, num_own_slots: int) -> KvPool:
+    return KvPool([SHAPE], pool.num_slots + max(16, num_own_slots))
 
 
 @pytest.mark.parametrize(("read_every", "counts"), [(0, [1] * 9 + [20]), (7, [1] * 9 + [20]), (40, [1, 2]), (15, [6])])
@@ -24,7 +23,7 @@ def test_states_wait_without_those_of_other_sequences(read_every: int, counts: l
     taken for those of other positions where others between them had been read."""
     pool = KvPool([SHAPE], 1024)
     slots = SequenceSlots(pool)
-    memory = HeadMemory(slots, SlotMemory(pool, NoNetwork(), 1), window=256, max_read=40)
+    memory = HeadMemory(slots, SlotMemory(pool, make_cache, 1), window=256, max_read=40)
     rng, unread, step = np.random.default_rng(0), list[int](), 0
     while memory.end < 900:
         step += 1

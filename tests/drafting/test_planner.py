@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -253,8 +252,7 @@ def test_an_answer_without_a_guess_says_nothing_about_a_drafter() -> None:
 
 def answer(planner: Planner, name: str, num_right: int, salt: str) -> int:
     """Nodes drafted in the first of eight steps of a sequence; so many tokens of each draft are right."""
-    sequence, drafted = Running(name), []
-    sequence.request = replace(sequence.request, salt=salt)
+    sequence, drafted = Running(name, salt=salt), []
     for _ in range(8):
         (tree,) = plan(planner, sequence)
         drafted.append(tree.num_drafted)

@@ -17,7 +17,7 @@ from drafting.eagle_heads import LLAMA3, change_config, change_tensors, random_h
 from drafting.medusa_heads import Tensors
 from safetensors.torch import load_file
 
-from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.checkpoint import read_head, write_head
 from ragspec.errors import ModelError
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -115,7 +115,11 @@ FORMS: dict[str, Form] = {
         POSS, OFFICIAL, only("fc.weight", "layers.0.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"),
         positions_per_layer=2, refused=r"lacks|is \["
     ),
+    "EAGLE of wide heads": Form(EAGLE | {"head_dim": 16, "rope_theta": 500000.0}),
+    "EAGLE of two layers with a window": Form({"family": "eagle", "num_layers": 2, "qk_norm": True, "window": 512}),
     "EAGLE-3": Form({"family": "eagle3"}, OFFICIAL | {"rope_theta": ...}),
+    "EAGLE-3 with biases": Form(TAPPED | {"qkv_bias": True, "output_bias": True, "max_positions": 512, "dtype": torch.bfloat16}),
+    "EAGLE-3 with every flag": Form(SPECULATORS | {"qk_norm": True, "num_layers": 2, "rope": LLAMA3, "window": 2048}),
     "EAGLE-3 that drafts all tokens": Form({"family": "eagle3", "draft_vocab": 64}, OFFICIAL | {"draft_vocab_size": ...}),
     "EAGLE-3 of another width": Form(
         {"family": "eagle3", "target_hidden_size": 48, "own_embedding": True}, OFFICIAL | {"target_hidden_size": 48}
@@ -180,7 +184,7 @@ FORMS: dict[str, Form] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_eagle_form_is_read_as_it_was_made_or_refused_by_name(name: str, tmp_path: Path) -> None:
-    """Read in another sense a head loads, and only shows as low acceptance."""
+    """Read in another sense a head loads, and only shows as low acceptance; a field that is not written becomes its default."""
     form = FORMS[name]
     made = random_head(folder=tmp_path, dialect=form.dialect, **form.head)
     changes = dict(form.changes)
@@ -199,3 +203,6 @@ def test_an_eagle_form_is_read_as_it_was_made_or_refused_by_name(name: str, tmp_
     read = read_head(tmp_path, form.positions_per_layer)
     assert read.config == made.config
     assert same(read, made)
+    write_head(tmp_path / "new" / "head", made)
+    assert same(read_head(tmp_path / "new" / "head"), made)
+    assert sorted(path.name for path in (tmp_path / "new" / "head").iterdir()) == ["config.json", "model.safetensors"]

@@ -175,7 +175,7 @@ def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:
 
 
 def test_another_adapter_is_refused_by_name(tmp_path: Path) -> None:
-    """Weights that mean another change under this recipe's rank and scale; or layers that stay fresh or are dropped in silence."""
+    """Weights that mean another change under this recipe's rank and scale; or layers stay fresh or are dropped in silence."""
     trainer = make_trainer()
     trainer.write_adapter(tmp_path)
     config, tensors = tmp_path / CONFIG_FILE, trainer.averaged_adapter()

@@ -47,12 +47,6 @@ def text_of(checkpoint: HeadCheckpoint) -> tuple[torch.Tensor, list[int], torch.
     return embed, tokens, torch.randn(NUM_TOKENS, config.num_features, generator=rng)
 
 
-def test_names_and_shapes_are_the_published_ones(checkpoint: HeadCheckpoint) -> None:
-    """A head with a name of our own would be refused, or silently not loaded, by every server."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in EagleHead(checkpoint.config).state_dict().items()}
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-
-
 def test_first_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
     """A wrong order in a concatenation, a norm too many or a shifted rotation trains, and fails only when served."""
     embed, tokens, features = text_of(checkpoint)

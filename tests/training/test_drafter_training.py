@@ -179,7 +179,7 @@ def test_a_run_ends_with_its_plan_and_its_head_is_read_again(family: EagleFamily
 
 
 @pytest.mark.parametrize(("taps", "vocabulary", "reason"), [
-    ((0, 1, 3), 60, "has 2 layers"), ((1, 0, 2), 60, "must rise"), ((0, 1), 60, "three"), (TAPS, 513, "exceeds"),
+    ((0, 1, 3), 60, "target that has 2"), ((1, 0, 2), 60, "aux_layers"), ((0, 1), 60, "three"), (TAPS, 513, "exceeds"),
 ])  # fmt: skip
 def test_a_head_that_cannot_fit_is_refused(taps: tuple[int, ...], vocabulary: int, reason: str) -> None:
     """Refused only by the hook, or by the loader of the finished head."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
@@ -26,8 +25,9 @@ from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
 from ragspec.drafting.growing.drafter import AttendingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.numerics.attention import AttentionMetadata, Ints
-from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.drafting.medusa.network import PrefixNetwork
+from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
 
 
@@ -45,27 +45,8 @@ class HeadDraft(GrowingDraft):
         return ScheduledDraft(context, len(rows.indices), self.memory.end, self.scratch, rows)
 
 
-class PairNetwork(Protocol):
-    """A network with one layer of keys that reads pairs (state of the target, next token)."""
-
-    draft_ids: NDArray[np.int64]
-    vocab_size: int
-    taps: tuple[int, ...]
-    backend: Backend
-
-    @property
-    def num_features(self) -> int:
-        """Width of the states that it reads."""
-
-    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool: ...
-
-    def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor: ...
-
-    def first_logits(self, states: Tensor, next_tokens: Ints) -> LogitRows:
-        """Of the first level, from the outputs of `first`. Shapes: [B, H], int32 [B]."""
-
-
-Network = TypeVar("Network", bound=PairNetwork)
+Network = TypeVar("Network", EagleNetwork, PrefixNetwork)
+"""A network that keeps keys and reads pairs (state of the target, next token)."""
 
 
 HEAD_WINDOW = 256
@@ -90,7 +71,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
     ) -> None:
         self.name = name or self.name
         super().__init__(network.draft_ids, network.vocab_size, shape, costs)
-        self.network = network
+        self.network: Network = network
         self.taps = network.taps
         self._window, self._max_read = window, max_read
         self._slots: SlotMemory | None = None
@@ -116,18 +97,15 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         super().finish(sequence)
         self._memories.pop(sequence.key, None)
 
-    def _ready(self, sequence: SequenceView) -> HeadMemory | None:
-        """A sequence's memory, if it is complete and a draft can be of use."""
+    def _memory(self, sequence: SequenceView) -> HeadMemory | None:
+        """A sequence's memory, if it is complete."""
         memory = self._memories.get(sequence.key)
-        decided = len(sequence.tokens) - 1
-        fits = (
-            memory is not None and memory.slots is sequence.slots and memory.end == decided and memory.num_waiting > 0
-        )
-        return memory if fits and sequence.most_tokens > 1 and sequence.key not in self._failed else None
+        if memory is None or memory.slots is not sequence.slots or memory.end != len(sequence.tokens) - 1:
+            return None
+        return memory if memory.num_waiting > 0 else None
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
-        memory = self._ready(sequence)
-        return None if memory is None else HeadDraft(sequence, memory, settings, num_levels)
+    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
+        return HeadDraft(sequence, memory, settings, num_levels)
 
     @property
     def num_own_slots(self) -> int:
@@ -136,7 +114,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
 
     def _slot_memory(self, pool: KvPool) -> SlotMemory:
         if self._slots is None or self._slots.pool is not pool:
-            self._slots = SlotMemory(pool, self.network, self.num_own_slots)
+            self._slots = SlotMemory(pool, self.network.make_cache, self.num_own_slots)
         return self._slots
 
     def _scheduled(self, drafts: list[HeadDraft]) -> tuple[list[ScheduledDraft], KvPool]:
@@ -179,7 +157,8 @@ class PairTimer(Generic[Network]):
     """Times a network's forwards over a context of zeros. Keys that it writes are never read."""
 
     def __init__(self, network: Network, pool: KvPool) -> None:
-        self.network, self._num_slots = network, pool.num_slots
+        self.network: Network = network
+        self._num_slots = pool.num_slots
         self._cache = network.make_cache(pool)
 
     def seconds(self, num_rows: int, context: int) -> float:

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +81,12 @@ class GrowingDrafter(Drafter, Generic[D]):
         self._failed: set[tuple[str, int]] = set()
         self._num_levels = min(2.0, shape.max_depth)
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> D | None:
-        """A new draft of at most so many levels, or None."""
+    def _memory(self, sequence: SequenceView) -> Any:
+        """The drafter's memory of a sequence, if a draft can grow from it now, or None."""
+        raise NotImplementedError
+
+    def _draft(self, sequence: SequenceView, memory: Any, settings: DraftSettings, num_levels: int) -> D | None:
+        """A new draft of at most so many levels, or None where there is no room."""
         raise NotImplementedError
 
     def _levels(self, drafts: list[D]) -> Levels:
@@ -98,9 +102,15 @@ class GrowingDrafter(Drafter, Generic[D]):
             settings = self._settings._replace(mode=self._mode(sequence), is_chain=needs_chain(sequence))
             if budget.token_s == 0.0 or settings.by_confidence or settings.mode == DRAWN:  # no node is too improbable
                 settings = settings._replace(least_prob=0.0)
-            drafts.append(self._draft(sequence, settings, num_levels))
+            memory = self._ready(sequence)
+            drafts.append(None if memory is None else self._draft(sequence, memory, settings, num_levels))
         self._grow([draft for draft in drafts if draft is not None], budget)
         return [[] if draft is None or draft.sequence.key in self._failed else draft.best() for draft in drafts]
+
+    def _ready(self, sequence: SequenceView) -> Any:
+        """As `_memory`; None also where a draft would be of no use, or drafts have failed."""
+        is_wanted = sequence.most_tokens > 1 and sequence.key not in self._failed
+        return self._memory(sequence) if is_wanted else None
 
     def _mode(self, sequence: SequenceView) -> int:
         if sequence.request.params.greedy:
@@ -262,10 +272,6 @@ class ReadingMemory(DraftMemory, Protocol):
 class AttendingDrafter(GrowingDrafter[D]):
     """See the module."""
 
-    def _ready(self, sequence: SequenceView) -> ReadingMemory | None:
-        """A sequence's memory, if a draft can be grown from it and be of use."""
-        raise NotImplementedError
-
     def _scheduled(self, drafts: list[D]) -> tuple[list[ScheduledDraft], KvPool]:
         """Each draft's part of the forwards, and the pool of their keys."""
         raise NotImplementedError
@@ -284,7 +290,7 @@ class AttendingDrafter(GrowingDrafter[D]):
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         """One forward a level, and a share of the reading that must come first."""
-        ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
+        ready: list[ReadingMemory] = [memory for s in sequences if (memory := self._ready(s)) is not None]
         if not ready:
             return math.inf
         longest = max(memory.end for memory in ready)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
+from ragspec.drafting.eagle.memory import HeadMemory
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
@@ -68,15 +69,15 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     def _num_rows(self, num_sequences: int) -> int:
         return num_sequences if self.nodes_share_rows else num_sequences * self._settings.shape.max_width
 
-    def _ready(self, sequence: SequenceView) -> LastState | None:
-        """The state before the sequence's last token, if a draft can be of use."""
+    def _memory(self, sequence: SequenceView) -> LastState | None:
+        """The state before the sequence's last token."""
         last = self._states.get(sequence.key)
-        fits = last is not None and last.end == len(sequence.tokens) - 1
-        return last if fits and sequence.most_tokens > 1 and sequence.key not in self._failed else None
+        return last if last is not None and last.end == len(sequence.tokens) - 1 else None
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> MedusaDraft | None:
-        last, num_levels = self._ready(sequence), min(num_levels, self.network.num_heads)
-        return None if last is None else MedusaDraft(sequence, last, settings, num_levels)
+    def _draft(
+        self, sequence: SequenceView, memory: LastState, settings: DraftSettings, num_levels: int
+    ) -> MedusaDraft:
+        return MedusaDraft(sequence, memory, settings, min(num_levels, self.network.num_heads))
 
     def _levels(self, drafts: list[MedusaDraft]) -> Levels:
         return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)
@@ -97,8 +98,8 @@ class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):
         super().__init__(network, shape, costs, **options)
         self.nodes_share_rows = not network.is_grounded
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
-        return super()._draft(sequence, settings, min(num_levels, self.network.num_heads))
+    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
+        return super()._draft(sequence, memory, settings, min(num_levels, self.network.num_heads))
 
     def _levels(self, drafts: list[HeadDraft]) -> Levels:
         assert self._slots is not None
