@@ -187,8 +187,8 @@ class CopyDrafter(Drafter):
         limits: _Limits,
         proposals: list[Proposal],
     ) -> float:
-        """Append a branch for each point below node `root`. `left`: the probability that no earlier branch is the right one;
-        returns the probability that none is."""
+        """Append a branch for each point below node `root`. `left`: the probability that all earlier branches fail. Returns the
+        probability that the new branches fail, too."""
         for point in points:
             number = index.reference_at(point.at)
             reference = index.references[number] if number < len(index.references) else None
@@ -310,8 +310,8 @@ class CopyDrafter(Drafter):
 
 
 def _append(tree: list[Proposal], left: float, proposals: list[Proposal]) -> float:
-    """Append another tree below the root, whose probabilities are given that nothing before is right, which has probability
-    `left`; returns the probability that none of it is right either."""
+    """Append another tree below the root. The tree's probabilities are conditional on all earlier branches failing, which has
+    probability `left`. Returns the probability that the tree fails, too."""
     first = len(proposals)
     for node in tree:
         parent = node.parent + first if node.parent >= 0 else -1

@@ -42,6 +42,9 @@ _RETRY_TOKENS = 32
 """A sequence that found no room is drafted for again after so many tokens."""
 
 Key = tuple[str, int]
+_MAX_WAITING = 64
+"""Unread tokens of one sequence that the first forward of a draft takes; more are read before it, in chunks."""
+_CHUNK = 512
 
 
 class Prefixes(Protocol):
@@ -199,11 +202,6 @@ class ModelCache:
         self._prefixes.purge(salt)
         for memory in self._memories.values():
             memory.remembered = memory.remembered and not salt_belongs_to(memory.sequence.request.salt, salt)
-
-
-_MAX_WAITING = 64
-"""Unread tokens of one sequence that the first forward of a draft takes; more are read before it, in chunks."""
-_CHUNK = 512
 
 
 class ModelDrafter(AttendingDrafter[ModelDraft]):

@@ -31,6 +31,8 @@ from ragspec.errors import ConfigError
 
 POOL_STEPS = 16
 Item = TypeVar("Item")
+FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s", "decay_share")
+"""Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,6 @@ def split_evenly(items: Sequence[Item], count: int, size_of: Callable[[Item], in
 
 def _unchanged(pool: Any) -> Any:
     return pool
-
-
-FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s", "decay_share")
-"""Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
 
 
 def fast_dtype(device: str) -> torch.dtype:

@@ -126,8 +126,14 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
         (tree,) = plan(planner, Running())
     assert tree.num_drafted == 2
     assert plan(planner, Running())[0].num_drafted == 2  # awake again at every step
+    drafter.tokens = []
+    for _ in range(60):
+        plan(planner, Running())
     planner.finish(Running())
-    assert not planner._sequence_stats
+    before = drafter.asked
+    for _ in range(3):
+        plan(planner, Running())
+    assert drafter.asked == before + 3, "what is known of a sequence ends with it"
 
 
 def steps(asked: list[int]) -> list[int]:

@@ -31,6 +31,56 @@ from ragspec.drafting.heads.files import (
 )
 from ragspec.errors import ModelError
 
+DEFAULT_ROPE_THETA = 10000.0  # Why: the published code falls back to it, even where the target's base is another.
+_AUX_KEY, _POSITIONS_KEY = "eagle_aux_hidden_state_layer_ids", "position_per_layer"
+_KEYS: dict[str, tuple[str, Callable[..., Any], Any]] = {
+    "hidden_size": ("hidden_size", integer, None),
+    "intermediate_size": ("intermediate_size", integer, None),
+    "num_heads": ("num_attention_heads", integer, None),
+    "num_kv_heads": ("num_key_value_heads", integer, "num_attention_heads"),
+    "head_dim": ("head_dim", integer, None),
+    "vocab_size": ("vocab_size", integer, None),
+    "draft_vocab_size": ("draft_vocab_size", integer, "vocab_size"),
+    "target_hidden_size": ("target_hidden_size", integer, "hidden_size"),
+    "max_positions": ("max_position_embeddings", integer, 2048),
+    "rms_norm_eps": ("rms_norm_eps", number, 1e-6),
+    "rope_theta": ("rope_theta", number, DEFAULT_ROPE_THETA),
+    "norm_before_residual": ("norm_before_residual", truth, False),
+}
+"""Fields of `HeadConfig`: the published key, the kind of its value, and the value that an absent key means, or the key that it is
+read from. None: the key must be there."""
+_OTHER_KEYS = {"truncated_vocab_size": "draft_vocab_size", "eagle_fc_bias": "bias"}
+"""Keys of single dialects, and the keys that they stand for."""
+_NORM = "input_norm.weight"
+"""One norm for the features of all taps."""
+_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_NOT_EAGLE = {
+    "Hydra": re.compile(r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer|input_embed_fn|cross_attn)\."),
+    "Medusa": re.compile(r"(medusa_head\.|\d+\.\d+\.(linear\.)?(weight|bias)$)"),
+    "GliDe": re.compile(r".+\.cross_attn\."),
+}
+_PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
+_EAGLE_FLAGS: dict[str, tuple[Any, ...]] = {
+    _AUX_KEY: (),
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (1,),
+}
+"""Keys of `eagle_config` (ModelOpt, SpecForge) and the values that mean the published EAGLE-3; none: any."""
+_PLAIN_ROPE = ("default", "mrope")  # Why mrope: the three positions of a token of text are the same.
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_SPECFORGE = re.compile(r"\w+ForCausalLMEagle3")
+
 
 def read_head(directory: str | Path, positions_per_layer: int | None = None) -> HeadCheckpoint:
     """Read and check the head in a directory: every tensor is there, has the configured size and is finite.
@@ -98,57 +148,6 @@ def _reaches(ids: Tensor, t2d: Tensor) -> bool:
     if bool((ids < 0).any()) or bool((ids >= len(t2d)).any()) or not bool((ids[1:] > ids[:-1]).all()):
         return False
     return int(t2d.sum()) == len(ids) and bool(t2d[ids].all())
-
-
-DEFAULT_ROPE_THETA = 10000.0  # Why: the published code falls back to it, even where the target's base is another.
-_AUX_KEY, _POSITIONS_KEY = "eagle_aux_hidden_state_layer_ids", "position_per_layer"
-_KEYS: dict[str, tuple[str, Callable[..., Any], Any]] = {
-    "hidden_size": ("hidden_size", integer, None),
-    "intermediate_size": ("intermediate_size", integer, None),
-    "num_heads": ("num_attention_heads", integer, None),
-    "num_kv_heads": ("num_key_value_heads", integer, "num_attention_heads"),
-    "head_dim": ("head_dim", integer, None),
-    "vocab_size": ("vocab_size", integer, None),
-    "draft_vocab_size": ("draft_vocab_size", integer, "vocab_size"),
-    "target_hidden_size": ("target_hidden_size", integer, "hidden_size"),
-    "max_positions": ("max_position_embeddings", integer, 2048),
-    "rms_norm_eps": ("rms_norm_eps", number, 1e-6),
-    "rope_theta": ("rope_theta", number, DEFAULT_ROPE_THETA),
-    "norm_before_residual": ("norm_before_residual", truth, False),
-}
-"""Fields of `HeadConfig`: the published key, the kind of its value, and the value that an absent key means, or the key that it is
-read from. None: the key must be there."""
-_OTHER_KEYS = {"truncated_vocab_size": "draft_vocab_size", "eagle_fc_bias": "bias"}
-"""Keys of single dialects, and the keys that they stand for."""
-_NORM = "input_norm.weight"
-"""One norm for the features of all taps."""
-_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_NOT_EAGLE = {
-    "Hydra": re.compile(r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer|input_embed_fn|cross_attn)\."),
-    "Medusa": re.compile(r"(medusa_head\.|\d+\.\d+\.(linear\.)?(weight|bias)$)"),
-    "GliDe": re.compile(r".+\.cross_attn\."),
-}
-_PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
-_EAGLE_FLAGS: dict[str, tuple[Any, ...]] = {
-    _AUX_KEY: (),
-    "use_aux_hidden_state": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "use_mtp_layernorm": (False,),
-    "next_layer_regular": (True,),
-    "parallel_draft_step": (1,),
-    "parallel_draft_heads_num_layers": (1,),
-}
-"""Keys of `eagle_config` (ModelOpt, SpecForge) and the values that mean the published EAGLE-3; none: any."""
-_PLAIN_ROPE = ("default", "mrope")  # Why mrope: the three positions of a token of text are the same.
-_ROPE_NUMBERS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-_ROPE_KEYS = ("rope_scaling", "rope_parameters")
-_SPECFORGE = re.compile(r"\w+ForCausalLMEagle3")
 
 
 def official_form(raw: Raw, stored: Mapping[str, Tensor], positions_per_layer: int | None = None) -> HeadCheckpoint:

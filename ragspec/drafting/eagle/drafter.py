@@ -30,6 +30,11 @@ from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
 
+Network = TypeVar("Network", EagleNetwork, PrefixNetwork)
+"""A network that keeps keys and reads pairs (state of the target, next token)."""
+HEAD_WINDOW = 256
+"""Positions that a head attends to, unless it is configured otherwise."""
+
 
 class HeadDraft(GrowingDraft):
     """A draft that begins with the pairs that the head has yet to read."""
@@ -43,14 +48,6 @@ class HeadDraft(GrowingDraft):
     def scheduled(self) -> ScheduledDraft:
         context, rows = self.memory.context(self.pairs)
         return ScheduledDraft(context, len(rows.indices), self.memory.end, self.scratch, rows)
-
-
-Network = TypeVar("Network", EagleNetwork, PrefixNetwork)
-"""A network that keeps keys and reads pairs (state of the target, next token)."""
-
-
-HEAD_WINDOW = 256
-"""Positions that a head attends to, unless it is configured otherwise."""
 
 
 class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):

@@ -69,6 +69,10 @@ _BETTER, _MUCH_WORSE = 1.02, 0.9
 _DONE = object()
 _COPIES = 5
 """Learned weights, gradient, the optimiser's two moments, and the weights that draft."""
+log = logging.getLogger(__name__)
+_LEARNING_RATE = 1e-4
+_MAX_BYTES = 2**29
+"""Of all learned heads with their texts."""
 
 
 class RecordedText(NamedTuple):
@@ -240,13 +244,6 @@ def _trained(head: EagleHead) -> list[nn.Parameter]:
 
 def _no_projection(states: Tensor) -> Tensor:
     raise AssertionError("an EAGLE-3 head has an output layer of its own")
-
-
-log = logging.getLogger(__name__)
-
-_LEARNING_RATE = 1e-4
-_MAX_BYTES = 2**29
-"""Of all learned heads with their texts."""
 
 
 class OnlineEagleDrafter(EagleDrafter):

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from ragspec.drafting.growing.draft import (
     GREEDY,
     WITH_NOISE,
     WITHOUT_NOISE,
-    DraftMemory,
     DraftSettings,
     GrowingDraft,
     OpenRows,
@@ -261,16 +260,8 @@ _CATCH_UP_STEPS = 24
 """Steps over which the reading of a prompt is counted, if so many are to come."""
 
 
-class ReadingMemory(DraftMemory, Protocol):
-    """What a network has read of one sequence."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Tokens that this draft and later drafts have yet to read."""
-
-
 class AttendingDrafter(GrowingDrafter[D]):
-    """See the module."""
+    """See the module. `num_waiting` of a sequence's memory: tokens that this draft and later drafts have yet to read."""
 
     def _scheduled(self, drafts: list[D]) -> tuple[list[ScheduledDraft], KvPool]:
         """Each draft's part of the forwards, and the pool of their keys."""
@@ -290,7 +281,7 @@ class AttendingDrafter(GrowingDrafter[D]):
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         """One forward a level, and a share of the reading that must come first."""
-        ready: list[ReadingMemory] = [memory for s in sequences if (memory := self._ready(s)) is not None]
+        ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
         if not ready:
             return math.inf
         longest = max(memory.end for memory in ready)

@@ -63,11 +63,10 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         """One forward a level."""
-        num_ready = sum(self._ready(sequence) is not None for sequence in sequences)
-        return self._num_levels * self._costs.cost_s(self._num_rows(num_ready), 0) if num_ready else math.inf
-
-    def _num_rows(self, num_sequences: int) -> int:
-        return num_sequences if self.nodes_share_rows else num_sequences * self._settings.shape.max_width
+        num_rows = sum(self._ready(sequence) is not None for sequence in sequences)
+        if not self.nodes_share_rows:
+            num_rows *= self._settings.shape.max_width
+        return self._num_levels * self._costs.cost_s(num_rows, 0) if num_rows else math.inf
 
     def _memory(self, sequence: SequenceView) -> LastState | None:
         """The state before the sequence's last token."""

@@ -34,6 +34,16 @@ from ragspec.training.trainer import StepData, Trainer, TrainingPlan, WorkerGrou
 
 FIRST_WEIGHT = 3.0
 """The weight of an answer's first token, which says whether the passages answer; that of all others is 1."""
+RANK, ALPHA = 32, 64
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
+    "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "target_modules": list(MODULES)}  # fmt: skip
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+GPU_ROWS, NUM_QUERIES = 16, 128
+"""Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
+BLOCKS = "ragspec_causal"
 
 
 class RowBatch(NamedTuple):
@@ -111,15 +121,6 @@ def collate(rows: Sequence[Row], device: str = "cpu") -> RowBatch:
     return RowBatch({"input_ids": ids, "position_ids": positions, "attention_mask": sees[:, None]}, targets, weights)
 
 
-RANK, ALPHA = 32, 64
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
-    "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-    "target_modules": list(MODULES)}  # fmt: skip
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-GPU_ROWS, NUM_QUERIES = 16, 128
-"""Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
 DrawRow = Callable[[random.Random], Row]
 """A row as a function of a generator."""
 
@@ -277,5 +278,4 @@ def causal_attention(
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-BLOCKS = "ragspec_causal"
 AttentionInterface.register(BLOCKS, causal_attention)
