@@ -50,32 +50,6 @@ def test_each_missing_misshapen_or_broken_tensor_is_named(family: EagleFamily, t
             assert name in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("family", EagleFamily)
-@pytest.mark.parametrize("fc_bias", [True, False])
-def test_the_bias_is_there_just_if_the_config_says_so(family: EagleFamily, fc_bias: bool, tmp_path: Path) -> None:
-    """fc.bias left out, or a head without one read as if zeros were meant."""
-    random_head(family, tmp_path, fc_bias=fc_bias)
-    change_config(tmp_path, bias=not fc_bias)
-    assert "fc.bias" in refusal(tmp_path)
-
-
-def test_norms_of_the_features_are_named_as_stored(tmp_path: Path) -> None:
-    """A norm that the config asks for and the file has not, or the reverse, changes every feature."""
-    random_head("eagle3", tmp_path)
-    change_config(tmp_path, norm_before_fc=True)
-    assert "input_norm.weight" in refusal(tmp_path)
-    change_config(tmp_path, norm_before_fc=False, fc_norm=True)
-    assert "fc_norm.0.weight" in refusal(tmp_path)
-    change_config(tmp_path, norm_before_fc=True)
-    assert "both norm_before_fc and fc_norm" in refusal(tmp_path)
-    random_head("eagle3", tmp_path, norm_before_fc="taps")
-    change_tensors(tmp_path, lambda tensors: tensors.update({"fc_norm.1.weight": torch.ones(16)}))
-    assert "fc_norm.1.weight" in refusal(tmp_path)
-    random_head("eagle3", tmp_path, norm_before_fc=True)
-    change_config(tmp_path, norm_before_fc=False)
-    assert "input_norm.weight" in refusal(tmp_path)
-
-
 def test_a_vocabulary_map_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     """Draft tokens sent to wrong target tokens: lossless, and never accepted."""
 

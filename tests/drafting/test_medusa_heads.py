@@ -24,7 +24,6 @@ from drafting.medusa_heads import (
 )
 from transformers import LlamaConfig
 
-from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.growing.shapes import MEDUSA_TREE
 from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.network import PositionNetwork
@@ -189,16 +188,6 @@ def test_a_state_below_the_last_is_tapped_where_the_config_says_so(tmp_path: Pat
     for offset, tap in ((0, -1), (1, 1), (2, 0)):
         save_hydra(tmp_path, hydra_tensors(1), hidden_state_offset=offset)
         assert read_hydra(tmp_path, a_target()).config.tap == tap
-
-
-def test_a_medusa_head_in_the_place_of_an_eagle_head_says_where_it_belongs(tmp_path: Path) -> None:
-    """The refusal named no way out."""
-    save_medusa(tmp_path, medusa_tensors(2))
-    with pytest.raises(ModelError, match=r"drafting\.medusa\.path"):
-        read_head(tmp_path)
-    save_hydra(tmp_path / "hydra", hydra_tensors(1))
-    with pytest.raises(ModelError, match=r"drafting\.hydra\.path"):
-        read_head(tmp_path / "hydra")
 
 
 def test_the_static_tree_is_the_published_one() -> None:

@@ -117,7 +117,7 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
         before = drafter.asked
         plan(planner, Running())
         asked.append(drafter.asked - before)
-    gaps = [b - a for a, b in zip(steps(asked), steps(asked)[1:], strict=False)]
+    gaps = np.diff(np.flatnonzero(asked)).tolist()
     assert gaps[:3] == [1, 1, 1]  # a few empty steps are no pattern yet
     assert gaps == sorted(gaps)
     assert gaps[-1] == 9
@@ -134,10 +134,6 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
     for _ in range(3):
         plan(planner, Running())
     assert drafter.asked == before + 3, "what is known of a sequence ends with it"
-
-
-def steps(asked: list[int]) -> list[int]:
-    return [i for i, was in enumerate(asked) if was]
 
 
 @pytest.mark.parametrize("method", ["prepare", "start", "propose", "observe", "learn", "finish", "purge"])
@@ -166,22 +162,15 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
 def test_acceptance_follows_what_happens() -> None:
     """A table that does not learn, or never forgets."""
     table = CopyAcceptance({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
-    assert table.probability(table.cell("x", 0)) == pytest.approx(0.2)
-    assert (
-        0.2
-        < table.probability(table.cell("x", 2))
-        < table.probability(table.cell("x", 4))
-        == table.probability(table.cell("x", 99))
-        < 0.9
-    )
+    none, short, long, longer = (table.probability(table.cell("x", length)) for length in (0, 2, 4, 99))
+    assert none == pytest.approx(0.2) and none < short < long == longer < 0.9
+    cell, other = table.cell("x", 1), table.cell("y", 1)
     for _ in range(300):
-        table.learn(table.cell("x", 1), True)
-    assert table.probability(table.cell("x", 1)) > 0.95
-    assert table.probability(table.cell("y", 1)) < 0.9
+        table.learn(cell, True)
+    assert table.probability(cell) > 0.95 and table.probability(other) < 0.9
     for _ in range(1500):
-        table.learn(table.cell("x", 1), False)
-    assert table.probability(table.cell("x", 1)) < 0.05
-    assert table.probability(table.cell("x", 1)) > 0.0
+        table.learn(cell, False)
+    assert 0.0 < table.probability(cell) < 0.05
 
 
 def test_a_sequence_whose_drafts_fail_is_drafted_for_less_and_less() -> None:

@@ -36,6 +36,8 @@ MODELOPT = {
     "parallel_draft_heads_num_layers": None,
 }
 
+MAY_BE_ABSENT = ("rope_theta", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+
 
 class Form(NamedTuple):
     """How a directory is made, and the refusal that is expected. `changes`: of config.json, `...` takes a key out."""
@@ -89,6 +91,11 @@ FORMS: dict[str, Form] = {
     "EAGLE Qwen2 that lacks a bias": Form(
         QWEN2, OFFICIAL, lambda t: t.pop("layers.0.self_attn.k_proj.bias"), refused=r"layers\.0\.self_attn\.k_proj\.bias"
     ),
+    "EAGLE with a bias that its config denies": Form(EAGLE, {"bias": False}, refused=r"fc\.bias"),
+    "EAGLE without keys that may be absent": Form(EAGLE | {"rms_norm_eps": 1e-6}, OFFICIAL | dict.fromkeys(MAY_BE_ABSENT, ...)),
+    "EAGLE with transformers' rope_parameters": Form(
+        EAGLE | {"rope_theta": 5e5}, {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 500000}}
+    ),
     "EAGLE Mixtral": Form(EAGLE, OFFICIAL | {"num_local_experts": 8, "sliding_window": None, "output_router_logits": False}),
     "HASS LLaMA-2": Form(EAGLE | {"own_embedding": True}, OFFICIAL, is_bin=True),
     "vLLM's EAGLE": Form(EAGLE | {"own_lm_head": True}, OFFICIAL | {"eagle_fc_bias": True, "architectures": ["EAGLEModel"]}),
@@ -118,6 +125,21 @@ FORMS: dict[str, Form] = {
     "EAGLE of wide heads": Form(EAGLE | {"head_dim": 16, "rope_theta": 500000.0}),
     "EAGLE of two layers with a window": Form({"family": "eagle", "num_layers": 2, "qk_norm": True, "window": 512}),
     "EAGLE-3": Form({"family": "eagle3"}, OFFICIAL | {"rope_theta": ...}),
+    "EAGLE-3 with maps of other integers": Form(
+        {"family": "eagle3"}, {}, lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].to(torch.uint8))
+    ),
+    "EAGLE-3 without its norm": Form({"family": "eagle3"}, {"norm_before_fc": True}, refused=r"input_norm\.weight"),
+    "EAGLE-3 without its norms": Form({"family": "eagle3"}, {"fc_norm": True}, refused=r"fc_norm\.0\.weight"),
+    "EAGLE-3 with two kinds of norms": Form(
+        {"family": "eagle3"}, {"norm_before_fc": True, "fc_norm": True}, refused="both norm_before_fc and fc_norm"
+    ),
+    "EAGLE-3 with a norm of another size": Form(
+        {"family": "eagle3", "norm_before_fc": "taps"}, {}, lambda t: t.update({"fc_norm.1.weight": torch.ones(16)}),
+        r"fc_norm\.1\.weight"
+    ),
+    "EAGLE-3 with a norm that its config denies": Form(
+        {"family": "eagle3", "norm_before_fc": True}, {"norm_before_fc": False}, refused=r"input_norm\.weight"
+    ),
     "EAGLE-3 with biases": Form(TAPPED | {"qkv_bias": True, "output_bias": True, "max_positions": 512, "dtype": torch.bfloat16}),
     "EAGLE-3 with every flag": Form(SPECULATORS | {"qk_norm": True, "num_layers": 2, "rope": LLAMA3, "window": 2048}),
     "EAGLE-3 that drafts all tokens": Form({"family": "eagle3", "draft_vocab": 64}, OFFICIAL | {"draft_vocab_size": ...}),
@@ -175,7 +197,7 @@ FORMS: dict[str, Form] = {
     "Hydra, cross-attn": Form(EAGLE, {}, only("cross_attn.q_proj.weight"), r"Hydra.*cross_attn.*drafting\.hydra\.path"),
     "Hydra": Form(EAGLE, {}, only("hydra_mlp.0.1.res_connection.weight", "prefix_embeding_layer.norm.weight"), "Hydra"),
     "Medusa": Form(EAGLE, {}, only("0.0.linear.weight", "0.0.linear.bias", "0.1.weight"), r"Medusa head \(0\.0\.linear\.bias\)"),
-    "Medusa, named": Form(EAGLE, {}, only("medusa_head.0.0.linear.weight"), "Medusa"),
+    "Medusa, named": Form(EAGLE, {}, only("medusa_head.0.0.linear.weight"), r"drafting\.medusa\.path"),
     "no tensors": Form(EAGLE, {}, only(), "no EAGLE head"),
     "MTP": Form(EAGLE, OFFICIAL, added("enorm.weight", "hnorm.weight"), r"enorm\.weight"),
     "a language model": Form(EAGLE, OFFICIAL, only("model.layers.0.mlp.up_proj.weight"), "none of its tensors"),
