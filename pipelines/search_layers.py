@@ -30,9 +30,9 @@ from pipelines.batch.options import exit_on_error
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import Message, Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.planner import FixedTreePlanner
+from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import measure_costs

@@ -28,9 +28,8 @@ from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, cas
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.reference.mixture import LONG, SHARES, Mixture
-from ragspec.training.reference.rows import Row
 from ragspec.training.reference.sources import json_lines, question_paragraphs
-from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
+from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer, Row
 from ragspec.training.trainer import WorkerGroup
 
 PROBE_QUESTIONS = 48

@@ -1,18 +1,19 @@
-"""A sequence as drafters see it, a drafter of chains, and one step of a planner: shared by the planner's tests."""
+"""A sequence as drafters see it, drafters of chains, and steps of a planner: shared by the planner's tests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from drafters import Quiet
 
-from ragspec.core import Request
+from ragspec.core import CopySource, Request
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.speculation import Speculation
-from ragspec.tree import DraftTree, Origin, Proposal
+from ragspec.tree import DraftTree, Origin, Proposal, StepResult
 
 FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
 
@@ -27,9 +28,12 @@ class Running:
     most_tokens: int = 100
     speculation: Speculation | bool = True
     prepared: dict[str, object] = field(default_factory=dict)
+    sources: tuple[CopySource, ...] = ()
+    salt: str = ""
 
     def __post_init__(self) -> None:
-        self.request = Request(self.name, tuple(self.tokens[: self.num_prompt]), speculation=self.speculation)
+        prompt = tuple(self.tokens[: self.num_prompt])
+        self.request = Request(self.name, prompt, speculation=self.speculation, sources=self.sources, salt=self.salt)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -60,5 +64,37 @@ class Chain(Quiet):
         self.learned.append((feedback, accepted))
 
 
+class Costly(Chain):
+    """Takes time for each sequence, and counts for which it is asked."""
+
+    def __init__(self, tokens: Sequence[int], prob: float, seconds: float, name: str = "costly") -> None:
+        super().__init__(tokens, prob, name)
+        self.seconds = seconds
+        self.asked_for: Counter[str] = Counter()
+
+    def cost_s(self, sequences: Sequence[SequenceView]) -> float:
+        return self.seconds * len(sequences)
+
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
+        self.asked_for[sequence.key[0]] += 1
+        return super().draft(sequence, max_nodes)
+
+
 def plan(planner: Planner, *sequences: Running, spare: int = 100) -> list[DraftTree]:
     return planner.plan(sequences, 0, spare)
+
+
+def accept(planner: Planner, sequence: Running, tree: DraftTree, right_tokens: Collection[int]) -> None:
+    """The target agrees with the nodes of the tree, a chain, that hold these tokens."""
+    path = [n for n in range(1, len(tree)) if tree.token_ids[n] in right_tokens]
+    planner.observe(sequence, StepResult(tree, path, [*(tree.token_ids[n] for n in path), 50]), {})
+
+
+def run(planner: Planner, sequence: Running, right_tokens: Collection[int], num_steps: int) -> list[int]:
+    """How many nodes were drafted in each of so many steps."""
+    drafted = []
+    for _ in range(num_steps):
+        (tree,) = plan(planner, sequence)
+        drafted.append(tree.num_drafted)
+        accept(planner, sequence, tree, right_tokens)
+    return drafted

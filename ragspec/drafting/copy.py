@@ -36,6 +36,7 @@ from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
 from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex, compile_searches
 from ragspec.numerics.attention import Ints
+from ragspec.tenants import TenantStates
 from ragspec.tree import Origin, Proposal
 
 _MAX_MATCH = 16
@@ -93,8 +94,7 @@ class CopyDrafter(Drafter):
         least_prob: float = 0.02,
     ) -> None:
         self._reader = ReferenceReader(tokenizer, eos_ids)
-        self._earlier: dict[str, GrowingSuffixes] = {}  # by salt, the latest writer last
-        self._max_earlier = earlier_tokens
+        self._earlier = TenantStates(_MAX_TENANTS, lambda: GrowingSuffixes(earlier_tokens))
         self._least_prob = least_prob
         self._acceptance = Experience(lambda: CopyAcceptance(_PRIORS, _MAX_MATCH))
         self._counts = CountedDrafts(self.name, least_match=2) if earlier_tokens else None
@@ -134,21 +134,13 @@ class CopyDrafter(Drafter):
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
         paused = sequence.request.segment.end is not None
-        if self._max_earlier and sequence.num_output and index is not None and index.remembered and not paused:
-            self._remember(sequence.request.salt, sequence.tokens[max(0, sequence.num_prompt - _PROMPT_END) :])
-
-    def _remember(self, salt: str, answer: SequenceOf[int]) -> None:
-        """Keep an answer. Drops a salt's oldest answers, and all answers of the salt that has been idle longest."""
-        answers = self._earlier.pop(salt, None) or GrowingSuffixes(self._max_earlier)
-        self._earlier[salt] = answers
-        answers.append(answer)
-        if len(self._earlier) > _MAX_TENANTS:
-            del self._earlier[next(iter(self._earlier))]
+        if self._counts and sequence.num_output and index is not None and index.remembered and not paused:
+            answer = sequence.tokens[max(0, sequence.num_prompt - _PROMPT_END) :]
+            self._earlier.used(sequence.request.salt).append(answer)
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's earlier answers, and keep none of its running sequences' answers."""
-        for each in [each for each in self._earlier if salt_belongs_to(each, salt)]:
-            del self._earlier[each]
+        self._earlier.purge(salt)
         self._reader.forget()
         self._acceptance.purge(salt)
         self._counted_acceptance.purge(salt)
@@ -195,8 +187,8 @@ class CopyDrafter(Drafter):
         limits: _Limits,
         proposals: list[Proposal],
     ) -> float:
-        """Append a branch for each point below node `root`. `left`: the probability that no earlier branch is the right one;
-        returns the probability that none is."""
+        """Append a branch for each point below node `root`. `left`: the probability that all earlier branches fail. Returns the
+        probability that the new branches fail, too."""
         for point in points:
             number = index.reference_at(point.at)
             reference = index.references[number] if number < len(index.references) else None
@@ -318,8 +310,8 @@ class CopyDrafter(Drafter):
 
 
 def _append(tree: list[Proposal], left: float, proposals: list[Proposal]) -> float:
-    """Append another tree below the root, whose probabilities are given that nothing before is right, which has probability
-    `left`; returns the probability that none of it is right either."""
+    """Append another tree below the root. The tree's probabilities are conditional on all earlier branches failing, which has
+    probability `left`. Returns the probability that the tree fails, too."""
     first = len(proposals)
     for node in tree:
         parent = node.parent + first if node.parent >= 0 else -1

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ragspec.core import Request
 from ragspec.drafting.acceptance import Experience
+from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, OwnShare, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.drafter_stats import (
@@ -36,7 +37,6 @@ from ragspec.drafting.drafter_stats import (
     select_paying,
 )
 from ragspec.drafting.safe_drafter import SafeDrafter
-from ragspec.drafting.stochastic_drafts import draws_children, needs_chain
 from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree, Origin, StepResult
 from ragspec.verification.rejection import check_draft

@@ -34,7 +34,7 @@ NO_TOKENS: Ints = np.empty(0, np.int32)
 def _bound(tokens: Any, order: Any, low: int, high: int, depth: int, least: int) -> int:
     """The first of the suffixes [low, high), whose tokens before `depth` are equal, with a token of at least `least` there.
 
-    Why both bounds here and in `_followers`: who overwrites the mapped file of `order` would otherwise crash the process.
+    Both bounds are checked here and in `_followers`: `order` is a mapped file that another process may overwrite.
     """
     while low < high:
         middle = (low + high) // 2

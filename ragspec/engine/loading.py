@@ -32,21 +32,20 @@ from ragspec.core import Say, log_progress
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
-from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
-from ragspec.drafting.draft_model.self_draft import SelfDrafter
+from ragspec.drafting.draft_model import ModelDrafter, check_vocabulary
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.drafter import HEAD_WINDOW, EagleDrafter, PairTimer
 from ragspec.drafting.eagle.layout import reachable
-from ragspec.drafting.eagle.learner import trainable_head
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.eagle.online import OnlineEagleDrafter
+from ragspec.drafting.eagle.online import OnlineEagleDrafter, trainable_head
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter
 from ragspec.drafting.medusa.network import PositionCheckpoint, PositionNetwork, PrefixNetwork
 from ragspec.drafting.planner import Planner
+from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import forward_s, kept_costs, kept_self_test

@@ -25,7 +25,7 @@ _FILES = (
     "drafting/suffix_index.py",
     "retrieval/search/bm25.py",
     "retrieval/search/dense.py",
-    "drafting/coupling.py",
+    "drafting/children.py",
 )
 
 

@@ -1,4 +1,5 @@
-"""The training loop of targets and drafter heads: schedule, optimizer, averaged weights, data parallelism and checkpoints.
+"""The training loop of targets and drafter heads: the texts of each step, schedule, optimizer, averaged weights, data parallelism
+and checkpoints.
 
 Every step's data and noise are a function of (seed, step, rank), so a killed run continues exactly from its last checkpoint. The
 batches and losses of a step belong to the subclasses; starting workers belongs to the pipelines.
@@ -7,11 +8,13 @@ batches and losses of a step belong to the subclasses; starting workers belongs 
     >>> trainer.save(Path("checkpoint.safetensors"))
 """
 
+import itertools
 import json
 import math
+import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -21,13 +24,76 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from ragspec.disk import atomic_writer
 from ragspec.errors import ConfigError
-from ragspec.training.step_data import StepData
 
+POOL_STEPS = 16
+Item = TypeVar("Item")
 FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s", "decay_share")
 """Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
+
+
+@dataclass(frozen=True)
+class StepData(Dataset[list[list[Item]]], Generic[Item]):
+    """`draw`: one text, a function of the generator. Texts are grouped by `length_of`; the sizes of a step's texts by `size_of`
+    add up to about `step_size`.
+
+    `num_processes`: processes that draw ahead; 0: the caller's own.
+    """
+
+    draw: Callable[[random.Random], Item]
+    length_of: Callable[[Item], int]
+    size_of: Callable[[Item], int]
+    step_size: int
+    seed: str
+    num_processes: int = 0
+
+    def steps(self, first: int) -> Iterator[list[Item]]:
+        """The texts of each step from the step `first` on, without end."""
+        pools: Iterator[list[list[Item]]] = iter(
+            DataLoader(
+                self,
+                batch_size=None,
+                sampler=itertools.count(first // POOL_STEPS),
+                num_workers=self.num_processes,
+                collate_fn=_unchanged,
+            )
+        )
+        return itertools.islice(itertools.chain.from_iterable(pools), first % POOL_STEPS, None)
+
+    def __getitem__(self, pool: int) -> list[list[Item]]:
+        """The steps of a pool."""
+        rng = random.Random(f"{self.seed}/{pool}")
+        texts: list[Item] = []
+        for _ in range(POOL_STEPS):
+            size = 0
+            while size < self.step_size:
+                texts.append(self.draw(rng))
+                size += self.size_of(texts[-1])
+        steps = split_evenly(sorted(texts, key=self.length_of), POOL_STEPS, self.size_of)
+        rng.shuffle(steps)
+        return steps
+
+
+def split_evenly(items: Sequence[Item], count: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
+    """Neighbours in `count` parts of about equal size, none of them empty. Needs at least `count` items."""
+    left, rest = list(items), sum(map(size_of, items))
+    parts: list[list[Item]] = []
+    for num_parts in range(count, 0, -1):
+        part = [left.pop()]
+        size = size_of(part[0])
+        while len(left) >= num_parts and (num_parts == 1 or size + size_of(left[-1]) / 2 < rest / num_parts):
+            size += size_of(left[-1])
+            part.append(left.pop())
+        rest -= size
+        parts.append(part[::-1])
+    return parts
+
+
+def _unchanged(pool: Any) -> Any:
+    return pool
 
 
 def fast_dtype(device: str) -> torch.dtype:
@@ -102,7 +168,6 @@ class WorkerGroup:
 
 SINGLE_WORKER = WorkerGroup()
 PlanT = TypeVar("PlanT", bound=TrainingPlan)
-Item = TypeVar("Item")
 
 
 class TrainingBatch(Protocol):

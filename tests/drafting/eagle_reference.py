@@ -17,20 +17,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from drafting.eagle_heads import random_head, save_head
 from torch import Tensor
 
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig
-
-__all__ = [
-    "draft_outputs",
-    "eagle3_outputs",
-    "eagle_outputs",
-    "head_logits",
-    "random_head",
-    "save_head",
-    "target_ids",
-]
 
 
 def eagle_outputs(checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor) -> Tensor:
@@ -79,12 +68,6 @@ def head_logits(checkpoint: HeadCheckpoint, hidden: Tensor, target_lm_head: Tens
         return hidden @ tensors["lm_head.weight"].T
     weight = target_lm_head.double() if target_lm_head is not None else tensors["lm_head.weight"]
     return hidden @ weight.T
-
-
-def target_ids(checkpoint: HeadCheckpoint) -> Tensor:
-    """The target's token for every row of the draft vocabulary. Shapes: -> int64 [Vd]."""
-    offsets = checkpoint.tensors.get("d2t", torch.zeros(checkpoint.config.draft_vocab_size, dtype=torch.int64))
-    return torch.tensor([row + int(offset) for row, offset in enumerate(offsets)])
 
 
 def _pairs(

@@ -50,32 +50,6 @@ def test_each_missing_misshapen_or_broken_tensor_is_named(family: EagleFamily, t
             assert name in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("family", EagleFamily)
-@pytest.mark.parametrize("fc_bias", [True, False])
-def test_the_bias_is_there_just_if_the_config_says_so(family: EagleFamily, fc_bias: bool, tmp_path: Path) -> None:
-    """fc.bias left out, or a head without one read as if zeros were meant."""
-    random_head(family, tmp_path, fc_bias=fc_bias)
-    change_config(tmp_path, bias=not fc_bias)
-    assert "fc.bias" in refusal(tmp_path)
-
-
-def test_norms_of_the_features_are_named_as_stored(tmp_path: Path) -> None:
-    """A norm that the config asks for and the file has not, or the reverse, changes every feature."""
-    random_head("eagle3", tmp_path)
-    change_config(tmp_path, norm_before_fc=True)
-    assert "input_norm.weight" in refusal(tmp_path)
-    change_config(tmp_path, norm_before_fc=False, fc_norm=True)
-    assert "fc_norm.0.weight" in refusal(tmp_path)
-    change_config(tmp_path, norm_before_fc=True)
-    assert "both norm_before_fc and fc_norm" in refusal(tmp_path)
-    random_head("eagle3", tmp_path, norm_before_fc="taps")
-    change_tensors(tmp_path, lambda tensors: tensors.update({"fc_norm.1.weight": torch.ones(16)}))
-    assert "fc_norm.1.weight" in refusal(tmp_path)
-    random_head("eagle3", tmp_path, norm_before_fc=True)
-    change_config(tmp_path, norm_before_fc=False)
-    assert "input_norm.weight" in refusal(tmp_path)
-
-
 def test_a_vocabulary_map_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     """Draft tokens sent to wrong target tokens: lossless, and never accepted."""
 
@@ -142,21 +116,16 @@ def test_a_config_that_cannot_be_followed_is_refused(key: str, value: Any, tmp_p
     assert any(word in message for word in (key, *words))
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}"]
-)
-def test_a_config_that_is_no_json_object_is_refused(text: bytes, tmp_path: Path) -> None:
-    """JSONDecodeError, UnicodeDecodeError, RecursionError or ValueError reach the user as a traceback."""
-    random_head("eagle3", tmp_path)
-    (tmp_path / "config.json").write_bytes(text)
-    assert "config.json" in refusal(tmp_path)
-
-
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    """A mistyped directory told as FileNotFoundError."""
+def test_files_that_are_not_there_or_no_json_are_named(tmp_path: Path) -> None:
+    """FileNotFoundError, JSONDecodeError, UnicodeDecodeError, RecursionError or ValueError reach the user as a traceback."""
     assert "config.json" in refusal(tmp_path / "nowhere")
     random_head("eagle3", tmp_path)
-    weights = tmp_path / "model.safetensors"
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    whole = config.read_bytes()
+    for text in (b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}"):
+        config.write_bytes(text)
+        assert "config.json" in refusal(tmp_path)
+    config.write_bytes(whole)
     weights.rename(tmp_path / "x.safetensors")
     (tmp_path / "y.safetensors").write_bytes(b"")
     assert "x.safetensors, y.safetensors" in refusal(tmp_path)
@@ -178,13 +147,13 @@ def test_an_index_names_files_of_its_own_directory(weight_map: Any, tmp_path: Pa
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
-    """A pickled call in pytorch_model.bin runs on the machine that loads it."""
+    """A pickled call in pytorch_model.bin runs on the machine that loads it; a tensor without plain memory fails in a product."""
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "ran",)
 
-    random_head("eagle", tmp_path)
+    random_head("eagle", tmp_path, fc_bias=True)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"fc.weight": Trap()}, tmp_path / "pytorch_model.bin")
     assert "pytorch_model.bin" in refusal(tmp_path)
@@ -193,17 +162,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.save({"fc.weight": [1.0]}, tmp_path / "pytorch_model.bin")
     assert "named tensors" in refusal(tmp_path)
-    torch.save(
-        {"fc.weight": torch.ones(2, 2).to_sparse(), "layers.0.x": torch.ones(2, device="meta")}, tmp_path / "b.pt"
-    )
-    (tmp_path / "pytorch_model.bin").unlink()
-    refusal(tmp_path)
-
-
-def test_sparse_and_meta_tensors_are_named(tmp_path: Path) -> None:
-    """A tensor without plain memory fails deep inside the first product."""
-    made = random_head("eagle", tmp_path, fc_bias=True)
-    (tmp_path / "model.safetensors").unlink()
+    made = random_head("eagle", fc_bias=True)
     for bad in (made.tensors["fc.weight"].to_sparse(), made.tensors["fc.weight"].to("meta")):
         torch.save(made.tensors | {"fc.weight": bad}, tmp_path / "pytorch_model.bin")
         assert "fc.weight" in refusal(tmp_path)
@@ -218,7 +177,7 @@ def test_damage_of_any_byte_is_read_or_refused(name: str, tmp_path: Path) -> Non
         (tmp_path / "model.safetensors").unlink()
     whole = (tmp_path / name).read_bytes()
     draw, num_refused = random.Random(7), 0
-    for trial in range(120):
+    for trial in range(80):
         damaged = bytearray(whole[: draw.randrange(len(whole))] if trial % 2 else whole)
         for _ in range(draw.choice([1, 1, 8]) if damaged else 0):
             damaged[draw.randrange(min(len(damaged), 3000))] ^= 1 << draw.randrange(8)
@@ -227,4 +186,4 @@ def test_damage_of_any_byte_is_read_or_refused(name: str, tmp_path: Path) -> Non
             read_head(tmp_path)
         except ModelError:
             num_refused += 1
-    assert num_refused >= 60
+    assert num_refused >= 40

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner_parts import FREE, Chain, Running, plan
+from planner_parts import FREE, Chain, Costly, Running, plan, run
 
 from ragspec.core import Request
 from ragspec.drafting.acceptance import CopyAcceptance, Experience
-from ragspec.drafting.cost_model import CostTable, StepPlan
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.drafter_stats import AcceptanceRatio, FirstSteps
 from ragspec.drafting.planner import Planner, _judged
@@ -19,35 +18,24 @@ from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Origin, Proposal, StepResult
 
 DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
+EVEN = {64: [1.0, 1.3, 1.6, 1.9]}, (1, 2, 3, 4)
+"""Every row costs 0.3 steps more."""
 
 
-def test_everything_where_rows_are_free() -> None:
-    """Guesses thrown away that would have cost nothing."""
-    (tree,) = plan(Planner([Chain(range(10, 20), 0.3)], FREE, 12), Running())
-    assert tree.token_ids == [3, *range(10, 20)]
-
-
-def test_nothing_where_rows_cost_more_than_they_bring() -> None:
-    """Speculation that makes decoding slower."""
-    planner = Planner([Chain(range(10, 20), 0.9)], DEAR, 12)
-    assert plan(planner, Running())[0].token_ids == [3]
-    assert [tree.num_drafted for tree in plan(planner, Running("a"), Running("b"))] == [0, 0]
-
-
-def test_rows_are_taken_while_they_pay() -> None:
-    """A tree cut at a fixed size instead of where the next row costs more than it brings."""
-    costs = CostTable({64: [1.0, 1.0, 1.3, 3.0]}, rows=(1, 4, 5, 9))
-    (tree,) = plan(Planner([Chain(range(10, 20), 0.99)], costs, 12), Running())
-    assert tree.num_drafted == 3
-    (tree,) = plan(Planner([Chain([10], 0.05)], costs, 12), Running())
-    assert tree.num_drafted == 1
-
-
-def test_a_dear_step_is_worth_it_further_on() -> None:
-    """Growth stopped at the first row that does not pay, where the next block of rows is free."""
-    costs = CostTable({64: [1.0, 1.6, 1.6]}, rows=(1, 2, 16))
-    (tree,) = plan(Planner([Chain(range(10, 20), 0.99)], costs, 12), Running())
-    assert tree.num_drafted == 10
+@pytest.mark.parametrize(("costs", "prob", "num_drafted"), [
+    (FREE, 0.3, 10),
+    (DEAR, 0.9, 0),
+    (CostTable({64: [1.0, 1.0, 1.3, 3.0]}, rows=(1, 4, 5, 9)), 0.99, 3),
+    (CostTable({64: [1.0, 1.6, 1.6]}, rows=(1, 2, 16)), 0.99, 10),
+])  # fmt: skip
+def test_rows_are_taken_while_they_pay(costs: CostTable, prob: float, num_drafted: int) -> None:
+    """Guesses thrown away that would have cost nothing; speculation that makes decoding slower; a tree cut at a fixed size;
+    growth that stopped at the first row that does not pay, where the next block of rows is free."""
+    planner = Planner([Chain(range(10, 20), prob)], costs, 12)
+    (tree,) = plan(planner, Running())
+    assert tree.token_ids == [3, *range(10, 10 + num_drafted)]
+    if num_drafted == 0:
+        assert [tree.num_drafted for tree in plan(planner, Running("a"), Running("b"))] == [0, 0]
 
 
 def test_the_budget_goes_to_the_most_probable_nodes_of_all() -> None:
@@ -129,7 +117,7 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
         before = drafter.asked
         plan(planner, Running())
         asked.append(drafter.asked - before)
-    gaps = [b - a for a, b in zip(steps(asked), steps(asked)[1:], strict=False)]
+    gaps = np.diff(np.flatnonzero(asked)).tolist()
     assert gaps[:3] == [1, 1, 1]  # a few empty steps are no pattern yet
     assert gaps == sorted(gaps)
     assert gaps[-1] == 9
@@ -138,25 +126,24 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
         (tree,) = plan(planner, Running())
     assert tree.num_drafted == 2
     assert plan(planner, Running())[0].num_drafted == 2  # awake again at every step
+    drafter.tokens = []
+    for _ in range(60):
+        plan(planner, Running())
     planner.finish(Running())
-    assert not planner._sequence_stats
-
-
-def steps(asked: list[int]) -> list[int]:
-    return [i for i, was in enumerate(asked) if was]
+    before = drafter.asked
+    for _ in range(3):
+        plan(planner, Running())
+    assert drafter.asked == before + 3, "what is known of a sequence ends with it"
 
 
 @pytest.mark.parametrize("method", ["prepare", "start", "propose", "observe", "learn", "finish", "purge"])
 def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture) -> None:
     """One drafter's bug stopped the others, or the step."""
 
-    class Broken(Chain):
-        pass
-
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    broken, sound = Broken([9], 0.9, "broken"), Chain([10, 11], 0.9)
+    broken, sound = Chain([9], 0.9, "broken"), Chain([10, 11], 0.9)
     setattr(broken, method, fail)
     planner = Planner([broken, sound], FREE, 12)
     sequence = Running()
@@ -172,156 +159,38 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
     assert "the drafter broken failed" in caplog.text
 
 
-def test_costs_rise_and_are_read_between_the_measurements() -> None:
-    """A noisy measurement makes more rows cheaper than fewer, and the planner drafts for their sake."""
-    costs = CostTable({100: [3.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
-    assert costs.cost_s(1, 100) == costs.cost_s(4, 0) == 2.0
-    assert costs.cost_s(6, 100) == pytest.approx(3.0)
-    assert costs.cost_s(12, 100) == pytest.approx(6.0)
-    assert costs.cost_s(8, 10**6) == 8.0
-    values = [costs.cost_s(n, 100) for n in range(1, 40)]
-    assert values == sorted(values)
-
-
-def test_costs_of_many_rows_are_extrapolated_without_a_forward() -> None:
-    """Chains of hundreds of nodes need the costs of such steps, and a start that measured them would take seconds longer."""
-    asked: list[int] = []
-
-    def forward_s(num_rows: int, context: int) -> float:
-        asked.append(num_rows)
-        return 10.0 + num_rows + (0.9 if num_rows == 96 else 0.0)
-
-    costs = CostTable.measure(forward_s, [100], 512)
-    assert max(asked) == 128
-    assert costs.cost_s(512, 100) == pytest.approx(10.0 + 512.0, rel=0.02), "one neighbour's error is not multiplied"
-    for _ in range(15):
-        costs.refine(512, 100, 300.0)
-    chunk_s = costs.cost_s(512, 100)
-    assert chunk_s < 420.0
-    for _ in range(15):
-        costs.refine(200, 100, 190.0)
-    assert costs.cost_s(128, 100) == pytest.approx(138.0), "what whole chunks of prompts cost says nothing about trees"
-    before = costs.cost_s(1, 100)
-    costs.refine(1, 100, before)
-    assert costs.cost_s(512, 100) == pytest.approx(chunk_s), "and a step that takes as long as expected changes nothing"
-
-
-def test_costs_follow_what_steps_take() -> None:
-    """A table measured at start that never learns what the machine has become, or that one slow step turns over."""
-    costs = CostTable({100: [1.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
-    costs.refine(4, 100, 1000.0)
-    assert 2.0 < costs.cost_s(4, 100) < 2.2
-    for _ in range(400):
-        costs.refine(4, 100, 2.4)
-        costs.refine(8, 100, 3.6)
-    assert costs.cost_s(4, 100) == pytest.approx(2.4, rel=0.05)
-    assert costs.cost_s(8, 100) == pytest.approx(3.6, rel=0.05)
-    values = [costs.cost_s(n, 100) for n in range(1, 40)]
-    assert values == sorted(values)
-
-
-def test_a_slower_machine_is_slower_in_steps_of_every_size() -> None:
-    """Sizes and contexts not in use kept the costs of the machine before other load came."""
-    costs = CostTable({100: [1.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
-    for _ in range(100):
-        costs.refine(4, 100, 2.4)
-    assert costs.cost_s(8, 100) == pytest.approx(4.6, rel=0.05)
-    assert costs.cost_s(4, 1000) == pytest.approx(6.9, rel=0.05)
-
-
-def test_plain_steps_do_not_forget_what_steps_with_drafts_cost() -> None:
-    """Plain steps cost a fifth more than the forwards at start, drafts do not: one plain answer made drafts a fifth dearer."""
-    costs = CostTable({100: [10.0, 11.0, 12.0]}, rows=(1, 4, 8))
-    for _ in range(4):
-        for num_rows, seconds in ((8, 12.0), (1, 12.0)):
-            for _ in range(100):
-                costs.refine(num_rows, 100, seconds)
-    assert costs.cost_s(1, 100) == pytest.approx(12.0, rel=0.01)
-    assert costs.cost_s(8, 100) < 13.2
-
-
-def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
-    """Costs inflated by other load kept every tree away for good: what is not tried is not measured again."""
-    costs = CostTable({100: [1.0, 1.1, 1.2]}, rows=(1, 4, 8))
-    for _ in range(100):
-        costs.refine(8, 100, 50.0)
-    assert costs.cost_s(8, 100) > 10.0
-    for _ in range(600):
-        costs.refine(1, 100, 1.0)
-    assert costs.cost_s(8, 100) < 1.5
-
-
-def test_a_forward_of_more_rows_than_the_table_has_says_nothing() -> None:
-    """The line beyond the last size is a guess, and its errors made the last sizes wrong."""
-    costs = CostTable({100: [1.0, 2.0, 4.0]}, rows=(1, 4, 8))
-    for _ in range(50):
-        costs.refine(12, 100, 3.0)
-    assert [costs.cost_s(n, 100) for n in (1, 4, 8)] == [1.0, 2.0, 4.0]
-    single = CostTable({100: [1.0]}, rows=(1,))
-    single.refine(1, 100, 2.0)
-    assert 1.0 < single.cost_s(5, 100) < 2.0
-
-
 def test_acceptance_follows_what_happens() -> None:
     """A table that does not learn, or never forgets."""
     table = CopyAcceptance({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
-    assert table.probability(table.cell("x", 0)) == pytest.approx(0.2)
-    assert (
-        0.2
-        < table.probability(table.cell("x", 2))
-        < table.probability(table.cell("x", 4))
-        == table.probability(table.cell("x", 99))
-        < 0.9
-    )
+    none, short, long, longer = (table.probability(table.cell("x", length)) for length in (0, 2, 4, 99))
+    assert none == pytest.approx(0.2) and none < short < long == longer < 0.9
+    cell, other = table.cell("x", 1), table.cell("y", 1)
     for _ in range(300):
-        table.learn(table.cell("x", 1), True)
-    assert table.probability(table.cell("x", 1)) > 0.95
-    assert table.probability(table.cell("y", 1)) < 0.9
+        table.learn(cell, True)
+    assert table.probability(cell) > 0.95 and table.probability(other) < 0.9
     for _ in range(1500):
-        table.learn(table.cell("x", 1), False)
-    assert table.probability(table.cell("x", 1)) < 0.05
-    assert table.probability(table.cell("x", 1)) > 0.0
+        table.learn(cell, False)
+    assert 0.0 < table.probability(cell) < 0.05
 
 
 def test_a_sequence_whose_drafts_fail_is_drafted_for_less_and_less() -> None:
     """What other requests taught was believed for ever in one that copies nothing, and speculation cost a tenth of its time."""
-    planner = Planner([Chain([5, 6, 7], 0.9)], CostTable({64: [1.0, 1.3, 1.6, 1.9]}, rows=(1, 2, 3, 4)), 12)
-    sequence = Running()
-    drafted = []
-    for _ in range(60):
-        (tree,) = plan(planner, sequence)
-        drafted.append(tree.num_drafted)
-        planner.observe(sequence, StepResult(tree, [], [50]), {})
+    drafted = run(Planner([Chain([5, 6, 7], 0.9)], CostTable(*EVEN), 12), Running(), (), 60)
     assert drafted[0] == 3
     assert sum(drafted[20:]) <= 15
 
 
 def test_a_sequence_that_begins_to_copy_late_is_drafted_for_again() -> None:
     """One that failed at first was given up."""
-    planner = Planner([Chain([5, 6, 7], 0.9)], FREE, 12)
-    sequence = Running()
-    for _ in range(20):
-        (tree,) = plan(planner, sequence)
-        planner.observe(sequence, StepResult(tree, [], [50]), {})
-    accepted = []
-    for _ in range(60):
-        (tree,) = plan(planner, sequence)
-        path = list(range(1, len(tree)))
-        planner.observe(sequence, StepResult(tree, path, [*tree.token_ids[1:], 50]), {})
-        accepted.append(len(path))
-    assert accepted[-20:] == [3] * 20
+    planner, sequence = Planner([Chain([5, 6, 7], 0.9)], FREE, 12), Running()
+    run(planner, sequence, (), 20)
+    assert run(planner, sequence, (5, 6, 7), 60)[-20:] == [3] * 20
 
 
 def test_trust_comes_back_by_guesses_that_took_no_row() -> None:
     """A sequence whose drafts had stopped to pay was never drafted for again: nothing drafted, nothing learned."""
-    planner = Planner([Chain([5, 6, 7], 0.9)], CostTable({64: [1.0, 1.3, 1.6, 1.9]}, rows=(1, 2, 3, 4)), 12)
-    sequence = Running()
-    drafted = []
-    for _ in range(400):
-        (tree,) = plan(planner, sequence)
-        drafted.append(tree.num_drafted)
-        planner.observe(sequence, StepResult(tree, [], [50]), {})
-    assert 0 in drafted[20:200]
+    planner, sequence = Planner([Chain([5, 6, 7], 0.9)], CostTable(*EVEN), 12), Running()
+    assert 0 in run(planner, sequence, (), 400)[20:200]
     for _ in range(200):
         (tree,) = plan(planner, sequence)
         path = list(range(1, len(tree)))
@@ -344,10 +213,7 @@ def test_a_deep_guess_that_took_no_row_counts_as_what_its_drafter_said() -> None
     """Distrust was divided out twice: a deep guess counted as several tokens, and a drafter once wrong came back late."""
     planner = Planner([Chain([5, 6, 7, 8], 0.9)], CostTable({64: [1.0, 1.5, 2.0, 2.5, 3.0]}, rows=(1, 2, 3, 4, 5)), 12)
     sequence = Running()
-    for _ in range(30):
-        (tree,) = plan(planner, sequence)
-        planner.observe(sequence, StepResult(tree, [], [50]), {})
-    assert tree.num_drafted == 0
+    assert run(planner, sequence, (), 30)[-1] == 0
     for _ in range(30):
         (tree,) = plan(planner, sequence)
         if tree.num_drafted:
@@ -381,8 +247,7 @@ def test_an_answer_without_a_guess_says_nothing_about_a_drafter() -> None:
 
 def answer(planner: Planner, name: str, num_right: int, salt: str) -> int:
     """Nodes drafted in the first of eight steps of a sequence; so many tokens of each draft are right."""
-    sequence, drafted = Running(name), []
-    sequence.request = replace(sequence.request, salt=salt)
+    sequence, drafted = Running(name, salt=salt), []
     for _ in range(8):
         (tree,) = plan(planner, sequence)
         drafted.append(tree.num_drafted)
@@ -395,8 +260,7 @@ def answer(planner: Planner, name: str, num_right: int, salt: str) -> int:
 
 def test_a_short_answer_begins_with_what_its_tenants_answers_began_with() -> None:
     """Every answer believed a drafter anew, which trusted guesses that are right in long answers alone: short ones got slower."""
-    costs = CostTable({64: [1.0, 1.3, 1.6, 1.9]}, rows=(1, 2, 3, 4))
-    planner = Planner([Chain([5, 6, 7], 0.9)], costs, 12)
+    planner = Planner([Chain([5, 6, 7], 0.9)], CostTable(*EVEN), 12)
     assert answer(planner, "first", 0, "one") == 3
     assert answer(planner, "lucky", 3, "one") > 0
     for number in range(20):
@@ -454,25 +318,6 @@ def test_a_sequence_alone_is_worth_its_whole_step_whatever_prompt_it_had() -> No
         planner.finish(decoding)
 
 
-def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None:
-    """A drafter left out nodes that the best set of nodes holds."""
-    rng = np.random.default_rng(0)
-    num_cut = 0
-    for _ in range(300):
-        costs = CostTable(
-            {64: np.cumsum(rng.exponential(1.0, 6) * (3, 1, 1, 1, 1, 1)).tolist()}, rows=(1, 2, 4, 8, 12, 16)
-        )
-        step = StepPlan(costs, [Running(str(n)) for n in range(3)], int(rng.integers(0, 4)), rng.uniform(0.2, 1.0))
-        for tree in step.trees:
-            tree.merge([Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(rng.dirichlet([0.3] * 4))])
-        least_prob = step.least_prob(12)
-        probs = [prob for tree in step.trees for prob in tree.path_probs[1:]]
-        kept = [prob for tree in step.fit(12) for prob in tree.path_probs[1:]]
-        num_cut += sum(prob < least_prob for prob in probs)
-        assert all(prob >= least_prob * (1.0 - 1e-9) for prob in kept)
-    assert num_cut > 500
-
-
 def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
     """A node left out for what was drawn below it: the law of the output shifts (total variation 0.03 where costs jump)."""
     law = np.full(300, 1 / 300)
@@ -513,16 +358,8 @@ def test_a_drawn_node_stays_or_goes_whatever_is_drawn_below_it() -> None:
 def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
     """A head that takes longer than it saves was asked at every step; or one that pays was never asked."""
 
-    class Costly(Chain):
-        def __init__(self, seconds: float, prob: float) -> None:
-            super().__init__(range(10, 14), prob, "costly")
-            self.seconds = seconds
-
-        def cost_s(self, sequences: Sequence[SequenceView]) -> float:
-            return self.seconds
-
     for seconds, accepted, asked in ((0.2, 4, (190, 200)), (0.2, 0, (1, 60)), (9.0, 4, (0, 0))):
-        drafter = Costly(seconds, 0.9)
+        drafter = Costly(range(10, 14), 0.9, seconds)
         planner, sequence = Planner([drafter], FREE, 12), Running()
         for _ in range(200):
             (tree,) = plan(planner, sequence)
@@ -534,11 +371,7 @@ def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
 def test_beside_a_sure_copy_a_costly_drafter_is_not_asked() -> None:
     """A head drafted beside long matches that are nearly always right."""
 
-    class Costly(Chain):
-        def cost_s(self, sequences: Sequence[SequenceView]) -> float:
-            return 0.3
-
-    sure, costly = Chain(range(10, 20), 0.97, "sure"), Costly(range(50, 54), 0.5, "costly")
+    sure, costly = Chain(range(10, 20), 0.97, "sure"), Costly(range(50, 54), 0.5, 0.3)
     planner, sequence = Planner([sure, costly], FREE, 12), Running()
     for _ in range(200):
         (tree,) = plan(planner, sequence)

@@ -52,6 +52,16 @@ def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int
     assert index.matches(5) == expected
 
 
+def test_a_long_output_keeps_its_tokens() -> None:
+    """The growing array of the output lost tokens when it was enlarged."""
+    written = np.random.default_rng(0).integers(0, 9, 700).tolist()
+    sequence = SimpleNamespace(request=Request("a", (9,)), tokens=[9], num_prompt=1)
+    index = SuffixIndex(ReferenceIndex([reference([1, 2])]), sequence, CopyAcceptance({"match": (0.1, 0.9)}))  # type: ignore[arg-type]
+    for token in written:
+        index.append(token)
+    assert index.tokens[-700:].tolist() == written
+
+
 def test_megabytes_of_sources_are_not_read_again_every_step() -> None:
     """A step's search read all sources: 10 MB of them took longer than the forward."""
     rng = np.random.default_rng(0)

@@ -29,8 +29,8 @@ from tiny_target import Free, save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.draft_model import drafter as module
-from ragspec.drafting.draft_model.drafter import ModelDrafter
+from ragspec.drafting import draft_model as module
+from ragspec.drafting.draft_model import ModelDrafter
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.planner import FixedTreePlanner

@@ -14,10 +14,10 @@ from tiny_target import Free
 
 from ragspec.core import Document
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
-from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
+from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.target import Target
 
 Texts = Sequence[Sequence[int]]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head
+from drafting.eagle_heads import random_head
+from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
 from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Free, tiny_engine
 

@@ -19,9 +19,8 @@ from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.eagle import online as online_module
 from ragspec.drafting.eagle.checkpoint import write_head
 from ragspec.drafting.eagle.layout import HeadCheckpoint
-from ragspec.drafting.eagle.learner import HeadLearner, RecordedText, Recording, trainable_head
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.eagle.online import OnlineEagleDrafter
+from ragspec.drafting.eagle.online import HeadLearner, OnlineEagleDrafter, RecordedText, Recording, trainable_head
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target

@@ -9,8 +9,8 @@ from oracle_cases import PARAMS, assert_equal, generated, requests_of, total, tr
 from tiny_target import Free
 
 from ragspec.config import DraftingConfig, SelfDraftConfig
-from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError

@@ -21,7 +21,6 @@ from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, Segment, SourceKind
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.draft_model.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
@@ -29,6 +28,7 @@ from ragspec.drafting.growing import beam
 from ragspec.drafting.growing import drafter as growing_drafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
+from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine import target as target_module
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError

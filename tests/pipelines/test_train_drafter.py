@@ -178,7 +178,7 @@ def test_a_missing_data_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "reason"), [
-    (["--aux-layers", "2", "4", "7"], "has 6 layers"), (["--draft-vocab", "7000"], "exceeds"), (["--target", "."], "config.json"),
+    (["--aux-layers", "2", "4", "7"], "that has 6"), (["--draft-vocab", "7000"], "exceeds"), (["--target", "."], "config.json"),
 ])  # fmt: skip
 def test_what_cannot_fit_the_target_ends_in_one_line(
     options: list[str], reason: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,19 +15,21 @@ from transformers import LlamaForCausalLM
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.reference.packs import PackStream
-from ragspec.training.reference.rows import FIRST_WEIGHT, Row, collate
+from ragspec.training.reference.mixture import PackStream
 from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
 from ragspec.training.reference.trainer import (
     ALPHA,
     BLOCKS,
     CONFIG_FILE,
+    FIRST_WEIGHT,
     NUM_QUERIES,
     RANK,
     WEIGHTS_FILE,
     AdapterPlan,
     AdapterTrainer,
+    Row,
     adapter_parameters,
+    collate,
 )
 from ragspec.training.trainer import SINGLE_WORKER
 
@@ -51,60 +53,44 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config(vocab_size=len(TOKENIZER), max_position_embeddings=2048)).eval()
 
 
+def row_of(*groups: list[Encoded], length: int = 4_000) -> Row:
+    row = Row(length)
+    for group in groups:
+        row.add(group)
+    return row
+
+
 def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
-    """A mask that shows another conversation, or positions that jump, train a layout that is never served."""
+    """A mask that shows another conversation, or positions that jump, train a layout that is never served; padding that a token
+    sees; or an answer's first token, which says whether the passages answer, lost among the others."""
     model, first, second = tiny_model(), encoded(list(SENTENCES)), encoded(["Nobody came."])
-    row = Row(4_000)
-    row.add(first)
-    row.add(second)
-    batch = collate([row])
-    assert len(row.tokens) > NUM_QUERIES
+    texts, row = [*first, *second], row_of(first, second)
+    batch, both = collate([row]), collate([row, row_of(second)])
+    assert NUM_QUERIES < len(row.tokens) < sum(len(text.ids) for text in texts)
     model.config._attn_implementation = BLOCKS
     packed = model(**batch.inputs).logits[0]
     model.config._attn_implementation = "sdpa"
     learnt = batch.targets[0] >= 0
     alone: list[Tensor] = []
-    for text in [*first, *second]:
+    for text in texts:
         logits = model(torch.tensor([text.ids])).logits[0]
         alone.append(logits[:-1][torch.tensor(text.weights[1:]) > 0])
     torch.testing.assert_close(packed[learnt], torch.cat(alone), rtol=1e-4, atol=1e-4)
-    wanted = [token for text in [*first, *second] for token, weight in zip(*text, strict=True) if weight]
+    beside = model(**both.inputs).logits
+    assert torch.isfinite(beside).all()
+    torch.testing.assert_close(beside[1, both.targets[1] >= 0], alone[-1], rtol=1e-4, atol=1e-4)
+    wanted = [token for text in texts for token, weight in zip(*text, strict=True) if weight]
     assert batch.targets[0][learnt].tolist() == wanted
-    assert len(row.tokens) < sum(len(text.ids) for text in [*first, *second])
-
-
-def test_an_answers_first_token_weighs_more() -> None:
-    """One token in forty says whether the passages answer: lost among the others, or another token weighed in its place."""
-    texts = encoded(list(SENTENCES))
-    row = Row(4_000)
-    row.add(texts)
-    batch = collate([row])
-    weights = batch.weights[0][batch.targets[0] >= 0].tolist()
     answers = [sum(weight > 0 for weight in text.weights) for text in texts]
-    assert weights == [weight for count in answers for weight in (FIRST_WEIGHT, *(count - 1) * [1.0])]
+    weights = [weight for count in answers for weight in (FIRST_WEIGHT, *(count - 1) * [1.0])]
+    assert batch.weights[0][learnt].tolist() == weights
 
 
 def test_what_does_not_fit_is_left_out_whole() -> None:
     """Half an answer, or a row longer than the model was told."""
     texts = encoded(list(SENTENCES))
-    row = Row(len(texts[0].ids) + 5)
-    row.add(texts)
+    row = row_of(texts, texts, length=len(texts[0].ids) + 5)
     assert [token.id for token in row.tokens] == texts[0].ids
-    row.add(texts)
-    assert len(row.tokens) == len(texts[0].ids)
-
-
-def test_rows_of_one_batch_do_not_touch() -> None:
-    """Padding that a token sees, or whose attention has nothing to see."""
-    model, rows = tiny_model(), []
-    for passages in (list(SENTENCES), ["Short."]):
-        rows.append(Row(4_000))
-        rows[-1].add(encoded(passages))
-    both, alone = collate(rows), collate(rows[1:])
-    logits = model(**both.inputs).logits
-    single = model(**alone.inputs).logits
-    assert torch.isfinite(logits).all()
-    torch.testing.assert_close(logits[1, : single.shape[1]], single[0], rtol=1e-4, atol=1e-4)
 
 
 def draw_row(rng: random.Random) -> Row:
@@ -119,13 +105,15 @@ def make_trainer(total_tokens: int = 100_000, **changes: float) -> AdapterTraine
 
 
 def test_the_loss_falls_and_only_adapters_are_trained() -> None:
-    """A frozen weight that moves is not in the exported files."""
-    trainer = make_trainer(total_tokens=9_000)
+    """A frozen weight that moves is not in the exported files; or a decay that the option does not reach."""
+    trainer = make_trainer(total_tokens=6_000)
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
     records = list(trainer.run())
     assert records[-1]["loss"] < 0.7 * records[0]["loss"]
     after = dict(trainer.model.named_parameters())
     assert len(before) > 10 and all(torch.equal(weight, after[name]) for name, weight in before.items())
+    falling = make_trainer(peak_lr=1.0, warmup_steps=1, decay_share=0.5)
+    assert [falling.learning_rate(share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 1.0, 0.5, 0.02]
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
@@ -186,48 +174,31 @@ def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:
     assert not torch.equal(second.averaged_adapter()["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"], kept)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_another_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    """Weights that mean another change under this recipe's rank and scale; or layers stay fresh or are dropped in silence."""
+    trainer = make_trainer()
+    trainer.write_adapter(tmp_path)
+    config, tensors = tmp_path / CONFIG_FILE, trainer.averaged_adapter()
+    whole, (name, tensor) = json.loads(config.read_text()), next(iter(tensors.items()))
+    kinds: list[tuple[dict[str, object], str]] = [
         ({"r": 16}, "its r is 16, and this run's is 32"),
         ({"lora_alpha": 32}, "its lora_alpha is 32"),
         ({"target_modules": ["q_proj"]}, "its target_modules is "),
         ({"use_rslora": True}, "its use_rslora is True"),
-    ],
-)
-def test_another_kind_of_adapter_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    """Weights that mean another change under this recipe's rank and scale."""
-    trainer = make_trainer()
-    trainer.write_adapter(tmp_path)
-    path = tmp_path / CONFIG_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ConfigError, match=message):
-        trainer.start_from(tmp_path)
-
-
-def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    """Layers that stay fresh, or are dropped, in silence."""
-    trainer = make_trainer()
-    trainer.write_adapter(tmp_path)
-    tensors = trainer.averaged_adapter()
-    name, tensor = next(iter(tensors.items()))
-    for wrong in (
-        tensors | {name: tensor[:16].clone()},
-        tensors | {"more": tensor.clone()},
-        dict([*tensors.items()][1:]),
-    ):
+    ]
+    for changes, reason in kinds:
+        config.write_text(json.dumps(whole | changes))
+        with pytest.raises(ConfigError, match=reason):
+            trainer.start_from(tmp_path)
+    config.write_text(json.dumps(whole))
+    more, fewer = tensors | {"more": tensor.clone()}, {n: t for n, t in tensors.items() if n != name}
+    for wrong, reason in ((tensors | {name: tensor[:16].clone()}, name), (more, "more"), (fewer, name)):
         save_file(wrong, tmp_path / WEIGHTS_FILE)
-        with pytest.raises(ConfigError, match="more is" if "more" in wrong else f"{name} is"):
+        with pytest.raises(ConfigError, match=f"{reason} is"):
             trainer.start_from(tmp_path)
     (tmp_path / WEIGHTS_FILE).unlink()
     with pytest.raises(ConfigError, match="cannot be read as an adapter"):
         trainer.start_from(tmp_path)
-
-
-def test_the_rate_falls_over_the_last_part_that_was_asked_for() -> None:
-    """A decay that the option does not reach."""
-    trainer = make_trainer(peak_lr=1.0, warmup_steps=1, decay_share=0.5)
-    assert [trainer.learning_rate(share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 1.0, 0.5, 0.02]
 
 
 def test_quotes_lie_in_the_numbered_passage_and_missed_questions_abstain() -> None:

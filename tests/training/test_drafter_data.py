@@ -40,7 +40,7 @@ from ragspec.training.heads.training_texts import (
     whole_text,
 )
 from ragspec.training.sentences import normalise
-from ragspec.training.step_data import POOL_STEPS, StepData, split_evenly
+from ragspec.training.trainer import POOL_STEPS, StepData, split_evenly
 
 ORIGIN = AnswerOrigin("one target", 0, 320, "these texts")
 
@@ -80,20 +80,16 @@ def test_all_tokens_of_whole_texts_are_learnt_in_small_batches() -> None:
     assert all(batch.ids.numel() <= 80 for batch in batches)
 
 
-def test_steps_are_the_same_however_they_are_drawn() -> None:
-    """A resumed run, or a run with more processes, learned other texts; workers learned the same texts."""
-    steps = list(itertools.islice(data_of().steps(0), 40))
-    assert list(itertools.islice(data_of(num_processes=2).steps(13), 27)) == steps[13:]
-    assert steps != list(itertools.islice(data_of("0/1").steps(0), 40))
-
-
-def test_a_steps_texts_are_of_about_one_length() -> None:
-    """Short texts beside long ones: half of the products were of padding. Or steps were empty, or much larger than others."""
-    steps = list(itertools.islice(data_of().steps(0), POOL_STEPS))
-    sizes = [sum(map(num_tokens, texts)) for texts in steps]
-    assert min(sizes) > 80 and max(sizes) < 160
-    assert sum(num_tokens(texts[-1]) - num_tokens(texts[0]) for texts in steps) < 3 * 40
-    assert [num_tokens(texts[0]) for texts in steps] != sorted(num_tokens(texts[0]) for texts in steps)
+def test_steps_are_the_same_however_they_are_drawn_and_of_one_length_each() -> None:
+    """A resumed run, or a run with more processes, learned other texts; workers learned the same texts; or short texts stood
+    beside long ones, and half of the products were of padding."""
+    steps = list(itertools.islice(data_of().steps(0), 20))
+    assert list(itertools.islice(data_of(num_processes=2).steps(13), 7)) == steps[13:]
+    assert steps != list(itertools.islice(data_of("0/1").steps(0), 20))
+    sizes = [sum(map(num_tokens, texts)) for texts in steps[:POOL_STEPS]]
+    shortest = [num_tokens(texts[0]) for texts in steps[:POOL_STEPS]]
+    assert min(sizes) > 80 and max(sizes) < 160 and shortest != sorted(shortest)
+    assert sum(num_tokens(texts[-1]) - num_tokens(texts[0]) for texts in steps[:POOL_STEPS]) < 3 * 40
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 12))
@@ -153,52 +149,35 @@ def test_answers_go_on_behind_a_kill(tmp_path: Path) -> None:
     assert not answers_after(path, EchoEngine())
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("target", "other"), ("seed", 1), ("max_tokens", 640), ("data", "other texts"),
-])  # fmt: skip
-def test_answers_of_another_origin_are_refused(name: str, value: str | int, tmp_path: Path) -> None:
-    """A head would learn to imitate a model that it will not serve, or half of it from prompts of another run."""
-    answers_after(tmp_path / "answers.jsonl", EchoEngine())
-    with pytest.raises(InputError, match=f"another {name}"):
-        answers_after(tmp_path / "answers.jsonl", EchoEngine(), origin=ORIGIN._replace(**{name: value}))
+def test_answers_of_another_origin_or_file_are_refused(tmp_path: Path) -> None:
+    """A head would learn to imitate a model that it will not serve, or half of it from prompts of another run; or a traceback."""
+    path = tmp_path / "answers.jsonl"
+    answers_after(path, EchoEngine())
+    for name, value in {"target": "other", "seed": 1, "max_tokens": 640, "data": "other texts"}.items():
+        with pytest.raises(InputError, match=f"another {name}"):
+            answers_after(path, EchoEngine(), origin=ORIGIN._replace(**{name: value}))  # type: ignore[arg-type]
+    for content in ("no answers\n", '{"target": "one target", "seed": 0}\n', ""):
+        path.write_text(content)
+        with pytest.raises(InputError, match="holds no answers"):
+            read_answers(path)
+    with pytest.raises(InputError, match=r"dev-v1\.1\.json"):
+        TextSource(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["no answers\n", '{"target": "one target", "seed": 0}\n', ""])
-def test_what_is_no_cache_of_answers_is_refused(content: str, tmp_path: Path) -> None:
-    """Answers whose prompts nobody knows, or a traceback."""
-    (tmp_path / "answers.jsonl").write_text(content)
-    with pytest.raises(InputError, match="holds no answers"):
-        read_answers(tmp_path / "answers.jsonl")
-
-
-def test_more_answers_do_not_change_the_first(tmp_path: Path) -> None:
-    """A run that is resumed beside a longer cache would draw other texts than the unbroken one."""
-    path, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
-    answers_after(path, EchoEngine(), count=70)
+def test_half_of_the_answers_are_greedy_and_only_what_the_target_wrote_is_learnt(tmp_path: Path) -> None:
+    """A head that never saw sampled text is measured at T=1 too; prose stopped; the prompt of an answer is not the target's own
+    text; or a run that is resumed beside a longer cache drew other texts than the unbroken one."""
+    path, engine = tmp_path / "answers.jsonl", EchoEngine()
+    answers_after(path, engine, count=70)
     before = [answer_sampler(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
-    answers_after(path, EchoEngine(), count=150)
-    answers_after(whole, EchoEngine(), count=150)
-    assert path.read_bytes() == whole.read_bytes()
+    answers_after(path, engine)
     assert before == [answer_sampler(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
-
-
-def test_half_of_the_answers_are_greedy_and_prose_does_not_stop(tmp_path: Path) -> None:
-    """A head that never saw sampled text is measured at T=1 too."""
-    engine = EchoEngine()
-    answers_after(tmp_path / "answers.jsonl", engine)
+    assert all(text.weights == [0.0, 0.0, 0.0, 1.0, 1.0] and len(text.ids) == 5 for text in before)
     params = [request.params for request in engine.asked]
     assert [p.temperature for p in params[:4]] == [0.0, 1.0, 0.0, 1.0]
     assert [p.ignore_eos for p in params[:4]] == [True, False, False, True]
     assert [p.max_tokens for p in params[:2]] == [PROSE_TOKENS, ANSWER_TOKENS]
     assert len({p.seed for p in params}) == len(params)
-
-
-def test_only_what_the_target_wrote_is_learnt(tmp_path: Path) -> None:
-    """The prompt of an answer is not the target's own text."""
-    answers_after(tmp_path / "answers.jsonl", EchoEngine())
-    text = answer_sampler(read_answers(tmp_path / "answers.jsonl"))(random.Random(2))
-    assert text.weights == [0.0, 0.0, 0.0, 1.0, 1.0]
-    assert len(text.ids) == 5
 
 
 @pytest.mark.parametrize(
@@ -262,12 +241,6 @@ def test_prompts_and_origin_depend_on_data_and_seed_alone() -> None:
     assert [first(n) for n in range(9)] == [again(n) for n in range(9)]
     assert first.origin("target") == again.origin("target")
     assert first.origin("target").data != other.origin("target").data
-
-
-def test_data_without_a_file_is_refused(tmp_path: Path) -> None:
-    """A traceback that ends in a path says less than which file is missing."""
-    with pytest.raises(InputError, match=r"dev-v1\.1\.json"):
-        TextSource(tmp_path)
 
 
 @pytest.mark.slow  # reads all of the data

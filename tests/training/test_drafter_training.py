@@ -1,8 +1,10 @@
 """Losses, checkpoints, workers and export of the drafter's training loop, on a tiny target with made-up texts."""
 
+import functools
 import random
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,11 +15,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipelines.train.training_run import draw_curves
-from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.layout import EagleFamily, check_fits
 from ragspec.drafting.eagle.network import EagleHead
-from ragspec.drafting.heads.learning import LossWeights, Objective, collate
+from ragspec.drafting.heads.learning import Inputs, LossWeights, Objective, collate
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
@@ -30,6 +31,7 @@ OBJECTIVE = Objective(num_steps=3, noise=0.2)
 FAMILIES = list(EagleFamily)
 
 
+@functools.cache
 def tiny_target() -> FrozenTarget:
     torch.manual_seed(11)
     model = LlamaForCausalLM(tiny_config(vocab_size=512))
@@ -51,10 +53,10 @@ def make_head(target: FrozenTarget, family: EagleFamily, draft_vocab: int = 60) 
 
 
 def make_trainer(
-    family: EagleFamily, workers: WorkerGroup = SINGLE_WORKER, total_tokens: int = 3_000
+    family: EagleFamily = EagleFamily.EAGLE, workers: WorkerGroup = SINGLE_WORKER, **changes: Any
 ) -> DrafterTrainer:
-    target = tiny_target()
-    plan = DrafterPlan(total_tokens=total_tokens, objective=OBJECTIVE, step_tokens=120, micro_tokens=80, warmup_steps=2)
+    target, sizes = tiny_target(), {"step_tokens": 120, "micro_tokens": 80, "warmup_steps": 2}
+    plan = DrafterPlan(**{"total_tokens": 3_000, "objective": OBJECTIVE, **sizes, **changes})
     return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
 
 
@@ -89,8 +91,7 @@ def test_resumed_run_equals_an_unbroken_one(family: EagleFamily, tmp_path: Path)
     unbroken, resumed = unbroken_and_resumed(lambda: make_trainer(family), tmp_path, forget)
     for name, tensor in unbroken.head.state_dict().items():
         assert torch.equal(tensor, resumed.head.state_dict()[name]), name
-    for a, b in zip(unbroken.average, resumed.average, strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(unbroken.average, resumed.average, strict=True))
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"\x02\0\0\0\0\0\0\0{}"])
@@ -98,29 +99,75 @@ def test_what_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> Non
     """A traceback of the file format's library, or weights of some other job."""
     (tmp_path / "checkpoint.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="no checkpoint"):
-        make_trainer(EagleFamily.EAGLE).load(tmp_path / "checkpoint.safetensors")
+        make_trainer().load(tmp_path / "checkpoint.safetensors")
+
+
+OBJECTIVE_CHANGES: dict[str, Any] = {"num_steps": 2, "position_decay": 0.5, "inputs": Inputs.UNSHIFTED, "noise": 0.0}
+OBJECTIVE_CHANGES |= {"loss_weights": LossWeights(1.0, 0.2)}
+PLAN_CHANGES = {
+    "seed": 1, "max_tokens": 200, "step_tokens": 240, "micro_tokens": 60, "peak_lr": 2e-3, "final_lr_share": 0.1,
+    "warmup_steps": 9, "weight_decay": 0.0, "ema_decay": 0.9, "answers": "target", "num_answers": 7,
+}  # fmt: skip
+LENGTH_CHANGES: dict[str, Any] = {"total_tokens": 9_000, "minutes": 3.0, "checkpoint_every_s": 5.0}
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_the_first_difference(tmp_path: Path) -> None:
+    """Half of the run would follow one plan and half another, and its record would name only the second; every worker draws by
+    its rank among all; a new option that resumes silently; or a run that is too short had to begin again."""
+    checkpoint, trainer = tmp_path / "checkpoint.safetensors", make_trainer()
+    trainer.train_step()
+    trainer.save(checkpoint)
+    trainer, plan = make_trainer(), trainer.plan
+    for name, value in (OBJECTIVE_CHANGES | PLAN_CHANGES).items():
+        of_objective = name in OBJECTIVE_CHANGES
+        changes = {"objective": replace(OBJECTIVE, **{name: value})} if of_objective else {name: value}
+        trainer.plan = replace(plan, **changes)
+        shown = asdict(value) if is_dataclass(value) else value
+        with pytest.raises(ConfigError, match=f"its {name} is .*, and this run's is {re.escape(str(shown))}"):
+            trainer.load(checkpoint)
+    assert trainer.progress.step == 0
+    with pytest.raises(ConfigError, match="its num_workers is 1, and this run's is 2"):
+        make_trainer(workers=WorkerGroup(0, 2)).load(checkpoint)
+    with pytest.raises(ConfigError, match=r"its family is eagle, and this run's is eagle3$"):
+        make_trainer(EagleFamily.EAGLE3, WorkerGroup(0, 2), seed=1).load(checkpoint)
+    longer = make_trainer(**LENGTH_CHANGES)
+    longer.load(checkpoint)
+    assert longer.progress.step == 1
+    assert set(DrafterPlan.__dataclass_fields__) == {"objective", *PLAN_CHANGES, *LENGTH_CHANGES}
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    """A record of a step that had no such loss; or the records of a long run did not fit the header of the file."""
+    trainer, again, headers = make_trainer(), make_trainer(), list[int]()
+    records = [{"step": float(n), "tokens": 1e7 + n / 3, **({"guide": 0.1 * n} if n % 2 else {})} for n in range(9)]
+    for count in (1, 100):
+        trainer.history = records * count
+        trainer.save(tmp_path / "checkpoint.safetensors")
+        again.load(tmp_path / "checkpoint.safetensors")
+        assert again.history == trainer.history
+        headers.append(int.from_bytes((tmp_path / "checkpoint.safetensors").read_bytes()[:8], "little"))
+    assert headers[1] < headers[0] + 1000
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_run_ends_with_its_plan_and_the_loss_falls(family: EagleFamily, tmp_path: Path) -> None:
-    """A loss that looks one token too far or too near cannot be learnt from a text where each word gives the next."""
-    trainer = make_trainer(family, total_tokens=24_000)
+def test_a_run_ends_with_its_plan_and_its_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None:
+    """A loss that looks one token too far or too near cannot be learnt from a text where each word gives the next; a trained
+    target makes every answer another's; the shipped file must be the published layout, with the averaged weights."""
+    trainer = make_trainer(family, total_tokens=5_000, peak_lr=3e-3)
+    model = trainer.target.model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    texts = [collate([draw(random.Random(seed)) for seed in range(16)])]
+    untrained = trainer.probe(texts, num_steps=3)
     records = list(trainer.run())
-    for step in (1, 2, 3):
-        assert records[-1][f"loss_{step}"] < 0.9 * records[0][f"loss_{step}"]
+    probe = trainer.probe(texts, num_steps=5)
+    assert all(probe[f"loss_{step}"] < 0.9 * untrained[f"loss_{step}"] for step in (1, 2, 3))
     assert records[-1]["lr"] < max(record["lr"] for record in records)
-    probe = trainer.probe([collate([draw(random.Random(1))])], num_steps=5)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
     assert {f"top{k}_{step}" for k in (1, 4) for step in range(1, 6)} <= probe.keys()
     trainer.probes.append({"tokens": 10, **probe})
     draw_curves(trainer, "loss_", "top1", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_written_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None:
-    """The shipped file must be the published layout, with the averaged weights."""
-    trainer = make_trainer(family)
-    trainer.train_step()
     trainer.write_head(tmp_path)
     config, tensors = read_head(tmp_path)
     check_fits(config, trainer.target.vocab_size, trainer.target.hidden_size, trainer.target.num_layers)
@@ -129,6 +176,28 @@ def test_written_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None
     assert tensors.keys() == averaged.keys()
     assert all(torch.equal(tensors[name], tensor.to(tensors[name].dtype)) for name, tensor in averaged.items())
     assert not torch.equal(averaged["fc.weight"], trainer.head.state_dict()["fc.weight"])
+
+
+@pytest.mark.parametrize(("taps", "vocabulary", "reason"), [
+    ((0, 1, 3), 60, "target that has 2"), ((1, 0, 2), 60, "aux_layers"), ((0, 1), 60, "three"), (TAPS, 513, "exceeds"),
+])  # fmt: skip
+def test_a_head_that_cannot_fit_is_refused(taps: tuple[int, ...], vocabulary: int, reason: str) -> None:
+    """Refused only by the hook, or by the loader of the finished head."""
+    with pytest.raises((ModelError, ConfigError), match=reason):
+        head_config(tiny_target(), EagleFamily.EAGLE3, taps, vocabulary)
+
+
+def test_a_fresh_eagle3_head_starts_from_the_target() -> None:
+    """Rows of the output layer in the wrong order are learnt again from nothing; or taps that a shallow target has not."""
+    target, kept = tiny_target(), torch.arange(0, 120, 2)
+    head = make_head(target, EagleFamily.EAGLE3).state_dict()
+    assert torch.equal(head["d2t"] + torch.arange(60), kept)
+    assert torch.equal(head["t2d"].nonzero().flatten(), kept)
+    assert torch.equal(head["lm_head.weight"], target.model.lm_head.weight[kept])
+    assert (spread_aux_layers(32), spread_aux_layers(6)) == ((2, 16, 29), (2, 4, 6))
+    for depth in range(2, 12):
+        taps = spread_aux_layers(depth)
+        assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= depth
 
 
 def naive_scores(
@@ -187,18 +256,6 @@ def test_losses_equal_one_row_at_a_time(family: str) -> None:
         assert score[1:3] == (sum(n for _, n, _ in naive), sum(hits for _, _, hits in naive))
 
 
-def test_tokens_without_loss_get_no_gradient() -> None:
-    """Feature and embedding of tokens behind the last learnt one must not matter."""
-    target, gradients = tiny_target(), []
-    head = make_head(target, EagleFamily.EAGLE3)
-    for tail in (20, 30):
-        text = Encoded([*range(10, 20), tail, tail], [0.0] * 4 + [1.0] * 6 + [0.0, 0.0])
-        scores = batch_scores(head, target, collate([text]), OBJECTIVE)
-        gradients.append(torch.autograd.grad(torch.stack([s.loss for s in scores]).sum(), list(head.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert any(gradient.abs().sum() > 0 for gradient in gradients[0])
-
-
 def test_taps_are_the_unnormed_residual_stream() -> None:
     """Normed features, or those of the neighbouring layer, train well and fail in every other server."""
     target = tiny_target()
@@ -210,39 +267,6 @@ def test_taps_are_the_unnormed_residual_stream() -> None:
     torch.testing.assert_close(parts[1], hidden[1])
     torch.testing.assert_close(target.model.model.norm(parts[2]), last)
     torch.testing.assert_close(target.states(ids).features, hidden[2])
-
-
-def test_a_fresh_eagle3_head_starts_from_the_target() -> None:
-    """Rows of the output layer in the wrong order are learnt again from nothing."""
-    target = tiny_target()
-    head = make_head(target, EagleFamily.EAGLE3).state_dict()
-    assert torch.equal(head["d2t"] + torch.arange(60), torch.arange(0, 120, 2))
-    assert head["t2d"].nonzero().flatten().tolist() == list(range(0, 120, 2))
-    assert torch.equal(head["lm_head.weight"], target.model.lm_head.weight[torch.arange(0, 120, 2)])
-
-
-@pytest.mark.parametrize(("taps", "vocabulary", "reason"), [
-    ((0, 1, 3), 60, "has 2 layers"), ((1, 0, 2), 60, "must rise"), ((0, 1), 60, "three"), (TAPS, 513, "exceeds"),
-])  # fmt: skip
-def test_a_head_that_cannot_fit_is_refused(taps: tuple[int, ...], vocabulary: int, reason: str) -> None:
-    """RuleMatch only by the hook, or by the loader of the finished head."""
-    with pytest.raises((ModelError, ConfigError), match=reason):
-        head_config(tiny_target(), EagleFamily.EAGLE3, taps, vocabulary)
-
-
-def test_default_taps_exist_and_are_the_published_ones_from_seven_layers_on() -> None:
-    """The published choice has equal or negative layers for a shallow target."""
-    assert spread_aux_layers(32) == (2, 16, 29)
-    assert spread_aux_layers(6) == (2, 4, 6)
-    for depth in range(2, 12):
-        taps = spread_aux_layers(depth)
-        assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= depth
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    """A traceback from the depths of transformers says less."""
-    with pytest.raises(ModelError, match=r"no config\.json"):
-        FrozenTarget.load(TargetConfig(model=str(tmp_path)))
 
 
 def _train_as(rank: int, folder: str) -> None:
@@ -268,14 +292,3 @@ def test_two_workers_train_one_head(tmp_path: Path) -> None:
     assert first.progress.tokens > 1.5 * alone.progress.tokens
     pairs = list(zip(first.head.parameters(), second.head.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_the_target_is_never_trained() -> None:
-    """A weight that moves makes every feature and every answer of the run another target's."""
-    trainer = make_trainer(EagleFamily.EAGLE)
-    model = trainer.target.model
-    assert isinstance(model, LlamaForCausalLM)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    trainer.train_step()
-    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
-    assert all(weight.grad is None for weight in model.parameters())

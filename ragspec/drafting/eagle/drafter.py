@@ -4,31 +4,36 @@ All sequences share each forward of the head. The head reads lazily: a sequence 
 states in its window.
 
 Sources: see `ragspec.drafting.eagle.network`; drafts grow in `ragspec.drafting.growing`, the noise is in
-`ragspec.drafting.coupling`.
+`ragspec.drafting.children`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.drafter import AttendingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.numerics.attention import AttentionMetadata, Ints
-from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.drafting.medusa.network import PrefixNetwork
+from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
+
+Network = TypeVar("Network", EagleNetwork, PrefixNetwork)
+"""A network that keeps keys and reads pairs (state of the target, next token)."""
+HEAD_WINDOW = 256
+"""Positions that a head attends to, unless it is configured otherwise."""
 
 
 class HeadDraft(GrowingDraft):
@@ -45,33 +50,6 @@ class HeadDraft(GrowingDraft):
         return ScheduledDraft(context, len(rows.indices), self.memory.end, self.scratch, rows)
 
 
-class PairNetwork(Protocol):
-    """A network with one layer of keys that reads pairs (state of the target, next token)."""
-
-    draft_ids: NDArray[np.int64]
-    vocab_size: int
-    taps: tuple[int, ...]
-    backend: Backend
-
-    @property
-    def num_features(self) -> int:
-        """Width of the states that it reads."""
-
-    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool: ...
-
-    def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor: ...
-
-    def first_logits(self, states: Tensor, next_tokens: Ints) -> LogitRows:
-        """Of the first level, from the outputs of `first`. Shapes: [B, H], int32 [B]."""
-
-
-Network = TypeVar("Network", bound=PairNetwork)
-
-
-HEAD_WINDOW = 256
-"""Positions that a head attends to, unless it is configured otherwise."""
-
-
 class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
     """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to; `max_read`: pairs that one draft
     reads. `name`: of the drafter, where there are several of its class."""
@@ -86,12 +64,11 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         *,
         window: int = HEAD_WINDOW,
         max_read: int = 48,
-        coupled: bool = True,
         name: str = "",
     ) -> None:
         self.name = name or self.name
-        super().__init__(network.draft_ids, network.vocab_size, shape, costs, coupled=coupled)
-        self.network = network
+        super().__init__(network.draft_ids, network.vocab_size, shape, costs)
+        self.network: Network = network
         self.taps = network.taps
         self._window, self._max_read = window, max_read
         self._slots: SlotMemory | None = None
@@ -117,18 +94,15 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         super().finish(sequence)
         self._memories.pop(sequence.key, None)
 
-    def _ready(self, sequence: SequenceView) -> HeadMemory | None:
-        """A sequence's memory, if it is complete and a draft can be of use."""
+    def _memory(self, sequence: SequenceView) -> HeadMemory | None:
+        """A sequence's memory, if it is complete."""
         memory = self._memories.get(sequence.key)
-        decided = len(sequence.tokens) - 1
-        fits = (
-            memory is not None and memory.slots is sequence.slots and memory.end == decided and memory.num_waiting > 0
-        )
-        return memory if fits and sequence.most_tokens > 1 and sequence.key not in self._failed else None
+        if memory is None or memory.slots is not sequence.slots or memory.end != len(sequence.tokens) - 1:
+            return None
+        return memory if memory.num_waiting > 0 else None
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
-        memory = self._ready(sequence)
-        return None if memory is None else HeadDraft(sequence, memory, settings, num_levels)
+    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
+        return HeadDraft(sequence, memory, settings, num_levels)
 
     @property
     def num_own_slots(self) -> int:
@@ -137,7 +111,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
 
     def _slot_memory(self, pool: KvPool) -> SlotMemory:
         if self._slots is None or self._slots.pool is not pool:
-            self._slots = SlotMemory(pool, self.network, self.num_own_slots)
+            self._slots = SlotMemory(pool, self.network.make_cache, self.num_own_slots)
         return self._slots
 
     def _scheduled(self, drafts: list[HeadDraft]) -> tuple[list[ScheduledDraft], KvPool]:
@@ -158,7 +132,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
 
 
 class EagleDrafter(PairDrafter[EagleNetwork]):
-    """See the module. `coupled`: whether drafts use the sampling noise."""
+    """See the module."""
 
     name = "eagle"
 
@@ -180,7 +154,8 @@ class PairTimer(Generic[Network]):
     """Times a network's forwards over a context of zeros. Keys that it writes are never read."""
 
     def __init__(self, network: Network, pool: KvPool) -> None:
-        self.network, self._num_slots = network, pool.num_slots
+        self.network: Network = network
+        self._num_slots = pool.num_slots
         self._cache = network.make_cache(pool)
 
     def seconds(self, num_rows: int, context: int) -> float:

@@ -7,8 +7,8 @@ prefix are never computed again, so the head cannot attend to pairs of it that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,20 +25,16 @@ _MOST_VIEWS = 16
 """Most steps whose states are kept as views; then they are copied."""
 
 
-class KeepsKeys(Protocol):
-    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool: ...
-
-
 class SlotMemory:
     """A head's keys beside one pool, and the pair that each slot's keys belong to.
 
     Has room for the nodes of `_MOST_DRAFTS` drafts at once, `num_nodes` each.
     """
 
-    def __init__(self, pool: KvPool, network: KeepsKeys, num_nodes: int) -> None:
+    def __init__(self, pool: KvPool, make_cache: Callable[[KvPool, int], KvPool], num_nodes: int) -> None:
         self.pool = pool
         self._pages_a_draft = -(-num_nodes // PAGE)
-        self.cache = network.make_cache(pool, _MOST_DRAFTS * self._pages_a_draft * PAGE)
+        self.cache = make_cache(pool, _MOST_DRAFTS * self._pages_a_draft * PAGE)
         self._next_tokens = np.full(pool.num_slots, _NONE, np.int64)
         self._stamps = np.full(pool.num_slots, _NONE, np.int64)
 

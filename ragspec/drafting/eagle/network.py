@@ -28,18 +28,20 @@ from torch import Tensor, nn
 
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.heads.layer import (
+    FINAL,
     DecoderLayer,
+    DraftTarget,
     HeadAttention,
     KeyValues,
     RmsNorm,
     Rotations,
+    float_dtype,
     make_cache,
     make_layer,
     prepare,
     serve,
 )
 from ragspec.drafting.heads.learning import Head, Inputs, LossWeights, Objective, Projection, rows_of
-from ragspec.drafting.heads.target import FINAL, DraftTarget, float_dtype
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import ForwardContext, LogitRows

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.drafting.acceptance import Cell, ChildAcceptance, Guess
+from ragspec.drafting.children import ChildSampler, DrawnChildren
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.stochastic_drafts import ChildSampler, DrawnChildren
 from ragspec.tree import Origin, Proposal
 
 Ints = NDArray[np.int32]

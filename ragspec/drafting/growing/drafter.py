@@ -1,27 +1,30 @@
-"""The base of drafters with a network of their own: all sequences' drafts grow together, one forward a level.
+"""The bases of drafters with a network of their own: all sequences' drafts grow together, one forward a level.
 
     draft = level by level: one forward -> logits -> children (with the request's own noise) -> the most probable paths go on
 
-Drafting stops where another level would take more time than it is likely to save.
+Drafting stops where another level would take more time than it is likely to save. `AttendingDrafter` is for networks that keep
+keys of the text and of nodes: a draft first reads the tokens decided since the last draft.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.drafting.acceptance import ChildAcceptance
+from ragspec.drafting.children import ChildSampler, Coupling, draws_children, most_probable, needs_chain, uses_noise
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.coupling import Coupling, most_probable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.beam import Beam, DeviceBeam, GrownLevel
 from ragspec.drafting.growing.draft import (
     DRAWN,
@@ -33,9 +36,10 @@ from ragspec.drafting.growing.draft import (
     OpenRows,
 )
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.stochastic_drafts import ChildSampler, draws_children, needs_chain
 from ragspec.errors import EngineError
+from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import DeviceLogits, LogitRows
+from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.torch.transfer import to_host
 from ragspec.tree import Proposal
 
@@ -60,26 +64,28 @@ Levels = Generator[Level, OpenRows, None]
 class GrowingDrafter(Drafter, Generic[D]):
     """See the module. A subclass says which sequences are ready and what drafts cost, and computes the forwards.
 
-    `draft_ids`: the target's id of each token of the draft vocabulary, rising. `coupled`: whether drafts use the sampling noise.
+    `draft_ids`: the target's id of each token of the draft vocabulary, rising.
     """
 
     nodes_share_rows = False
     """Whether all nodes of one level of a draft have the same children. A level then has one row of logits for each draft."""
 
-    def __init__(
-        self, draft_ids: NDArray[np.int64], vocab_size: int, shape: TreeShape, costs: CostTable, *, coupled: bool
-    ) -> None:
+    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int, shape: TreeShape, costs: CostTable) -> None:
         self.acceptance = ChildAcceptance()
         self._draft_ids, self._vocab_size = draft_ids, vocab_size
         self._num_children = min(shape.num_children, len(draft_ids))
         self._settings = DraftSettings(self.name, shape, self.acceptance, least_prob=0.004)
         self._costs = costs
-        self._coupling = Coupling(draft_ids, vocab_size, coupled)
+        self._coupling = Coupling(draft_ids, vocab_size)
         self._failed: set[tuple[str, int]] = set()
         self._num_levels = min(2.0, shape.max_depth)
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> D | None:
-        """A new draft of at most so many levels, or None."""
+    def _memory(self, sequence: SequenceView) -> Any:
+        """The drafter's memory of a sequence, if a draft can grow from it now, or None."""
+        raise NotImplementedError
+
+    def _draft(self, sequence: SequenceView, memory: Any, settings: DraftSettings, num_levels: int) -> D | None:
+        """A new draft of at most so many levels, or None where there is no room."""
         raise NotImplementedError
 
     def _levels(self, drafts: list[D]) -> Levels:
@@ -95,17 +101,23 @@ class GrowingDrafter(Drafter, Generic[D]):
             settings = self._settings._replace(mode=self._mode(sequence), is_chain=needs_chain(sequence))
             if budget.token_s == 0.0 or settings.by_confidence or settings.mode == DRAWN:  # no node is too improbable
                 settings = settings._replace(least_prob=0.0)
-            drafts.append(self._draft(sequence, settings, num_levels))
+            memory = self._ready(sequence)
+            drafts.append(None if memory is None else self._draft(sequence, memory, settings, num_levels))
         self._grow([draft for draft in drafts if draft is not None], budget)
         return [[] if draft is None or draft.sequence.key in self._failed else draft.best() for draft in drafts]
+
+    def _ready(self, sequence: SequenceView) -> Any:
+        """As `_memory`; None also where a draft would be of no use, or drafts have failed."""
+        is_wanted = sequence.most_tokens > 1 and sequence.key not in self._failed
+        return self._memory(sequence) if is_wanted else None
 
     def _mode(self, sequence: SequenceView) -> int:
         if sequence.request.params.greedy:
             return GREEDY
         if draws_children(sequence):
             return DRAWN
-        coupled = self._settings.shape.num_nodes is None and self._coupling.uses_noise(sequence)
-        return WITH_NOISE if coupled else WITHOUT_NOISE
+        is_coupled = self._settings.shape.num_nodes is None and uses_noise(sequence)
+        return WITH_NOISE if is_coupled else WITHOUT_NOISE
 
     def _grow(self, drafts: list[D], budget: Budget) -> None:
         """Grow all drafts level by level, until another level would not pay."""
@@ -242,3 +254,52 @@ class GrowingDrafter(Drafter, Generic[D]):
 def needs_host(drafts: SequenceOf[GrowingDraft]) -> bool:
     """Whether children are drawn by chance, by the host."""
     return any(draft.settings.mode == DRAWN for draft in drafts)
+
+
+_CATCH_UP_STEPS = 24
+"""Steps over which the reading of a prompt is counted, if so many are to come."""
+
+
+class AttendingDrafter(GrowingDrafter[D]):
+    """See the module. `num_waiting` of a sequence's memory: tokens that this draft and later drafts have yet to read."""
+
+    def _scheduled(self, drafts: list[D]) -> tuple[list[ScheduledDraft], KvPool]:
+        """Each draft's part of the forwards, and the pool of their keys."""
+        raise NotImplementedError
+
+    def _read(self, drafts: list[D], rows: DraftBatch, cache: KvPool) -> Tensor:
+        """The first forward, over all unread tokens. Returns the state of each sequence's last token. Shape: [B, H]."""
+        raise NotImplementedError
+
+    def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
+        """The forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
+        raise NotImplementedError
+
+    def _logits(self, states: Tensor) -> LogitRows:
+        """Logits of the token after each state, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
+        raise NotImplementedError
+
+    def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
+        """One forward a level, and a share of the reading that must come first."""
+        ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
+        if not ready:
+            return math.inf
+        longest = max(memory.end for memory in ready)
+        behind = sum(max(0, memory.num_waiting - 4) for memory in ready)
+        num_steps = min(_CATCH_UP_STEPS, 1 + max(s.most_tokens for s in sequences) // 2)
+        reading_s = self._costs.cost_s(behind, longest) / num_steps if behind else 0.0
+        rows = len(ready) * self._settings.shape.max_width
+        first_s = self._costs.cost_s(4 * len(ready), longest)
+        return reading_s + first_s + (self._num_levels - 1.0) * self._costs.cost_s(rows, longest)
+
+    def _levels(self, drafts: list[D]) -> Levels:
+        parts, cache = self._scheduled(drafts)
+        for draft in drafts:
+            if not len(draft.scratch):  # no slots, no second level
+                draft.max_depth = min(draft.max_depth, 1)
+        rows = DraftBatch(parts)
+        states = self._read(drafts, rows, cache)
+        nodes = yield Level(self._logits(states), sum(part.num_new for part in parts))
+        while True:
+            states = self._descend(nodes, states, rows.level(nodes.paths, nodes.path_slots), cache)
+            nodes = yield Level(self._logits(states), len(nodes.token_ids))

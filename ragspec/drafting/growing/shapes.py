@@ -25,28 +25,13 @@ STATIC_TREE: tuple[tuple[int, ...], ...] = (
 
 _MEDUSA_CHILDREN: dict[tuple[int, ...], int] = {
     (): 10,
-    (0,): 10,
-    (1,): 7,
-    (2,): 3,
-    (3,): 2,
-    (4,): 1,
-    (5,): 1,
-    (6,): 1,
-    (7,): 1,
-    (8,): 1,
-    (9,): 1,
-    (0, 0): 10,
-    (0, 1): 3,
-    (0, 2): 2,
-    (0, 3): 1,
-    (0, 4): 1,
-    (0, 5): 1,
-    (0, 6): 1,
-    (0, 7): 1,
+    **{(rank,): count for rank, count in enumerate((10, 7, 3, 2, 1, 1, 1, 1, 1, 1))},
+    **{(0, rank): count for rank, count in enumerate((10, 3, 2, 1, 1, 1, 1, 1))},
     (1, 0): 2,
     (2, 0): 1,
     (0, 0, 0): 2,
 }
+"""How many children each inner node of Medusa's tree has, by the ranks of its path."""
 MEDUSA_TREE = tuple((*path, rank) for path, num_children in _MEDUSA_CHILDREN.items() for rank in range(num_children))
 """63 nodes. Source: Medusa (arXiv 2401.10774), the published `mc_sim_7b_63`, which Hydra uses too."""
 

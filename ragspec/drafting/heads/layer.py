@@ -1,4 +1,4 @@
-"""A head's decoder layer: attention over keys of its own, then a gated feed-forward.
+"""A head's decoder layer, attention over keys of its own and a gated feed-forward, and the target's part that heads need.
 
 `DecoderLayer` holds the weights by their published names, and trains. `make_layer` runs the same weights in the engine, with
 products, norms and attention of the target's backend; `serve` replaces the other products and norms of a head.
@@ -8,16 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.numerics.attention import AttentionShape
-from ragspec.numerics.backend import Backend, ForwardContext, LayerModule
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
+from ragspec.numerics.backend import Backend, ForwardContext, LayerModule, LogitRows
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import GatedFeedForward
+
+FINAL = -1
+"""The tap of the target's final norm (`ragspec.engine.target`)."""
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a backend takes the weights of products in `dtype`."""
+    return torch.float32 if dtype == torch.int8 else dtype
+
+
+class DraftTarget(Protocol):
+    """See `ragspec.engine.target.Target`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_positions: int
+    backend: Backend
+    pool: KvPool
+
+    @property
+    def embedding(self) -> Tensor:
+        """On the backend's device. Shape: [V, H]."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def text_config(self) -> Any:
+        """The model's configuration, as transformers reads it."""
+
+    def forward_tapped(
+        self, token_ids: Ints | Tensor, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
+    ) -> tuple[LogitRows, Mapping[int, Tensor]]: ...
+
+    def states_through(
+        self, layers: Sequence[int], token_ids: Ints | Tensor, metadata: AttentionMetadata
+    ) -> Tensor: ...
+
+    def logits_of(self, states: Tensor) -> Tensor: ...
+
 
 Rotations = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions. Shapes: float32 [positions, head_dim] each."""

@@ -41,7 +41,7 @@ from ragspec.drafting.heads.files import (
     truth,
     write_files,
 )
-from ragspec.drafting.heads.target import FINAL, DraftTarget
+from ragspec.drafting.heads.layer import FINAL, DraftTarget
 from ragspec.drafting.medusa.network import (
     EMBEDDING,
     MAX_HEADS,

@@ -5,7 +5,7 @@ is the same below all nodes. A grounded Hydra head also reads the path to its no
 window, and every state is enough to draft from; Hydra++ keeps its prefix layer's keys as an EAGLE head does.
 
 Sources: see `ragspec.drafting.medusa.network`; drafts grow in `ragspec.drafting.growing`, the noise is in
-`ragspec.drafting.coupling`.
+`ragspec.drafting.children`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
+from ragspec.drafting.eagle.memory import HeadMemory
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
@@ -42,12 +43,12 @@ class MedusaDraft(GrowingDraft):
 
 
 class MedusaDrafter(GrowingDrafter[MedusaDraft]):
-    """See the module. `coupled`: whether drafts use the sampling noise."""
+    """See the module."""
 
     name, is_head = "medusa", True
 
-    def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable, *, coupled: bool = True) -> None:
-        super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs, coupled=coupled)
+    def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable) -> None:
+        super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs)
         self.network, self.taps, self.nodes_share_rows = network, network.taps, not network.is_grounded
         self._states: dict[tuple[str, int], LastState] = {}
 
@@ -62,21 +63,20 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         """One forward a level."""
-        num_ready = sum(self._ready(sequence) is not None for sequence in sequences)
-        return self._num_levels * self._costs.cost_s(self._num_rows(num_ready), 0) if num_ready else math.inf
+        num_rows = sum(self._ready(sequence) is not None for sequence in sequences)
+        if not self.nodes_share_rows:
+            num_rows *= self._settings.shape.max_width
+        return self._num_levels * self._costs.cost_s(num_rows, 0) if num_rows else math.inf
 
-    def _num_rows(self, num_sequences: int) -> int:
-        return num_sequences if self.nodes_share_rows else num_sequences * self._settings.shape.max_width
-
-    def _ready(self, sequence: SequenceView) -> LastState | None:
-        """The state before the sequence's last token, if a draft can be of use."""
+    def _memory(self, sequence: SequenceView) -> LastState | None:
+        """The state before the sequence's last token."""
         last = self._states.get(sequence.key)
-        fits = last is not None and last.end == len(sequence.tokens) - 1
-        return last if fits and sequence.most_tokens > 1 and sequence.key not in self._failed else None
+        return last if last is not None and last.end == len(sequence.tokens) - 1 else None
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> MedusaDraft | None:
-        last, num_levels = self._ready(sequence), min(num_levels, self.network.num_heads)
-        return None if last is None else MedusaDraft(sequence, last, settings, num_levels)
+    def _draft(
+        self, sequence: SequenceView, memory: LastState, settings: DraftSettings, num_levels: int
+    ) -> MedusaDraft:
+        return MedusaDraft(sequence, memory, settings, min(num_levels, self.network.num_heads))
 
     def _levels(self, drafts: list[MedusaDraft]) -> Levels:
         return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)
@@ -97,8 +97,8 @@ class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):
         super().__init__(network, shape, costs, **options)
         self.nodes_share_rows = not network.is_grounded
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
-        return super()._draft(sequence, settings, min(num_levels, self.network.num_heads))
+    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
+        return super()._draft(sequence, memory, settings, min(num_levels, self.network.num_heads))
 
     def _levels(self, drafts: list[HeadDraft]) -> Levels:
         assert self._slots is not None

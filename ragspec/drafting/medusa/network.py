@@ -32,17 +32,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragspec.drafting.heads.layer import (
+    FINAL,
     DecoderLayer,
+    DraftTarget,
     HeadAttention,
     RmsNorm,
     Rotations,
+    float_dtype,
     make_cache,
     make_layer,
     prepare,
     serve,
 )
 from ragspec.drafting.heads.learning import Head, LossWeights, Objective, Projection, rows_of
-from ragspec.drafting.heads.target import FINAL, DraftTarget, float_dtype
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import LogitRows

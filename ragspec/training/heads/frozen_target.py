@@ -54,13 +54,6 @@ class FrozenTarget:
         tokenizer: Any = read_tokenizer(folder)
         return cls(model, tokenizer, device)
 
-    def check_taps(self, taps: tuple[int, ...]) -> None:
-        """Raises: ModelError for a layer that the target does not have, or taps that do not ascend."""
-        if any(not 0 <= tap <= self.num_layers for tap in taps):
-            raise ModelError(f"aux layers {taps} do not exist: the target has {self.num_layers} layers")
-        if list(taps) != sorted(set(taps)):
-            raise ModelError(f"aux layers must rise, and {taps} do not")
-
     @torch.no_grad()
     def states(self, ids: Tensor, taps: tuple[int, ...] = ()) -> TargetStates:
         """One pass over right-padded texts. Shapes: ids int64 [B, T]."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
-from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, default_aux_layers
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.network import EagleHead
 from ragspec.drafting.heads.learning import Head
 from ragspec.drafting.medusa.checkpoint import write_positions
@@ -48,12 +48,10 @@ def head_config(
         raise ConfigError(
             f"a draft vocabulary of {draft_vocab_size} exceeds the target's of {target.vocab_size} tokens"
         )
-    if is_eagle3:
-        if len(aux_layers) != 3:
-            raise ConfigError(f"an eagle3 head reads three aux layers, not {len(aux_layers)}")
-        target.check_taps(aux_layers)
+    if is_eagle3 and len(aux_layers) != 3:
+        raise ConfigError(f"an eagle3 head reads three aux layers, not {len(aux_layers)}")
     num_heads = max(1, target.hidden_size // HEAD_DIM // 2 * 2)
-    return HeadConfig(
+    config = HeadConfig(
         family=family,
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or int(target.config.intermediate_size),
@@ -70,6 +68,8 @@ def head_config(
         num_layers=num_layers,
         positions_per_layer=positions_per_layer,
     )
+    check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
+    return config
 
 
 def spread_aux_layers(num_layers: int) -> tuple[int, ...]:

@@ -26,8 +26,7 @@ from ragspec.training.conversations import Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import write_trained
 from ragspec.training.heads.training_texts import TextSampler, micro_batches, num_tokens, whole_text
-from ragspec.training.step_data import StepData
-from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
+from ragspec.training.trainer import SINGLE_WORKER, StepData, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 
 NOISE_TOKENS = 512
 

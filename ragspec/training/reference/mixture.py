@@ -1,6 +1,8 @@
 """The mixture of kinds of text that the adapter learns from, as groups of conversations that share a beginning.
 
-Paragraphs of the standard library and of documentation are made here; no held-out name and no evaluation file is among them.
+A pack is one set of numbered passages with many questions about it, so that many answers share one reading. A dialogue is
+questions in a row, each with its passages, as the chat shows them. Paragraphs of the standard library and of documentation are
+made here; no held-out name and no evaluation file is among them. A draw is a function of the data and the generator.
 
 >>> group = Mixture(data_dir, chats).draw("questions", random.Random(0))    # many questions over one set of passages
 """
@@ -9,20 +11,206 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.rag.wording import grammar_messages
+from ragspec.rag.wording import (
+    ABSTENTION,
+    grammar_messages,
+    numbered,
+    question_messages,
+    quoted_answer,
+    system_text,
+    user_text,
+)
 from ragspec.retrieval.chunking import chunk
 from ragspec.training.conversations import Conversation, message
-from ragspec.training.documentation import documentation_questions
+from ragspec.training.documentation import Neighbours, documentation_questions
 from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, tokenised
-from ragspec.training.reference.packs import Dialogues, PackStream
-from ragspec.training.reference.sources import MAX_QUOTE_WORDS, Paragraph, Question, json_lines, question_paragraphs
-from ragspec.training.sentences import normalise, split_sentences
+from ragspec.training.reference.sources import (
+    MAX_QUOTE_WORDS,
+    Paragraph,
+    Question,
+    answers_of,
+    canard_pages,
+    canard_paragraph,
+    json_lines,
+    question_paragraphs,
+)
+from ragspec.training.sentences import normalise, split_sentences, window_around, words_of
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
+
+ABSENT_SHARE = 0.5
+"""Questions without an answer, of a pack's questions."""
+RETRIEVED_SHARE, FOREIGN_SHARE = 0.4, 0.15
+"""Packs whose distractors a search finds, the others being of the same article; distractors from anywhere."""
+WINDOW_SHARE, TITLE_SHARE = 0.6, 0.1
+"""Passages cut to a window of sentences, and passages under their title."""
+WINDOW_WORDS, MAX_PASSAGE_WORDS, MAX_PACK_WORDS = (50, 110), 200, 300
+NUM_OTHERS = (0, 1, 2, 2, 2, 2, 3, 3, 4)
+MAX_WEIGHT = 5
+"""A paragraph is drawn in proportion to its questions, up to this many."""
+Shown = tuple[Paragraph, str]
+"""A paragraph, and the passage that is shown of it."""
+ALONE_SHARE, PACK_SHARE, BARE_SHARE, SAME_SHARE = 0.3, 0.3, 0.15, 0.7
+"""Draws of standalone questions; of dialogues, those over a pack; earlier questions whose passages are left out, as where a
+prompt grows too long; dialogues whose passages are the same with every question."""
+NUM_TURNS, NUM_OTHER_PAGES = (2, 2, 3, 3, 4, 5, 6), (0, 1, 2, 2)
+MAX_WORDS, TURN_WORDS = 1250, 45
+"""Words of a dialogue, and those of a question with its answer."""
+
+
+class Pack(NamedTuple):
+    """Passages, and (question, answer) pairs about them."""
+
+    passages: list[str]
+    turns: list[tuple[str, str]]
+
+    def conversations(self, own_system: str = "") -> list[Conversation]:
+        """A conversation for each turn; they share the system's text and the passages."""
+        asked = [(question_messages(question, self.passages, own_system), answer) for question, answer in self.turns]
+        return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in asked]
+
+
+class PackStream:
+    """Draws packs from paragraphs with questions."""
+
+    def __init__(self, paragraphs: list[Paragraph]) -> None:
+        self.paragraphs = paragraphs
+        self._weights = list(accumulate(len(p.questions[:MAX_WEIGHT]) + 0.3 * bool(p.absent) for p in paragraphs))
+        self._groups: dict[str, list[Paragraph]] = defaultdict(list)
+        for paragraph in paragraphs:
+            self._groups[paragraph.group].append(paragraph)
+        self._neighbours = Neighbours([p.text for p in paragraphs])
+
+    def draw(self, rng: random.Random) -> Pack:
+        """A pack with at least one turn."""
+        while True:
+            main = rng.choices(self.paragraphs, cum_weights=self._weights)[0]
+            shown = self._shown(main, rng)
+            answered = list(_answered(shown))
+            turns = answered + self._unanswered(shown, len(answered), rng)
+            if turns:
+                rng.shuffle(turns)
+                return Pack([text for _, text in shown], turns)
+
+    def _shown(self, main: Paragraph, rng: random.Random) -> list[Shown]:
+        """The paragraph and its distractors, in random order."""
+        count, group = rng.choice(NUM_OTHERS), self._groups[main.group]
+        if main.questions and rng.random() < RETRIEVED_SHARE:
+            asked = rng.choice(main.questions).text
+            near = [self.paragraphs[row] for row in self._neighbours.nearest(asked, count + 1)]
+        else:
+            near = rng.sample(group, min(count, len(group)))
+        others = [other if rng.random() > FOREIGN_SHARE else rng.choice(self.paragraphs) for other in near]
+        chosen = {id(each): each for each in (main, *others)}
+        shown, num_words = list[Shown](), 0
+        for paragraph in list(chosen.values())[: count + 1]:
+            text = _passage(paragraph, rng)
+            num_words += len(text.split())
+            if num_words <= MAX_PACK_WORDS or not shown:
+                shown.append((paragraph, text))
+        rng.shuffle(shown)
+        return shown
+
+    def _unanswered(self, shown: list[Shown], num_answered: int, rng: random.Random) -> list[tuple[str, str]]:
+        """Questions that were written to have no answer, and questions whose passage retrieval missed."""
+        count = max(1, round(num_answered * ABSENT_SHARE / (1 - ABSENT_SHARE)))
+        everything = " ".join(text for _, text in shown).lower()
+        written = [text for paragraph, _ in shown for text in paragraph.absent]
+        missed = [q for paragraph, text in shown for q in paragraph.questions if q.quote not in text]
+        for paragraph, _ in shown:
+            missed += rng.choice(self._groups[paragraph.group]).questions[:1]
+        missed = [q for q in missed if not _may_answer(q, everything)]
+        chosen = rng.sample(written, min(len(written), count - count // 3))
+        chosen += [q.text for q in rng.sample(missed, min(len(missed), 1 + count // 3))]
+        return [(text, ABSTENTION) for text in dict.fromkeys(chosen)]
+
+
+def _answered(shown: list[Shown]) -> Iterator[tuple[str, str]]:
+    for number, (paragraph, text) in enumerate(shown, start=1):
+        for question in paragraph.questions:
+            if question.quote in text:
+                yield question.text, quoted_answer(question.quote, number, question.short_answer)
+
+
+def _may_answer(question: Question, text: str) -> bool:
+    """Whether a lower-case text may hold the answer: it has the short answer, or the question's names and rare words."""
+    if question.short_answer:
+        return question.short_answer.lower() in text
+    words = [word.lower().rsplit(".", 1)[-1] for word in words_of(question.text) if len(word) > 4]
+    return question.quote.lower() in text or all(word in text for word in words[1:])
+
+
+def _passage(paragraph: Paragraph, rng: random.Random) -> str:
+    """Some sentences around one that is asked about, or all; sometimes under its title."""
+    text, limit = paragraph.text, rng.randint(*WINDOW_WORDS) if rng.random() < WINDOW_SHARE else MAX_PASSAGE_WORDS
+    if not paragraph.is_whole and len(text.split()) > limit:
+        sentences = split_sentences(text)
+        quotes = [q.quote for q in paragraph.questions if q.quote in sentences]
+        index = sentences.index(rng.choice(quotes)) if quotes else rng.randrange(len(sentences))
+        text = window_around(sentences, index, limit, rng)
+    return f"{paragraph.title}\n{text}" if paragraph.title and rng.random() < TITLE_SHARE else text
+
+
+class Dialogues:
+    """Draws groups of conversations, over packs and over CANARD's pages. Raises: OSError."""
+
+    def __init__(self, data_dir: Path, packs: PackStream) -> None:
+        self.pages = canard_pages(data_dir)
+        self._packs = packs
+        self._alone = PackStream([canard_paragraph(title, turns) for title, turns in self.pages])
+
+    def draw(self, rng: random.Random) -> list[Conversation]:
+        """A dialogue, or standalone questions over one reading of their passages."""
+        if rng.random() < ALONE_SHARE:
+            return self._alone.draw(rng).conversations()
+        return [self._from_pack(rng) if rng.random() < PACK_SHARE else self._from_page(rng)]
+
+    def _from_pack(self, rng: random.Random) -> Conversation:
+        passages, turns = self._packs.draw(rng)
+        return _dialogue([(asked, answer, passages) for asked, answer in turns[: rng.choice(NUM_TURNS)]], rng)
+
+    def _from_page(self, rng: random.Random) -> Conversation:
+        """Why answers are shuffled: in the dialogue's order, the answer would be whatever stands behind the last quote."""
+        _, page = rng.choice(self.pages)
+        start = rng.randrange(len(page) - 1)
+        turns = page[start : start + rng.choice(NUM_TURNS)]
+        room = MAX_WORDS // len(turns) - TURN_WORDS
+        text = _joined(answers_of(turns), answers_of(page), room * 2 // 3, rng)
+        others = [answers_of(other) for _, other in rng.sample(self.pages, rng.choice(NUM_OTHER_PAGES))]
+        shown = [each for each in (text, *(_joined([], answers, room // 4, rng) for answers in others)) if each]
+        orders = [rng.sample(shown, len(shown)) for _ in turns]
+        orders = orders[:1] * len(turns) if rng.random() < SAME_SHARE else orders
+        told = list[tuple[str, str, list[str]]]()
+        for turn, passages in zip(turns, orders, strict=True):
+            answer = quoted_answer(turn.quote, passages.index(text) + 1) if turn.quote else ABSTENTION
+            told.append((turn.follow_up if told else turn.text, answer, passages))
+        return _dialogue(told, rng)
+
+
+def _joined(needed: list[str], texts: list[str], max_words: int, rng: random.Random) -> str:
+    """The needed texts and as many others as have room, in random order."""
+    chosen, others = list(needed), [text for text in texts if text not in needed]
+    for text in rng.sample(others, len(others)):
+        if sum(len(each.split()) for each in (*chosen, text)) <= max_words:
+            chosen.append(text)
+    return " ".join(rng.sample(chosen, len(chosen)))
+
+
+def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Conversation:
+    """Questions with answer and passages; the last question is always shown with them."""
+    messages = [message("system", system_text())]
+    for number, (question, answer, passages) in enumerate(turns, start=1):
+        is_bare = number < len(turns) and rng.random() < BARE_SHARE
+        asked = question if is_bare else user_text(question, numbered(passages))
+        messages += [message("user", asked), message("assistant", answer)]
+    return Conversation(messages)
+
 
 SHARES = {"questions": 0.46, "documentation": 0.1, "stdlib": 0.08, "grammar": 0.17, "follow_ups": 0.09, "chat": 0.1}
 LONG = {"follow_ups": 2.5}

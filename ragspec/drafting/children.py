@@ -1,9 +1,11 @@
-"""Coupled drafting: the drafter uses the noise that the target will sample with.
+"""The children of a draft's nodes: coupled with the target's sampling noise, or drawn at random for a published acceptance rule.
 
 The target's token is the argmax of its logits plus the keyed noise of (seed, choice, output position). So the children of a node
 are the tokens with the greatest (drafter's logit + the same noise), under the request's temperature and warps. The target's token
-is among a few such children far more often than among the most probable few. The output depends on no draft, so it stays the
-same. Without `coupled` the most probable tokens are the children.
+is among a few such children far more often than among the most probable few. The output depends on no draft.
+
+Published acceptance rules need the distribution that a child was drawn from, and no drawn child may be left out because of its
+token. The distribution has the request's own warps. Random numbers are keyed, so a repeated request draws the same children.
 
 Sources: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); design section 4.
 """
@@ -12,17 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import LEAST_TEMPERATURE, SamplingParams
 from ragspec.drafting.drafter import SequenceView
-from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits
+from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
-from ragspec.speculation import AcceptanceRule
+from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
+from ragspec.tree import Draw
+from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement, row_probs
 from ragspec.verification.sampling import TokenCounts, logit_edits, warp
 
 Floats = NDArray[np.float32]
@@ -66,10 +70,9 @@ def _pick(logits: Any, ids: Any, keys: Any, noisy: Any, floors: Any, columns: An
 class Coupling:
     """Picks children for one drafter. `draft_ids`: the target's id of each token of the draft vocabulary, rising."""
 
-    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int, coupled: bool = True) -> None:
+    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
         self._ids = draft_ids
         self._vocab_size = vocab_size
-        self._coupled = coupled
 
     def draws(self, owners: Sequence[SequenceView], depth: int) -> list[KeyedDraw]:
         """How a device picks children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`."""
@@ -104,7 +107,7 @@ class Coupling:
 
     def _key(self, sequence: SequenceView, depth: int) -> int | None:
         params = sequence.request.params
-        if params.greedy or not self.uses_noise(sequence):
+        if params.greedy or not uses_noise(sequence):
             return None
         return int(output_key(params.seed or 0, sequence.key[1], sequence.num_output + depth - 1))
 
@@ -123,10 +126,6 @@ class Coupling:
         return edits._replace(
             repeated=repeated, penalties=(penalised, penalties[known[1]]), biases=(biased, biases[known[2]])
         )
-
-    def uses_noise(self, sequence: SequenceView) -> bool:
-        """Whether drafts for this request use its sampling noise."""
-        return self._coupled and sequence.request.speculation.rule is AcceptanceRule.KEYED
 
     def _warped(self, logits: Floats, sequence: SequenceView) -> Floats:
         """Logits with the penalties and biases of the tokens decided so far. Shape: float32 [Vd]."""
@@ -163,3 +162,54 @@ def survivor_floor(logits: Floats, params: SamplingParams) -> np.float32:
         mass = np.cumsum(np.exp(falling.astype(np.float64) - float(falling[0])))
         floor = falling[min(int(np.searchsorted(mass, params.top_p * mass[-1])), len(falling) - 1)]
     return np.float32(floor)
+
+
+class DrawnChildren(NamedTuple):
+    """A draw, its distinct tokens in order, and their log-probabilities."""
+
+    draw: Draw
+    token_ids: list[int]
+    log_probs: list[float]
+
+
+def uses_noise(sequence: SequenceView) -> bool:
+    """Whether drafts for this request use its sampling noise."""
+    return sequence.request.speculation.rule is AcceptanceRule.KEYED
+
+
+def draws_children(sequence: SequenceView) -> bool:
+    """Whether the request's rule gains from drawn children: all rules but the keyed and the lossy ones."""
+    return sequence.request.speculation.rule not in (AcceptanceRule.KEYED, *LOSSY_RULES)
+
+
+def needs_chain(sequence: SequenceView) -> bool:
+    """Whether the request's rule needs drafts without branches."""
+    return sequence.request.speculation.rule in CHAIN_RULES
+
+
+class ChildSampler:
+    """Draws children in one step of one sequence, all from one random stream."""
+
+    def __init__(self, sequence: SequenceView, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
+        params = sequence.request.params
+        self._params: SamplingParams = params
+        self._ids, self._vocab_size = draft_ids, vocab_size
+        self._iid = sequence.request.speculation.rule is AcceptanceRule.IID
+        self._random = KeyedRandom(params.seed or 0, sequence.key[1], sequence.num_output, RandomStream.DRAFT)
+        self._counts = None
+        if params.has_penalties:
+            self._counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
+
+    def children(self, logits: LogitRows, row: int, count: int) -> DrawnChildren:
+        """Shape: float32 [N, Vd]; `row`: of one node."""
+        if isinstance(logits, np.ndarray):
+            full = np.full((1, self._vocab_size), np.float32(-np.inf))
+            full[0, self._ids] = logits[row]
+            logits, row = full, 0
+        probs = row_probs(logits, row, self._params, self._counts)
+        draw = draw_iid if self._iid else draw_without_replacement
+        tokens = draw(probs, count, self._random)
+        distinct = list(dict.fromkeys(tokens))
+        return DrawnChildren(
+            Draw(tokens, probs, self._iid), distinct, [float(np.log(probs[token])) for token in distinct]
+        )

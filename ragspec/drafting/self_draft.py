@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.drafter import AttendingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.heads.target import DraftTarget
+from ragspec.drafting.heads.layer import DraftTarget
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
@@ -41,8 +41,15 @@ class SelfMemory:
 class SelfDraft(GrowingDraft):
     """Its first slot is the last token's, the others are its nodes'."""
 
-    def __init__(self, sequence: SequenceView, settings: DraftSettings, num_levels: int, slots: SequenceSlots) -> None:
-        super().__init__(sequence, SelfMemory(sequence), settings, num_levels)
+    def __init__(
+        self,
+        sequence: SequenceView,
+        memory: SelfMemory,
+        settings: DraftSettings,
+        num_levels: int,
+        slots: SequenceSlots,
+    ) -> None:
+        super().__init__(sequence, memory, settings, num_levels)
         self.slots, _ = slots.reserve(1 + self.num_nodes)
         self.scratch = self.slots[1:]
 
@@ -57,10 +64,8 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
 
     name = "self"
 
-    def __init__(
-        self, target: DraftTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable, *, coupled: bool = True
-    ) -> None:
-        super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs, coupled=coupled)
+    def __init__(self, target: DraftTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable) -> None:
+        super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs)
         self._target, self._keep = target, tuple(keep)
         self._slots: SequenceSlots | None = None
 
@@ -71,20 +76,19 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
         finally:
             self._slots.release()
 
-    def _ready(self, sequence: SequenceView) -> SelfMemory | None:
-        """Nothing at the end of a prompt: the target reads its last tokens in the very step that a draft would be for."""
+    def _memory(self, sequence: SequenceView) -> SelfMemory | None:
+        """None at the end of a prompt: the target reads its last tokens in the very step that a draft would be for."""
         slots = sequence.slots
         has_keys = slots is not None and 0 < slots.length == len(sequence.tokens) - 1
-        if not has_keys or sequence.most_tokens < 2 or sequence.key in self._failed:
-            return None
-        return SelfMemory(sequence)
+        return SelfMemory(sequence) if has_keys else None
 
-    def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> SelfDraft | None:
+    def _draft(
+        self, sequence: SequenceView, memory: SelfMemory, settings: DraftSettings, num_levels: int
+    ) -> SelfDraft | None:
         num_slots = 1 + settings.shape.max_depth * settings.shape.max_width
         assert self._slots is not None
-        if self._ready(sequence) is None or self._slots.num_new_pages(num_slots) > self._target.pool.num_free_pages:
-            return None
-        return SelfDraft(sequence, settings, num_levels, self._slots)
+        has_room = self._slots.num_new_pages(num_slots) <= self._target.pool.num_free_pages
+        return SelfDraft(sequence, memory, settings, num_levels, self._slots) if has_room else None
 
     def _scheduled(self, drafts: list[SelfDraft]) -> tuple[list[ScheduledDraft], KvPool]:
         return [draft.scheduled() for draft in drafts], self._target.pool
