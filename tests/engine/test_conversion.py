@@ -24,8 +24,7 @@ from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.checkpoints import conversion
 from ragspec.engine.checkpoints.conversion import convert_target
-from ragspec.engine.checkpoints.file_digests import MAX_UNUSED_DAYS
-from ragspec.engine.checkpoints.target_files import PACKAGE_REQUIREMENT, target_folder
+from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, PACKAGE_REQUIREMENT, target_folder
 from ragspec.engine.parallel import load_rank
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError, SaveError

@@ -14,8 +14,8 @@ from tiny_target import save_model, target_config
 
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import Document
+from ragspec.engine.checkpoints.model_config import read_tokenizer
 from ragspec.engine.checkpoints.saved_model import SavedModel
-from ragspec.engine.checkpoints.tokenizer import read_tokenizer
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
