@@ -66,7 +66,7 @@ def assert_healthy(engine: Engine) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("length", [1, CONTEXT - 20, CONTEXT - 2, CONTEXT - 1])
+@pytest.mark.parametrize("length", [1, CONTEXT - 4, CONTEXT - 1])
 def test_prompts_of_every_length_with_deep_drafts(tiny: Tiny, length: int) -> None:
     """A draft reached past the last position of the context and failed the step, or read behind a table."""
     target = tiny()
@@ -114,7 +114,7 @@ def test_the_vocabulary_has_two_ends(tiny: Tiny) -> None:
         assert_healthy(engine)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 32, 33, 127])
+@pytest.mark.parametrize("num_rows", [1, 33, 127])
 def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
     """No wanted row, one of many, or all of them."""
     target = tiny()
@@ -132,7 +132,7 @@ def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
 def test_hundreds_of_queued_requests(tiny: Tiny) -> None:
     """The queue starves its oldest, or loses some."""
     target = tiny()
-    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(400)]
+    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(120)]
     expected = {r.prompt_ids: decode(target, r.prompt_ids, SamplingParams(max_tokens=2)).token_ids for r in requests}
     with tiny_engine(target, [Random(target.vocab_size)], max_num_batched_tokens=256) as engine:
         completions = engine.generate(requests)
@@ -395,7 +395,7 @@ def test_closing_ends_what_runs(tiny: Tiny) -> None:
 def test_nobody_waits_for_an_engine_that_closes_meanwhile(tiny: Tiny) -> None:
     """A request that slipped in between the last step and the end of the thread was never answered."""
     target = tiny()
-    for _ in range(15):
+    for _ in range(6):
         engine = tiny_engine(target)
         outcomes: list[str] = []
 
@@ -490,7 +490,7 @@ def test_a_cache_of_single_tokens_does_not_block_the_pool(tiny: Tiny) -> None:
     """Prompts that grow by one token leave one cached slot a page: the pool is full of almost empty pages."""
     target = tiny()
     text = tuple(2 + (7 * i) % 300 for i in range(200))
-    requests = [ask("a", text[:length], SamplingParams(max_tokens=2)) for length in range(1, 200, 3)]
+    requests = [ask("a", text[:length], SamplingParams(max_tokens=2)) for length in range(1, 200, 6)]
     expected = [decode(target, request.prompt_ids, request.params).token_ids for request in requests]
     with tiny_engine(target, num_kv_slots=256) as engine:
         assert [engine.generate([request])[0].token_ids for request in requests] == expected

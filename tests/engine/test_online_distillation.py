@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_eagle import free, head_for
+from head_parts import free, head_for
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
 from tiny_target import tiny_engine
 
@@ -75,7 +75,7 @@ def test_no_output_changes_while_the_head_learns(tiny: Tiny, name: str, dtype: s
     requests, drafter = requests_of(target, PARAMS[name]), drafter_for(target)
     with tiny_engine(target, [drafter]) as engine:
         rounds = [engine.generate(requests) for _ in range(4)]
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
         assert_pool_is_empty(engine)
     assert_equal([done for each in rounds for done in each], truth(target, requests * 4, name))
     (learner,) = drafter.learners.values()
@@ -223,7 +223,7 @@ def test_an_error_in_learning_costs_nothing_but_learning(tiny: Tiny) -> None:
         first = engine.generate(requests)
         drafter.learners[""]._choose = None  # type: ignore[method-assign, assignment]
         again = [engine.generate(requests) for _ in range(2)]
-        assert engine._planner.num_failures == 0 and drafter._has_failed
+        assert engine.num_drafter_failures == 0 and drafter._has_failed
     assert [d.token_ids for d in again[0]] == [d.token_ids for d in again[1]] == [d.token_ids for d in first]
     assert drafter.learners[""].network is None and total(again[1], "num_drafted") > 0
 

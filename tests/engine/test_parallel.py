@@ -17,7 +17,7 @@ import pytest
 import torch
 from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from drafting.medusa_heads import position_drafter
-from engine.test_eagle import drafter_for
+from head_parts import drafter_for
 from oracle_cases import (
     PARAMS,
     assert_equal,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engine.test_eagle import drafter_for, logits_after, near
+from head_parts import drafter_for, near
+from oracle import next_logits
 from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
 from scipy.stats import chi2
 from tiny_target import tiny_engine
@@ -31,7 +32,7 @@ def law(target: Target, params: SamplingParams, length: int) -> dict[tuple[int, 
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
         for text, prob in texts.items():
-            probs = token_probs(logits_after(target, [*PROMPT, *text]), params)
+            probs = token_probs(next_logits(target, [*PROMPT, *text]), params)
             longer |= {(*text, int(v)): prob * float(probs[v]) for v in np.flatnonzero(probs)}
         texts = longer
     return texts
