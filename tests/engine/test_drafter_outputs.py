@@ -146,6 +146,7 @@ def test_targets_and_layers_that_cannot_draft_are_refused(tiny: Tiny) -> None:
         assert isinstance(drafter, SelfDrafter)
 
     make(tiny(), 1)
+    assert isinstance(make_drafters(tiny(), DraftingConfig(drafters=("lookahead",)))[0], LookaheadDrafter)
     with pytest.raises(ConfigError, match=r"self_draft\.keep is empty"):
         make(tiny())
     for layers in ((2,), (1, 0), (-1,), (0, 0)):

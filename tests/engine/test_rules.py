@@ -38,7 +38,12 @@ def law(target: Target, params: SamplingParams, length: int) -> dict[tuple[int, 
     return texts
 
 
-FAST = (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL)
+FAST = (AcceptanceRule.TRAVERSAL,)
+BESIDE = [
+    pytest.param(rule, name, marks=[] if i % 2 == j else pytest.mark.slow)
+    for i, rule in enumerate(rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED)
+    for j, name in enumerate(("greedy", "penalties"))
+]
 
 
 @pytest.mark.parametrize("rule", [r if r in FAST else pytest.param(r, marks=pytest.mark.slow) for r in RULES])
@@ -75,8 +80,7 @@ def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule
     assert statistic < chi2.ppf(1 - 1e-5, len(pairs) - 1), rule
 
 
-@pytest.mark.parametrize("rule", [rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED])
-@pytest.mark.parametrize("name", ["greedy", "penalties"])
+@pytest.mark.parametrize(("rule", "name"), BESIDE)
 def test_every_rule_beside_keyed_requests(tiny: Tiny, rule: AcceptanceRule, name: str) -> None:
     """A rule refused the tree that the planner made it, changed its neighbours' output, or another run gave another text."""
     target = tiny()
