@@ -90,11 +90,12 @@ def choose(x: np.ndarray, params: SamplingParams, seed: int, choice: int, index:
 def fresh_forward(target: Target, tokens: Sequence[int], taps: Sequence[int] = ()) -> tuple[np.ndarray, dict[int, Any]]:
     """One forward of all tokens in a pool of its own: logits float32 [T, V], and the hidden states [T, H] by tap."""
     pool, target.pool = target.pool, target.backend.make_pool(target.shapes, len(tokens))
-    batch = Batch([ScheduledSequence(SequenceSlots(target.pool), tokens)])
-    logits, tapped = target.forward_tapped(
-        batch.token_ids, batch.metadata, np.arange(len(tokens), dtype=np.int32), taps
-    )
-    target.pool = pool
+    rows = np.arange(len(tokens), dtype=np.int32)
+    try:
+        batch = Batch([ScheduledSequence(SequenceSlots(target.pool), tokens)])
+        logits, tapped = target.forward_tapped(batch.token_ids, batch.metadata, rows, taps)
+    finally:
+        target.pool = pool
     return np.array(logits), tapped
 
 

@@ -20,15 +20,13 @@ from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
+from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.checkpoints import conversion
 from ragspec.engine.checkpoints.conversion import convert_target, merge_adapter
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, PACKAGE_REQUIREMENT, target_folder
-from ragspec.engine.parallel import load_rank
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError, SaveError
-from ragspec.numerics.ranks import ONE_RANK
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -279,15 +277,6 @@ def test_a_killed_conversion_is_begun_again(llama: Path, tmp_path: Path, config:
     (half / "model.safetensors").write_bytes(b"half")
     assert Path(target_folder(settings)) == first and not half.exists()
     assert AutoModelForCausalLM.from_pretrained(first) is not None
-
-
-def test_every_rank_reads_the_same_merged_weights(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
-) -> None:
-    adapter = save_adapter(tmp_path / "adapter", llama)
-    settings = config(llama, adapter=str(adapter))
-    target = load_rank(settings, EngineConfig(max_kv_tokens=512), ONE_RANK)
-    assert target_folder(settings).startswith(str(tmp_path / "cache")) and target.vocab_size == len(tiny_tokenizer())
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_of_saving(llama: Path, tmp_path: Path) -> None:

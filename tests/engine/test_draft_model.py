@@ -91,7 +91,7 @@ def assert_nothing_held(drafter: ModelDrafter) -> None:
     assert len(drafter.cache) == 0
     drafter.purge("")
     assert drafter.cache.pool.num_free_pages == drafter.cache.pool.num_pages
-    assert not drafter.cache.pool._holders.any()
+    drafter.cache.pool.check_integrity([])
 
 
 @pytest.mark.parametrize(
@@ -258,12 +258,10 @@ def open_engine(folder: Path, path: Path | str, **options: Any) -> Engine:
 
 
 def test_a_configured_model_drafts_and_changes_nothing(folder: Path) -> None:
-    """A path in the configuration was read and nothing drafted with it; or its pool was as large as it liked."""
+    """A path in the configuration was read and nothing drafted with it."""
     with open_engine(folder, folder / "small", max_kv_tokens=768) as engine:
         completions = drafted_as_plainly(engine)
         assert names_of(engine) == ["copy", "draft_model"]
-        pool = engine._planner._drafters[1]._drafter.cache.pool  # type: ignore[attr-defined]
-        assert pool.num_slots == 768
     assert all("draft_model" in done.stats.positions for done in completions)
 
 

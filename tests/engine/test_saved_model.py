@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import fresh_forward
 from tiny_target import save_model, target_config
 
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
@@ -18,8 +19,6 @@ from ragspec.engine.checkpoints.model_config import read_tokenizer
 from ragspec.engine.checkpoints.saved_model import SavedModel
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
-from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import build_index
 
@@ -36,9 +35,8 @@ def loaded_unsaved(settings: TargetConfig) -> Target:
 
 def outputs(target: Target) -> list[np.ndarray[Any, Any]]:
     text = np.random.default_rng(5).integers(0, target.vocab_size, 70).astype(np.int32)
-    batch = Batch([ScheduledSequence(SequenceSlots(target.pool), text)])
-    logits, tapped = target.forward_tapped(text, batch.metadata, np.arange(70, dtype=np.int32), (0, 1, 2, FINAL))
-    return [np.asarray(logits), *(tapped[tap].numpy() for tap in sorted(tapped))]
+    logits, tapped = fresh_forward(target, text, (0, 1, 2, FINAL))
+    return [logits, *(tapped[tap].numpy() for tap in sorted(tapped))]
 
 
 @pytest.mark.parametrize(

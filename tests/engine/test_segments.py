@@ -165,37 +165,18 @@ def test_one_choice_asked_for_alone_is_the_choice_of_all(target: Target, num_giv
 
 def test_counters_of_parts_add_up() -> None:
     """A counter was left out of a sum, or what an output is one of was added like a number."""
-    total = GenerationStats(
-        num_steps=2,
-        draft_s=0.5,
-        accepted_by_drafter={"a": 1},
-        accepted_by_source={"passage": 2},
-        positions={"a": ((2, 1),)},
-        seed=7,
+    own = {"seed": 7, "system_fingerprint": "f", "exactness": "none"}
+    total = GenerationStats(num_steps=2, draft_s=0.5, accepted_by_drafter={"a": 1}, positions={"a": ((2, 1),)}, seed=7)
+    sources = {"drafted_by_source": {"passage": 4}, "accepted_by_source": {"passage": 3, "history": 1}}
+    positions = {"a": ((1, 1), (1, 0))}
+    later = GenerationStats(
+        num_steps=3, draft_s=0.25, accepted_by_drafter={"a": 2, "b": 1}, positions=positions, **sources, **own
     )
-    total.add(
-        GenerationStats(
-            num_steps=3,
-            draft_s=0.25,
-            accepted_by_drafter={"a": 2, "b": 1},
-            drafted_by_source={"passage": 4},
-            accepted_by_source={"passage": 3, "history": 1},
-            positions={"a": ((1, 1), (1, 0))},
-            seed=7,
-            system_fingerprint="f",
-            exactness="none",
-        )
-    )
+    total.add(later)
+    positions = {"a": ((3, 2), (1, 0))}
+    drafters = {"a": 3, "b": 1}
     assert total == GenerationStats(
-        num_steps=5,
-        draft_s=0.75,
-        accepted_by_drafter={"a": 3, "b": 1},
-        drafted_by_source={"passage": 4},
-        accepted_by_source={"passage": 5, "history": 1},
-        positions={"a": ((3, 2), (1, 0))},
-        seed=7,
-        system_fingerprint="f",
-        exactness="none",
+        num_steps=5, draft_s=0.75, accepted_by_drafter=drafters, positions=positions, **sources, **own
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from oracle import fresh_forward
 from safetensors.torch import load_file, save_file
 from tiny_target import ARCHITECTURES, save_model
 from transformers import AutoModelForCausalLM
@@ -141,8 +142,7 @@ def test_logits_are_those_of_transformers(
     tokens = np.random.default_rng(1).integers(0, target.vocab_size, 120).astype(np.int32)
     with torch.inference_mode():
         theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
-    batch = Batch([ScheduledSequence(SequenceSlots(target.pool), tokens)])
-    ours = target.forward(tokens, batch.metadata, np.arange(len(tokens), dtype=np.int32))
+    ours = fresh_forward(target, tokens)[0]
     np.testing.assert_allclose(ours, theirs, atol=1e-3 * np.abs(theirs).max())
     assert (ours.argmax(-1) == theirs.argmax(-1)).mean() > 0.99
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafters import Half
-from oracle import decode
+from oracle import decode, fresh_forward
 from tiny_target import tiny_engine
 from torch import nn
 
@@ -163,7 +163,7 @@ def test_the_self_test_passes(interpreted: Callable[..., Target], kind: str, dty
     assert tested.passed, tested.failures
     plain = target_of_torch(kind, dtype)
     tokens = np.arange(20, dtype=np.int32)
-    ours, theirs = (logits_of(each, tokens) for each in (target, plain))
+    ours, theirs = (fresh_forward(each, tokens)[0] for each in (target, plain))
     np.testing.assert_allclose(ours, theirs, atol=(1e-3 if dtype == "float32" else 0.05) * np.abs(theirs).max())
 
 
@@ -178,14 +178,6 @@ def test_drafts_change_no_token(interpreted: Callable[..., Target]) -> None:
         answers = {(request.id, 0): tokens for request, tokens in zip(requests, expected, strict=True)}
         with tiny_engine(target, [Half(answers)], max_nodes=5) as engine:
             assert [c.token_ids for c in engine.generate(requests)] == expected
-
-
-def logits_of(target: Target, tokens: np.ndarray) -> np.ndarray:
-    slots = SequenceSlots(target.pool)
-    batch = Batch([ScheduledSequence(slots, tokens)])
-    logits = target.forward(tokens, batch.metadata, np.arange(len(tokens), dtype=np.int32))
-    slots.release()
-    return logits
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from oracle import fresh_forward
 from pydantic import ValidationError
 from tiny_target import ARCHITECTURES, save_model, target_config
 from transformers import AutoModelForCausalLM
@@ -19,7 +20,6 @@ from ragspec.config import TargetConfig
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ModelError
 from ragspec.evaluation.metrics import perplexity
-from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.cpu import int8_weights, thread_pool
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
 from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise
@@ -33,7 +33,6 @@ from ragspec.numerics.cpu.product_code import (
     quantise_row,
     room_for_rows,
 )
-from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.threads import set_num_threads
 
@@ -160,11 +159,7 @@ def test_a_broken_row_writes_no_outliers() -> None:
 
 
 def outputs(target: Target, text: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    slots = SequenceSlots(target.pool)
-    batch = Batch([ScheduledSequence(slots, text)])
-    logits, tapped = target.forward_tapped(text, batch.metadata, np.arange(len(text), dtype=np.int32), (0, 1, 2, FINAL))
-    batch.sequences[0].drop()
-    slots.release()
+    logits, tapped = fresh_forward(target, text, (0, 1, 2, FINAL))
     return logits, {tap: stream.numpy() for tap, stream in tapped.items()}
 
 

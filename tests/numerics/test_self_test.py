@@ -47,8 +47,9 @@ def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
 
 def test_the_numerics_id_tells_targets_apart(tiny: Tiny) -> None:
     """A replay against another model or dtype would be taken for the same numerics."""
-    ids = {self_test(tiny(k, d), 64, d, 2).numerics_id for k in ("llama", "qwen3") for d in ("float32", "bfloat16")}
-    assert len(ids) == 4
+    targets = [tiny(kind, dtype) for kind in ("llama", "qwen3") for dtype in ("float32", "int8")]
+    types = [(each, each.config.numerics_dtype) for each in targets] + [(targets[0], "float32-kv-bfloat16")]
+    assert len({self_test(each, QUICK_ROWS, dtype, 2, QUICK_CHUNKS).numerics_id for each, dtype in types}) == 5
 
 
 def variant_attention(qkv: Any, *others: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free, head_for
+from oracle import fresh_forward
 from pydantic import ValidationError
 from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 
@@ -34,9 +35,7 @@ from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics import batch
-from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.cpu.int8 import Int8Linear
-from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import bits, gumbel, output_key
 from ragspec.numerics.self_test import self_test
 from ragspec.numerics.torch import attention, backend, graphs, sampling, transfer
@@ -193,13 +192,7 @@ def test_an_int8_target_is_bitwise_and_near_the_cpus(tiny: Tiny) -> None:
     """Weights quantised twice or not at all. Our activations are rounded to smaller steps than the CPU's."""
     ours, cpus, text = tiny("llama", "torch-int8"), tiny("llama", "int8"), np.arange(5, 45, dtype=np.int32)
     assert self_test(ours, 90, ours.config.numerics_dtype, 1).passed
-    logits = []
-    for target in (ours, cpus, tiny("llama", "torch-float32")):
-        slots = SequenceSlots(target.pool)
-        batch = Batch([ScheduledSequence(slots, text)])
-        logits.append(target.forward(text, batch.metadata, np.arange(len(text), dtype=np.int32)))
-        batch.sequences[0].drop()
-        slots.release()
+    logits = [fresh_forward(target, text)[0] for target in (ours, cpus, tiny("llama", "torch-float32"))]
     to_cpu, to_float = (np.linalg.norm(logits[0] - other) / np.linalg.norm(other) for other in logits[1:])
     assert 0 < to_float < 0.03 and to_cpu < 0.1
 

@@ -24,7 +24,7 @@ from rejection_cases import (
 )
 
 from ragspec.speculation import AcceptanceRule
-from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
+from ragspec.verification.rejection import rejection_sample
 from ragspec.verification.verify import VerifyResult
 
 
@@ -83,9 +83,7 @@ def unwarped_bonus(case: Case, chance: ScriptedRandom) -> VerifyResult:
     def probs_at(node: int) -> np.ndarray:
         return case.target[drafted.prefixes[node]] if drafted.tree.depths[node] < 2 else raw
 
-    return rejection_sample(
-        AcceptancePolicy(AcceptanceRule.CHAIN), drafted.tree, drafted.draws, probs_at, chance, LENGTH
-    )
+    return rejection_sample(AcceptanceRule.CHAIN, drafted.tree, drafted.draws, probs_at, chance, LENGTH)
 
 
 def wrong_replacement(case: Case, chance: ScriptedRandom) -> VerifyResult:
@@ -124,9 +122,7 @@ def test_lossy_rules_are_exact_for_a_greedy_target_only(rule: AcceptanceRule) ->
 
     def run(laws: Case, chance: ScriptedRandom) -> VerifyResult:
         tree, draws, prefixes = sampled(laws, (2, 1), True, chance)
-        return rejection_sample(
-            AcceptancePolicy(rule, lossy=True), tree, draws, lambda n: laws.target[prefixes[n]], chance, LENGTH
-        )
+        return rejection_sample(rule, tree, draws, lambda n: laws.target[prefixes[n]], chance, LENGTH)
 
     assert measure(CASES["random 2"], functools.partial(run, CASES["random 2"])).variation > 0.01
     assert measure(CASES["greedy target"], functools.partial(run, CASES["greedy target"])).variation < EXACT
