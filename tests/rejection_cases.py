@@ -15,7 +15,7 @@ from ragspec.core import SamplingParams
 from ragspec.speculation import AcceptanceRule
 from ragspec.tree import DraftTree, Draw, Origin
 from ragspec.verification.probabilities import draw_iid, draw_without_replacement, token_probs
-from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
+from ragspec.verification.rejection import rejection_sample
 from ragspec.verification.verify import VerifyResult
 
 V, LENGTH = 3, 3
@@ -119,7 +119,7 @@ def verdict_of(
     case: Case, rule: AcceptanceRule, drafted: Drafted, chance: ScriptedRandom, most: int = LENGTH
 ) -> VerifyResult:
     verdict = rejection_sample(
-        AcceptancePolicy(rule), drafted.tree, drafted.draws, lambda n: case.target[drafted.prefixes[n]], chance, most
+        rule, drafted.tree, drafted.draws, lambda n: case.target[drafted.prefixes[n]], chance, most
     )
     assert [drafted.tree.token_ids[node] for node in verdict.path] == verdict.tokens[: len(verdict.path)]
     assert [drafted.tree.parents[node] for node in verdict.path] == [0, *verdict.path][: len(verdict.path)]

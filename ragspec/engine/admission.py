@@ -19,7 +19,7 @@ from ragspec.errors import InputError, PromptTooLong
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.noise import random_seed
 from ragspec.speculation import AcceptanceRule
-from ragspec.verification.rejection import AcceptancePolicy, RejectionSampler
+from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
 from ragspec.verification.token_grammar import Grammars, GrammarSampler
 
@@ -111,8 +111,7 @@ class Admission:
         if speculation.rule is not AcceptanceRule.KEYED:
             if request.params.json_schema or request.grammar:
                 raise InputError(f"json_schema needs the acceptance rule keyed, not {speculation.rule.value}")
-            acceptance = AcceptancePolicy(speculation.rule, speculation.lossy)
-            return RejectionSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
+            return RejectionSampler(request, speculation.rule, seed, choice, self._target.eos_ids, output_ids)
         arguments = request, seed, choice, self._target.eos_ids, output_ids
         if request.params.json_schema:
             return GrammarSampler(self.grammars.of_schema(request.params.json_schema), *arguments)

@@ -10,8 +10,7 @@ All rules try the children of a node in order; they differ in when a child's own
     bottom_up   a whole path is tried from its leaf upwards, then the next path    (block, traversal)
     lenient     a child is accepted if its probability is high enough; lossy       (typical, top-beta)
 
-    >>> policy = AcceptancePolicy(AcceptanceRule.TRAVERSAL)
-    >>> rejection_sample(policy, tree, {0: Draw((3, 5), draft_probs)}, probs_at, random, most_tokens=8)
+    >>> rejection_sample(AcceptanceRule.TRAVERSAL, tree, {0: Draw((3, 5), draft_probs)}, probs_at, random, most_tokens=8)
 
 Sources: Leviathan et al. 2211.17192, Chen et al. 2302.01318 (chain); Miao et al. 2305.09781 (SpecInfer); Chen et al.
 2402.12374 (without restatement); Sun et al. 2403.10444 (block); Weng et al. 2505.12398 (traversal).
@@ -35,8 +34,14 @@ from ragspec.verification.probabilities import KeyedRandom, RandomSource, Random
 from ragspec.verification.sampling import ChoiceSampler, Logits
 from ragspec.verification.verify import VerifyResult
 
-Allows = Callable[[Probs, int], bool]
-"""Whether a lenient rule accepts a token, given the target's probabilities at its parent. Shape: [V]."""
+_EPSILON = 0.09
+"""The greatest threshold of the typical rule."""
+_DELTA = 0.3
+"""The threshold of the typical rule beside e^-entropy."""
+_BETA = 3
+"""Ranks that the top-beta rule accepts."""
+_GAP_NATS = 1.0
+"""How far under the greatest log-probability the top-beta rule accepts."""
 
 
 class _Trial(NamedTuple):
@@ -142,12 +147,12 @@ class TreeWalk:
             tokens.append(self._random.categorical(states[-1].target_probs))
         return VerifyResult(path, tokens)
 
-    def lenient(self, allows: Allows) -> VerifyResult:
+    def lenient(self, rule: AcceptanceRule) -> VerifyResult:
         """The deepest path of allowed nodes (ties to the lower number), and a bonus token drawn from the target there."""
         allowed, deepest = {0}, 0
         for node in range(1, len(self._tree)):
             parent = self._tree.parents[node]
-            if parent in allowed and allows(self._probs_at(parent), self._tree.token_ids[node]):
+            if parent in allowed and allows(rule, self._probs_at(parent), self._tree.token_ids[node]):
                 allowed.add(node)
                 deepest = max(deepest, node, key=lambda n: self._tree.depths[n])
         path = self._tree.ancestors(deepest)[1:]
@@ -173,42 +178,18 @@ class TreeWalk:
                 yield _Trial(self._tree.token_ids[child], child, None)
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptancePolicy:
-    """A rule and, for the lossy ones, its thresholds. Lossy rules need `lossy=True`; wrong values raise InputError.
+def allows(rule: AcceptanceRule, target_probs: Probs, token_id: int) -> bool:
+    """Whether a lossy rule accepts a token. Shape: [V].
 
     TYPICAL accepts a token whose probability exceeds min(epsilon, delta * e^-entropy), entropy in nats (Cai et al. 2401.10774,
-    section 3.3.1). TOP_BETA accepts one among the `beta` most probable whose log-probability is at most `gap_nats` under the
+    section 3.3.1). TOP_BETA accepts a token among the beta most probable whose log-probability is at most the gap under the
     greatest (Xia et al. 2203.16487, section 3.2). Both see warped probabilities, so at temperature 0 they are exact.
     """
-
-    rule: AcceptanceRule = AcceptanceRule.KEYED
-    lossy: bool = False
-    epsilon: float = 0.09
-    delta: float = 0.3
-    beta: int = 3
-    gap_nats: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rule, AcceptanceRule):
-            raise InputError(f"rule must be one of {', '.join(AcceptanceRule)}, not {self.rule!r}")
-        if self.rule in LOSSY_RULES and self.lossy is not True:
-            raise InputError(f"{self.rule} changes what the target would say; set lossy=True to accept that")
-        for name in ("epsilon", "delta", "gap_nats", "beta"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise InputError(f"{name} must be a number from 0 on, not {value!r}")
-
-    def allows(self, target_probs: Probs, token_id: int) -> bool:
-        """Whether a lossy rule accepts a token. Shape: [V]."""
-        prob = float(target_probs[token_id])
-        if self.rule is AcceptanceRule.TYPICAL:
-            return prob > min(self.epsilon, self.delta * float(np.exp(-_entropy_nats(target_probs))))
-        return (
-            _rank(target_probs, token_id) < self.beta
-            and prob > 0.0
-            and prob >= float(target_probs.max() * np.exp(-self.gap_nats))
-        )
+    prob = float(target_probs[token_id])
+    if rule is AcceptanceRule.TYPICAL:
+        return prob > min(_EPSILON, _DELTA * float(np.exp(-_entropy_nats(target_probs))))
+    is_near = prob >= float(target_probs.max()) * np.exp(-_GAP_NATS)
+    return bool(is_near) and prob > 0.0 and _rank(target_probs, token_id) < _BETA
 
 
 def _entropy_nats(probs: Probs) -> float:
@@ -225,7 +206,7 @@ def _rank(probs: Probs, token_id: int) -> int:
 
 
 def rejection_sample(
-    acceptance: AcceptancePolicy,
+    rule: AcceptanceRule,
     tree: DraftTree,
     draws: Mapping[int, Draw],
     probs_at: Callable[[int], Probs],
@@ -239,11 +220,11 @@ def rejection_sample(
 
     Raises: InputError for a draft that the rule does not support, or a draw that is impossible.
     """
-    check_draft(acceptance.rule, tree, draws, len(probs_at(0)))
+    check_draft(rule, tree, draws, len(probs_at(0)))
     walk = TreeWalk(tree, draws, probs_at, random)
-    if acceptance.rule in LOSSY_RULES:
-        path, tokens = walk.lenient(acceptance.allows)
-    elif acceptance.rule in (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL):
+    if rule in LOSSY_RULES:
+        path, tokens = walk.lenient(rule)
+    elif rule in (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL):
         path, tokens = walk.bottom_up()
     else:
         path, tokens = walk.top_down()
@@ -307,14 +288,14 @@ class RejectionSampler(ChoiceSampler):
     def __init__(
         self,
         request: Request,
-        acceptance: AcceptancePolicy,
+        rule: AcceptanceRule,
         seed: int,
         choice: int,
         eos_ids: tuple[int, ...],
         output_ids: list[int],
     ) -> None:
         super().__init__(request, seed, choice, eos_ids, output_ids)
-        self.acceptance = acceptance
+        self._rule = rule
 
     def __call__(self, logits: Logits) -> int:
         """The next output token without a draft, from the target's logits at its position. Shape: float32 [V]."""
@@ -327,7 +308,7 @@ class RejectionSampler(ChoiceSampler):
         def probs_at(node: int) -> Probs:
             return self._probs_after([tree.token_ids[n] for n in tree.ancestors(node)[1:]], logits, node)
 
-        verdict = rejection_sample(self.acceptance, tree, draws, probs_at, random, most_tokens)
+        verdict = rejection_sample(self._rule, tree, draws, probs_at, random, most_tokens)
         if self._counts is not None:
             self._counts = self._counts.after(verdict.tokens)
         self._index += len(verdict.tokens)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Random
+from oracle import fresh_forward
 from tiny_target import save_model, target_config, tiny_engine
 from transformers import AutoModelForCausalLM
 
@@ -16,8 +17,6 @@ from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.target import Target
 from ragspec.errors import PromptTooLong
-from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import SequenceSlots
 
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -51,7 +50,7 @@ def text(length: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("rope", ["default", "yarn"])
+@pytest.mark.parametrize("rope", [pytest.param("default", marks=pytest.mark.slow), "yarn"])
 def test_chunks_trees_and_copies_change_no_token(tmp_path: Path, length: int, rope: str) -> None:
     """Positions, tiles or page lists that overflow behind some length: another answer with drafts than without."""
     target, prompt = long_target(tmp_path, length, rope), text(length)
@@ -74,18 +73,15 @@ def test_rotary_positions_are_scaled_as_the_model_says(tmp_path: Path, rope: str
     """Behind the length that a model was trained for, unscaled positions give noise, and nothing else shows it."""
     length = 1024
     target, prompt = long_target(tmp_path, length, rope, "float32"), np.array(text(length), np.int32)
-    slots = SequenceSlots(target.pool)
-    batch = Batch([ScheduledSequence(slots, prompt)])
-    ours = target.forward(batch.token_ids, batch.metadata, np.array([63, length - 1], np.int32))
+    ours = fresh_forward(target, prompt)[0][[63, length - 1]]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / rope, dtype=torch.float32)
     with torch.inference_mode():
         theirs = model(torch.from_numpy(prompt[None].astype(np.int64))).logits[0, [63, length - 1]].numpy()
     np.testing.assert_allclose(ours, theirs, atol=2e-3)
     if rope != "default":
         unscaled = long_target(tmp_path / "plain", length, "default", "float32")
-        batch = Batch([ScheduledSequence(SequenceSlots(unscaled.pool), prompt)])
-        others = unscaled.forward(batch.token_ids, batch.metadata, np.array([length - 1], np.int32))
-        assert np.abs(others[0] - theirs[1]).max() > 0.01, "this test sees the scaling"
+        others = fresh_forward(unscaled, prompt)[0][-1]
+        assert np.abs(others - theirs[1]).max() > 0.01, "this test sees the scaling"
 
 
 def test_what_does_not_fit_is_refused_with_the_limit(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafters import Half
-from oracle import decode
+from oracle import decode, fresh_forward
 from tiny_target import tiny_engine
 from torch import nn
 
@@ -52,8 +52,10 @@ def _products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 64, False), (40, 96, True), (130, 37, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bias", "dtype"),
+    [(64, 64, False, torch.bfloat16), (40, 96, True, torch.float32), (130, 37, True, torch.bfloat16)],
+)
 def test_products(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
     """Bug guarded: a mask that lets a neighbour's memory in, an order of K that depends on the number of rows."""
     torch.manual_seed(3)
@@ -109,7 +111,7 @@ def attended(shape: AttentionShape, pool: KvPool, batch: Batch, qkv: torch.Tenso
 
 
 CASES = list(itertools.product(SHAPES, (1, 62, 63, 64, 130)))
-QUICK = [(SHAPES[0], 62), (SHAPES[4], 130)]
+QUICK = [(SHAPES[4], 62)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_the_self_test_passes(interpreted: Callable[..., Target], kind: str, dty
     assert tested.passed, tested.failures
     plain = target_of_torch(kind, dtype)
     tokens = np.arange(20, dtype=np.int32)
-    ours, theirs = (logits_of(each, tokens) for each in (target, plain))
+    ours, theirs = (fresh_forward(each, tokens)[0] for each in (target, plain))
     np.testing.assert_allclose(ours, theirs, atol=(1e-3 if dtype == "float32" else 0.05) * np.abs(theirs).max())
 
 
@@ -176,14 +178,6 @@ def test_drafts_change_no_token(interpreted: Callable[..., Target]) -> None:
         answers = {(request.id, 0): tokens for request, tokens in zip(requests, expected, strict=True)}
         with tiny_engine(target, [Half(answers)], max_nodes=5) as engine:
             assert [c.token_ids for c in engine.generate(requests)] == expected
-
-
-def logits_of(target: Target, tokens: np.ndarray) -> np.ndarray:
-    slots = SequenceSlots(target.pool)
-    batch = Batch([ScheduledSequence(slots, tokens)])
-    logits = target.forward(tokens, batch.metadata, np.arange(len(tokens), dtype=np.int32))
-    slots.release()
-    return logits
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import random
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,28 +102,16 @@ class Bookkeeper:
 
     def check(self) -> None:
         """Holders are exactly the sequences' pages and the cache's slots; each kept slot still holds its text."""
-        holders: Counter[int] = Counter()
         for slots, salt, text in self.running:
             assert slots.length == len(text)
             pages = np.array(slots.pages)
             np.testing.assert_array_equal(pages[slots.index // PAGE] * PAGE + slots.index % PAGE, slots.slots)
-            shared = set(slots.slots[: slots._num_shared].tolist())
-            own = [p for p in slots.pages if p not in {s // PAGE for s in shared}]
-            holders.update(shared)
-            holders.update(p * PAGE + lane for p in own for lane in range(PAGE))
             for i, slot in enumerate(slots.slots.tolist()):
                 assert self.contents[slot] == (salt, tuple(text[: i + 1]))
-        for root in self.cache._roots.values():
-            for node in self.cache._below(root):
-                holders.update(node.slots.tolist())
-        counts = np.array([holders[slot] for slot in range(self.pool.num_slots)])
-        np.testing.assert_array_equal(self.pool._holders, counts)
-        held = (counts > 0).reshape(-1, PAGE).sum(1)
-        np.testing.assert_array_equal(self.pool._held_in_page, held)
-        assert sorted(self.pool._free_pages) == np.flatnonzero(held == 0).tolist()
+        self.pool.check_integrity([*(slots.held_slots() for slots, *_ in self.running), *self.cache.held_slots()])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
     """A slot with two owners, a page never given back, one tenant's text found by another."""
     book = Bookkeeper(seed)
@@ -140,7 +127,7 @@ def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
         book.evict,
     ]
     weights = [4, 4, 4, 4, 2, 2, 1, 1, 1]
-    for i in range(2500):
+    for i in range(1500):
         book.random.choices(steps, weights)[0]()
         if len(book.running) > 12:
             book.end()
@@ -151,7 +138,6 @@ def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
     book.check()
     book.cache.evict(book.pool.num_pages)
     assert book.pool.num_free_pages == book.pool.num_pages
-    assert not book.pool._holders.any()
     assert book.cache.num_tokens == 0
 
 

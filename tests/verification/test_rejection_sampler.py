@@ -13,7 +13,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.speculation import AcceptanceRule
 from ragspec.tree import DraftTree, Draw, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomSource, RandomStream, draw_iid, token_probs
-from ragspec.verification.rejection import AcceptancePolicy, RejectionSampler
+from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler
 
 ON_TREES = [rule for rule in AcceptanceRule if rule not in ("keyed", "chain", "block")]
@@ -50,7 +50,7 @@ def test_greedy_outputs_are_those_of_the_keyed_sampler(rule: AcceptanceRule) -> 
         plain, output = KeyedSampler(request, 4, 0, (0, 3), []), [5]
         for _ in range(16):
             output.append(plain(table[output[-1]]))
-        sampler, found = RejectionSampler(request, AcceptancePolicy(rule, lossy=True), 4, 0, (0, 3), []), [5]
+        sampler, found = RejectionSampler(request, rule, 4, 0, (0, 3), []), [5]
         while len(found) < len(output):
             right = output[len(found) : len(found) + int(rng.integers(4))]
             tree = drafted(rng, found[-1], right, 7)
@@ -64,7 +64,7 @@ def decoded(
     request: Request, seed: int, output: list[int], table: np.ndarray, draft_chance: Callable[[int], RandomSource]
 ) -> list[int]:
     """Output tokens until there are `max_tokens`, with one chain of two drawn tokens a step."""
-    sampler = RejectionSampler(request, AcceptancePolicy(AcceptanceRule.BLOCK), seed, 0, (0,), output)
+    sampler = RejectionSampler(request, AcceptanceRule.BLOCK, seed, 0, (0,), output)
     while len(output) < request.params.max_tokens:
         tree, draws = DraftTree(output[-1] if output else 0), {}
         chance = draft_chance(len(output))
@@ -96,10 +96,8 @@ def outputs_of(draft_stream: RandomStream) -> np.ndarray:
     """How often each output of LENGTH tokens came over many seeds; laws of the case as logits."""
     counts = dict.fromkeys([p for p in PREFIXES if len(p) == LENGTH], 0)
     params = SamplingParams(temperature=1.0, max_tokens=LENGTH)
-    for seed in range(4000):
-        sampler = RejectionSampler(
-            Request("a", (0,), params), AcceptancePolicy(AcceptanceRule.WITHOUT_REPLACEMENT), seed, 0, (), []
-        )
+    for seed in range(1500):
+        sampler = RejectionSampler(Request("a", (0,), params), AcceptanceRule.WITHOUT_REPLACEMENT, seed, 0, (), [])
         known: Prefix = ()
         while len(known) < LENGTH:
             chance = KeyedRandom(seed, 0, len(known), draft_stream)
@@ -118,7 +116,7 @@ def one_step(sampler: RejectionSampler, known: Prefix, chance: RandomSource) -> 
 
 def test_drafts_and_decisions_share_no_chance() -> None:
     """Drafts drawn with the numbers that decide over them: every rule is biased then, which the count must notice."""
-    expected = 4000 * np.array([probability(LAWS, p) for p in PREFIXES if len(p) == LENGTH])
+    expected = 1500 * np.array([probability(LAWS, p) for p in PREFIXES if len(p) == LENGTH])
     assert surprise(outputs_of(RandomStream.DRAFT), expected) < 6
     assert surprise(outputs_of(RandomStream.VERIFY), expected) > 6
 
@@ -129,7 +127,5 @@ def test_without_a_draft_the_sampler_draws_from_the_warped_law() -> None:
     logits = rng.normal(0, 1, V).astype(np.float32)
     params = SamplingParams(temperature=0.7, max_tokens=1)
     request = Request("a", (0,), params)
-    tokens = [
-        RejectionSampler(request, AcceptancePolicy(AcceptanceRule.IID), seed, 0, (), [])(logits) for seed in range(3000)
-    ]
-    assert surprise(np.bincount(tokens, minlength=V), 3000 * token_probs(logits, params)) < 6
+    tokens = [RejectionSampler(request, AcceptanceRule.IID, seed, 0, (), [])(logits) for seed in range(1500)]
+    assert surprise(np.bincount(tokens, minlength=V), 1500 * token_probs(logits, params)) < 6
