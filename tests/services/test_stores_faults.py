@@ -8,8 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +38,6 @@ from services.stores.library import Library, library_folder, open_library
 from services.stores.parsing import ParseLimits
 from services.stores.records import RECORD_BYTES, Records
 
-ROOT = Path(__file__).parents[2]
 OLD = Document("old", "The old mill grinds corn.")
 
 
@@ -91,36 +88,6 @@ def small_files(num_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
-
-
-_KILLED = """
-import io, sys
-from pathlib import Path
-from letter_encoder import LetterEncoder
-from services.stores.library import Library
-folder = Path(sys.argv[1])
-library = Library(folder / "data", folder / "index", LetterEncoder())
-store = library.create_store("ann").id
-for number in range(1000):
-    file = library.upload("ann", f"{number}.txt", "assistants", io.BytesIO(b"Zebra number %d." % number)).id
-    library.attach("ann", store, file, {})
-    print(store, file, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_what_was_acknowledged_before_a_kill_is_read_after_it(tmp_path: Path, index: Path, opened: Opened) -> None:
-    """Files that waited when the process was killed stood at in_progress for ever."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        pairs = [process.stdout.readline().split() for _ in range(4)]
-        os.kill(process.pid, signal.SIGKILL)
-    library = opened()
-    for store, file in pairs:
-        assert ended(library, store, file) == ("completed", "")
-    assert {f"Zebra number {number}." for number in range(4)} <= found(index, "zebra number")
 
 
 def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opened: Opened) -> None:
@@ -260,7 +227,7 @@ def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None
 
 def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
     """Empty files, empty stores and their metadata cost nothing: one tenant fills the database of all."""
-    library = opened(max_bytes_per_tenant=50 * RECORD_BYTES)
+    library = opened(max_bytes_per_tenant=20 * RECORD_BYTES)
     metadata = {f"key {number}": "x" * 500 for number in range(16)}
     adding: list[Callable[[], object]] = [
         lambda: library.upload("ann", "a.txt", "assistants", io.BytesIO(b"")),
@@ -269,7 +236,7 @@ def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
     ]
     for add in adding:
         with pytest.raises(NoRoom):
-            for _ in range(60):
+            for _ in range(24):
                 add()
         for store in library.records.stores("ann"):
             asyncio.run(library.delete_store("ann", store.id))
@@ -278,7 +245,7 @@ def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
     assert library.records.used_bytes("ann") == 0
     store = library.create_store("ann").id
     with pytest.raises(NoRoom):
-        for _ in range(60):
+        for _ in range(24):
             file = library.upload("ann", "a.txt", "assistants", io.BytesIO(b"A zebra.")).id
             library.attach("ann", store, file, dict(metadata))
     assert library.create_store("bob", metadata=metadata)
@@ -584,13 +551,13 @@ def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
     """Committed in parts, each part deletes the rows of the one before, or the rows that the file has no more stay."""
     monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
     library = opened()
-    store, file = attached(library, "rows.csv", rows(45))
+    store, file = attached(library, "rows.csv", rows(25))
     assert ended(library, store, file) == ("completed", "")
-    library.blobs.path(library.records.file("ann", file)).write_text(rows(23, "gnu"))
+    library.blobs.path(library.records.file("ann", file)).write_text(rows(13, "gnu"))
     library.attach("ann", store, file, {"year": 1874})
     assert ended(library, store, file) == ("completed", "")
-    texts = found(index, " ".join(f"{word} {number}" for word in ("gnu", "zebra") for number in range(45)))
-    assert {text for text in texts if "corn" not in text} == {f"gnu {number}" for number in range(23)}
+    texts = found(index, " ".join(f"{word} {number}" for word in ("gnu", "zebra") for number in range(25)))
+    assert {text for text in texts if "corn" not in text} == {f"gnu {number}" for number in range(13)}
 
 
 def test_a_file_that_fails_in_a_later_part_leaves_nothing_behind(
@@ -600,8 +567,8 @@ def test_a_file_that_fails_in_a_later_part_leaves_nothing_behind(
     monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
     library = opened()
     failing(monkeypatch, IndexUpdater, "replace", [None, None, SaveError("no space left on device")])
-    assert ended(library, *attached(library, "rows.csv", rows(45))) == ("failed", "server_error")
-    until(lambda: found(index, " ".join(f"zebra {number}" for number in range(45))) <= {OLD.text})
+    assert ended(library, *attached(library, "rows.csv", rows(25))) == ("failed", "server_error")
+    until(lambda: found(index, " ".join(f"zebra {number}" for number in range(25))) <= {OLD.text})
 
 
 async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
@@ -614,14 +581,13 @@ async def test_deletions_that_wait_hold_no_thread_and_are_bounded(
     assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
     others = attached_by("bob", library, "bob.txt", "A quagga.")
     assert ended(library, *others, tenant="bob") == ("completed", "")
-    take_out = library.ingest._delete
+    replace_ = IndexUpdater.replace
 
-    def late(deletion: Any) -> None:
+    def late(self: IndexUpdater, *arguments: Any) -> None:
         assert go_on.wait(300.0)
-        take_out(deletion)
+        replace_(self, *arguments)
 
-    monkeypatch.setattr(library.ingest, "_delete", late)
-
+    monkeypatch.setattr(IndexUpdater, "replace", late)
     pool = ThreadPoolExecutor(2)
     asyncio.get_running_loop().set_default_executor(pool)
     deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]

@@ -26,7 +26,7 @@ from services.errors import ClientTooSlow
 from services.limits import TokenReservation
 from services.metrics import Metrics
 from services.openai import answers
-from services.openai.answers import immediate, paced
+from services.openai.answers import immediate
 from services.openai.generation import DeltaMailbox, EngineStream
 
 LONG = 500
@@ -263,19 +263,6 @@ async def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
     assert engine.cancelled == ["a"]
 
 
-async def test_what_was_computed_for_nobody_is_counted() -> None:
-    """Work that was given up was missing from the counters."""
-    engine: Any = Told([delta("x"), delta("", FinishReason.CANCELLED)], wait_s=0.05)
-    metrics = Metrics("told")
-
-    async with EngineStream(engine, [request("a")], DeltaMailbox(), metrics) as run:
-        await run.next_deltas()
-    await asyncio.to_thread(engine.thread.join)
-    await asyncio.sleep(0)
-    assert engine.cancelled == ["a"]
-    assert 'vllm:generation_tokens_total{model_name="told"} 3.0' in metrics.text().decode()
-
-
 async def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy closed a connection on which nothing came while the request stood in the queue."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_S", 0.01)
@@ -285,17 +272,6 @@ async def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: p
         pieces = [piece and piece.text async for piece in immediate(run)]
     assert pieces[0] is None and [piece for piece in pieces if piece] == ["x", "y"]
     assert engine.cancelled == []
-
-
-async def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
-    """The pace followed the text; the end came before all of it."""
-    text = "a🏭" * 200
-    engine: Any = Told([delta(text), delta("", FinishReason.STOP)], wait_s=0.05)
-
-    async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
-        pieces = [piece async for piece in paced(run, tick_s=0.005)]
-    assert pieces[0].text == "" and "".join(piece.text for piece in pieces) == text
-    assert [piece.is_last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
 
 
 async def test_a_run_that_cannot_begin_takes_nothing() -> None:
