@@ -21,7 +21,6 @@ from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.stores import schemas
-from services.stores.library import checked_metadata
 from services.stores.parsing import STORE
 from services.stores.records import StoreMember, StoreRecord
 from services.stores.schemas import Fields, Name, Tenant
@@ -183,7 +182,7 @@ def _conversation_routes(backend: ServiceBackend) -> APIRouter:
     @router.post("/v1/conversations")
     def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
         body = body or schemas.NewConversation()
-        created = conversations.create(tenant, checked_metadata(body.metadata or {}), _turns(body))
+        created = conversations.create(tenant, body.metadata or {}, _turns(body))
         return schemas.conversation_object(created)
 
     @router.get("/v1/conversations/{conversation}")
