@@ -112,18 +112,57 @@ def on_serve(folder: Path, parts: Path, **options: Any) -> Iterator[httpx.Client
         serve.shutdown()
 
 
-@pytest.fixture(scope="module")
-def served(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[httpx.Client]:
-    with on_serve(tmp_path_factory.mktemp("serve"), parts) as client:
-        yield client
-
-
 def first_text(events: str) -> str:
     """The text of a stream's first choice."""
     lines = [line for line in events.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]", "a stream was cut off"
     choices = [choice for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
     return "".join(each["delta"].get("content") or "" for each in choices if each["index"] == 0)
+
+
+def num_running() -> int:
+    (deployment,) = serve.status().applications["chat"].deployments.values()
+    return int(deployment.replica_states.get("RUNNING", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_no_stream_ends_when_replicas_are_added_and_removed(local_ray: None, tmp_path: Path, parts: Path) -> None:
+    """A replica that ended under load took its streams along, or a new one got none.
+
+    Runs before `served` begins, because one Ray has one Serve at a time.
+    """
+    policy = {"policy_function": "services.serving:replicas_wanted"}
+    delays = {"look_back_period_s": 11.0, "upscale_delay_s": 1.0, "downscale_delay_s": 3.0}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "policy": policy, **delays}
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "When is the mill open?"}], "max_tokens": 400}
+    asked |= {"n": 2, "seed": 5, "temperature": 1.0, "logit_bias": {"1": -100}, "stream": True, "retrieval": False}
+
+    with on_serve(tmp_path, parts, autoscaling_config=scaling) as client, ThreadPoolExecutor(4) as threads:
+        deadline = time.monotonic() + PATIENCE_S
+
+        def ask() -> str:
+            return first_text(client.post("/v1/chat/completions", json=asked).text)
+
+        while num_running() != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        streams = [threads.submit(ask) for _ in range(4)]
+        while num_running() < 2:
+            assert time.monotonic() < deadline, "no replica was added"
+            streams += [threads.submit(ask)]
+            streams[-4].result()
+        texts = {stream.result() for stream in streams}
+        while num_running() > 1:  # one stream at a time, of one choice more than a replica is for
+            assert time.monotonic() < deadline + PATIENCE_S, "no replica was removed"
+            texts.add(ask())
+    assert len(texts) == 1, "every replica writes the same text"
+
+
+@pytest.fixture(scope="module")
+def served(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[httpx.Client]:
+    with on_serve(tmp_path_factory.mktemp("serve"), parts) as client:
+        yield client
 
 
 @pytest.mark.slow
@@ -162,39 +201,3 @@ def test_serve_asks_the_engine_whether_a_replica_is_well(served: httpx.Client) -
     (application,) = serve.status().applications.values()
     (deployment,) = application.deployments.values()
     assert deployment.status == "HEALTHY" and deployment.replica_states == {"RUNNING": 1}
-
-
-def num_running() -> int:
-    (deployment,) = serve.status().applications["chat"].deployments.values()
-    return int(deployment.replica_states.get("RUNNING", 0))
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_no_stream_ends_when_replicas_are_added_and_removed(local_ray: None, tmp_path: Path, parts: Path) -> None:
-    """A replica that ended under load took its streams along, or a new one got none."""
-    policy = {"policy_function": "services.serving:replicas_wanted"}
-    delays = {"look_back_period_s": 11.0, "upscale_delay_s": 1.0, "downscale_delay_s": 3.0}
-    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "policy": policy, **delays}
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "When is the mill open?"}], "max_tokens": 400}
-    asked |= {"n": 2, "seed": 5, "temperature": 1.0, "logit_bias": {"1": -100}, "stream": True, "retrieval": False}
-
-    with on_serve(tmp_path, parts, autoscaling_config=scaling) as client, ThreadPoolExecutor(4) as threads:
-        deadline = time.monotonic() + PATIENCE_S
-
-        def ask() -> str:
-            return first_text(client.post("/v1/chat/completions", json=asked).text)
-
-        while num_running() != 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        streams = [threads.submit(ask) for _ in range(4)]
-        while num_running() < 2:
-            assert time.monotonic() < deadline, "no replica was added"
-            streams += [threads.submit(ask)]
-            streams[-4].result()
-        texts = {stream.result() for stream in streams}
-        while num_running() > 1:  # one stream at a time, of one choice more than a replica is for
-            assert time.monotonic() < deadline + PATIENCE_S, "no replica was removed"
-            texts.add(ask())
-    assert len(texts) == 1, "every replica writes the same text"
