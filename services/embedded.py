@@ -160,9 +160,9 @@ class Server(uvicorn.Server):
             )
         )
         self._backend, self._listener, self._say = backend, listener, say
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._is_stopping = self._is_signalled = self._has_ticked = False
+        self._is_stopping = self._is_signalled = self.has_ticked = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns after a signal or `stop`, when all requests have ended."""
@@ -170,20 +170,20 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Also ends a service that can compute nothing any more, so that a supervisor starts it again."""
-        self._has_ticked = True
+        self.has_ticked = True
         if self._backend.lost:
             self._begin_draining()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         # Why now: the loop would begin its threads under load, and a thread that lacks memory stops the loop (`started_threads`)
-        self._loop.set_default_executor(started_threads(min(_MOST_THREADS, num_processors() + 4), "ragspec-requests"))
-        threading.Thread(target=self._watch, name="ragspec-watchdog", daemon=True).start()
+        self.loop.set_default_executor(started_threads(min(_MOST_THREADS, num_processors() + 4), "ragspec-requests"))
+        threading.Thread(target=self.watch_loop, name="ragspec-watchdog", daemon=True).start()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._is_stopping or self._loop is None:
+        if self._is_stopping or self.loop is None:
             os._exit(128 + sig)  # Why not sys.exit: it waits for threads
         self._is_signalled = True
         self.stop()
@@ -191,10 +191,10 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Stops as the first signal does. Callable from any thread."""
         self._is_stopping = True
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._begin_draining)
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._begin_draining)
 
-    def _watch(self) -> None:
+    def watch_loop(self) -> None:
         """Ends the process with status 1 if the event loop runs nothing for long: it hangs, and so do all requests.
 
         Why looks are counted and not seconds: a process that was stopped, or waited for its processor, has not looked either.
@@ -202,8 +202,8 @@ class Server(uvicorn.Server):
         num_silent = 0
         while not self.should_exit:
             time.sleep(1.0)
-            num_silent = 0 if self._has_ticked else num_silent + 1
-            self._has_ticked = False
+            num_silent = 0 if self.has_ticked else num_silent + 1
+            self.has_ticked = False
             if num_silent == _SILENT_S:
                 os.write(2, f"error: the event loop has run nothing for {_SILENT_S} s; all threads:\n".encode())
                 faulthandler.dump_traceback(2)

@@ -12,7 +12,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -46,13 +46,8 @@ def routes(backend: ServiceBackend) -> APIRouter:
 def _model_routes(backend: ServiceBackend) -> APIRouter:
     router, encoder = APIRouter(tags=["models"]), backend.encoder
     common = {"object": "model", "created": int(time.time()), "owned_by": "ragspec"}
-    models = {
-        name: {"id": name, **common, "max_model_len": max_tokens}
-        for name, max_tokens in {
-            backend.model: backend.engine.max_context_tokens,
-            encoder.identity.id: encoder.max_tokens,
-        }.items()
-    }
+    lengths = {backend.model: backend.engine.max_context_tokens, encoder.identity.id: encoder.max_tokens}
+    models = {name: {"id": name, **common, "max_model_len": length} for name, length in lengths.items()}
 
     @router.get("/v1/models", response_model=None)
     async def index() -> dict[str, Any]:
@@ -111,13 +106,12 @@ class Embeddings:
             check_text(text, "the input")
             # Why first: a tokenizer takes seconds for a megabyte
             if len(text) > _MAX_CHARS_PER_TOKEN * encoder.max_tokens:
-                reason = (
-                    f"the input has {len(text)} characters, but the encoder reads at most {encoder.max_tokens} tokens"
-                )
-                raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
+                self._refuse_length(number, f"{len(text)} characters")
         for texts in _slices(body.input):
-            lengths += await self._in_thread(encoder.count_tokens, texts)
-            self._check_lengths(lengths, len(lengths) - len(texts))
+            for length in await self._in_thread(encoder.count_tokens, texts):
+                if length > encoder.max_tokens:
+                    self._refuse_length(len(lengths), f"{length} tokens")
+                lengths.append(length)
         return lengths
 
     async def encode(self, body: EmbeddingBody) -> list[Any]:
@@ -130,12 +124,9 @@ class Embeddings:
     async def _in_thread(self, call: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
-    def _check_lengths(self, lengths: list[int], first: int) -> None:
-        most = self._encoder.max_tokens
-        for number, length in enumerate(lengths[first:], first):
-            if length > most:
-                reason = f"the input has {length} tokens, but the encoder reads at most {most}"
-                raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
+    def _refuse_length(self, number: int, length: str) -> NoReturn:
+        reason = f"the input has {length}, but the encoder reads at most {self._encoder.max_tokens} tokens"
+        raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
 
 
 def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:

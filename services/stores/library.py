@@ -35,7 +35,7 @@ from ragspec.retrieval.reading import SUFFIXES
 from services.settings import ServiceConfig, ServiceSettings
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
-from services.stores.parsing import FILE, STORE, ParseLimits
+from services.stores.parsing import ParseLimits
 from services.stores.records import (
     MAX_BYTES_PER_TENANT,
     RECORD_BYTES,
@@ -46,8 +46,6 @@ from services.stores.records import (
     StoreRecord,
 )
 
-_MAX_ATTRIBUTES = 16
-_MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
 _CHUNK_BYTES = 2**20
 _RESERVED_BYTES = 8 * 2**20
@@ -140,9 +138,9 @@ class Library(AbstractContextManager["Library"]):
         self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None, file_ids: Collection[str] = ()
     ) -> StoreRecord:
         """A store with these files, or none. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
-        checked = checked_metadata(metadata or {})
-        with self._room(tenant, _num_bytes(checked)):
-            store = self.records.add_store(tenant, name, checked)
+        metadata = metadata or {}
+        with self._room(tenant, _num_bytes(metadata)):
+            store = self.records.add_store(tenant, name, metadata)
         try:
             if file_ids:
                 self.attach_all(tenant, store.id, {file_id: {} for file_id in file_ids})
@@ -156,7 +154,7 @@ class Library(AbstractContextManager["Library"]):
     ) -> StoreRecord:
         """None keeps the value. Raises: NotFound, InputError, SaveError."""
         old = self.records.store(tenant, store_id)
-        kept = old.metadata if metadata is None else checked_metadata(metadata)
+        kept = old.metadata if metadata is None else metadata
         with self._room(tenant, _num_bytes(kept)):
             self.records.change_store(tenant, store_id, old.name if name is None else name, kept)
         return self.records.store(tenant, store_id)
@@ -175,11 +173,10 @@ class Library(AbstractContextManager["Library"]):
 
     def attach_all(self, tenant: str, store_id: str, files: Mapping[str, Attributes]) -> list[StoreMember]:
         """Starts to index files, each with its attributes, as a batch. Raises as `attach`, before any is added."""
-        checked = {file_id: checked_attributes(own, "attributes") for file_id, own in files.items()}
         self.ingest.check_room(len(files))
-        num_bytes = sum(map(_num_bytes, checked.values())) + (len(files) - 1) * RECORD_BYTES
+        num_bytes = sum(map(_num_bytes, files.values())) + (len(files) - 1) * RECORD_BYTES
         with self._room(tenant, num_bytes):
-            members = self.records.add_members(tenant, store_id, checked)
+            members = self.records.add_members(tenant, store_id, files)
         for member in members:
             self.ingest.add(member)
         return members
@@ -215,25 +212,6 @@ class Library(AbstractContextManager["Library"]):
         self.close()
 
 
-def checked_attributes(attributes: Attributes, what: str) -> Attributes:
-    """Within OpenAI's limits. Raises: InputError."""
-    if len(attributes) > _MAX_ATTRIBUTES:
-        raise InputError(f"{what} may have at most {_MAX_ATTRIBUTES} keys, not {len(attributes)}")
-    for key, value in attributes.items():
-        if not 0 < len(key) <= _MAX_KEY_CHARS:
-            raise InputError(f"a key of {what} has from 1 to {_MAX_KEY_CHARS} characters")
-        if key in (STORE, FILE):
-            raise InputError(f"{key!r} is a key that {what} cannot have")
-        if isinstance(value, str) and len(value) > _MAX_VALUE_CHARS:
-            raise InputError(f"{what}.{key} has more than {_MAX_VALUE_CHARS} characters")
-    return dict(attributes)
-
-
-def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Raises: InputError."""
-    return {key: str(value) for key, value in checked_attributes(metadata, "metadata").items()}
-
-
 def _num_bytes(fields: Attributes) -> int:
     return sum(len(key) + len(str(value)) for key, value in fields.items())
 
@@ -251,14 +229,14 @@ class DiskReserve:
     """A file that is given up when the disk is full, so that deletions, which write too, still succeed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.fill()
 
     def fill(self) -> None:
         """Takes the room again, if there is any."""
-        if not self._path.exists():
+        if not self.path.exists():
             try:
-                with open(self._path, "wb") as file:
+                with open(self.path, "wb") as file:
                     os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
             except OSError:
                 self.give_up()
@@ -266,7 +244,7 @@ class DiskReserve:
     def give_up(self) -> bool:
         """Returns whether the reserve existed."""
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            self.path.unlink()
             return True
         return False
 

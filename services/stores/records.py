@@ -214,12 +214,8 @@ class Records:
 
     def is_in_progress(self, member: StoreMember) -> bool:
         """False if the member has ended, is being deleted or was attached again."""
-        rows = self._rows(
-            f"SELECT 1 FROM members WHERE {_KEY} AND created_s=? AND status='in_progress'",
-            *member.key,
-            member.created_s,
-        )
-        return bool(rows)
+        where = f"{_KEY} AND created_s=? AND status='in_progress'"
+        return bool(self._members(where, *member.key, member.created_s))
 
     def end(self, member: StoreMember, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
         """Ends a member that is in progress. Does nothing if it was restarted or deleted meanwhile."""

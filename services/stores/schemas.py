@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, Request
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic_core import PydanticCustomError
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
@@ -19,14 +20,28 @@ from ragspec.errors import InputError
 from ragspec.rag.chat.conversations import Conversation
 from ragspec.retrieval.search.relevance import RANK_OFFSET, unit_relevance
 from services.limits import at_most
+from services.stores.parsing import FILE, STORE
 from services.stores.records import FileRecord, StoreMember, StoreRecord
 
 T = TypeVar("T")
-_MAX_ATTRIBUTES = 64
-"""Keys of an attribute object that are validated at all; the library then applies its own, lower limit."""
+_MAX_KEYS = 16
+"""Keys of attributes or metadata, as in OpenAI's API."""
 Fields = dict[str, Any]
-Attributes = Annotated[dict[str, StrictStr | StrictBool | StrictInt | StrictFloat], at_most(_MAX_ATTRIBUTES)]
-Metadata = Annotated[dict[str, StrictStr], at_most(_MAX_ATTRIBUTES)]
+
+
+def _check_keys(fields: Fields) -> Fields:
+    """Refuses the keys of a document's metadata that the service sets."""
+    for key in {STORE, FILE} & fields.keys():
+        raise PydanticCustomError("reserved", "the key {key} is the service's", {"key": key})
+    return fields
+
+
+Key = Annotated[str, Field(min_length=1, max_length=64)]
+Text = Annotated[StrictStr, Field(max_length=512)]
+Attributes = Annotated[
+    dict[Key, Text | StrictBool | StrictInt | StrictFloat], at_most(_MAX_KEYS), AfterValidator(_check_keys)
+]
+Metadata = Annotated[dict[Key, Text], at_most(_MAX_KEYS), AfterValidator(_check_keys)]
 Name = Annotated[str, Field(max_length=256)]
 
 

@@ -22,10 +22,10 @@ from ragspec.core import Document
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model import ModelDrafter
-from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
+from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target

@@ -25,7 +25,6 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.lookahead import LookaheadDrafter
-from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.target import Target
 
 Tiny = Callable[..., Target]

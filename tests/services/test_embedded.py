@@ -29,12 +29,8 @@ from services.embedded import Server, listening
 from services.keys import add_key
 from services.settings import ServiceSettings
 
-LONG = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "Who built the bridge?"}],
-    "retrieval": False,
-    "seed": 3,
-}
+MESSAGES = [{"role": "user", "content": "Who built the bridge?"}]
+LONG = {"model": MODEL, "messages": MESSAGES, "retrieval": False, "seed": 3}
 
 
 def asked(max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -108,7 +104,7 @@ def test_a_service_whose_event_loop_hangs_ends(
         assert client.get("/health/live").status_code == 200
         monkeypatch.setattr("os._exit", lambda status: ended.set() if status == 1 else None)
         monkeypatch.setattr(embedded, "_SILENT_S", 1)
-        service.server._loop.call_soon_threadsafe(goes_on.wait)
+        service.server.loop.call_soon_threadsafe(goes_on.wait)
         assert ended.wait(20.0)
         goes_on.set()
     told = capfd.readouterr().err
@@ -122,13 +118,13 @@ def test_only_a_loop_that_never_ran_between_many_looks_hangs(monkeypatch: pytest
     looks = [True, *[False] * (most - 1), True, *[False] * most]
 
     def sleep(_: float) -> None:
-        server._has_ticked = looks.pop(0)
+        server.has_ticked = looks.pop(0)
 
     monkeypatch.setattr("time.sleep", sleep)
     monkeypatch.setattr("faulthandler.dump_traceback", lambda _: None)
     monkeypatch.setattr("os._exit", sys.exit)
     with pytest.raises(SystemExit):
-        server._watch()
+        server.watch_loop()
     assert not looks
 
 

@@ -49,6 +49,7 @@ def test_each_of_many_users_sends_a_body_of_its_own() -> None:
     assert len(sent_by(20, RAG, mixes[RAG])) == 20 and sent_by(1, RAG, mixes[RAG]) == mixes[RAG]
 
 
+@pytest.mark.slow
 def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
     """The load curve's last users, beyond 32, were refused, and the suite ended with an error."""
     bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=1, retrieval=False)] * 40
@@ -56,6 +57,7 @@ def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
     assert not all(answer["ended"] for answer in here.timed(bodies, len(bodies)))
 
 
+@pytest.mark.slow
 def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program on shorter prompts, or without the passages, looked faster."""
     mixes, written = mixes_of(MODEL, QUESTIONS, 0), list[list[int]]()
@@ -72,6 +74,7 @@ def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, mo
     assert {body["max_tokens"] for body in given} == {64} and {body["temperature"] for body in given} == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that answered from the other's cached prompts, or stopped early, looked faster."""
     sent: list[tuple[dict[str, Any], Any]] = []
@@ -106,6 +109,7 @@ def test_throughput_and_latencies_of_a_run() -> None:
         measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
 
 
+@pytest.mark.slow
 def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
     """A way that answered nothing had the best times."""
     row = first_tokens(here, QUESTIONS, 2, 1, 0)
@@ -116,6 +120,7 @@ def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
         first_tokens(nobody, QUESTIONS, 2, 1, 0)
 
 
+@pytest.mark.slow
 def test_mixed_clients_meet_no_fault(here: Service) -> None:
     """Mixed requests met errors that nobody counted, or never ended."""
     orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
@@ -162,6 +167,7 @@ def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> No
     assert {metric.name for metric in SUITE.metrics} >= found.keys() - {"retrieval_ttft_ms_c1"}
 
 
+@pytest.mark.slow
 def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leak was not seen, or a cache counted as one."""
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended
+from library_files import attached, attached_by, commits_paused, ended, failing
 from stand_ins import until
 
 from ragspec.core import Document
@@ -137,37 +137,47 @@ from pathlib import Path
 from letter_encoder import LetterEncoder
 from services.stores.library import Library
 
+acknowledged = threading.Event()
+
 class DeadlyEncoder(LetterEncoder):
     num_slices = 0
 
     def encode(self, texts, kind="document"):
         self.num_slices += 1
         if self.num_slices == 3:
+            acknowledged.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(texts, kind)
 
 folder = Path(sys.argv[1])
 library = Library(folder / "data", folder / "index", DeadlyEncoder())
 store = library.create_store("bob").id
-file = library.upload("bob", "large.txt", "assistants", io.BytesIO(sys.stdin.buffer.read())).id
-library.attach("bob", store, file, {})
-print(store, file, flush=True)
+for text in sys.stdin.buffer.read().split(b"|"):
+    file = library.upload("bob", "text.txt", "assistants", io.BytesIO(text)).id
+    library.attach("bob", store, file, {})
+    print(store, file, flush=True)
+acknowledged.set()
 threading.Event().wait()
 """
 
 
 @pytest.mark.slow
 def test_a_process_killed_between_slices_leaves_no_half_text_and_loses_none(tmp_path: Path) -> None:
-    """What was acknowledged is indexed once, by the next process; nothing of it is found before."""
+    """Half of a text was found after a kill; files that waited stood at in_progress for ever."""
+    texts = [LARGE, *(f"Zebra number {number}." for number in range(4))]
     build_index([Document("old", "The old mill grinds corn.")], tmp_path / "index", LetterEncoder())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", _KILLED, str(tmp_path)]
-    killed = subprocess.run(command, input=LARGE, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    assert killed.returncode < 0 and documents(tmp_path, "bob") == []
-    store, file = killed.stdout.split()
+    killed = subprocess.run(
+        command, input="|".join(texts), stdout=subprocess.PIPE, text=True, env=environment, check=False
+    )
+    assert killed.returncode < 0
+    assert not any("Quagga" in document.text for document in documents(tmp_path, "bob"))
     with Library(tmp_path / "data", tmp_path / "index", LetterEncoder()) as library:
-        assert ended(library, store, file, "bob") == ("completed", "")
-    assert [document.text.strip() for document in documents(tmp_path, "bob")] == [LARGE]
+        for acknowledged in killed.stdout.splitlines():
+            store, file = acknowledged.split()
+            assert ended(library, store, file, "bob") == ("completed", "")
+    assert sorted(document.text.strip() for document in documents(tmp_path, "bob")) == sorted(texts)
 
 
 def test_a_commit_holds_a_bounded_amount_of_text(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,23 +235,18 @@ def test_rows_do_not_wait_for_large_texts(library: Library, monkeypatch: pytest.
         until(lambda: len(library.ingest.uploads.ready) == 2)
 
 
+def in_thread(prefix: str) -> bool:
+    return threading.current_thread().name.startswith(prefix)
+
+
 @pytest.mark.parametrize("name", ["is_in_progress", "end"])
 def test_a_fault_of_the_records_keeps_no_file_from_the_index(
     library: Library, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """All files that were taken for the next commit were forgotten, and large ones kept their place for ever."""
     monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.01)
-    call, faults = (
-        getattr(Records, name),
-        [StoreCorrupt("a bad page"), MemoryError()][: 2 if name == "is_in_progress" else 1],
-    )
-
-    def failing(self: Records, *arguments: Any, **options: Any) -> Any:
-        if faults and threading.current_thread().name == "ragspec-ingest":
-            raise faults.pop()
-        return call(self, *arguments, **options)
-
-    monkeypatch.setattr(Records, name, failing)
+    faults = [StoreCorrupt("a bad page"), *([MemoryError()] if name == "is_in_progress" else [])]
+    failing(monkeypatch, Records, name, faults, when=lambda *_, **__: in_thread("ragspec-ingest"))
     with commits_paused(library):
         pairs = [attached_by(tenant, library, "zebra.txt", "A zebra.") for tenant in ("ann", "bob")]
         until(lambda: len(library.ingest.uploads.ready) == 2)
@@ -251,14 +256,8 @@ def test_a_fault_of_the_records_keeps_no_file_from_the_index(
 
 def test_a_reader_outlives_an_error(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """After memory had run out in both readers, no file was read until the next start."""
-    read, faults = UploadQueue._next, [MemoryError()] * 6
-
-    def failing(self: UploadQueue) -> Any:
-        if faults and threading.current_thread().name.startswith("ragspec-reader"):
-            raise faults.pop()
-        return read(self)
-
-    monkeypatch.setattr(UploadQueue, "_next", failing)
+    faults = [MemoryError()] * 6
+    failing(monkeypatch, UploadQueue, "_next", faults, when=lambda *_: in_thread("ragspec-reader"))
     assert ended(library, *attached(library)) == ("completed", "") and not faults
 
 
@@ -267,15 +266,8 @@ def test_a_file_of_which_committed_parts_are_gone_is_read_anew(
 ) -> None:
     """Its deletion had failed after the index was changed: it was completed without its first rows."""
     monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
-    drop, faults = Records.drop_members, [SaveError("the database is locked")] * 2  # it is tried twice
-
-    def failing(self: Records, members: Any) -> None:
-        if faults:
-            raise faults.pop()
-        drop(self, members)
-
-    monkeypatch.setattr(Records, "drop_members", failing)
-    rows, replace, num_parts = [f"Zebra {number}." for number in range(45)], IndexUpdater.replace, 0
+    failing(monkeypatch, Records, "drop_members", [SaveError("the database is locked")] * 2)  # it is tried twice
+    rows, replace, num_parts = [f"Zebra {number}." for number in range(35)], IndexUpdater.replace, 0
 
     def pausing(self: IndexUpdater, *arguments: Any) -> None:
         nonlocal num_parts

@@ -1,4 +1,4 @@
-"""Quotes of the default target, through HTTP: in every dialect the cited span is the source's own string."""
+"""Quotes of the default target, through HTTP: the cited span is the source's own string."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ask(service: Service, question: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_quotes_are_cited_word_for_word_in_every_dialect(service: Service, question: str) -> None:
+def test_quotes_are_cited_word_for_word(service: Service, question: str) -> None:
     """A citation's span was shifted against the text on its way through tokens, threads and JSON."""
     told = ask(service, question)
     message, passages = told["choices"][0]["message"], told["ragspec"]["passages"]
@@ -65,16 +65,6 @@ def test_quotes_are_cited_word_for_word_in_every_dialect(service: Service, quest
         assert TEXTS[citation["document_id"]][citation["document_start"] : citation["document_end"]] == cited
         shown = passages[citation["passage"] - 1]["text"]
         assert shown[citation["passage_start"] : citation["passage_end"]] == cited
-    blocks = ask(service, question, citations="anthropic")["choices"][0]["message"]["content_blocks"]
-    assert "".join(block["text"] for block in blocks) == content
-    spans = [place for block in blocks for place in block["citations"] or ()]
-    assert [place["cited_text"] for place in spans] == [content[each["start"] : each["end"]] for each in citations]
-    for place in spans:
-        source = passages[place["document_index"]]["text"]
-        assert source[place["start_char_index"] : place["end_char_index"]] == place["cited_text"]
-    for each in ask(service, question, citations="cohere")["choices"][0]["message"]["citations"]:
-        assert content[each["start"] : each["end"]] == each["text"]
-        assert each["text"] in each["sources"][0]["document"]["text"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
