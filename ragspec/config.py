@@ -205,7 +205,7 @@ class TargetConfig(ConfigSection):
 
     @property
     def is_int8(self) -> bool:
-        """ "auto" counts as int8 on backend cpu; `with_known_weights` replaces it for models that are listed as float."""
+        """ "auto" means int8 on backend cpu."""
         return self.quantization == "int8" or (self.quantization == "auto" and self.backend_name == "cpu")
 
     @property

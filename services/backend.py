@@ -85,19 +85,21 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         self.metrics = Metrics(self.model, self.telemetry)
         self.rate_limiter = RateLimiter(config.service.limits, self.metrics)
         self._watch_load()
-        conversations = open_conversations(config)
+        self.conversations = ConversationStore(
+            _database_of(config, "conversations"), ttl_s=config.service.conversations.ttl_s
+        )
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = batching or retriever
         self.encoder: TextEncoder = retriever.encoder
         self.prompts = PromptBuilder(tokenizer, engine.max_context_tokens, config.wording)
-        self.chat = Chat(self.retriever, self.prompts, conversations, config.chat, engine)
+        self.chat = Chat(self.retriever, self.prompts, self.conversations, config.chat, engine)
         self.library = open_library(config, self.encoder, self.chat.forget)
-        self.dictionaries = open_dictionaries(config)
+        self.dictionaries = DictionaryStore(_database_of(config, "dictionaries"))
         self._closing = [
             self.library.close,
             *([batching.close] if batching else []),
             *closing,
-            conversations.close,
+            self.conversations.close,
             self.dictionaries.close,
             *([self.telemetry.close] if self.telemetry else []),
         ]
@@ -142,17 +144,10 @@ def _load_of(engine: Engine, field: str) -> float:
     return float(getattr(engine.load(), field))
 
 
-def open_conversations(config: ServiceConfig) -> ConversationStore:
-    """Raises: SaveError, StoreCorrupt."""
-    folder, kept = config.service.data_dir, config.service.conversations
-    path = Path(folder) / "conversations.sqlite" if folder else Path(":memory:")
-    return ConversationStore(path, ttl_s=kept.ttl_s)
-
-
-def open_dictionaries(config: ServiceConfig) -> DictionaryStore:
-    """Raises: SaveError, StoreCorrupt."""
+def _database_of(config: ServiceConfig, name: str) -> Path:
+    """The file of a database in the data folder; without one, SQLite's name for a database in memory."""
     folder = config.service.data_dir
-    return DictionaryStore(Path(folder) / "dictionaries.sqlite" if folder else Path(":memory:"))
+    return Path(folder) / f"{name}.sqlite" if folder else Path(":memory:")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import PlainTextResponse, Response
@@ -25,20 +26,15 @@ _TYPES = {401: INVALID, 403: INVALID, 429: "requests", 500: SERVER, 503: SERVER}
 _CODES = {
     400: None,
     401: "invalid_api_key",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
     408: "timeout",
-    411: "length_required",
     413: "request_too_large",
-    415: "unsupported_media_type",
     429: "rate_limit_exceeded",
     431: "headers_too_large",
     500: "internal_error",
     503: "unavailable",
     504: "timeout",
-    507: "insufficient_storage",
 }
+"""Codes of statuses whose own name is not the code."""
 
 
 class ClientGone(Exception):
@@ -66,7 +62,7 @@ class ApiError(Exception):
         super().__init__(status, message)
         self.status, self.message, self.param, self.headers = status, message, param, headers or {}
         self.type = type or _TYPES.get(status, INVALID if status < 500 else SERVER)
-        self.code = code or _CODES.get(status)
+        self.code = code or (_CODES[status] if status in _CODES else HTTPStatus(status).name.lower())
         self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:

@@ -44,8 +44,8 @@ from services.settings import Limits
 
 log = logging.getLogger(__name__)
 
-PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar", "/web/*")
-"""Paths served without a key; `*` stands for any path below."""
+PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar"})
+"""Paths served without a key, beside the pages' files below `/web/`."""
 METRICS = "/metrics"
 ANONYMOUS = Caller("~stranger", "~stranger")
 """The caller under /v2 where no key is needed."""
@@ -158,10 +158,9 @@ class AuthMiddleware:
 
     def _check_head(self, scope: Scope) -> None:
         """Raises: ApiError 400, 403, 431."""
-        max_bytes = HEADER_BYTES
         num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-        if num_bytes + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > max_bytes:
-            raise ApiError(431, f"the request's head is larger than {max_bytes} bytes")
+        if num_bytes + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > HEADER_BYTES:
+            raise ApiError(431, f"the request's head is larger than {HEADER_BYTES} bytes")
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "the address holds a NUL character")
         hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
@@ -223,10 +222,8 @@ class AuthMiddleware:
 
 
 def is_public(path: str) -> bool:
-    return any(
-        path == known or (known.endswith("/*") and path.startswith(known[:-1]) and "/../" not in path)
-        for known in PUBLIC
-    )
+    """Whether anybody may read `path` without a key."""
+    return path in PUBLIC or (path.startswith("/web/") and "/../" not in path)
 
 
 def _key_of(scope: Scope) -> str:

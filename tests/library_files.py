@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 from services.stores.library import Library
 
@@ -45,3 +48,21 @@ def commits_paused(library: Library) -> Iterator[None]:
     with worker.wake:
         worker.members_due_s = 0.0
         worker.wake.notify_all()
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    errors: list[Any],
+    when: Callable[..., bool] = lambda *_, **__: True,
+) -> None:
+    """The method `name` raises `errors`, one a call and None for nothing, and then works. `when`: of which arguments."""
+    method = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if errors and when(*arguments, **options) and (error := errors.pop(0)) is not None:
+            raise error
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)

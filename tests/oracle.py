@@ -87,8 +87,19 @@ def choose(x: np.ndarray, params: SamplingParams, seed: int, choice: int, index:
     return max(survivors(x, params), key=lambda v: (float(x[v]) + noise[v], -v))
 
 
+def fresh_forward(target: Target, tokens: Sequence[int], taps: Sequence[int] = ()) -> tuple[np.ndarray, dict[int, Any]]:
+    """One forward of all tokens in a pool of its own: logits float32 [T, V], and the hidden states [T, H] by tap."""
+    pool, target.pool = target.pool, target.backend.make_pool(target.shapes, len(tokens))
+    batch = Batch([ScheduledSequence(SequenceSlots(target.pool), tokens)])
+    logits, tapped = target.forward_tapped(
+        batch.token_ids, batch.metadata, np.arange(len(tokens), dtype=np.int32), taps
+    )
+    target.pool = pool
+    return np.array(logits), tapped
+
+
 def next_logits(target: Target, tokens: Sequence[int]) -> np.ndarray:
-    """Logits after the last of `tokens`: one forward of all of them over fresh slots. float32 [V]."""
+    """Logits after the last of `tokens`. float32 [V]."""
     slots = SequenceSlots(target.pool)
     batch = Batch([ScheduledSequence(slots, tokens)])
     logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)

@@ -84,11 +84,9 @@ class Service:
         line = f'ragspec_aborts_total{{model_name="{MODEL}",reason="{reason}"}} '
         return sum(float(row.removeprefix(line)) for row in self.metrics() if row.startswith(line))
 
-    def client(self, key: str | None = None, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
-
-    def async_client(self, key: str | None = None, **options: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
+    def client(self, key: str | None = None) -> httpx.Client:
+        """Why the long timeout: the first request of an engine may compile kernels on a busy machine."""
+        return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=600.0)
 
 
 HASTY = {

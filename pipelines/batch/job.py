@@ -35,8 +35,7 @@ from pipelines.batch.summary import Summary
 from ragspec.cli.terminal import loading, stderr_console
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
 from ragspec.core import SamplingParams, Say
-from ragspec.engine.checkpoints.file_digests import files_digest
-from ragspec.engine.checkpoints.target_files import target_folder, with_known_weights
+from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.errors import ConfigError, EngineError, InputError, ModelError, PromptTooLong, RagspecError
 from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline
 
@@ -180,7 +179,7 @@ def _target_of_begun(target: TargetConfig, begun: Mapping[str, Any]) -> TargetCo
         if weights == "none" and target.max_weight_bytes:
             raise ConfigError("max_weight_bytes needs int8 weights, and this job was begun in float weights")
         return target.model_copy(update={"quantization": weights})
-    return with_known_weights(target)
+    return target
 
 
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:

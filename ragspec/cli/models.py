@@ -20,8 +20,8 @@ from ragspec.cli.options import AsJson, Config, group
 from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import ASSETS, TargetConfig, load_config
 from ragspec.core import Say
-from ragspec.engine.checkpoints.catalogue import all_models, better_reader, known
-from ragspec.engine.checkpoints.downloads import get_model, is_fetched, model_named
+from ragspec.engine.checkpoints.catalogue import MODELS, better_reader, known, model_named
+from ragspec.engine.checkpoints.downloads import get_model, is_fetched
 from ragspec.engine.checkpoints.target_files import models_folder
 
 models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.", no_args_is_help=False)
@@ -80,14 +80,14 @@ def list_models(as_json: AsJson = False) -> None:
     """List the models of the catalogue, with memory, licence and measurements. A "-" was not measured here."""
     folder = models_folder(TargetConfig())
     if as_json:
-        for model in all_models():
+        for model in MODELS:
             found = {**model._asdict(), "memory_gb": round(model.memory_gb, 1), "layout": model.layout}
             print(json.dumps({**found, "is_here": is_fetched(model, folder)}))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION, caption_justify="left")
     for heading, side in _COLUMNS.items():
         table.add_column(heading, justify=side, no_wrap=heading == "model")
-    for model in all_models():
+    for model in MODELS:
         measured = model.measured
         table.add_row(
             model.name,

@@ -22,12 +22,11 @@ from ragspec.cluster.engine_host import EngineHost, EngineStatus
 from ragspec.cluster.processes import STOPPED, Process
 from ragspec.cluster.ray_calls import ragspec_error
 from ragspec.cluster.topology import HEARTBEAT_S, RANK_TIMEOUT_S, Topology
-from ragspec.config import EngineConfig, PipelineConfig, TargetConfig
-from ragspec.engine.checkpoints.target_files import with_known_weights
+from ragspec.config import EngineConfig, PipelineConfig
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.parallel import load_follower
-from ragspec.errors import ModelError, RagspecError, RankLost
+from ragspec.errors import RagspecError, RankLost
 from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Rendezvous
 from ragspec.numerics.threads import num_processors
 
@@ -82,7 +81,6 @@ class EngineServer(EngineHost, WorkerActor):
 
     def _loaded(self, config: PipelineConfig, num_beside: int) -> Engine:
         settings = _with_threads(config.engine, num_beside * self._followers.group_size)
-        check_weights(config.target)
         try:
             return load_engine(config.target, settings, config.drafting, ranks=self._followers.join())
         except RankLost as error:
@@ -165,16 +163,6 @@ class _Followers:
         except ray.exceptions.RayError as error:
             return ragspec_error(error, "a rank")
         return RankLost("a rank ended") if ended else None
-
-
-def check_weights(published: TargetConfig) -> None:
-    """Raises: ModelError unless this node's files of the target are held in the type that the deployment has published."""
-    held, agreed = with_known_weights(published).weight_dtype, published.weight_dtype
-    if held != agreed:
-        raise ModelError(
-            f"this replica would hold {published.model} in {held}, and the deployment has published {agreed}: give "
-            "target.quantization, or the same files on all nodes"
-        )
 
 
 def _with_threads(config: EngineConfig, num_processes: int) -> EngineConfig:

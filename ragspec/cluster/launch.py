@@ -27,7 +27,6 @@ from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, DeploymentSpec
 from ragspec.config import PipelineConfig
-from ragspec.engine.checkpoints.target_files import with_known_weights
 from ragspec.errors import ConfigError, EngineError
 
 _CHECK_S = 120.0
@@ -94,13 +93,12 @@ def paths_of(spec: DeploymentSpec) -> dict[str, str]:
 
 
 def with_full_paths(config: PipelineConfig) -> PipelineConfig:
-    """Folders become absolute, because processes on other nodes have other working directories; the type of the target's weights
-    is settled, because all replicas hold the same."""
+    """Folders become absolute, because processes on other nodes have other working directories."""
     retriever = config.retriever
     index_dir = str(Path(retriever.index_dir).resolve()) if retriever.index_dir else ""
     paths = {"model": _full_path(config.target.model), "adapter": _full_path(config.target.adapter)}
     sections = {
-        "target": with_known_weights(config.target.model_copy(update=paths)),
+        "target": config.target.model_copy(update=paths),
         "encoder": config.encoder.model_copy(update={"model": _full_path(config.encoder.model)}),
         "retriever": retriever.model_copy(update={"index_dir": index_dir, "reranker": _full_path(retriever.reranker)}),
         "drafting": config.drafting.with_paths(_full_path),

@@ -1,4 +1,4 @@
-"""The engine: draft, one forward, verify, commit. Everything else in ragspec exists so that this file stays short.
+"""The engine: draft, one forward, verify, commit.
 
 One thread owns the target, the KV pool and every sequence. Other threads talk to it through a queue of calls; listeners get
 one `Delta` a step and choice. Speculation off is the same step with trees of the root alone.
@@ -25,7 +25,6 @@ from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, SampledTrees, Sequence, sample_ahead
 from ragspec.engine.target import Target
-from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, InputError, RankLost
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
@@ -136,7 +135,7 @@ class Engine(EngineClient):
             raise
         except Exception as cause:
             log.exception("a step failed; its sequences end with an error")
-            check_target(self.target, *self._size)
+            self.target.check_health(*self._size)
             failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
             for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not ended yet
                 self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")

@@ -17,10 +17,8 @@ import torch
 
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import Say, log_progress
-from ragspec.engine.checkpoints.target_files import with_known_weights
-from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks
-from ragspec.engine.kv_offload.kv_offload import make_kv_offload
-from ragspec.engine.rank_messages import MessageKind, receive
+from ragspec.engine.kv_offload import BlockStore, FileBlocks, make_kv_offload
+from ragspec.engine.rank_messages import BlockCopy, MessageKind, receive
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -73,7 +71,6 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, s
             )
         if config.kv_offload_dir:
             FileBlocks(Path(config.kv_offload_dir), 0)  # a folder that is missing is reported before weights are read
-        target_config = with_known_weights(target_config)
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))

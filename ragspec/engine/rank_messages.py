@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.engine.kv_offload.block_store import BlockCopy
 from ragspec.errors import RankLost
 from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.ranks import Ranks
@@ -47,6 +46,16 @@ class ForwardInput(NamedTuple):
     metadata: AttentionMetadata
     logit_rows: Ints
     taps: Sequence[int] = ()
+
+
+class BlockCopy(NamedTuple):
+    """Blocks by number, and the slots of their positions in order; `first` positions of the first block are left out, and the
+    last block may end early. `is_read`: from the store into the pool. Without slots, the store forgets the blocks."""
+
+    numbers: Ints
+    slots: Ints
+    first: int = 0
+    is_read: bool = False
 
 
 class Message(NamedTuple):

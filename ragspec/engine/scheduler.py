@@ -21,7 +21,7 @@ import numpy as np
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, salt_belongs_to
-from ragspec.engine.kv_offload.kv_offload import make_kv_offload
+from ragspec.engine.kv_offload import make_kv_offload
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE

@@ -25,20 +25,27 @@ from transformers import PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
 from ragspec.core import Say, log_progress
-from ragspec.drafting.drafter import NODES
-from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
-from ragspec.engine.checkpoints.saved_model import load_saved
-from ragspec.engine.checkpoints.target_files import return_freed, target_folder, with_known_weights
-from ragspec.engine.checkpoints.tokenizer import read_tokenizer
-from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole
+from ragspec.engine.checkpoints.model_config import (
+    LogitTransform,
+    attention_shapes,
+    check_servable,
+    eos_ids,
+    read_tokenizer,
+)
+from ragspec.engine.checkpoints.saved_model import SavedWeights, load_saved
+from ragspec.engine.checkpoints.target_files import return_freed, target_folder
+from ragspec.engine.checkpoints.weights import WeightShards, load_shards, load_whole
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, in_step, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
 from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.batch import NODES, Batch, ScheduledSequence
 from ragspec.numerics.cpu.backend import CpuBackend
 from ragspec.numerics.cpu.int8 import Int8Decoder
 from ragspec.numerics.cpu.int8_weights import WeightArena
+from ragspec.numerics.health import why_lost
+from ragspec.numerics.kv_cache import OutOfSlots, SequenceSlots
 from ragspec.numerics.layers import Decoder, make_row_invariant
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
@@ -107,7 +114,7 @@ class Target:
         The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
         part. `say` as for `target_folder`. Raises: ModelError, SaveError.
         """
-        config, dtype = with_known_weights(config), getattr(torch, config.dtype)
+        dtype = getattr(torch, config.dtype)
         if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         if config.max_weight_bytes and ranks.size > 1:
@@ -235,6 +242,26 @@ class Target:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
         with torch.inference_mode():
             return self._transform(self._own_head(states).float())
+
+    def check_health(self, num_rows: int, num_logits: int) -> None:
+        """After a step that failed, with so many rows and logits: whether forwards of its size still compute.
+
+        Raises: RankLost if the target is lost. A group of several ranks is not asked: it ends with any forward that fails.
+        """
+
+        def compute() -> None:
+            slots = SequenceSlots(self.pool)
+            try:
+                batch = Batch([ScheduledSequence(slots, np.zeros(num_rows, np.int32))])
+                self.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_logits, dtype=np.int32), ())
+                self.backend.wait()
+            except OutOfSlots:
+                pass  # nothing is known: running sequences hold the pages, and tell more with their next step
+            finally:
+                slots.release()
+
+        if self.ranks.size == 1 and (reason := why_lost("the target", compute)):
+            raise RankLost(reason)
 
     def heartbeat(self) -> None:
         """Check that the other ranks are alive, and tell them that rank 0 is. The engine calls this every HEARTBEAT_S."""

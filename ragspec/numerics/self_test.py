@@ -31,7 +31,6 @@ SAMPLING_VERSION = 1
 """Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""
 
 _ID_ROWS = 16
-_MARGIN = 2.0
 _LEAST = float(np.finfo(np.float32).tiny)
 """The least difference reported for rows that differ."""
 
@@ -76,11 +75,6 @@ class SelfTest(NamedTuple):
     def fingerprint(self) -> str:
         """The numerics id, marked as not reproducible if the test has failed."""
         return self.numerics_id if self.passed else f"{self.numerics_id}-fast"
-
-    @property
-    def uncertainty(self) -> float:
-        """How much a logit may depend on the rest of its batch: twice the greatest difference seen, 0 if the test passed."""
-        return _MARGIN * max((failure.difference for failure in self.failures), default=0.0)
 
 
 def self_test(

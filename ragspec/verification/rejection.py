@@ -35,6 +35,15 @@ from ragspec.verification.probabilities import KeyedRandom, RandomSource, Random
 from ragspec.verification.sampling import ChoiceSampler, Logits
 from ragspec.verification.verify import VerifyResult
 
+_EPSILON = 0.09
+"""The greatest threshold of the typical rule."""
+_DELTA = 0.3
+"""The threshold of the typical rule beside e^-entropy."""
+_BETA = 3
+"""Ranks that the top-beta rule accepts."""
+_GAP_NATS = 1.0
+"""How far under the greatest log-probability the top-beta rule accepts."""
+
 Allows = Callable[[Probs, int], bool]
 """Whether a lenient rule accepts a token, given the target's probabilities at its parent. Shape: [V]."""
 
@@ -175,40 +184,29 @@ class TreeWalk:
 
 @dataclass(frozen=True, slots=True)
 class AcceptancePolicy:
-    """A rule and, for the lossy ones, its thresholds. Lossy rules need `lossy=True`; wrong values raise InputError.
+    """A rule, and the request's consent to loss, which lossy rules need. Raises: InputError.
 
     TYPICAL accepts a token whose probability exceeds min(epsilon, delta * e^-entropy), entropy in nats (Cai et al. 2401.10774,
-    section 3.3.1). TOP_BETA accepts one among the `beta` most probable whose log-probability is at most `gap_nats` under the
+    section 3.3.1). TOP_BETA accepts a token among the beta most probable whose log-probability is at most the gap under the
     greatest (Xia et al. 2203.16487, section 3.2). Both see warped probabilities, so at temperature 0 they are exact.
     """
 
     rule: AcceptanceRule = AcceptanceRule.KEYED
     lossy: bool = False
-    epsilon: float = 0.09
-    delta: float = 0.3
-    beta: int = 3
-    gap_nats: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, AcceptanceRule):
             raise InputError(f"rule must be one of {', '.join(AcceptanceRule)}, not {self.rule!r}")
         if self.rule in LOSSY_RULES and self.lossy is not True:
             raise InputError(f"{self.rule} changes what the target would say; set lossy=True to accept that")
-        for name in ("epsilon", "delta", "gap_nats", "beta"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise InputError(f"{name} must be a number from 0 on, not {value!r}")
 
     def allows(self, target_probs: Probs, token_id: int) -> bool:
         """Whether a lossy rule accepts a token. Shape: [V]."""
         prob = float(target_probs[token_id])
         if self.rule is AcceptanceRule.TYPICAL:
-            return prob > min(self.epsilon, self.delta * float(np.exp(-_entropy_nats(target_probs))))
-        return (
-            _rank(target_probs, token_id) < self.beta
-            and prob > 0.0
-            and prob >= float(target_probs.max() * np.exp(-self.gap_nats))
-        )
+            return prob > min(_EPSILON, _DELTA * float(np.exp(-_entropy_nats(target_probs))))
+        is_near = prob >= float(target_probs.max()) * np.exp(-_GAP_NATS)
+        return bool(is_near) and prob > 0.0 and _rank(target_probs, token_id) < _BETA
 
 
 def _entropy_nats(probs: Probs) -> float:

@@ -11,6 +11,7 @@ At temperature 0 the token is the greatest logit (ties to the lower id).
 from __future__ import annotations
 
 import copy
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -39,39 +40,14 @@ def _argmax(x: Any) -> int:
 
 @numba.njit(nogil=True)
 def _lowest_of_top_k(x: Any, k: int) -> tuple[Any, int]:
-    """(logit, id) of the token ranked k-th: a binary heap of the k best, worst on top."""
-    values = np.empty(k, np.float32)
-    ids = np.empty(k, np.int64)
-    size = 0
-    for v in range(x.shape[0]):
-        if size == k and not x[v] > values[0]:  # an equal logit with a higher id ranks lower
-            continue
-        if size < k:
-            hole = size
-            size += 1
-            while hole > 0:
-                parent = (hole - 1) // 2
-                if values[parent] < x[v] or (values[parent] == x[v] and ids[parent] > v):
-                    break
-                values[hole], ids[hole] = values[parent], ids[parent]
-                hole = parent
-        else:
-            hole = 0
-            while True:
-                child = 2 * hole + 1
-                if child >= k:
-                    break
-                right = child + 1
-                if right < k and (
-                    values[right] < values[child] or (values[right] == values[child] and ids[right] > ids[child])
-                ):
-                    child = right
-                if values[child] > x[v] or (values[child] == x[v] and ids[child] < v):
-                    break
-                values[hole], ids[hole] = values[child], ids[child]
-                hole = child
-        values[hole], ids[hole] = x[v], v
-    return values[0], ids[0]
+    """(logit, id) of the token ranked k-th. The heap holds the k best, the lowest of them on top."""
+    best = [(x[v], -v) for v in range(k)]
+    heapq.heapify(best)
+    for v in range(k, x.shape[0]):
+        if x[v] > best[0][0]:  # an equal logit with a higher id ranks lower
+            heapq.heapreplace(best, (x[v], -v))
+    logit, negative_id = best[0]
+    return logit, -negative_id
 
 
 @numba.njit(inline="always")

@@ -88,7 +88,7 @@ def _openai(answer: Answer) -> dict[str, Any]:
                 "start_index": citation.start,
                 "end_index": citation.end,
                 "title": passage.title or passage.document_id,
-                "url": _url(passage.source or passage.document_id),
+                "url": link_of(passage.source or passage.document_id),
             },
         }
         for citation, _, passage in _with_passages(answer)
@@ -131,7 +131,7 @@ def _anthropic(answer: Answer) -> dict[str, Any]:
 def _cohere(answer: Answer) -> dict[str, Any]:
     citations = []
     for citation, _, passage in _with_passages(answer):
-        document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": _url(passage.source)}
+        document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": link_of(passage.source)}
         citations.append(
             {
                 "start": citation.start,
@@ -152,7 +152,7 @@ _FORMATS: Mapping[CitationFormat, Callable[[Answer], dict[str, Any]]] = {
 }
 
 
-def _url(source: str) -> str:
+def link_of(source: str) -> str:
     """A source as the address of a link. Sources with another scheme than the web's, as `javascript:`, become relative ones.
 
     Why without blanks: browsers leave out tabs and line ends within a scheme.

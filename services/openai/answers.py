@@ -327,7 +327,7 @@ async def paced(stream: EngineStream, tick_s: float = TICK_S) -> AsyncIterator[C
             if steps[-1].finish_reason is not None:
                 ended.add(key)
         for key, text in list(backlog.items()):
-            cut = _num_fitting_chars(text)
+            cut = num_fitting_chars(text)
             backlog[key] = text[cut:]
             is_last = key in ended and cut == len(text)
             if is_last:
@@ -335,7 +335,7 @@ async def paced(stream: EngineStream, tick_s: float = TICK_S) -> AsyncIterator[C
             yield ChoiceDelta(key, text[:cut], tuple(by_choice.get(key, ())), is_last)
 
 
-def _num_fitting_chars(text: str) -> int:
+def num_fitting_chars(text: str) -> int:
     """Characters of `text` that fit into one strict chunk."""
     num_bytes = 0
     for count, letter in enumerate(text[:STRICT_TEXT_BYTES]):

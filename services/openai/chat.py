@@ -84,9 +84,7 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
     options = body.retrieval_options
     for store_id in (options and options.vector_store_ids) or ():
-        context.backend.library.records.store(
-            context.caller.tenant, store_id
-        )  # raises NotFound for another tenant's store
+        context.backend.library.records.store(context.caller.tenant, store_id)  # NotFound for another tenant's
     turn = ChatTurn(
         id=context.id,
         messages=tuple(message.message for message in body.messages),
@@ -108,9 +106,7 @@ def _scope(tenant: str, options: RetrievalOptions) -> SearchScope:
     filters = [options.filter] if options.filter is not None else []
     if options.vector_store_ids is not None:
         filters.append({"type": "in", "key": "vector_store_id", "value": options.vector_store_ids})
-    if not filters:
-        return parse_scope(tenant, None)
-    return parse_scope(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else filters[0])
+    return parse_scope(tenant, {"type": "and", "filters": filters} if filters else None)
 
 
 class ChatFormat(AnswerFormat):
@@ -161,9 +157,8 @@ class ChatFormat(AnswerFormat):
         (answer,) = await self._answers([completion])
         whole, logprobs = ({"content": answer.text}, answer.logprobs) if self._ready.require_support else ({}, None)
         told = None if logprobs is None else self._logprobs(logprobs)
-        choice = _chunk_choice(index, whole | self._citations(answer), told) | {
-            "finish_reason": answer.finish_reason.value
-        }
+        choice = _chunk_choice(index, whole | self._citations(answer), told)
+        choice["finish_reason"] = answer.finish_reason.value
         kept = self._kept_field() if completion.choice == 0 else {}
         return choice, {"ragspec": self._support(answer, index) | kept}
 

@@ -133,7 +133,7 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> 
     return router
 
 
-class _Event(NamedTuple):
+class ResponseEvent(NamedTuple):
     """`padded`: filled with random letters, as chunks of chat completions are."""
 
     type: str
@@ -153,10 +153,10 @@ class ResponsesFormat(ChatFormat):
     async def _send_stream(self, sender: ResponseSender) -> None:
         number = 0
 
-        async def send(*events: _Event) -> None:
+        async def send(*events: ResponseEvent) -> None:
             """In one message to the socket, which costs as much as formatting several events."""
             nonlocal number
-            frames = [_frame(event, number + place) for place, event in enumerate(events)]
+            frames = [frame_of(event, number + place) for place, event in enumerate(events)]
             number += len(events)
             await sender.event(b"".join(frames))
 
@@ -165,10 +165,10 @@ class ResponsesFormat(ChatFormat):
         await sender.begin_events()
         begun = {"response": self._envelope("in_progress", [])}
         await send(
-            _Event("response.created", begun),
-            _Event("response.in_progress", begun),
-            _Event("response.output_item.added", {"output_index": 0, "item": item}),
-            _Event("response.content_part.added", spot | {"part": _part("", [])}),
+            ResponseEvent("response.created", begun),
+            ResponseEvent("response.in_progress", begun),
+            ResponseEvent("response.output_item.added", {"output_index": 0, "item": item}),
+            ResponseEvent("response.content_part.added", spot | {"part": _part("", [])}),
         )
         async for delta in immediate(self.stream):
             if delta is None:
@@ -186,17 +186,17 @@ class ResponsesFormat(ChatFormat):
             for index, annotation in enumerate(part["annotations"])
         )
         await send(
-            *(_Event("response.output_text.annotation.added", fields) for fields in annotations),
-            _Event("response.output_text.done", spot | {"text": answer.text, "logprobs": []}),
-            _Event("response.content_part.done", spot | {"part": part}),
-            _Event("response.output_item.done", {"output_index": 0, "item": response["output"][0]}),
-            _Event(f"response.{status}", {"response": response}),
+            *(ResponseEvent("response.output_text.annotation.added", fields) for fields in annotations),
+            ResponseEvent("response.output_text.done", spot | {"text": answer.text, "logprobs": []}),
+            ResponseEvent("response.content_part.done", spot | {"part": part}),
+            ResponseEvent("response.output_item.done", {"output_index": 0, "item": response["output"][0]}),
+            ResponseEvent(f"response.{status}", {"response": response}),
         )
         await sender.event(b"", is_last=True)
 
-    def _text_event(self, spot: Mapping[str, Any], text: str) -> _Event:
+    def _text_event(self, spot: Mapping[str, Any], text: str) -> ResponseEvent:
         fields = {**spot, "delta": text, "logprobs": []}
-        return _Event("response.output_text.delta", fields, padded=self._body.options.include_obfuscation)
+        return ResponseEvent("response.output_text.delta", fields, padded=self._body.options.include_obfuscation)
 
     @property
     def _item_id(self) -> str:
@@ -276,7 +276,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _frame(event: _Event, number: int) -> bytes:
+def frame_of(event: ResponseEvent, number: int) -> bytes:
     """Pure ASCII, because some clients end a line at any line break of Unicode."""
     data = {"type": event.type, "sequence_number": number, **event.fields}
     frame = f"event: {event.type}\ndata: {json.dumps(data)[:-1]}".encode()

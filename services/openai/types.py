@@ -16,7 +16,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -78,44 +77,29 @@ def _texts(value: Any) -> Any:
     return texts
 
 
-_STRING = {"type": "string"}
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _STRING},
-    "required": ["type", "text"],
-}
-Content = Annotated[
-    str,
-    BeforeValidator(_text),
-    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}]}),
-]
-_STOP = _STRING | {"minLength": 1, "maxLength": 512}
-Stop = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=512)]],
-    BeforeValidator(_listed),
-    at_most(MAX_STOPS),
-    Field(max_length=MAX_STOPS),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
-]
-LogitBias = Annotated[
-    dict[str, float],
-    at_most(MAX_BIASES),
-    Field(max_length=MAX_BIASES),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": MAX_BIASES}),
-]
+StopText = Annotated[str, Field(min_length=1, max_length=512)]
+Stops = Annotated[list[StopText], at_most(MAX_STOPS), Field(max_length=MAX_STOPS)]
+Stop = Annotated[Stops, BeforeValidator(_listed, json_schema_input_type=StopText | Stops)]
+LogitBias = Annotated[dict[str, float], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)]
 Prompts = Annotated[
     list[str | list[int]],
-    BeforeValidator(_prompts),
     at_most(MAX_PROMPTS),
     Field(min_length=1, max_length=MAX_PROMPTS),
-    WithJsonSchema({"anyOf": [_STRING, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_STRING, _TOKEN_IDS]}}]}),
+    BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[str | list[int]]),
 ]
 ShortText = Annotated[str, Field(max_length=512)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
 
 
 class ChatMessage(Body):

@@ -251,14 +251,14 @@ class DiskReserve:
     """A file that is given up when the disk is full, so that deletions, which write too, still succeed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.fill()
 
     def fill(self) -> None:
         """Takes the room again, if there is any."""
-        if not self._path.exists():
+        if not self.path.exists():
             try:
-                with open(self._path, "wb") as file:
+                with open(self.path, "wb") as file:
                     os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
             except OSError:
                 self.give_up()
@@ -266,7 +266,7 @@ class DiskReserve:
     def give_up(self) -> bool:
         """Returns whether the reserve existed."""
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            self.path.unlink()
             return True
         return False
 

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse
 
 from ragspec.core import Message
 from ragspec.errors import InputError, NotFound
-from ragspec.rag.chat.conversations import ConversationStore, QaPair
+from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.chat.history import split_messages
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -178,31 +178,26 @@ def _search_routes(backend: ServiceBackend) -> APIRouter:
 
 
 def _conversation_routes(backend: ServiceBackend) -> APIRouter:
-    router, conversations = APIRouter(), backend.chat.conversations
-
-    def store() -> ConversationStore:
-        if conversations is None:
-            raise ApiError(501, "conversations are not kept here")
-        return conversations
+    router, conversations = APIRouter(), backend.conversations
 
     @router.post("/v1/conversations")
     def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
         body = body or schemas.NewConversation()
-        created = store().create(tenant, checked_metadata(body.metadata or {}), _turns(body))
+        created = conversations.create(tenant, checked_metadata(body.metadata or {}), _turns(body))
         return schemas.conversation_object(created)
 
     @router.get("/v1/conversations/{conversation}")
     def find(tenant: Tenant, conversation: Name) -> Fields:
-        return schemas.conversation_object(store().find(tenant, conversation))
+        return schemas.conversation_object(conversations.find(tenant, conversation))
 
     @router.delete("/v1/conversations/{conversation}")
     def delete(tenant: Tenant, conversation: Name) -> Fields:
-        store().delete(tenant, conversation)
+        conversations.delete(tenant, conversation)
         return schemas.deleted("conversation.deleted", conversation)
 
     @router.get("/v1/conversations/{conversation}/items")
     def items(tenant: Tenant, conversation: Name, query: Annotated[schemas.PageQuery, Query()]) -> Fields:
-        texts = [text for turn in store().turns(tenant, conversation) for text in turn]
+        texts = [text for turn in conversations.turns(tenant, conversation) for text in turn]
         found = [schemas.conversation_item(conversation, number, text) for number, text in enumerate(texts)]
         return query.page(found, lambda item: item, lambda item: (0.0, item["id"]))
 

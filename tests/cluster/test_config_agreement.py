@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragspec.cluster.deployment import check_agreement
-from ragspec.cluster.engine_server import check_weights
 from ragspec.cluster.launch import with_full_paths
 from ragspec.config import PipelineConfig, load_settings
-from ragspec.engine.checkpoints import catalogue
-from ragspec.engine.checkpoints.catalogue import KnownModel, Shape
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError
 
 SECTIONS = ("target", "engine.max_kv_tokens", "encoder", "retriever")
 
@@ -57,28 +53,3 @@ def test_what_is_the_same_or_not_said_is_no_contradiction(tmp_path: Path, monkey
     )
     for given in (config(**same), config(), *others):
         check_agreement("ragspec", deployed, given, SECTIONS)
-
-
-def test_a_replica_that_holds_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica in float32 among replicas in int8: a request's text depended on where it ran."""
-    path = tmp_path / "model.gguf"
-    published = with_full_paths(config(target__model=str(path))).target
-    assert published.weight_dtype == "int8"
-    path.write_bytes(b"listed")
-    check_weights(published)
-    listed = KnownModel(
-        "listed",
-        "",
-        "",
-        Shape(1, 1, 1, 1),
-        sha256=hashlib.sha256(b"listed").hexdigest(),
-        quantization="none",
-        reason="measured",
-    )
-    monkeypatch.setattr(catalogue, "MODELS", (*catalogue.MODELS, listed))
-    with pytest.raises(ModelError, match=r"would hold .* in float32, and the deployment has published int8"):
-        check_weights(published)
-    settled = with_full_paths(config(target__model=str(path))).target
-    assert (settled.quantization, settled.weight_dtype) == ("none", "float32")
-    check_weights(settled)
-    check_weights(with_full_paths(config(target__model=str(path), target__quantization="int8")).target)

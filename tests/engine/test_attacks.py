@@ -66,7 +66,7 @@ def assert_healthy(engine: Engine) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("length", [1, CONTEXT - 20, CONTEXT - 2, CONTEXT - 1])
+@pytest.mark.parametrize("length", [1, CONTEXT - 4, CONTEXT - 1])
 def test_prompts_of_every_length_with_deep_drafts(tiny: Tiny, length: int) -> None:
     """A draft reached past the last position of the context and failed the step, or read behind a table."""
     target = tiny()
@@ -114,7 +114,7 @@ def test_the_vocabulary_has_two_ends(tiny: Tiny) -> None:
         assert_healthy(engine)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 32, 33, 127])
+@pytest.mark.parametrize("num_rows", [1, 33, 127])
 def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
     """No wanted row, one of many, or all of them."""
     target = tiny()
@@ -132,7 +132,7 @@ def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
 def test_hundreds_of_queued_requests(tiny: Tiny) -> None:
     """The queue starves its oldest, or loses some."""
     target = tiny()
-    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(400)]
+    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(120)]
     expected = {r.prompt_ids: decode(target, r.prompt_ids, SamplingParams(max_tokens=2)).token_ids for r in requests}
     with tiny_engine(target, [Random(target.vocab_size)], max_num_batched_tokens=256) as engine:
         completions = engine.generate(requests)
@@ -224,28 +224,9 @@ def test_a_listener_that_raises_harms_only_itself(tiny: Tiny, caplog: pytest.Log
     assert "listener" in caplog.text
 
 
-def test_a_step_that_fails_ends_its_requests_and_nothing_else(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The thread died and every later request waited for ever; pages of the failed step were lost."""
-    target = tiny()
-    forward, calls = target.forward_tapped, [0]
-
-    def failing(*args: object) -> object:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise MemoryError("no memory in the middle of a step")
-        return forward(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(target, "forward_tapped", failing)
-    with tiny_engine(target) as engine:
-        with pytest.raises(EngineError, match="no memory"):
-            engine.generate([ask("a", params=SamplingParams(max_tokens=9)), ask("b", (4, 4))])
-        assert_healthy(engine)
-
-
-@pytest.mark.parametrize("drafted", [True, False])
-@pytest.mark.parametrize("where", ["observe", "finish", "insert"])
+@pytest.mark.parametrize(
+    ("where", "drafted"), [("observe", True), ("observe", False), ("finish", False), ("insert", True)]
+)
 def test_what_fails_behind_the_last_token_ends_the_request_there(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, drafted: bool, where: str
 ) -> None:
@@ -395,7 +376,7 @@ def test_closing_ends_what_runs(tiny: Tiny) -> None:
 def test_nobody_waits_for_an_engine_that_closes_meanwhile(tiny: Tiny) -> None:
     """A request that slipped in between the last step and the end of the thread was never answered."""
     target = tiny()
-    for _ in range(15):
+    for _ in range(6):
         engine = tiny_engine(target)
         outcomes: list[str] = []
 
@@ -448,23 +429,6 @@ def test_streams(tiny: Tiny) -> None:
         assert_healthy(engine)
 
 
-def test_closing_ends_streams(tiny: Tiny) -> None:
-    """A reader of a stream waits for ever after `close`."""
-    target = tiny()
-    engine = tiny_engine(target)
-
-    async def read() -> list[Delta]:
-        deltas = []
-        async for delta in engine.stream(ask("a", params=SamplingParams(max_tokens=240))):
-            deltas.append(delta)
-            if len(deltas) == 1:
-                threading.Thread(target=engine.close).start()
-        return deltas
-
-    deltas = asyncio.run(asyncio.wait_for(read(), 60))
-    assert deltas[-1].finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
-
-
 def test_one_tenants_prefix_is_never_anothers(tiny: Tiny) -> None:
     """Cached text found across salts, by its timing or its bits; a purge that misses, or purges others."""
     target = tiny()
@@ -490,7 +454,7 @@ def test_a_cache_of_single_tokens_does_not_block_the_pool(tiny: Tiny) -> None:
     """Prompts that grow by one token leave one cached slot a page: the pool is full of almost empty pages."""
     target = tiny()
     text = tuple(2 + (7 * i) % 300 for i in range(200))
-    requests = [ask("a", text[:length], SamplingParams(max_tokens=2)) for length in range(1, 200, 3)]
+    requests = [ask("a", text[:length], SamplingParams(max_tokens=2)) for length in range(1, 200, 6)]
     expected = [decode(target, request.prompt_ids, request.params).token_ids for request in requests]
     with tiny_engine(target, num_kv_slots=256) as engine:
         assert [engine.generate([request])[0].token_ids for request in requests] == expected

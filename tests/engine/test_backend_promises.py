@@ -1,7 +1,7 @@
 """What every backend of tensors promises: exact kernels, the CPU's samples, and a quiet bus between host and device.
 
-The torch backend also runs on the CPU; on a GPU both backends run (`infra/gpu/check.sh tests`). That drafts change no token there
-is `test_gpu_engine.py`'s.
+On a GPU both backends run (`infra/gpu/check.sh tests`); `tests/numerics/test_torch_backend.py` has the CPU's cases. That drafts
+change no token there is `test_gpu_engine.py`'s.
 """
 
 from __future__ import annotations
@@ -51,20 +51,17 @@ _SHAPES = (
 
 
 BACKENDS = [
-    pytest.param(("torch", "cpu"), id="torch on the CPU"),
-    pytest.param(("torch", "cuda"), id="torch on a GPU", marks=pytest.mark.gpu),
-    pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
+    pytest.param("torch", id="torch on a GPU", marks=pytest.mark.gpu),
+    pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
 ]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """A small target of random weights on one backend."""
-    backend, device = request.param
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    shape = SMALL._replace(hidden=64, inner=128, vocab=320) if device == "cpu" else SMALL
-    yield random_target(shape, TargetConfig(device=device, backend=backend))
+    yield random_target(SMALL, TargetConfig(device="cuda", backend=request.param))
 
 
 def test_rows_do_not_see_each_other(target: Target) -> None:
@@ -76,7 +73,7 @@ def test_rows_do_not_see_each_other(target: Target) -> None:
 def test_the_device_samples_the_cpu_s_tokens(target: Target) -> None:
     """A token that the device drew differs from the keyed sample of the same row."""
     device = target.config.device
-    rng, per_way = np.random.default_rng(0), 100 if device == "cpu" else 2_500
+    rng, per_way = np.random.default_rng(0), 2_500
     for params in SAMPLINGS.values():
         rows = (rng.normal(size=(per_way, SAMPLED_VOCAB)) * 3).astype(np.float32)
         request = Request("r", tuple(range(40)), params)
@@ -91,9 +88,10 @@ def test_kernels_are_exact_in_any_number_of_rows(target: Target) -> None:
     assert kernels_exact(target.backend)
 
 
-def test_a_kernel_that_is_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of kernels cannot fail."""
+def test_kernels_on_the_cpu_are_exact_and_one_that_is_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product, norm or attention of plain torch is off; or the check of kernels cannot fail."""
     norm = TreeNorm.forward
+    assert kernels_exact(TorchBackend("cpu", torch.float32))
     monkeypatch.setattr(TreeNorm, "forward", lambda self, x: norm(self, x) * 1.001)
     assert not kernels_exact(TorchBackend("cpu", torch.float32))
 

@@ -15,8 +15,15 @@ import pytest
 
 from ragspec.config import TargetConfig
 from ragspec.engine.checkpoints import catalogue
-from ragspec.engine.checkpoints.catalogue import KnownModel, Measured, PackagedParts, Shape, better_reader
-from ragspec.engine.checkpoints.downloads import get_model, local_model, model_named
+from ragspec.engine.checkpoints.catalogue import (
+    KnownModel,
+    Measured,
+    PackagedParts,
+    Shape,
+    better_reader,
+    model_named,
+)
+from ragspec.engine.checkpoints.downloads import get_model, local_model
 from ragspec.engine.checkpoints.target_files import models_folder, target_folder
 from ragspec.errors import ModelError, SaveError
 

@@ -60,8 +60,10 @@ def open_engine(
     return load_engine(config, EngineConfig(max_kv_tokens=2048), drafting, planner_class=FixedTreePlanner)
 
 
-@pytest.mark.parametrize("dialect", ["official", "speculators"])
-@pytest.mark.parametrize("tree", ["dynamic", "static", "chain", "confidence"])
+@pytest.mark.parametrize(
+    ("dialect", "tree"),
+    [("official", "dynamic"), ("speculators", "static"), ("speculators", "chain"), ("official", "confidence")],
+)
 def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path, dialect: str, tree: str) -> None:
     """A dialect's head loaded and drafted nothing, or the products of another type changed the target's."""
     save_head(tmp_path, a_head(), dialect)
@@ -78,7 +80,7 @@ def test_a_heads_products_may_be_in_int8(model: Path, tmp_path: Path) -> None:
     request = Request("r", tuple(range(20, 40)), params)
     with open_engine(model, tmp_path, ("eagle",), dtype="int8") as engine:
         (done,) = engine.generate([request])
-        assert done.stats.num_drafted > 0 and engine._planner.num_failures == 0
+        assert done.stats.num_drafted > 0 and engine.num_drafter_failures == 0
         assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
         (drafter,) = engine._planner._drafters
         product = drafter._drafter.network.head.fc.linear
@@ -113,9 +115,8 @@ LATER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", LATER)
-def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, name: str, temperature: float) -> None:
+def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, name: str) -> None:
     """A layer's keys lay under another layer's slots, or a specialist changed a token."""
     head = random_head(hidden=HIDDEN, vocab=VOCAB, **LATER[name])
     save_head(tmp_path, head)
@@ -126,7 +127,7 @@ def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, na
             open_engine(model, tmp_path)
         options = {"positions_per_layer": 2}
     with open_engine(model, tmp_path, ("eagle",), **options) as engine:
-        drafted_as_plainly(engine, temperature)
+        drafted_as_plainly(engine)
 
 
 def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) 
     config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
     with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
         completions = engine.generate(requests)
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
         for request, done in zip(requests, completions, strict=True):
             assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
             assert done.stats.num_drafted > 0
@@ -159,7 +160,7 @@ def test_several_heads_are_held_and_change_nothing(model: Path, tmp_path: Path) 
         load_engine(config, engine_config, clash)
 
 
-@pytest.mark.parametrize("num_slots", [64, 80, 160])
+@pytest.mark.parametrize("num_slots", [64, 160])
 def test_a_head_is_timed_inside_the_smallest_cache(model: Path, tmp_path: Path, num_slots: int) -> None:
     """Its keys were written behind the end of the cache, into whatever lay there."""
     save_head(tmp_path, a_head(), "official")

@@ -71,7 +71,7 @@ def by_the_end_of(few: Request, many: Sequence[Request], engine: Engine, after: 
     return seen[0]
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_request_does_not_wait_for_another_tenant_s_hundreds(tiny: Tiny, enable_prefix_caching: bool) -> None:
     """First come, first served: 30 streams of 8 choices, and another's chat waited for all of them."""
     few = Request("b", (40, 41, 42), GREEDY, salt="bob")

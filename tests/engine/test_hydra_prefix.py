@@ -11,8 +11,8 @@ import pytest
 import torch
 from drafters import Half
 from drafting.medusa_heads import PREFIX, hydra_logits, hydra_plus_tensors, position_drafter, prefix_model, save_hydra
-from engine.test_eagle import NotesReads, differs
-from engine.test_medusa import forward_of
+from head_parts import NotesReads, differs
+from oracle import fresh_forward
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, requests_of, truth
 from tiny_target import tiny_engine
 
@@ -20,7 +20,7 @@ from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.medusa.checkpoint import read_hydra
 from ragspec.drafting.medusa.drafter import PrefixHydraDrafter
 from ragspec.drafting.medusa.network import PrefixNetwork
-from ragspec.engine.target import Target
+from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8 import Int8Layer
 
@@ -72,12 +72,14 @@ def test_states_are_right_after_prefixes_chunks_and_preemption(
     with tiny_engine(target, [Half(answers), watched], **options) as engine:
         for batch in (requests, requests[::2], requests):
             assert_equal(engine.generate(batch), expected)
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
         assert_pool_is_empty(engine)
     seen = [(tokens, state) for tokens, state, unread in watched.seen if not unread]
     assert len(seen) > 8
     for tokens, state in seen[:: 1 + len(seen) // 12]:
-        assert torch.allclose(state, whole(target, forward_of(target, tokens[:-1])[1])[-1], atol=5e-4)
+        assert torch.allclose(
+            state, whole(target, fresh_forward(target, tokens[:-1], (FINAL,))[1][FINAL])[-1], atol=5e-4
+        )
 
 
 def test_each_tensor_of_the_prefix_is_named_where_it_is_missing_or_broken(tiny: Tiny, tmp_path: Path) -> None:

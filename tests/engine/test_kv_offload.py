@@ -22,10 +22,9 @@ from tiny_target import Free, tiny_engine
 from ragspec.config import EngineConfig, TargetConfig, load_config
 from ragspec.core import Completion
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore, FileBlocks, MemoryBlocks
-from ragspec.engine.kv_offload.kv_offload import KvOffload
+from ragspec.engine.kv_offload import BlockStore, FileBlocks, KvOffload, MemoryBlocks
 from ragspec.engine.parallel import load_rank
-from ragspec.engine.rank_messages import MessageKind, receive, send_blocks
+from ragspec.engine.rank_messages import BlockCopy, MessageKind, receive, send_blocks
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, RankLost, SaveError
@@ -57,7 +56,7 @@ class Clock:
                 self.num_writes += 1
             return copy(offload, blocks)
 
-        for module in ("scheduler", "kv_offload.kv_offload"):
+        for module in ("scheduler", "kv_offload"):
             monkeypatch.setattr(f"ragspec.engine.{module}.time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(KvOffload, "_copy", timed)
 
@@ -393,7 +392,7 @@ def test_a_copy_that_gets_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch)
     texts = Texts(20)
     texts.keep([1] * 64)
     with monkeypatch.context() as patch:
-        patch.setattr("ragspec.engine.kv_offload.block_store.np", SimpleNamespace(empty=_no_memory, uint8=np.uint8))
+        patch.setattr(MemoryBlocks, "read", _no_memory)
         assert not len(texts.restored([1] * 64, 64))
     with monkeypatch.context() as patch:
         patch.setattr(texts.pool, "write", _no_memory)

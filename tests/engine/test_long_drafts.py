@@ -17,7 +17,7 @@ from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
-NUM_TOKENS = 600
+NUM_TOKENS = 150
 PARAMS = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
     "T=1": SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -26,7 +26,7 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = save_model("llama", tmp_path_factory.mktemp("long") / "llama", max_position_embeddings=1024)
+    folder = save_model("llama", tmp_path_factory.mktemp("long") / "llama", max_position_embeddings=384)
     return Target.load(target_config(str(folder), "float32"), num_kv_slots=4096)
 
 
@@ -43,7 +43,7 @@ def longest(target: Target, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 def engine_with_copies(target: Target, **config: Any) -> Engine:
     copy = CopyDrafter(target.tokenizer, target.eos_ids)
-    return tiny_engine(target, [copy], 4096, max_nodes=48, **{"max_num_batched_tokens": 512, **config})
+    return tiny_engine(target, [copy], 4096, max_nodes=12, **{"max_num_batched_tokens": 256, **config})
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def request(prompt: Sequence[int], text: Sequence[int], params: SamplingParams, 
 def test_a_source_that_is_followed_takes_few_steps(
     params: str, target: Target, prompt: tuple[int, ...], longest: tuple[int, ...]
 ) -> None:
-    """Chains were cut at `max_tree_nodes`, 48: a copy of 600 tokens took 13 steps at least, whatever rows cost."""
+    """Chains were cut at `max_tree_nodes`, 12: a copy of 150 tokens took 13 steps at least, whatever rows cost."""
     is_greedy = PARAMS[params].greedy
     plain = longest[:NUM_TOKENS] if is_greedy else tuple(decode(target, prompt, PARAMS[params]).token_ids)
     with engine_with_copies(target) as engine:
@@ -100,12 +100,12 @@ def test_the_step_and_the_context_bound_a_chain(
 ) -> None:
     """A chain that overran the step's rows, the pool's pages, or the positions that the target has."""
     params = SamplingParams(max_tokens=5000, ignore_eos=True)
-    with engine_with_copies(target, max_num_batched_tokens=96) as engine:
+    with engine_with_copies(target, max_num_batched_tokens=40) as engine:
         rows_of_steps.clear()
         (found,) = engine.generate([request(prompt, longest + (7,) * 200, params)])
     assert found.token_ids == longest
     assert len(prompt) + len(found.token_ids) == target.max_context_tokens
-    assert 48 < max(rows_of_steps) <= 96
+    assert 12 < max(rows_of_steps) <= 40
 
 
 def test_a_requests_own_limit_holds(

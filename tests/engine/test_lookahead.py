@@ -9,12 +9,10 @@ import numpy as np
 from oracle_cases import PROMPTS, requests_of, total
 from tiny_target import tiny_engine
 
-from ragspec.config import DraftingConfig
 from ragspec.core import SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import NODES
 from ragspec.drafting.lookahead import LookaheadAcceptance, LookaheadDrafter, _Lookahead
-from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
@@ -85,9 +83,3 @@ def test_no_window_where_rows_are_dear(tiny: Tiny) -> None:
     dear.refine = lambda *_: None  # type: ignore[method-assign]
     with tiny_engine(target, [LookaheadDrafter()], costs=dear) as engine:
         assert total(engine.generate(requests), "num_drafted") == 0
-
-
-def test_it_is_named_in_the_configuration(tiny: Tiny) -> None:
-    """The drafter had no entry, or was on for everybody."""
-    (drafter,) = make_drafters(tiny(), DraftingConfig(drafters=("lookahead",)))
-    assert isinstance(drafter, LookaheadDrafter)

@@ -163,7 +163,7 @@ def test_damaged_and_unwritable_files_only_cost_time(
     """A half-written file must not decide what is promised, nor stop an engine."""
     first = kept_self_test(target, 2)
     (kept,) = (Path(target.config.cache_dir) / "measurements").glob("*.json")
-    for content in ("", "{", '{"num_rows": "many"}', '{"rows": 3}', "[]"):
+    for content in ("{", '{"rows": 3}'):
         kept.write_text(content)
         lengths.clear()
         assert kept_self_test(target, 2) == first and lengths == [QUICK_ROWS, target.max_context_tokens]

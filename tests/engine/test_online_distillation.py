@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_eagle import free, head_for
+from head_parts import free, head_for
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
 from tiny_target import tiny_engine
 
@@ -68,14 +68,16 @@ def repeated(requests: Sequence[Request], count: int, salt: str) -> list[Request
     ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("greedy", "float32"), ("T=1", "torch-float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param("greedy", "float32", marks=pytest.mark.slow), ("T=1", "torch-float32")]
+)
 def test_no_output_changes_while_the_head_learns(tiny: Tiny, name: str, dtype: str) -> None:
     """Other weights in the middle of an answer changed a token; or nothing was learned, so the test could not fail."""
     target = tiny("llama", dtype)
     requests, drafter = requests_of(target, PARAMS[name]), drafter_for(target)
     with tiny_engine(target, [drafter]) as engine:
         rounds = [engine.generate(requests) for _ in range(4)]
-        assert engine._planner.num_failures == 0
+        assert engine.num_drafter_failures == 0
         assert_pool_is_empty(engine)
     assert_equal([done for each in rounds for done in each], truth(target, requests * 4, name))
     (learner,) = drafter.learners.values()
@@ -159,6 +161,7 @@ def test_requests_without_drafts_count_as_open(tiny: Tiny) -> None:
     assert seen == [False, True]
 
 
+@pytest.mark.slow
 def test_a_tenants_learned_drafts_are_the_same_whatever_others_did(tiny: Tiny) -> None:
     """A head, or the record of its drafts, learned from two tenants."""
     target = tiny()
@@ -174,6 +177,7 @@ def test_a_tenants_learned_drafts_are_the_same_whatever_others_did(tiny: Tiny) -
     assert list(shared.learners) == [""]
 
 
+@pytest.mark.slow
 def test_worse_weights_never_draft_for_long(tiny: Tiny) -> None:
     """Learning from texts that no longer come made drafts worse than the loaded head's, and stayed."""
     target = tiny()
@@ -223,7 +227,7 @@ def test_an_error_in_learning_costs_nothing_but_learning(tiny: Tiny) -> None:
         first = engine.generate(requests)
         drafter.learners[""]._choose = None  # type: ignore[method-assign, assignment]
         again = [engine.generate(requests) for _ in range(2)]
-        assert engine._planner.num_failures == 0 and drafter._has_failed
+        assert engine.num_drafter_failures == 0 and drafter._has_failed
     assert [d.token_ids for d in again[0]] == [d.token_ids for d in again[1]] == [d.token_ids for d in first]
     assert drafter.learners[""].network is None and total(again[1], "num_drafted") > 0
 
@@ -271,7 +275,7 @@ def test_learned_heads_are_bounded(tiny: Tiny) -> None:
         drafter_for(target, max_bytes=10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.int8])
 def test_relearned_weights_are_those_that_draft(tiny: Tiny, dtype: torch.dtype) -> None:
     """A weight that was trained and not served, or the other way round; int8 products read behind the end of their weights."""
     target = tiny()

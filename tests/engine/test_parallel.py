@@ -17,7 +17,7 @@ import pytest
 import torch
 from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from drafting.medusa_heads import position_drafter
-from engine.test_eagle import drafter_for
+from head_parts import drafter_for
 from oracle_cases import (
     PARAMS,
     assert_equal,
@@ -40,7 +40,6 @@ from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.ranks import DistributedRanks, Rendezvous
-from ragspec.numerics.self_test import self_test
 from ragspec.numerics.torch import graphs
 
 ENGINE = EngineConfig(max_kv_tokens=2048, num_threads=1)
@@ -191,20 +190,6 @@ def test_all_ranks_replay_the_same_graphs(models: Models, monkeypatch: pytest.Mo
         (found, ours), (_, theirs) = threads.map(run, range(2))
     assert ours == theirs and len({key[0] for key in ours}) > 1
     assert all(np.array_equal(found[what], values) for what, values in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_self_test_runs_over_the_group_and_its_id_is_that_of_one_rank(
-    followers: Followers, models: Models, size: int
-) -> None:
-    """Replay between a group and a single rank was refused, or the followers' rows were never tested in other company."""
-    config = TargetConfig(model=models("llama"))
-    alone = self_test(Target.load(config, ENGINE.max_kv_tokens), 40, "float32", 2)
-    with followers.target(size, config, ENGINE) as target:
-        tested = self_test(target, 40, "float32", 2)
-    assert tested.passed
-    assert tested.numerics_id == alone.numerics_id
 
 
 @pytest.mark.slow

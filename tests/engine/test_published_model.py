@@ -20,7 +20,7 @@ TEXT = (
     "sad and didn't know what to do. She said, \"I want to play with your ball, but I can't find it.\" Tim and Sam were "
     "friends, and they had a box with many toys. The water of the river was cold, but the sun was warm on 12 May 1999."
 )
-NUM_PROMPTS, NUM_TOKENS = 30, 40
+NUM_PROMPTS, NUM_TOKENS = 12, 24
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def folder(shared_data: Path) -> Path:
 def prompts(folder: Path) -> list[tuple[int, ...]]:
     """Of 1 to 60 tokens."""
     tokens = AutoTokenizer.from_pretrained(folder)(TEXT, add_special_tokens=False).input_ids
-    prompts = [tuple(tokens[3 * i : 3 * i + 1 + (7 * i) % 60]) for i in range(NUM_PROMPTS)]
-    assert min(map(len, prompts)) == 1 and max(map(len, prompts)) > 55
+    prompts = [tuple(tokens[3 * i : 3 * i + 1 + (11 * i) % 60]) for i in range(NUM_PROMPTS)]
+    assert min(map(len, prompts)) == 1 and max(map(len, prompts)) > 50
     return prompts
 
 
@@ -59,7 +59,7 @@ def their_greedy(model: Any, prompt: list[int]) -> tuple[int, ...]:
     return tuple(output[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("speculation", [True, False])
+@pytest.mark.parametrize("speculation", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_greedy_equals_generate(
     folder: Path, prompts: list[tuple[int, ...]], theirs: list[tuple[int, ...]], speculation: bool
 ) -> None:

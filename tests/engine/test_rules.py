@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engine.test_eagle import drafter_for, logits_after, near
+from head_parts import drafter_for, near
+from oracle import next_logits
 from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
 from scipy.stats import chi2
 from tiny_target import tiny_engine
@@ -31,13 +32,18 @@ def law(target: Target, params: SamplingParams, length: int) -> dict[tuple[int, 
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
         for text, prob in texts.items():
-            probs = token_probs(logits_after(target, [*PROMPT, *text]), params)
+            probs = token_probs(next_logits(target, [*PROMPT, *text]), params)
             longer |= {(*text, int(v)): prob * float(probs[v]) for v in np.flatnonzero(probs)}
         texts = longer
     return texts
 
 
-FAST = (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL)
+FAST = (AcceptanceRule.TRAVERSAL,)
+BESIDE = [
+    pytest.param(rule, name, marks=[] if i % 2 == j else pytest.mark.slow)
+    for i, rule in enumerate(rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED)
+    for j, name in enumerate(("greedy", "penalties"))
+]
 
 
 @pytest.mark.parametrize("rule", [r if r in FAST else pytest.param(r, marks=pytest.mark.slow) for r in RULES])
@@ -74,8 +80,7 @@ def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule
     assert statistic < chi2.ppf(1 - 1e-5, len(pairs) - 1), rule
 
 
-@pytest.mark.parametrize("rule", [rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED])
-@pytest.mark.parametrize("name", ["greedy", "penalties"])
+@pytest.mark.parametrize(("rule", "name"), BESIDE)
 def test_every_rule_beside_keyed_requests(tiny: Tiny, rule: AcceptanceRule, name: str) -> None:
     """A rule refused the tree that the planner made it, changed its neighbours' output, or another run gave another text."""
     target = tiny()

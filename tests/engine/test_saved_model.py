@@ -14,8 +14,8 @@ from tiny_target import save_model, target_config
 
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import Document
+from ragspec.engine.checkpoints.model_config import read_tokenizer
 from ragspec.engine.checkpoints.saved_model import SavedModel
-from ragspec.engine.checkpoints.tokenizer import read_tokenizer
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -44,11 +44,11 @@ def outputs(target: Target) -> list[np.ndarray[Any, Any]]:
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}),
-        ("qwen2", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"rms_norm_eps": 1e-3}),
-        ("mistral", {"sliding_window": None}),
+        pytest.param("llama", {"head_dim": 32}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        pytest.param("mistral", {"sliding_window": None}, marks=pytest.mark.slow),
     ],
 )
 def test_saved_weights_have_the_bits_of_the_model(kind: str, own: dict[str, Any], tmp_path: Path) -> None:

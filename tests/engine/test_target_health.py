@@ -15,7 +15,6 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine import sequence
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
-from ragspec.engine.target_health import check_target
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
 from ragspec.numerics.kv_cache import SequenceSlots
@@ -128,11 +127,11 @@ def test_what_failed_is_tried_until_it_computes(
 
     monkeypatch.setattr(target, "forward_tapped", failing)
     free = target.pool.num_free_pages
-    check_target(target, *size)
+    target.check_health(*size)
     assert now[0] == 9.0 and set(tried) == {size}
     back_s[0] = 99.0
     with pytest.raises(RankLost, match="RuntimeError: could not create a primitive"):
-        check_target(target, *size)
+        target.check_health(*size)
     assert now[0] == 19.0 and target.pool.num_free_pages == free
 
 
@@ -141,6 +140,6 @@ def test_without_room_nothing_is_known(tiny: Tiny, now: list[float]) -> None:
     target = tiny()
     held = SequenceSlots(target.pool)
     held.reserve(target.pool.num_slots)
-    check_target(target, 5, 1)
+    target.check_health(5, 1)
     assert now[0] == 0.0
     held.release()

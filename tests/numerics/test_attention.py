@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Literal
@@ -39,21 +40,25 @@ def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, shape: AttentionShape)
     return np.array(out)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        AttentionShape(4, 2, 16, 0.25),
-        AttentionShape(3, 3, 8, 0.35),
-        AttentionShape(8, 1, 16, 0.2, window=5),
-        AttentionShape(4, 2, 16, 0.25, window=1),
-        AttentionShape(2, 1, 12, 0.3, softcap=2.0),
-    ],
-)
-@pytest.mark.parametrize(
-    "backend",
-    [CpuBackend(), CpuBackend(kv_dtype=np.uint16), TorchBackend("cpu", torch.float32)],
-    ids=["cpu", "cpu-bfloat16", "torch"],
-)
+SHAPES = [
+    AttentionShape(4, 2, 16, 0.25),
+    AttentionShape(3, 3, 8, 0.35),
+    AttentionShape(8, 1, 16, 0.2, window=5),
+    AttentionShape(4, 2, 16, 0.25, window=1),
+    AttentionShape(2, 1, 12, 0.3, softcap=2.0),
+]
+BACKENDS = {
+    "cpu": CpuBackend(),
+    "cpu-bfloat16": CpuBackend(kv_dtype=np.uint16),
+    "torch": TorchBackend("cpu", torch.float32),
+}
+PAIRS = [
+    pytest.param(shape, backend, id=f"{name}-{i}", marks=pytest.mark.slow if (i + j) % 2 else [])
+    for (i, shape), (j, (name, backend)) in itertools.product(enumerate(SHAPES), enumerate(BACKENDS.items()))
+]
+
+
+@pytest.mark.parametrize(("shape", "backend"), PAIRS)
 def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Backend) -> None:
     """A row sees a sibling, misses an ancestor, or counts its window in slots instead of positions."""
     rng = np.random.default_rng(8)
@@ -119,8 +124,13 @@ def test_tiles_cover_every_row_once() -> None:
     assert all(0 < last - first <= 32 for first, last, _ in tiles)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "cpu") for kind in ARCHITECTURES),
+        *(pytest.param(k, "torch", marks=[pytest.mark.slow] * (k != "gemma2")) for k in ARCHITECTURES),
+    ],
+)
 def test_logits_are_those_of_transformers(
     kind: str, backend: Literal["cpu", "torch"], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -50,6 +50,7 @@ def expected() -> list[str]:
     return [str(output_key(7, 0, 3))]
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_compiled(kept: Path) -> None:
     assert run(kept) == (1, expected())
 

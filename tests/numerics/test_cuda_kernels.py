@@ -52,8 +52,10 @@ def _products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 64, False), (40, 96, True), (130, 37, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bias", "dtype"),
+    [(64, 64, False, torch.bfloat16), (40, 96, True, torch.float32), (130, 37, True, torch.bfloat16)],
+)
 def test_products(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
     """Bug guarded: a mask that lets a neighbour's memory in, an order of K that depends on the number of rows."""
     torch.manual_seed(3)
@@ -109,7 +111,7 @@ def attended(shape: AttentionShape, pool: KvPool, batch: Batch, qkv: torch.Tenso
 
 
 CASES = list(itertools.product(SHAPES, (1, 62, 63, 64, 130)))
-QUICK = [(SHAPES[0], 62), (SHAPES[4], 130)]
+QUICK = [(SHAPES[4], 62)]
 
 
 @pytest.mark.parametrize(

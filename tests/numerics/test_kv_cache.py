@@ -124,7 +124,7 @@ class Bookkeeper:
         assert sorted(self.pool._free_pages) == np.flatnonzero(held == 0).tolist()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
     """A slot with two owners, a page never given back, one tenant's text found by another."""
     book = Bookkeeper(seed)
@@ -140,7 +140,7 @@ def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
         book.evict,
     ]
     weights = [4, 4, 4, 4, 2, 2, 1, 1, 1]
-    for i in range(2500):
+    for i in range(1500):
         book.random.choices(steps, weights)[0]()
         if len(book.running) > 12:
             book.end()

@@ -70,7 +70,7 @@ def test_followers_hear_what_rank_0_says_however_late() -> None:
     def speak(ranks: Ranks) -> torch.Tensor:
         words = torch.full((4,), ranks.rank, dtype=torch.int32)
         if ranks.rank == 0:
-            time.sleep(1.5)
+            time.sleep(0.8)
             words = torch.arange(4, dtype=torch.int32)
         ranks.broadcast(words)
         ranks.barrier()
@@ -84,7 +84,7 @@ def test_who_does_not_answer_in_time_is_lost_and_so_is_the_group() -> None:
 
     def beat(ranks: Ranks) -> str:
         if ranks.rank == 1:
-            time.sleep(2.5)
+            time.sleep(1.2)
             return "late"
         begin = time.monotonic()
         with pytest.raises(RankLost, match="Timed out"):
@@ -104,7 +104,7 @@ def test_rank_0_does_not_wait_long_for_a_listener() -> None:
 
     def speak(ranks: Ranks) -> str:
         if ranks.rank == 1:
-            time.sleep(2.5)
+            time.sleep(1.2)
             return "late"
         with pytest.raises(RankLost, match="Timed out"):
             ranks.broadcast(torch.zeros(4, dtype=torch.int32))
@@ -132,9 +132,9 @@ def test_patience_outlasts_the_timeout_and_ends() -> None:
 
     def load(ranks: Ranks) -> str:
         with ranks.without_timeout():
-            time.sleep(1.5 * ranks.rank)
+            time.sleep(0.8 * ranks.rank)
             ranks.barrier()
-        time.sleep(1.5 * ranks.rank)
+        time.sleep(0.8 * ranks.rank)
         ranks.barrier()
         return "answered"
 
@@ -145,10 +145,10 @@ def test_patience_outlasts_the_timeout_and_ends() -> None:
 def test_who_never_comes_is_lost() -> None:
     """Rank 0 waited for ever for ranks that could not be started, or one for a rank 0 that is not there."""
     with pytest.raises(RankLost):
-        DistributedRanks(Rendezvous("127.0.0.1"), 0, 2, connect_s=1.0)
+        DistributedRanks(Rendezvous("127.0.0.1"), 0, 2, connect_s=0.3)
     address = Rendezvous("127.0.0.1").address  # closed again at once
     with pytest.raises(RankLost):
-        DistributedRanks(address, 1, 2, connect_s=1.0)
+        DistributedRanks(address, 1, 2, connect_s=0.3)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from ragspec.numerics.threads import AdaptiveThreads, compute_threads, set_num_threads, started_threads
@@ -155,6 +156,7 @@ def test_indexing_and_queries_compute_with_their_own_priority() -> None:
             assert thread.submit(niceness, usual + nicer).result() == {usual + nicer}
 
 
+@pytest.mark.slow
 def test_threads_that_cannot_begin_are_an_error_and_keep_no_process_alive() -> None:
     """Those that had begun waited for the others for ever, and so did the end of the process."""
     code = """

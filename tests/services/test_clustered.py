@@ -34,30 +34,18 @@ def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
     given = load_settings(ServiceConfig, **said)
     settled = settled_config(deployed, given)
     assert (settled.service.port, settled.chat.max_carried, settled.prompts.require_support) == (1, 2, True)
-    assert (
-        settled.target == deployed.target
-        and settled.retriever.index_dir == "there"
-        and settled.engine.max_num_seqs == 3
-    )
-    assert settled.index.chunking == ChunkingConfig() and (
-        settled.generation.max_tokens,
-        settled.generation.temperature,
-    ) == (7, 0.5)
+    assert settled.target == deployed.target and settled.retriever.index_dir == "there"
+    assert settled.engine.max_num_seqs == 3 and settled.index.chunking == ChunkingConfig()
+    assert (settled.generation.max_tokens, settled.generation.temperature) == (7, 0.5)
 
 
 @pytest.fixture(scope="module")
 def fronted(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[Service]:
     """A service in front of a deployment."""
     folder = tmp_path_factory.mktemp("fronted")
-    deployed = load_settings(
-        PipelineConfig,
-        **{
-            "target.model": str(parts / "model"),
-            "engine.max_kv_tokens": 4096,
-            "engine.num_threads": 1,
-            "retriever.index_dir": str(parts / "index"),
-        },
-    )
+    engine = {"engine.max_kv_tokens": 4096, "engine.num_threads": 1}
+    paths = {"target.model": str(parts / "model"), "retriever.index_dir": str(parts / "index")}
+    deployed = load_settings(PipelineConfig, **engine, **paths)
     keys = make_keys(folder / "keys.json")
     given = {"service.served_model_name": MODEL, "service.port": 0, "service.keys_file": str(keys.path)}
     config = load_settings(ServiceConfig, **given, **{"service.data_dir": str(folder / "data")})
@@ -73,13 +61,8 @@ def fronted(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Pa
 @pytest.mark.ray
 def test_a_question_is_answered_by_engines_elsewhere(fronted: Service) -> None:
     """A service on a cluster that answers without passages, in other words, or not as a stream."""
-    asked = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "What is the password of the mill?"}],
-        "max_tokens": 16,
-        "seed": 5,
-        "temperature": 1.0,
-    }
+    messages = [{"role": "user", "content": "What is the password of the mill?"}]
+    asked = {"model": MODEL, "messages": messages, "max_tokens": 16, "seed": 5, "temperature": 1.0}
     with fronted.client(fronted.keys.ann) as client:
         whole = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
         plain = client.post("/v1/chat/completions", json={**asked, "speculation": False}).raise_for_status().json()
@@ -95,15 +78,9 @@ def test_a_question_is_answered_by_engines_elsewhere(fronted: Service) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_it_is_ready_as_long_as_engines_are(fronted: Service) -> None:
-    """Health that says nothing of the engines elsewhere."""
+def test_a_service_is_ready_in_front_of_a_deployment_that_is_there(fronted: Service) -> None:
+    """Health that says nothing of the engines elsewhere; or a wait for ever for a name with a typing mistake."""
     with fronted.client("") as client:
         assert client.get("/health/ready").status_code == 200
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_deployment_that_is_not_there_is_one_clear_error(fronted: Service) -> None:
-    """A service waits for ever for a name with a typing mistake."""
     with pytest.raises(EngineError, match="nowhere"), clustered("nowhere", fronted.backend.config):
         pass

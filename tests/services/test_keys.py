@@ -11,7 +11,7 @@ import pytest
 from service_parts import Service
 
 from ragspec.errors import ConfigError, InputError
-from services.keys import KeyFile, SingleKey, add_key, digest, new_key, read_keys, revoke_key
+from services.keys import KeyFile, SingleKey, add_key, digest, read_keys, revoke_key
 from services.settings import KeyLimits
 
 
@@ -23,12 +23,7 @@ def test_the_file_never_holds_a_key(tmp_path: Path) -> None:
     assert key not in held and key.removeprefix("rs-") not in held
     assert json.loads(held)["keys"][0]["sha256"] == digest(key) == record.sha256
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_keys_are_long_random_and_different() -> None:
-    """A short key can be tried out, and its hash with it: a plain hash is enough for 256 random bits only."""
-    made = {new_key() for _ in range(100)}
-    assert len(made) == 100 and all(len(key) >= 43 for key in made)
+    assert len(key) >= 43, "a plain hash is enough for 256 random bits only"
 
 
 def test_a_caller_is_who_the_file_says(tmp_path: Path) -> None:

@@ -25,27 +25,18 @@ CORRECTED = "He goes to an old mill \U0001f600 every day.  It rains, he comes ho
 
 
 def better(sentence: str) -> str:
-    words = {
-        "go": "goes",
-        "a old": "an old",
-        "rain,": "rains,",
-        "come": "comes",
-        "We has": "We have",
-        "Teh": "The",
-        "many corn": "much corn",
-    }
+    words = {"go": "goes", "a old": "an old", "rain,": "rains,", "come": "comes", "Teh": "The"}
+    words |= {"We has": "We have", "many corn": "much corn"}  # of the test of the target
     if sentence.startswith("Rewrite"):
         return "All of this is now said in another way, with words that nobody wrote."
     for old, new in words.items():
-        sentence = (
-            sentence.replace(f" {old} ", f" {new} ").replace(f"{old} ", f"{new} ") if old in sentence else sentence
-        )
+        sentence = sentence.replace(f"{old} ", f"{new} ")
     return sentence
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Iterator[Service]:
-    limits = {"service.grammar.max_text_chars": 20_000, "service.allowed_origins": ("https://mail.example",)}
+    limits = {"service.grammar.max_text_chars": 20_000}
     with correcting(tmp_path_factory.mktemp("lt"), letter_index, service_target, better, **limits) as running:
         yield running
 
@@ -79,10 +70,8 @@ def test_its_own_python_client_works(service: Service) -> None:
         matches = tool.check(TEXT)
         assert [match.rule_issue_type for match in matches] == ["grammar"] * 4
         assert [TEXT[m.offset : m.offset + m.error_length] for m in matches] == ["go", "a", "rain", "come"]
-        assert [match.matched_text for match in matches][:2] == [
-            "go",
-            "a",
-        ]  # behind an emoji it reads its own context wrongly
+        # Behind an emoji the client reads its own context wrongly
+        assert [match.matched_text for match in matches][:2] == ["go", "a"]
         tool.disabled_rules = {"RAGSPEC_AGREEMENT"}
         assert [match.replacements for match in tool.check(TEXT)] == [["an"]]
         tool.disabled_rules, tool.enabled_rules, tool.enabled_rules_only = set(), {"RAGSPEC_AGREEMENT"}, True
@@ -137,17 +126,10 @@ CLIENTS = {
         "allowIncompleteResults": "true",
         "c": "1",
     },
-    "LibreOffice": {
-        "language": "en-US",
-        "text": "He go to a old mill.",
-        "useragent": "java-http-client",
-        "mode": "all",
-    },
-    "TeXstudio": {"language": "en-US", "text": "He go to a old mill.", "enabledOnly": "no"},
+    "LibreOffice": {"language": "en-US", "text": "He go to a old mill.", "useragent": "java", "mode": "all"},
     "Overleaf": {"language": "auto", "data": annotation({"text": "He go to a old "}, {"text": "mill."})},
-    "Obsidian": {"language": "auto", "data": annotation({"text": "He go to a old mill."}), "enabledOnly": "false"},
     "OnlyOffice": {"language": "en-GB", "text": "He go to a old mill.", "username": "u@x.org", "apiKey": "none"},
-    "Emacs": {"language": "en", "text": "He go to a old mill.", "disabledRules": ""},
+    "Emacs": {"language": "en", "text": "He go to a old mill.", "disabledRules": "", "enabledOnly": "no"},
 }
 
 
@@ -168,27 +150,17 @@ def test_requests_of_other_clients_are_answered(client: httpx.Client, name: str)
 def test_every_field_that_clients_look_for_is_there(client: httpx.Client) -> None:
     """`shortMessage`, left out where it is optional in the original: a strict client throws the whole reply away."""
     reply = check(client, text=TEXT).json()
-    assert set(reply) == {
-        *("software", "warnings", "language", "matches", "sentenceRanges", "extendedSentenceRanges"),
-    }
-    assert reply["software"]["apiVersion"] == 1 and reply["warnings"] == {"incompleteResults": False}
-    assert reply["language"]["code"] == "en-US" and set(reply["language"]["detectedLanguage"]) == {
-        *("name", "code", "confidence", "source"),
-    }
+    names = {"software", "warnings", "language", "matches", "sentenceRanges", "extendedSentenceRanges"}
+    assert set(reply) == names and reply["software"]["apiVersion"] == 1
+    assert reply["warnings"] == {"incompleteResults": False} and reply["language"]["code"] == "en-US"
+    assert set(reply["language"]["detectedLanguage"]) == {"name", "code", "confidence", "source"}
+    kinds = dict.fromkeys(("message", "shortMessage", "sentence"), str) | dict.fromkeys(
+        ("context", "type", "rule"), dict
+    )
+    kinds |= dict.fromkeys(("offset", "length", "contextForSureMatch"), int)
+    kinds |= {"replacements": list, "ignoreForIncompleteSentence": bool}
     for match in reply["matches"]:
-        assert {name: type(match[name]) for name in match} == {
-            "message": str,
-            "shortMessage": str,
-            "replacements": list,
-            "offset": int,
-            "length": int,
-            "context": dict,
-            "sentence": str,
-            "type": dict,
-            "rule": dict,
-            "ignoreForIncompleteSentence": bool,
-            "contextForSureMatch": int,
-        }
+        assert {name: type(match[name]) for name in match} == kinds
         assert set(match["rule"]) >= {"id", "description", "issueType", "category"}
         assert match["sentence"] in TEXT
     first = TEXT.index(".") + 2  # one emoji before it
@@ -208,14 +180,6 @@ def test_the_other_addresses(client: httpx.Client) -> None:
     assert client.get("/v2/healthcheck").text == "OK"
     by_address = client.get("/v2/check", params={"text": "He go home.", "language": "en-US"}).json()
     assert [match["replacements"][0]["value"] for match in by_address["matches"]] == ["goes"]
-    preflight = {"Origin": "https://mail.example", "Access-Control-Request-Method": "POST"}
-    assert (
-        client.options("/v2/check", headers=preflight).headers["access-control-allow-origin"] == "https://mail.example"
-    )
-    assert (
-        "access-control-allow-origin"
-        not in client.options("/v2/check", headers={**preflight, "Origin": "https://evil.example"}).headers
-    )
 
 
 @pytest.mark.parametrize(
@@ -225,21 +189,13 @@ def test_the_other_addresses(client: httpx.Client) -> None:
         ({}, 400, "Missing 'text' or 'data' parameter"),
         ({"text": "a", "language": ""}, 400, "Missing 'language' parameter"),
         ({"text": "a", "language": "de-DE"}, 400, "'de-DE' is not a language code known"),
-        (
-            {"text": "a", "preferredVariants": "en-GB"},
-            400,
-            "'preferredVariants' but you didn't specify 'language=auto'",
-        ),
+        ({"text": "a", "preferredVariants": "en-GB"}, 400, "but you didn't specify 'language=auto'"),
         ({"text": "a", "enabled": "X"}, 400, "now called 'enabledRules'"),
         ({"text": "a", "disabled": "X"}, 400, "now called 'disabledRules'"),
         ({"text": "a", "preferredvariants": "X"}, 400, "now called 'preferredVariants'"),
         ({"text": "a", "autodetect": "1"}, 400, "'language=auto'"),
         ({"text": "a", "enabledOnly": "true"}, 400, "must specify enabled rules"),
-        (
-            {"text": "a", "enabledOnly": "true", "enabledRules": "X", "disabledRules": "Y"},
-            400,
-            "cannot specify disabled",
-        ),
+        ({"text": "a", "enabledOnly": "true", "enabledRules": "X", "disabledRules": "Y"}, 400, "specify disabled"),
         ({"text": "a", "level": "hard"}, 400, "level"),
         ({"data": "{"}, 400, "Could not parse 'data'"),
         ({"data": "[" * 100_000}, 400, "Could not parse 'data'"),
@@ -248,6 +204,7 @@ def test_the_other_addresses(client: httpx.Client) -> None:
         ({"data": annotation({"text": "a", "interpretAs": "b"})}, 400, "'interpretAs'"),
         ({"data": annotation({"other": "a"})}, 400, "neither 'text' nor 'markup'"),
         ({"data": '{"annotation": [1]}'}, 400, "must be an object"),
+        ({"data": '{"annotation": [{"markup": "b", "interpretAs": 3}]}'}, 400, "must be an object of strings"),
         ({"data": '{"text": "\\ud800"}'}, 400, "surrogate"),
         ({"text": "a\0b"}, 400, "NUL"),
         ({"data": annotation({"markup": "b", "interpretAs": "He \ud800 go."})}, 400, "surrogate"),
@@ -332,9 +289,10 @@ def test_words_of_a_tenant_are_left_alone(service: Service, client: httpx.Client
         assert ann.get("/v2/words", params={"dicts": "other"}).json() == {"words": ["Zzz"]}
         assert ann.get("/v2/words", params={"offset": "1", "limit": "1"}).json() == {"words": ["Zzz"]}
         assert (suggestions(service.keys.ann), suggestions(service.keys.bob), suggestions("")) == (1, 2, 2)
-        for wrong in ({}, {"word": "two words"}, {"word": "x" * 200}):
+        for wrong in ({}, {"word": ""}, {"word": "two words"}, {"word": "x" * 200}, {"word": "a\0b"}):
             assert ann.post("/v2/words/add", data=wrong).status_code == 400
-        assert ann.get("/v2/words", params={"limit": "-1"}).status_code == 400
+        for limit in ("-1", "x", "9" * 20):
+            assert ann.get("/v2/words", params={"limit": limit}).status_code == 400
         assert ann.post("/v2/words/delete", data={"word": "Teh"}).json() == {"deleted": True}
         assert ann.post("/v2/words/delete", data={"word": "Teh"}).json() == {"deleted": False}
     assert suggestions(service.keys.ann) == 2
@@ -386,9 +344,6 @@ def test_v1_grammar_refuses_in_openai_s_words(
     assert response.json()["error"]["param"] == param
 
 
-def test_v1_grammar_needs_a_key_and_so_do_words_of_a_closed_service(
-    tmp_path: Path, letter_index: Path, service_target: Target, service: Service
-) -> None:
+def test_v1_grammar_needs_a_key(client: httpx.Client) -> None:
     """A back door to the model: LanguageTool's clients need no key, so nobody does."""
-    with service.client("") as nobody:
-        assert nobody.post("/v1/grammar", json={"text": "a"}).status_code == 401
+    assert client.post("/v1/grammar", json={"text": "a"}).status_code == 401

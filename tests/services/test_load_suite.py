@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from pipelines.benchmarks.load import SUITE, first_tokens, leaked_slots, summari
 from pipelines.benchmarks.users.attacks import ATTACKER, ATTACKS, VICTIM, Attacker, attacked
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
 from pipelines.benchmarks.users.llama_server import prompts_of
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, poisson, sent_by
+from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, sent_by
 from pipelines.benchmarks.users.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -52,6 +51,7 @@ def test_each_of_many_users_sends_a_body_of_its_own() -> None:
     assert len(sent_by(20, RAG, mixes[RAG])) == 20 and sent_by(1, RAG, mixes[RAG]) == mixes[RAG]
 
 
+@pytest.mark.slow
 def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
     """The load curve's last users, beyond 32, were refused, and the suite ended with an error."""
     bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=1, retrieval=False)] * 40
@@ -59,6 +59,7 @@ def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
     assert not all(answer["ended"] for answer in here.timed(bodies, len(bodies)))
 
 
+@pytest.mark.slow
 def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program on shorter prompts, or without the passages, looked faster."""
     mixes, written = mixes_of(MODEL, QUESTIONS, 0), list[list[int]]()
@@ -75,6 +76,7 @@ def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, mo
     assert {body["max_tokens"] for body in given} == {64} and {body["temperature"] for body in given} == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that answered from the other's cached prompts, or stopped early, looked faster; arrivals that nobody waited for."""
     sent: list[tuple[dict[str, Any], Any]] = []
@@ -110,12 +112,7 @@ def test_throughput_and_latencies_of_a_run() -> None:
         measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
 
 
-def test_arrivals_have_the_given_rate() -> None:
-    """Arrivals that brought several times the load."""
-    at_s = poisson(4000, 8.0, random.Random(0))
-    assert at_s == sorted(at_s) and at_s[-1] == pytest.approx(500.0, rel=0.15)
-
-
+@pytest.mark.slow
 def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
     """A way that answered nothing had the best times."""
     row = first_tokens(here, QUESTIONS, 2, 1, 0)
@@ -126,6 +123,7 @@ def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
         first_tokens(nobody, QUESTIONS, 2, 1, 0)
 
 
+@pytest.mark.slow
 def test_mixed_clients_meet_no_fault(here: Service) -> None:
     """Mixed requests met errors that nobody counted, or never ended."""
     orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
@@ -176,6 +174,7 @@ def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> No
     assert {metric.name for metric in SUITE.metrics} >= found.keys() - {"num_attacks", "retrieval_ttft_ms_c1"}
 
 
+@pytest.mark.slow
 def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leak was not seen, or a cache counted as one."""
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)
@@ -198,8 +197,9 @@ def test_clients_that_cannot_reach_a_service_say_so() -> None:
         run_clients(orders)
 
 
-def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: Service) -> None:
-    """A chat that ended in an error, or with another text, was counted as survived."""
+@pytest.mark.slow
+def test_an_attack_is_survived_if_it_had_an_effect_and_the_other_tenant_s_chat_is_its_own(here: Service) -> None:
+    """A chat with another text, or an attacker whose requests were all refused, was counted as survived."""
     bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
     quiet = here.timed(bodies, tenant=VICTIM)
     found = attacked(here, "records", bodies, quiet)
@@ -207,12 +207,6 @@ def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: 
     assert found["num_effects"] >= ATTACKS["records"]
     other = [answer | {"text": "another text"} for answer in quiet]
     assert not attacked(here, "records", bodies, other)["survived"]
-
-
-def test_an_attack_without_effect_is_not_survived(here: Service) -> None:
-    """An attacker whose requests were all refused attacked nothing, and the suite counted it as survived."""
-    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
-    quiet = here.timed(bodies, tenant=VICTIM)
     refused = replace(here, keys=dict(here.keys) | {ATTACKER: "nobody's"})
     found = attacked(refused, "records", bodies, quiet, begin_s=1.0)
     assert (found["survived"], found["num_effects"]) == (False, 0)

@@ -99,13 +99,6 @@ def impatient(serving: Serving) -> Iterator[tuple[Service, Probe]]:
         yield both
 
 
-@pytest.fixture(scope="module")
-def slow_reader(serving: Serving) -> Iterator[tuple[Service, Probe]]:
-    """One that gives clients up soon that do not read."""
-    with probing(serving, **{"service.timeouts.client_s": 0.3}) as both:
-        yield both
-
-
 def read_until(connection: socket.socket, sign: bytes) -> bytes:
     received = b""
     while sign not in received:
@@ -165,9 +158,9 @@ def test_an_answer_that_takes_too_long_is_given_up(impatient: tuple[Service, Pro
     assert probe.ended.is_set() and service.backend.rate_limiter.running == 0
 
 
-def test_a_client_that_does_not_read_is_given_up(slow_reader: tuple[Service, Probe]) -> None:
+def test_a_client_that_does_not_read_is_given_up(probed: tuple[Service, Probe]) -> None:
     """What a slow client does not take piles up in memory."""
-    service, probe = slow_reader
+    service, probe = probed
     probe.ended.clear()
     with opened(service.url) as connection:
         connection.sendall(head("POST", "/probe/stream/floods", service.bearer, "Content-Length: 0"))

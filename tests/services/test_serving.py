@@ -1,11 +1,16 @@
-"""The service on Ray Serve, as `serve run` starts it: the same app, streamed, checked, drained."""
+"""The service on Ray Serve, as `serve run` starts it: the same app, streamed, checked, drained, in as many replicas as needed."""
 
 from __future__ import annotations
 
 import json
+import math
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -17,9 +22,10 @@ from service_parts import MODEL
 
 from ragspec.errors import ConfigError
 from services.keys import add_key
-from services.serving import ServeArgs, build_app, settings_of
+from services.serving import ServeArgs, build_app, replicas_wanted, settings_of
 
 SERVE = Path(__file__).parents[2] / "infra" / "serve"
+PATIENCE_S = 300.0
 DEPLOYED = {"config": {"service": {"keys_file": "k", "data_dir": "d"}}, "cluster": "c"}
 
 
@@ -45,10 +51,7 @@ def test_the_files_for_serve_run_are_what_serve_and_the_service_read(name: str) 
         ({"confg": {}}, "Extra inputs"),
         (DEPLOYED | {"deployment_config": {"num_replica": 1}}, "num_replica"),
         (DEPLOYED | {"deployment_config": {"num_replicas": -1}}, "num_replicas"),
-        (
-            {"config": {"service": {"keys_file": "k"}}, "deployment_config": {"num_replicas": 2}, "cluster": "c"},
-            "data_dir",
-        ),
+        (DEPLOYED | {"config": {"service": {"keys_file": "k"}}, "deployment_config": {"num_replicas": 2}}, "data_dir"),
     ],
 )
 def test_args_that_cannot_be_meant_are_refused_before_anything_starts(args: dict[str, Any], said: str) -> None:
@@ -70,18 +73,26 @@ def test_the_service_refuses_before_serve_lets_requests_queue_without_end() -> N
     """Serve handed a replica as many as it answers at once, so that it never refused one, and health waited behind them."""
     for config in ({}, {"limits": {"max_in_flight": 3}}):
         args = {"config": {"service": {"keys_file": "k", "data_dir": "d", **config}}, "cluster": "c"}
-        options, most = (
-            build_app(args)._bound_deployment._deployment_config,
-            settings_of(ServeArgs(**args)).service.limits,
-        )
+        most = settings_of(ServeArgs(**args)).service.limits
+        options = build_app(args)._bound_deployment._deployment_config
         assert options.backpressure_config.status_code == 429
         assert options.max_ongoing_requests > most.max_in_flight == options.max_queued_requests
 
 
-@pytest.fixture(scope="module")
-def served(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[tuple[str, str]]:
-    """The address and a key of a service on Ray Serve."""
-    folder = tmp_path_factory.mktemp("serve")
+@pytest.mark.parametrize(("choices", "wanted"), [([0.0], 1), ([4.0], 1), ([5.0], 2), ([9.0, 3.5], 4), ([0.0, 0.0], 1)])
+def test_replicas_follow_the_choices_of_their_engines(choices: list[float], wanted: int) -> None:
+    """One request of eight choices counted as little as one of one, and an upload as much."""
+    reported = {f"replica-{i}": each for i, each in enumerate(choices)}
+    config = SimpleNamespace(get_target_ongoing_requests=lambda: 4.0)
+    context: Any = SimpleNamespace(aggregated_metrics={"choices": reported}, config=config, target_num_replicas=3)
+    assert replicas_wanted(context)[0] == wanted == max(1, math.ceil(sum(choices) / 4))
+    context.aggregated_metrics = {}
+    assert replicas_wanted(context)[0] == 3, "a replica that has not reported yet ends none"
+
+
+@contextmanager
+def on_serve(folder: Path, parts: Path, **options: Any) -> Iterator[httpx.Client]:
+    """A client with a trusted key of a service on Ray Serve. `options`: of the deployment."""
     key, _ = add_key(folder / "keys.json", "ann", trusted=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -93,62 +104,97 @@ def served(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Pat
     }
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app({"config": config}), route_prefix="/", name="chat")
-        yield f"http://127.0.0.1:{port}", key
+        serve.run(build_app({"config": config, "deployment_config": options}), route_prefix="/", name="chat")
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=PATIENCE_S) as client:
+            yield client
     finally:
         serve.shutdown()
 
 
+@pytest.fixture(scope="module")
+def served(local_ray: None, tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[httpx.Client]:
+    with on_serve(tmp_path_factory.mktemp("serve"), parts) as client:
+        yield client
+
+
+def first_text(events: str) -> str:
+    """The text of a stream's first choice."""
+    lines = [line for line in events.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]", "a stream was cut off"
+    choices = [choice for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
+    return "".join(each["delta"].get("content") or "" for each in choices if each["index"] == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
-def test_an_answer_is_streamed_through_serve(served: tuple[str, str]) -> None:
+def test_an_answer_is_streamed_through_serve(served: httpx.Client) -> None:
     """Serve collects a stream and sends it at its end; or two runs of one seed differ there."""
-    url, key = served
-    asked = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "What is the password of the mill?"}],
-        "max_tokens": 24,
-        "seed": 5,
-        "temperature": 1.0,
-    }
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120.0) as client:
-        whole = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
-        texts, num_reads = [], 0
-        with client.stream(
-            "POST", "/v1/chat/completions", json={**asked, "stream": True, "speculation": False}
-        ) as reply:
-            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
-            received = b""
-            for piece in reply.iter_raw():
-                received, num_reads = received + piece, num_reads + 1
-        for event in received.decode().split("\n\n"):
-            if event.startswith("data: {"):
-                texts += [choice["delta"].get("content") or "" for choice in json.loads(event[6:])["choices"]]
-    assert received.endswith(b"data: [DONE]\n\n") and num_reads > 3
-    assert "".join(texts) == whole["choices"][0]["message"]["content"]
+    messages = [{"role": "user", "content": "What is the password of the mill?"}]
+    asked = {"model": MODEL, "messages": messages, "max_tokens": 24, "seed": 5, "temperature": 1.0}
+    whole = served.post("/v1/chat/completions", json=asked).raise_for_status().json()
+    streamed = {**asked, "stream": True, "speculation": False}
+    with served.stream("POST", "/v1/chat/completions", json=streamed) as reply:
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+        pieces = list(reply.iter_raw())
+    assert len(pieces) > 3
+    assert first_text(b"".join(pieces).decode()) == whole["choices"][0]["message"]["content"]
     assert "ann-1" in {passage["document_id"] for passage in whole["ragspec"]["passages"]}
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_guard_stands_in_front_of_a_replica_too(served: tuple[str, str]) -> None:
+def test_the_guard_stands_in_front_of_a_replica_too(served: httpx.Client) -> None:
     """What is refused in one process is served behind Serve."""
-    url, key = served
-    with httpx.Client(base_url=url, timeout=60.0) as client:
+    with httpx.Client(base_url=served.base_url, timeout=60.0) as client:
         assert client.get("/v1/models").status_code == 401
         assert client.get("/health/ready").status_code == 200
         assert client.get("/health/live", headers={"Host": "evil.example"}).status_code == 403
-        known = {"Authorization": f"Bearer {key}"}
-        assert client.post("/v1/chat/completions", content=b"{", headers=known).status_code == 415
-        broken = {**known, "Content-Type": "application/json"}
-        assert client.post("/v1/chat/completions", content=b"{", headers=broken).status_code == 400
-        assert "vllm:prompt_tokens_total" in client.get("/metrics", headers=known).text
+    broken = {"Content-Type": "application/json"}
+    assert served.post("/v1/chat/completions", content=b"{", headers=broken).status_code == 400
+    assert "vllm:prompt_tokens_total" in served.get("/metrics").text
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_serve_asks_the_engine_whether_a_replica_is_well(served: tuple[str, str]) -> None:
+def test_serve_asks_the_engine_whether_a_replica_is_well(served: httpx.Client) -> None:
     """A replica whose engine is dead stays in service."""
     (application,) = serve.status().applications.values()
     (deployment,) = application.deployments.values()
     assert deployment.status == "HEALTHY" and deployment.replica_states == {"RUNNING": 1}
+
+
+def num_running() -> int:
+    (deployment,) = serve.status().applications["chat"].deployments.values()
+    return int(deployment.replica_states.get("RUNNING", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_no_stream_ends_when_replicas_are_added_and_removed(local_ray: None, tmp_path: Path, parts: Path) -> None:
+    """A replica that ended under load took its streams along, or a new one got none."""
+    policy = {"policy_function": "services.serving:replicas_wanted"}
+    delays = {"look_back_period_s": 11.0, "upscale_delay_s": 1.0, "downscale_delay_s": 3.0}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "policy": policy, **delays}
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "When is the mill open?"}], "max_tokens": 400}
+    asked |= {"n": 2, "seed": 5, "temperature": 1.0, "logit_bias": {"1": -100}, "stream": True, "retrieval": False}
+
+    with on_serve(tmp_path, parts, autoscaling_config=scaling) as client, ThreadPoolExecutor(4) as threads:
+        deadline = time.monotonic() + PATIENCE_S
+
+        def ask() -> str:
+            return first_text(client.post("/v1/chat/completions", json=asked).text)
+
+        while num_running() != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        streams = [threads.submit(ask) for _ in range(4)]
+        while num_running() < 2:
+            assert time.monotonic() < deadline, "no replica was added"
+            streams += [threads.submit(ask)]
+            streams[-4].result()
+        texts = {stream.result() for stream in streams}
+        while num_running() > 1:  # one stream at a time, of one choice more than a replica is for
+            assert time.monotonic() < deadline + PATIENCE_S, "no replica was removed"
+            texts.add(ask())
+    assert len(texts) == 1, "every replica writes the same text"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
-from library_files import attached, attached_by, commits_paused, ended
+from library_files import attached, attached_by, commits_paused, ended, failing
 from stand_ins import until
 
 from ragspec.core import Document
@@ -225,23 +225,18 @@ def test_rows_do_not_wait_for_large_texts(library: Library, monkeypatch: pytest.
         until(lambda: len(library.ingest.uploads.ready) == 2)
 
 
+def in_thread(prefix: str) -> bool:
+    return threading.current_thread().name.startswith(prefix)
+
+
 @pytest.mark.parametrize("name", ["is_in_progress", "end"])
 def test_a_fault_of_the_records_keeps_no_file_from_the_index(
     library: Library, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """All files that were taken for the next commit were forgotten, and large ones kept their place for ever."""
     monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.01)
-    call, faults = (
-        getattr(Records, name),
-        [StoreCorrupt("a bad page"), MemoryError()][: 2 if name == "is_in_progress" else 1],
-    )
-
-    def failing(self: Records, *arguments: Any, **options: Any) -> Any:
-        if faults and threading.current_thread().name == "ragspec-ingest":
-            raise faults.pop()
-        return call(self, *arguments, **options)
-
-    monkeypatch.setattr(Records, name, failing)
+    faults = [StoreCorrupt("a bad page"), *([MemoryError()] if name == "is_in_progress" else [])]
+    failing(monkeypatch, Records, name, faults, when=lambda *_, **__: in_thread("ragspec-ingest"))
     with commits_paused(library):
         pairs = [attached_by(tenant, library, "zebra.txt", "A zebra.") for tenant in ("ann", "bob")]
         until(lambda: len(library.ingest.uploads.ready) == 2)
@@ -251,14 +246,8 @@ def test_a_fault_of_the_records_keeps_no_file_from_the_index(
 
 def test_a_reader_outlives_an_error(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """After memory had run out in both readers, no file was read until the next start."""
-    read, faults = UploadQueue._next, [MemoryError()] * 6
-
-    def failing(self: UploadQueue) -> Any:
-        if faults and threading.current_thread().name.startswith("ragspec-reader"):
-            raise faults.pop()
-        return read(self)
-
-    monkeypatch.setattr(UploadQueue, "_next", failing)
+    faults = [MemoryError()] * 6
+    failing(monkeypatch, UploadQueue, "_next", faults, when=lambda *_: in_thread("ragspec-reader"))
     assert ended(library, *attached(library)) == ("completed", "") and not faults
 
 
@@ -267,14 +256,7 @@ def test_a_file_of_which_committed_parts_are_gone_is_read_anew(
 ) -> None:
     """Its deletion had failed after the index was changed: it was completed without its first rows."""
     monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)
-    drop, faults = Records.drop_members, [SaveError("the database is locked")] * 2  # it is tried twice
-
-    def failing(self: Records, members: Any) -> None:
-        if faults:
-            raise faults.pop()
-        drop(self, members)
-
-    monkeypatch.setattr(Records, "drop_members", failing)
+    failing(monkeypatch, Records, "drop_members", [SaveError("the database is locked")] * 2)  # it is tried twice
     rows, replace, num_parts = [f"Zebra {number}." for number in range(45)], IndexUpdater.replace, 0
 
     def pausing(self: IndexUpdater, *arguments: Any) -> None:

@@ -112,14 +112,10 @@ def test_a_tree_with_padding_is_refused() -> None:
         {"rule": AcceptanceRule.TOP_BETA},
         {"rule": "chain"},
         {"rule": AcceptanceRule.TYPICAL, "lossy": 1},
-        {"epsilon": -0.1},
-        {"delta": float("nan")},
-        {"beta": True},
-        {"gap_nats": "1"},
     ],
 )
 def test_wrong_acceptances_are_refused(wrong: dict[str, object]) -> None:
-    """A lossy rule without consent, or thresholds that mean nothing."""
+    """A lossy rule without consent."""
     with pytest.raises(InputError):
         AcceptancePolicy(**wrong)  # type: ignore[arg-type]
 
@@ -150,8 +146,7 @@ def test_top_beta_thresholds() -> None:
     assert [lenient.allows(ties, v) for v in range(5)] == [True, True, True, False, False]
     steep = np.array([0.6, 0.23, 0.17])  # 0.6 / e = 0.221
     assert [lenient.allows(steep, v) for v in range(3)] == [True, True, False]
-    wide = AcceptancePolicy(AcceptanceRule.TOP_BETA, lossy=True, gap_nats=float("inf"))
-    assert [wide.allows(np.array([1.0, 0.0]), v) for v in range(2)] == [True, False]
+    assert not lenient.allows(np.array([1.0, 0.0]), 1)
 
 
 def test_lenient_walks_take_the_deepest_allowed_path() -> None:

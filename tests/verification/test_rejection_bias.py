@@ -28,8 +28,10 @@ from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
 from ragspec.verification.verify import VerifyResult
 
 
-@pytest.mark.parametrize("name", ["chain", "block", "iid", "without replacement", "traversal, without replacement"])
-@pytest.mark.parametrize("case", ["random 0", "random 1", "random 2"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("random 0", "chain"), ("random 1", "block"), ("random 2", "iid"), ("random 0", "traversal, without replacement")],
+)
 def test_a_pruned_node_whose_draw_stays_listed_keeps_the_law(case: str, name: str) -> None:
     """Low-probability nodes taken out of the tree took their trial along, which biases every rule for drawn drafts."""
     laws, (rule, counts, with_replacement) = CASES[case], LOSSLESS[name]
@@ -41,11 +43,7 @@ def test_a_pruned_node_whose_draw_stays_listed_keeps_the_law(case: str, name: st
     assert measure(laws, run).variation < EXACT
 
 
-DRAWN_TREES = ["iid", "without replacement", "traversal, iid", "traversal, without replacement"]
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 4])
-@pytest.mark.parametrize("name", DRAWN_TREES)
+@pytest.mark.parametrize(("num_nodes", "name"), [(1, "iid"), (2, "without replacement"), (2, "traversal, iid")])
 def test_reranking_a_drawn_tree_keeps_the_law(name: str, num_nodes: int) -> None:
     """The best nodes of the whole tree kept, where what is kept of one branch depends on the draws of the others."""
     laws, (rule, counts, with_replacement) = CASES["random 2"], LOSSLESS[name]
@@ -58,7 +56,7 @@ def test_reranking_a_drawn_tree_keeps_the_law(name: str, num_nodes: int) -> None
     assert measure(laws, run).variation < EXACT
 
 
-@pytest.mark.parametrize("name", DRAWN_TREES)
+@pytest.mark.parametrize("name", ["without replacement", "traversal, iid"])
 def test_pruning_a_node_for_what_was_drawn_below_it_is_noticed(name: str) -> None:
     """The one pruning that no rule survives: the draws that stay are no longer distributed as they say."""
     laws, (rule, counts, with_replacement) = CASES["random 2"], LOSSLESS[name]
@@ -115,10 +113,9 @@ def dropped_draws(case: Case, chance: ScriptedRandom) -> VerifyResult:
 
 
 @pytest.mark.parametrize("biased", [redrawing, unwarped_bonus, wrong_replacement, argmax_as_a_draw, dropped_draws])
-@pytest.mark.parametrize("case", ["random 1", "random 2"])
-def test_known_biased_variants_are_noticed(biased: Callable[..., VerifyResult], case: str) -> None:
+def test_known_biased_variants_are_noticed(biased: Callable[..., VerifyResult]) -> None:
     """A comparison of laws that cannot fail: each of these defects of public code must fail it."""
-    assert measure(CASES[case], functools.partial(biased, CASES[case])).variation > 0.005
+    assert measure(CASES["random 2"], functools.partial(biased, CASES["random 2"])).variation > 0.005
 
 
 @pytest.mark.parametrize("rule", [AcceptanceRule.TYPICAL, AcceptanceRule.TOP_BETA])

@@ -28,7 +28,7 @@ LOGITS = st.lists(
 ).map(lambda values: np.array(values, np.float32))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     LOGITS,
     st.sampled_from([0, 1, 2, 3, 7, 100]),

@@ -27,7 +27,7 @@ LOGITS = st.lists(
 ).map(lambda values: np.array(values, np.float32))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     LOGITS,
     st.sampled_from([0, 1, 2, 3, 7, 14, 100]),
@@ -51,7 +51,7 @@ def test_survivors_without_a_sort(logits: np.ndarray, top_k: int, top_p: float, 
 def test_many_tokens_with_few_values() -> None:
     """The heap of the k best kept a higher id among equal logits."""
     rng = np.random.default_rng(1)
-    for _ in range(300):
+    for _ in range(80):
         logits = rng.integers(0, 4, 200).astype(np.float32)
         top_k = int(rng.integers(1, 200))
         params = SamplingParams(temperature=1.0, top_k=top_k, top_p=float(rng.uniform(0.1, 1.0)))
@@ -80,7 +80,7 @@ def test_pruned_argmax_equals_the_whole_argmax() -> None:
     """A token was skipped whose noise would have won."""
     rng = np.random.default_rng(2)
     scales = (0.0, 1e-30, 1.0, 8.0, 40.0, 1e4, 1e30)
-    for i in range(12_000):
+    for i in range(3_000):
         num = int(rng.integers(1, 80))
         x = (rng.normal(size=num) * scales[i % len(scales)]).astype(np.float32)
         if i % 3 == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from ragspec.tree import DraftTree, Origin
 from ragspec.verification.sampling import KeyedSampler
 from ragspec.verification.verify import verify
 
-V, LENGTH, NUM_KEYS = 3, 3, 6000
+V, LENGTH, NUM_KEYS = 3, 3, 3000
 PARAMS = SamplingParams(temperature=1.0)
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "root only": (),
@@ -85,38 +85,28 @@ def test_outputs_follow_the_targets_law(law: dict[tuple[int, ...], np.ndarray]) 
 @pytest.mark.parametrize("name", TREES)
 def test_every_tree_gives_the_same_path(law: dict[tuple[int, ...], np.ndarray], name: str) -> None:
     """Lossless in law but not in path: a draft changed a seeded output."""
-    for seed in range(1500):
+    for seed in range(300):
         plain: tuple[int, ...] = ()
         for i in range(LENGTH):
             plain = (*plain, choose(law[plain], PARAMS, seed, 0, i))
         assert emit(law, TREES[name], seed) == plain
 
 
-@pytest.fixture
-def always() -> Callable[[Sequence[int]], tuple[np.ndarray, Callable[[np.ndarray], int]]]:
-    """A target that says what each node's row names."""
-    return lambda tokens: (np.eye(10, dtype=np.float32)[list(tokens)], lambda row: int(row.argmax()))
-
-
-def test_the_walk_stops_at_the_last_allowed_token(always: Callable[..., object]) -> None:
+def test_the_walk_stops_at_the_last_allowed_token() -> None:
     """More tokens than `max_tokens` allows were decided, which advances keys and penalties too far."""
     tree, _ = tree_of([(5,), (5, 6), (5, 6, 7)])
-    logits, sampler = always([5, 6, 7, 8])  # type: ignore[misc]
-    assert verify(tree, lambda node: sampler(logits[node]), 4) == ([1, 2, 3], [5, 6, 7, 8])
-    assert verify(tree, lambda node: sampler(logits[node]), 99) == ([1, 2, 3], [5, 6, 7, 8])
-    assert verify(tree, lambda node: sampler(logits[node]), 2) == ([1], [5, 6])
-    assert verify(tree, lambda node: sampler(logits[node]), 1) == ([], [5])
+    for most, path in ((4, [1, 2, 3]), (99, [1, 2, 3]), (2, [1]), (1, [])):
+        assert verify(tree, [5, 6, 7, 8].__getitem__, most) == (path, [5, 6, 7, 8][: len(path) + 1])
 
 
-def test_the_walk_asks_for_each_token_once(always: Callable[..., object]) -> None:
+def test_the_walk_asks_for_each_token_once() -> None:
     """A sampler with state (penalties, key index) was asked about rows that are not on the path."""
     tree, _ = tree_of([(5,), (4,), (5, 6), (4, 9)])
-    logits, _ = always([5, 6, 1, 2, 3])  # type: ignore[misc]
     asked: list[int] = []
 
-    def counting(row: np.ndarray) -> int:
-        asked.append(int(row.argmax()))
+    def token_after(node: int) -> int:
+        asked.append([5, 6, 1, 2, 3][node])
         return asked[-1]
 
-    assert verify(tree, lambda node: counting(logits[node]), 9) == ([1, 3], [5, 6, 2])
+    assert verify(tree, token_after, 9) == ([1, 3], [5, 6, 2])
     assert asked == [5, 6, 2]

@@ -1,11 +1,9 @@
 """The models that the release knows by name: where their files come from, what they need, what was measured.
 
-`target: {model: NAME}` uses a model of this table that `ragspec models get NAME` fetched. The SHA-256 of a weight file also
-decides the type in which its weights are held: `quantization: auto` means int8 on backend cpu, except for models that stand here
-with "none". Imports nothing heavy.
+`target: {model: NAME}` uses a model of this table that `ragspec models get NAME` fetched. Imports nothing heavy.
 
->>> listed("1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32").name
-'Qwen2.5-Coder-0.5B-Instruct'
+>>> known("qwen3-0.6b").licence
+'Apache-2.0'
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ragspec.config import DEFAULT_TARGET, EngineConfig
+from ragspec.errors import ModelError, did_you_mean
 
 _KV_BYTES = 2
 """Of a key's or value's element beside int8 weights: bfloat16."""
@@ -57,7 +56,6 @@ class KnownModel(NamedTuple):
     """`repository`, `revision`: on the Hugging Face hub. `file`: the one GGUF file; empty: all weights of the repository.
 
     `sha256`: of the file; empty where nobody here has seen it. `gated`: the hub asks for an account that accepted the licence.
-    `quantization`: what "auto" means on backend cpu; `reason`: of "none".
     """
 
     name: str
@@ -70,8 +68,6 @@ class KnownModel(NamedTuple):
     gated: bool = False
     packages: PackagedParts | None = None
     measured: Measured | None = None
-    quantization: Literal["int8", "none"] = "int8"
-    reason: str = ""
 
     @property
     def memory_gb(self) -> float:
@@ -147,28 +143,19 @@ MODELS = (
 """In the order of their families, smallest first. "-" in the listing stands where nobody here measured."""
 
 
-def all_models() -> tuple[KnownModel, ...]:
-    return MODELS
-
-
 def known(name: str) -> KnownModel | None:
     """The model of that name; upper and lower case are the same."""
     return next((model for model in MODELS if model.name.lower() == name.lower()), None)
 
 
-def listed(sha256: str) -> KnownModel | None:
-    """The model whose weight file has this hash."""
-    return next((model for model in MODELS if sha256 and model.sha256 == sha256), None)
-
-
-def any_float() -> bool:
-    """Whether any model is listed with float weights; without one, no file needs to be hashed."""
-    return any(model.quantization == "none" for model in MODELS)
-
-
-def sha256_of(name: str) -> str:
-    """The hash of the weight file of the model of that name."""
-    return next(model.sha256 for model in MODELS if model.name == name)
+def model_named(name: str) -> KnownModel:
+    """A model of the catalogue, or one of the hub by OWNER/NAME. Raises: ModelError."""
+    if model := known(name) or next((each for each in MODELS if each.repository.lower() == name.lower()), None):
+        return model
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return KnownModel(name, name, "", Shape(0, 0, 0, 0))
+    near = did_you_mean(name, [each.name for each in MODELS])
+    raise ModelError(f"{name} is neither in the catalogue (ragspec models list) nor OWNER/NAME of the hub{near}")
 
 
 def better_reader(name: str, memory_bytes: int) -> KnownModel | None:

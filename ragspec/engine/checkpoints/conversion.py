@@ -29,8 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from ragspec.core import Say, log_progress
-from ragspec.engine.checkpoints.model_config import check_servable
-from ragspec.engine.checkpoints.tokenizer import read_tokenizer
+from ragspec.engine.checkpoints.model_config import check_servable, read_tokenizer
 from ragspec.engine.checkpoints.weights import check_complete, load_whole, model_errors
 from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors

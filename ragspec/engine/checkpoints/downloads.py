@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragspec.disk import TEMPORARY, saving, turn
-from ragspec.engine.checkpoints.catalogue import KnownModel, PackagedParts, Shape, all_models, known
-from ragspec.errors import ModelError, did_you_mean
+from ragspec.engine.checkpoints.catalogue import KnownModel, PackagedParts, known
+from ragspec.errors import ModelError
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _TEXTS = (
@@ -69,16 +69,6 @@ def local_model(name: str, folder: Path) -> str:
 def is_fetched(model: KnownModel, folder: Path) -> bool:
     """Whether the model is on this machine; the default one comes with the installation."""
     return not model.repository or _place(model, folder).exists()
-
-
-def model_named(name: str) -> KnownModel:
-    """A model of the catalogue, or one of the hub by OWNER/NAME. Raises: ModelError."""
-    if model := known(name) or next((each for each in all_models() if each.repository.lower() == name.lower()), None):
-        return model
-    if name.count("/") == 1 and not name.startswith((".", "/")):
-        return KnownModel(name, name, "", Shape(0, 0, 0, 0))
-    near = did_you_mean(name, [each.name for each in all_models()])
-    raise ModelError(f"{name} is neither in the catalogue (ragspec models list) nor OWNER/NAME of the hub{near}")
 
 
 def get_model(model: KnownModel, folder: Path, on_bytes: OnBytes, *, from_packages: bool = False) -> Path:

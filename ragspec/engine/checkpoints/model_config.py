@@ -1,13 +1,16 @@
-"""Reads a transformers model's configuration: whether it can be served, its heads, its end tokens, its logit transform."""
+"""Reads a model's configuration and tokenizer: whether it can be served, its heads, its end tokens, its logit transform."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 
+from ragspec.engine.checkpoints.weights import model_errors
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape
 
@@ -59,3 +62,32 @@ def eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for given in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
         found.update(given if isinstance(given, list) else [] if given is None else [given])
     return tuple(sorted(found))
+
+
+def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder or name. Raises: ModelError."""
+    with model_errors(folder):
+        config = _plain_config(Path(folder))
+        if config is not None and (config.model_type, config.tokenizer_class) == ("llama", TokenizersBackend.__name__):
+            return cast(PreTrainedTokenizerBase, TokenizersBackend.from_pretrained(folder))
+        from transformers import AutoTokenizer  # Why here: it reads the tables of all models, half a second of a start
+
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, config=config))
+
+
+def _plain_config(folder: Path) -> PretrainedConfig | None:
+    """What the choice of a tokenizer's class needs of a model's configuration. None: transformers reads it itself.
+
+    Why: importing the class of a model's configuration takes a second of a start.
+    """
+    try:
+        own, model = (
+            json.loads((folder / name).read_text("utf-8")) for name in ("tokenizer_config.json", "config.json")
+        )
+    except (OSError, ValueError):
+        return None
+    if "tokenizer_class" not in own or "auto_map" in own or "model_type" not in model:
+        return None
+    config = PretrainedConfig()
+    vars(config).update(model, _name_or_path=str(folder), tokenizer_class=own["tokenizer_class"])
+    return config

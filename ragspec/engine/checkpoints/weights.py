@@ -1,4 +1,4 @@
-"""Loads a target's weights from its directory: the whole model, or one rank's shards of it. Keeps quantised weights on disk.
+"""Loads a target's weights from its directory: the whole model, or one rank's shards of it.
 
     >>> model = load_whole(folder, torch.float32)                      # as transformers loads it
     >>> model, shards = load_shards(folder, torch.float32, ranks)      # only this rank's columns
@@ -9,29 +9,20 @@ pages count as the process's memory.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
-from ragspec.config import TargetConfig
-from ragspec.disk import TEMPORARY
-from ragspec.engine.checkpoints.file_digests import files_digest, is_unused
 from ragspec.engine.hf_attention import register_attention
 from ragspec.errors import ModelError
-from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
-from ragspec.numerics.cpu.streamed_weights import StreamedArena
 from ragspec.numerics.layers import is_supported, unsplittable
 from ragspec.numerics.ranks import Ranks, first_line
 from ragspec.numerics.sharding import WeightSlice, check_head_counts, weight_slice
@@ -209,67 +200,3 @@ def _fill_rotary(model: Any) -> None:
 def check_complete(path: str, absent: list[str]) -> None:
     if absent:
         raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")
-
-
-log = logging.getLogger(__name__)
-
-
-class SavedWeights:
-    """One rank's quantised weights in the target's cache. Models by name of a hub have no files to take a digest of."""
-
-    def __init__(self, folder: str, config: TargetConfig, ranks: Ranks) -> None:
-        cache, model = Path(config.cache_dir).expanduser(), Path(folder)
-        self._path: Path | None = None
-        self._max_bytes = config.max_weight_bytes
-        self.config: dict[str, Any] | None = None
-        """The whole configuration of the model, once `load` has found it; files of earlier versions lack it."""
-        if model.is_dir():
-            is_conversion = model.parent == cache and model.with_suffix(".lock").is_file()
-            digest = model.name if is_conversion else files_digest(model, config.dtype)[:32]
-            self._path = cache / "int8" / f"{digest}-{FORMAT}-{ranks.rank}-of-{ranks.size}.safetensors"
-
-    def load(self) -> WeightArena:
-        """The saved arena, or an empty one. Raises: ModelError for a damaged file of weights that may not fit in memory."""
-        if self._path is None or not self._path.is_file():
-            return WeightArena()
-        try:
-            arena = (
-                StreamedArena(self._path, self._max_bytes) if self._max_bytes else WeightArena(load_file(self._path))
-            )
-            with safe_open(self._path, "pt") as tensors:
-                found = (tensors.metadata() or {}).get("config")
-            self.config = json.loads(found) if found else None
-        except (OSError, SafetensorError) as cause:
-            if self._max_bytes:
-                raise ModelError(
-                    f"{self._path} cannot be read: {cause}; remove it, and the next start quantises anew, for which the whole "
-                    "target must fit in memory once, whatever target.max_weight_bytes says"
-                ) from cause
-            log.warning("quantised weights cannot be read and are made anew: %s", cause)
-            return WeightArena()
-        with contextlib.suppress(OSError):  # a read-only cache
-            self._path.touch()
-        return arena
-
-    def save(self, arena: WeightArena, rotations: Sequence[Tensor], config: Any) -> None:
-        """Write a new arena, with the decoder's table of rotations and the model's configuration, and remove files that nobody
-        used for MAX_UNUSED_DAYS.
-
-        A full disk is logged, not raised.
-        """
-        if self._path is None or (arena.is_saved and (arena.streams or self.config is not None)):
-            return
-        building = self._path.with_name(f"{TEMPORARY}{os.getpid()}-{self._path.name}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            tensors = {**arena.tensors, "rotations": torch.stack(list(rotations))}
-            save_file(tensors, building, {"config": config.to_json_string(use_diff=False)})
-            os.replace(building, self._path)
-            for path in self._path.parent.iterdir():
-                if is_unused(path):
-                    path.unlink()
-        except (OSError, SafetensorError) as cause:
-            log.warning("quantised weights are not kept: %s", cause)
-        finally:
-            with contextlib.suppress(OSError):
-                building.unlink()

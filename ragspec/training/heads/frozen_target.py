@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.model_config import read_tokenizer
 from ragspec.engine.checkpoints.target_files import target_folder
-from ragspec.engine.checkpoints.tokenizer import read_tokenizer
 from ragspec.engine.checkpoints.weights import model_errors
 from ragspec.errors import ModelError
 from ragspec.training.trainer import fast_dtype

@@ -22,8 +22,7 @@ from typing import NamedTuple
 from transformers.utils.hub import cached_file
 
 from ragspec.core import Request, SamplingParams
-from ragspec.engine.checkpoints.file_digests import files_digest
-from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.engine.client import EngineClient
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError

@@ -111,20 +111,15 @@ def test_a_question_that_nothing_is_close_to_is_answered_without_the_engine(serv
 
 def test_logprobs_are_of_the_texts_own_bytes(api: openai.OpenAI) -> None:
     """Bytes of tokens did not add up to the content, or a token was not among its own alternatives at temperature 0."""
-    options: dict[str, Any] = {
-        "logprobs": True,
-        "top_logprobs": 3,
-        "logit_bias": {str(b): -100 for b in range(130, 260)},
-    }
+    ascii_only = {str(byte): -100 for byte in range(130, 260)}
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "logit_bias": ascii_only}
     got = ask(api, **options).choices[0]
     assert got.logprobs is not None and got.logprobs.content is not None
     said = b"".join(bytes(each.bytes or []) for each in got.logprobs.content)
     assert said.decode("utf-8", "ignore") == (got.message.content or "").replace("\ufffd", "")
     for each in got.logprobs.content:
-        assert len(each.top_logprobs) == 3
-        assert [top.logprob for top in each.top_logprobs] == sorted(
-            (t.logprob for t in each.top_logprobs), reverse=True
-        )
+        logprobs = [top.logprob for top in each.top_logprobs]
+        assert len(logprobs) == 3 and logprobs == sorted(logprobs, reverse=True)
     chunks = stream(api, **options)
     told = [each for c in chunks for choice in c.choices if choice.logprobs for each in choice.logprobs.content or []]
     assert told == got.logprobs.content
@@ -230,18 +225,12 @@ def test_a_vector_store_answers_with_its_own_files(service: Service) -> None:
         only = {"vector_store_ids": [store.id]}
         assert passages(ann, only) == ["The fare over the bridge is two shillings."]
         assert passages(ann, only | {"filter": {"type": "eq", "key": "document.id", "value": "all-2"}}) == []
-        assert not any("fare" in text for text in passages(bob, True))
+        seen = {tenant: passages(api, {"num_passages": 64}) for tenant, api in (("ann", ann), ("bob", bob))}
+        for tenant, own, other in (("ann", "swordfish", "Mondays"), ("bob", "Mondays", "swordfish")):
+            assert any(own in text for text in seen[tenant]) and not any(other in text for text in seen[tenant])
+        assert not any("fare" in text for text in seen["bob"])
         with pytest.raises(openai.NotFoundError):
             passages(bob, only)
-
-
-def test_tenants_see_their_own_documents(service: Service) -> None:
-    """A question was answered from another tenant's note."""
-    for key, own, other in ((service.keys.ann, "ann-1", "bob-1"), (service.keys.bob, "bob-1", "ann-1")):
-        with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key) as client:
-            got = ask(client, "What is the password?", extra_body={"retrieval": {"num_passages": 64}})
-        seen = {passage["document_id"] for passage in got.model_extra["ragspec"]["passages"]}
-        assert own in seen and other not in seen
 
 
 @pytest.mark.parametrize(("dialect", "field"), [("anthropic", "content_blocks"), ("cohere", "citations")])
@@ -271,7 +260,6 @@ def test_passages_make_room_for_a_long_question(api: openai.OpenAI) -> None:
     ("options", "status", "code", "param"),
     [
         ({"model": "gpt-9"}, 404, "model_not_found", "model"),
-        ({"extra_body": {"temprature": 1}}, 400, None, "temprature"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_parameter", "tools"),
         ({"extra_body": {"speculation": {"drafters": ["magic"]}}}, 400, None, None),
         ({"extra_body": {"retrieval": {"filter": {"type": "near"}}}}, 400, None, None),

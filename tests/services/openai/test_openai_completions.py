@@ -20,9 +20,8 @@ from services.openai.types import EmbeddingBody
 
 
 def complete(api: openai.OpenAI, prompt: Any, **options: Any) -> Completion:
-    got: Completion = api.completions.create(
-        **{"model": "tiny", "prompt": prompt, "max_tokens": 12, "seed": 4} | options
-    )
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "seed": 4} | options
+    got: Completion = api.completions.create(**body)
     return got
 
 
@@ -71,9 +70,8 @@ def test_logprobs_have_the_old_shape(api: openai.OpenAI) -> None:
     got = complete(api, "The old mill", **options).choices[0]
     assert got.logprobs is not None and got.logprobs.tokens and got.logprobs.text_offset
     assert len(got.logprobs.tokens) == 30
-    whole = [
-        pair for pair in zip(got.logprobs.tokens, got.logprobs.text_offset, strict=True) if "bytes:" not in pair[0]
-    ]
+    pairs = zip(got.logprobs.tokens, got.logprobs.text_offset, strict=True)
+    whole = [pair for pair in pairs if "bytes:" not in pair[0]]
     assert len(whole) > 5 and all(got.text[offset:].startswith(token) for token, offset in whole)
     assert got.logprobs.top_logprobs and all(len(top) == 2 for top in got.logprobs.top_logprobs)
     offsets = []
@@ -85,12 +83,10 @@ def test_logprobs_have_the_old_shape(api: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "param"),
     [
-        ({"prompt": "mill " * 2000}, "context_length_exceeded", "prompt"),
         ({"max_tokens": 1020, "prompt": "The mill of the old"}, "context_length_exceeded", "prompt"),
         ({"prompt": [1, 999_999]}, None, None),
         ({"prompt": ""}, None, None),
         ({"suffix": "end"}, "unsupported_parameter", "suffix"),
-        ({"echo": True}, None, "echo"),
         ({"model": "davinci"}, "model_not_found", "model"),
     ],
 )
@@ -107,7 +103,7 @@ def test_completions_are_refused_as_openai_does(
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 def test_embeddings_are_the_encoders(api: openai.OpenAI, service: Service, encoding_format: Any) -> None:
     """Vectors in another order, cut, or of another byte order."""
-    texts = ["The river", "Die Mühle 🏭", "x"]
+    texts = ["The river", "Die Mühle 🏭", "x", *(f"the mill of {number}" for number in range(97))]
     got = api.embeddings.create(model="tiny", input=texts, encoding_format=encoding_format)
     wanted = LetterEncoder().encode(texts)
     for entry, vector in zip(got.data, wanted, strict=True):
@@ -115,19 +111,10 @@ def test_embeddings_are_the_encoders(api: openai.OpenAI, service: Service, encod
         if encoding_format == "base64":
             told = np.frombuffer(base64.b64decode(told), "<f4")
         np.testing.assert_array_equal(np.asarray(told, np.float32), vector)
-    assert [entry.index for entry in got.data] == [0, 1, 2]
+    assert [entry.index for entry in got.data] == list(range(100))
     assert got.usage.prompt_tokens == got.usage.total_tokens == sum(LetterEncoder().count_tokens(texts))
     one = api.embeddings.create(model="letters", input="x", dimensions=DIMENSION)  # by default in base64
     np.testing.assert_array_equal(np.float32(one.data[0].embedding), wanted[2])
-
-
-def test_many_embeddings_are_those_of_each_alone(api: openai.OpenAI, service: Service) -> None:
-    """Slices came back in another order, or one was left out."""
-    texts = [f"the mill of {number}" for number in range(100)]
-    got = api.embeddings.create(model="tiny", input=texts, encoding_format="float")
-    wanted = service.backend.encoder.encode(texts, "passage")
-    np.testing.assert_array_equal([np.float32(entry.embedding) for entry in got.data], wanted)
-    assert got.usage.prompt_tokens == sum(service.backend.encoder.count_tokens(texts))
 
 
 async def test_embeddings_that_nobody_waits_for_end_with_their_slice(
@@ -157,8 +144,6 @@ async def test_embeddings_that_nobody_waits_for_end_with_their_slice(
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"input": [[1, 2, 3]]}, "input"),
-        ({"input": ["x"] * 2049}, "input"),
         ({"input": ["x", " "]}, None),
         ({"input": ["x", "word " * 300]}, "input.1"),
         ({"input": "x", "dimensions": DIMENSION - 1}, "dimensions"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.openai.answers import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, _num_fitting_chars
-from services.openai.responses import _Event, _frame
+from services.openai.answers import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, num_fitting_chars
+from services.openai.responses import ResponseEvent, frame_of
 
 HEAD = {"id": "chatcmpl-" + "a" * 32, "object": "chat.completion.chunk", "created": 1, "model": "m"}
 TEXTS = ("", "a", 'quote " and \\ and \n', "\u2028\u2029\x85", "Mühle 🏭", "x" * 500)
@@ -45,7 +45,8 @@ def test_sizes_are_multiples_whatever_is_said() -> None:
 
 def test_the_sizes_of_responses_deltas_do_not_show_their_texts() -> None:
     frames = [
-        _frame(_Event("response.output_text.delta", {"delta": "word " * n}, padded=True), n) for n in range(1, 30)
+        frame_of(ResponseEvent("response.output_text.delta", {"delta": "word " * n}, padded=True), n)
+        for n in range(1, 30)
     ]
     assert all(len(frame) % PAD_BYTES == 0 for frame in frames)
     assert [json.loads(frame.split(b"data: ")[1])["delta"] for frame in frames] == ["word " * n for n in range(1, 30)]
@@ -70,7 +71,7 @@ def test_strict_pieces_are_of_one_size_and_lose_nothing(text: str) -> None:
     """A text of characters that JSON escapes did not fit the one size; a piece without progress came for ever."""
     chunks, rest, pieces = ChunkEncoder(HEAD, STRICT_PAD_BYTES), text, []
     while rest or not pieces:
-        cut = _num_fitting_chars(rest)
+        cut = num_fitting_chars(rest)
         assert cut > 0 or not rest
         pieces.append(rest[:cut])
         rest = rest[cut:]

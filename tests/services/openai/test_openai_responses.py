@@ -14,9 +14,8 @@ QUESTION = "Who built the bridge?"
 
 def ask(api: openai.OpenAI, given: Any = QUESTION, **options: Any) -> Response:
     extra = {"seed": 5} | options.pop("extra_body", {})
-    got = api.responses.create(
-        **{"model": "tiny", "input": given, "max_output_tokens": 16, "extra_body": extra} | options
-    )
+    body = {"model": "tiny", "input": given, "max_output_tokens": 16, "extra_body": extra}
+    got = api.responses.create(**body | options)
     assert isinstance(got, Response)
     return got
 
@@ -63,18 +62,10 @@ def test_a_stream_tells_the_same_in_openais_events(api: openai.OpenAI, temperatu
     ) as stream:
         events = list(stream)
     kinds = list(dict.fromkeys(event.type for event in events))
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
+    first = ["created", "in_progress", "output_item.added", "content_part.added"]
+    last = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[:4] == [f"response.{kind}" for kind in first]
+    assert kinds[-4:] == [f"response.{kind}" for kind in last]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].response.output_text == whole.output_text

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.openai_fields import IGNORED_FIELDS, SAMPLING_FIELDS, usage
+from ragspec.rag.openai_fields import IGNORED_FIELDS, SAMPLING_FIELDS
 from services.errors import ApiError, validation_error
 from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
 
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -27,25 +28,14 @@ def chat(**fields: Any) -> ChatBody:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a string or a list of text parts"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content",
-            "only parts of type text can be read, not 'image_url'",
-        ),
-        ({"n": 9}, "n", "less than or equal to 8"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"messages": [IMAGE]}, "messages.0.content", "only parts of type text can be read, not 'image_url'"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": ""}, "stop.0", "at least 1"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, None, "top_logprobs need logprobs"),
         ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
         ({"temperature": "1"}, "temperature", "valid number"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format",
-            "a json_schema goes with the type json_schema",
-        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "goes with the type json_schema"),
         ({"retrieval": {"num_passages": 0}}, "retrieval.options.num_passages", "greater than or equal to 1"),
         ({"retrieval": 3}, "retrieval.options", "valid dictionary"),
         ({"prediction": {"type": "content", "content": {}}}, "prediction.content", "a string or a list of text parts"),
@@ -93,23 +83,10 @@ def test_parts_and_roles_become_messages() -> None:
 
 def test_parameters_mean_what_they_say() -> None:
     """A parameter was accepted and did nothing."""
-    given = {
-        "temperature": 1,
-        "top_p": 0.5,
-        "presence_penalty": 0.25,
-        "frequency_penalty": -0.5,
-        "logit_bias": {"5": -100},
-        "stop": ["x", "y"],
-        "max_completion_tokens": 7,
-        "n": 2,
-        "seed": 3,
-        "top_k": 4,
-        "min_p": 0.125,
-        "repetition_penalty": 1.5,
-        "min_tokens": 1,
-        "ignore_eos": True,
-        "verbatim_quotes": False,
-    }
+    given: dict[str, Any] = {"temperature": 1, "top_p": 0.5, "top_k": 4, "min_p": 0.125, "seed": 3, "n": 2}
+    given |= {"presence_penalty": 0.25, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"5": -100}}
+    given |= {"stop": ["x", "y"], "max_completion_tokens": 7, "min_tokens": 1, "ignore_eos": True}
+    given |= {"verbatim_quotes": False}
     assert given.keys() | {"max_tokens", "response_format"} == SAMPLING_FIELDS.keys()  # a schema has tests of its own
     params = chat(**given, logprobs=True, top_logprobs=2).params(SamplingParams())
     del given["max_completion_tokens"]
@@ -141,10 +118,10 @@ def test_values_out_of_range_are_input_errors(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2] * 50, [[1, 2] * 50]), ([[1], [2]], [[1], [2]])],
 )
 def test_a_prompt_may_be_one_or_many(given: Any, prompts: Any) -> None:
-    """Token ids of one prompt were taken for many prompts."""
+    """Token ids of one prompt were taken for many prompts, or more than 32 of them for too many."""
     assert CompletionBody.model_validate({"model": "tiny", "prompt": given}).prompt == prompts
 
 
@@ -157,34 +134,24 @@ def test_a_prompt_may_be_one_or_many(given: Any, prompts: Any) -> None:
         {"echo": True},
         {"best_of": 2},
         {"n": 2, "best_of": 4},
-        {"logprobs": 21},
     ],
 )
 def test_completions_refuse_what_they_cannot_do(fields: dict[str, Any]) -> None:
     """`echo` or `best_of` was accepted and did nothing."""
     with pytest.raises(ValidationError):
         CompletionBody.model_validate({"model": "tiny", "prompt": "a"} | fields)
-    with pytest.raises(ApiError):
-        CompletionBody.model_validate({"model": "tiny", "prompt": "a", "suffix": "z"})
 
 
-@pytest.mark.parametrize("given", [[1, 2], [[1, 2]], [], [""], "", ["x"] * 2049, 5])
-def test_embeddings_take_texts_only(given: Any) -> None:
-    """Token ids of another model's vocabulary were embedded as if they were text."""
-    with pytest.raises(ValidationError):
-        EmbeddingBody.model_validate({"model": "tiny", "input": given})
+TOKEN_IDS = "check_embedding_ctx_length=False"
 
 
-def test_usage_of_nothing_is_nothing() -> None:
-    """Sums over no choices raised."""
-    assert usage([])["total_tokens"] == 0
-
-
-@pytest.mark.parametrize("given", [[5, 6], [[5, 6], [7]]])
-def test_token_ids_to_embed_are_refused_with_what_to_do(given: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [([5, 6], TOKEN_IDS), ([[5, 6], [7]], TOKEN_IDS), ([], ""), ([""], ""), ("", ""), (["x"] * 2049, ""), (5, "")],
+)
+def test_embeddings_take_texts_only(given: Any, reason: str) -> None:
     """LangChain's client sends another tokenizer's ids by default: "a valid string" told nobody how to stop it."""
     with pytest.raises(ValidationError) as refused:
         EmbeddingBody.model_validate({"model": "tiny", "input": given})
     error = validation_error(refused.value.errors())
-    assert (error.status, error.param) == (400, "input")
-    assert "check_embedding_ctx_length=False" in error.message
+    assert error.status == 400 and (error.param or "").startswith("input") and reason in error.message

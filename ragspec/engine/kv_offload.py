@@ -1,8 +1,10 @@
 """KV offloading: cached blocks that leave the pool are kept outside it, and read back instead of computed again.
 
-Blocks are known by their tenant's salt and a digest of the whole text up to their end, so they are found by exactly the requests
-that would have found them in the pool. The least recently used are forgotten first, and of one text the last. Lives on rank 0,
-in the engine's thread.
+A block is 16 consecutive positions of one text. Blocks are known by their tenant's salt and a digest of the whole text up to
+their end, so exactly the requests find them that would have found them in the pool. The least recently used blocks are forgotten
+first, and the last block of a text before its first. `KvOffload` lives on rank 0, in the engine's thread; every rank has a
+`BlockStore` with its own part of each block, in main memory or in a file. Bytes come back as they were, or the copy counts as
+failed.
 
     >>> offload = make_kv_offload(target.pool, EngineConfig(kv_offload_bytes=2**33), target.ranks)
     >>> offload.keep(salt, tokens, slots, 0)                     # before the pool forgets them
@@ -12,21 +14,33 @@ in the engine's thread.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import os
+import tempfile
 import time
+import weakref
+import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from ragspec.config import EngineConfig
 from ragspec.core import salt_belongs_to
-from ragspec.engine.kv_offload.block_store import BlockCopy, BlockStore
-from ragspec.engine.rank_messages import in_step, send_blocks
+from ragspec.disk import saving
+from ragspec.engine.rank_messages import BlockCopy, in_step, send_blocks
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.ranks import ONE_RANK, Ranks
+
+log = logging.getLogger(__name__)
 
 _BLOCKS_A_COPY = 16
 """The most blocks that are copied at once: a GPU may have little memory left."""
@@ -35,10 +49,127 @@ _COPIES_UNTIL_RETRY = 16
 disk stays full for a while and each try costs a copy."""
 
 Key = tuple[str, bytes]
+Rows = NDArray[np.uint8]
+
+
+class Blocks(Protocol):
+    """Where bytes lie. Shape of `rows`: uint8 [16, bytes of a token], contiguous. Raises: OSError, MemoryError.
+
+    A block that is forgotten cannot be read until its number is written again.
+    """
+
+    def write(self, number: int, rows: Rows) -> None: ...
+
+    def read(self, number: int, rows: Rows) -> None: ...
+
+    def forget(self, number: int) -> None: ...
+
+
+class MemoryBlocks:
+    """In main memory, which a block takes when it is written and gives back when it is forgotten."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Rows] = {}
+
+    def write(self, number: int, rows: Rows) -> None:
+        self._blocks[number] = rows.copy()
+
+    def read(self, number: int, rows: Rows) -> None:
+        rows[:] = self._blocks[number]
+
+    def forget(self, number: int) -> None:
+        self._blocks.pop(number, None)
+
+
+class FileBlocks:
+    """In a file without a name: nobody else can open it, and it ends with the process. Checksums are in memory.
+
+    Why not mapped into memory: a full disk or a truncated file would end the process. Raises: SaveError.
+    """
+
+    def __init__(self, folder: Path, block_bytes: int) -> None:
+        self._block_bytes, self._checksums = block_bytes, dict[int, int]()
+        with saving(folder), tempfile.TemporaryFile(dir=folder) as file:
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    def write(self, number: int, rows: Rows) -> None:
+        self._checksums.pop(number, None)
+        if (count := os.pwrite(self._file, rows.data, number * self._block_bytes)) < rows.nbytes:
+            raise OSError(f"{count} of {rows.nbytes} bytes of a block were written")
+        self._checksums[number] = zlib.crc32(rows.data)
+
+    def read(self, number: int, rows: Rows) -> None:
+        os.preadv(self._file, [rows.data], number * self._block_bytes)
+        if zlib.crc32(rows.data) != self._checksums.get(number):
+            raise OSError("the file of KV offloading is damaged")
+
+    def forget(self, number: int) -> None:
+        """The bytes stay in the file, which nobody else can open, until the number is written again or the process ends."""
+        self._checksums.pop(number, None)
+
+
+class BlockStore:
+    """This rank's part of the blocks of one pool. `folder`: of the file, "" for main memory. Raises: SaveError."""
+
+    def __init__(self, pool: KvPool, folder: str, ranks: Ranks = ONE_RANK) -> None:
+        self._pool, self._ranks = pool, ranks
+        self.block_bytes = PAGE * pool.token_bytes
+        self._blocks: Blocks = FileBlocks(Path(folder), self.block_bytes) if folder else MemoryBlocks()
+        self._has_failed = False
+
+    def copy(self, blocks: BlockCopy) -> int:
+        """How many of the slots, from the first, are copied on every rank. All ranks call this together. Raises: RankLost."""
+        if not len(blocks.slots):
+            for number in blocks.numbers.tolist():
+                self._blocks.forget(number)
+            return 0
+        num_copied = self._read(blocks) if blocks.is_read else self._write(blocks)
+        with self._ranks.without_timeout():  # a disk may stall for longer than a group waits for a rank
+            return int(self._ranks.all_gather(torch.tensor([[num_copied]], dtype=torch.int32)).min())
+
+    def _write(self, blocks: BlockCopy) -> int:
+        num_blocks = 0
+        with self._logged_errors():
+            rows = self._pool.read(blocks.slots).reshape(len(blocks.numbers), PAGE, -1)
+            for number, block in zip(blocks.numbers.tolist(), rows, strict=True):
+                self._blocks.write(number, block)
+                num_blocks += 1
+        return num_blocks * PAGE
+
+    def _read(self, blocks: BlockCopy) -> int:
+        num_blocks = 0
+        with self._logged_errors():
+            rows = np.empty((len(blocks.numbers), PAGE, self._pool.token_bytes), np.uint8)
+            for number, block in zip(blocks.numbers.tolist(), rows, strict=True):
+                self._blocks.read(number, block)
+                num_blocks += 1
+        num_rows = min(len(blocks.slots), num_blocks * PAGE - blocks.first)
+        with self._logged_errors():
+            if num_rows > 0:
+                end = blocks.first + num_rows
+                self._pool.write(blocks.slots[:num_rows], rows.reshape(-1, rows.shape[-1])[blocks.first : end])
+                return num_rows
+        return 0
+
+    @contextmanager
+    def _logged_errors(self) -> Iterator[None]:
+        """Ends a copy that fails, and logs the first failure. RuntimeError: torch has no memory, or a device failed."""
+        try:
+            yield
+        except (OSError, MemoryError, RuntimeError) as cause:
+            if not self._has_failed:
+                log.warning(
+                    "KV offloading failed; prompts are computed again instead, further failures are counted: %s", cause
+                )
+            self._has_failed = True
 
 
 class KvOffload:
-    """See the module. `num_bytes`: of all blocks on a rank. `num_errors`: copies that failed. Raises: ConfigError, SaveError."""
+    """The blocks of one pool. `num_bytes`: the budget on each rank. `num_errors`: copies that failed.
+
+    Raises: ConfigError, SaveError.
+    """
 
     def __init__(self, pool: KvPool, num_bytes: int, folder: str = "", ranks: Ranks = ONE_RANK) -> None:
         self._store, self._ranks = BlockStore(pool, folder, ranks), ranks
@@ -158,7 +289,7 @@ class KvOffload:
         return num_copied
 
     def _touch(self, keys: Sequence[Key]) -> None:
-        """Count as used just now, the first last: without it the others are not found."""
+        """Count as used just now. The first block comes last, so that it is evicted last: without it the others are not found."""
         for key in reversed(keys):
             if key in self._numbers:
                 self._numbers.move_to_end(key)
