@@ -192,7 +192,7 @@ def test_what_a_file_says_of_itself_gives_it_to_nobody_else(ann: openai.OpenAI, 
 def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: Service) -> None:
     """What was deleted was found until the next restart, or lived on in caches and conversations."""
     purged: list[str] = []
-    engine, chat = library_service.backend.engine, library_service.backend.chat
+    engine, chat = library_service.backend.target.engine, library_service.backend.target.chat
     chat._caches._purge = lambda salt: (purged.append(salt), engine.purge(salt))  # type: ignore[func-returns-value]
     store, member = put(ann, "faq.md", FAQ)
     turn = ChatTurn(
