@@ -10,11 +10,13 @@ Owns their order of construction and closing. Knows no HTTP.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ragspec.config import PipelineConfig
 from ragspec.core import Request, Say, log_progress
@@ -63,37 +65,59 @@ class ServedEngine(EngineLike, Protocol):
     def purge(self, salt: str) -> None: ...
 
 
+class LoadedModel(NamedTuple):
+    """An engine and its target's tokenizer."""
+
+    engine: ServedEngine
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, engine: Engine) -> LoadedModel:
+        return cls(engine, engine.target.tokenizer)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model under the `name` that clients use: prompts in its layout, chat in its prompts, counters under its name."""
+
+    name: str
+    engine: ServedEngine
+    prompts: PromptBuilder
+    chat: Chat
+    metrics: Metrics
+
+
 class ServiceBackend(AbstractContextManager["ServiceBackend"]):
-    """The running parts of one service. `model` is the name that clients use."""
+    """The running parts of one service. `models` are its models by name; `target` is the first of them, which answers."""
 
     def __init__(
         self,
-        engine: ServedEngine,
-        tokenizer: Any,
+        models: Mapping[str, LoadedModel],
         retriever: Retriever,
         config: ServiceConfig,
         *closing: Callable[[], object],
     ) -> None:
-        """On a running engine and retriever. `closing` says how to close them, the engine first.
+        """On running engines, `config.model_name`'s first, and a retriever. `closing` says how to close them, the engines first.
 
         Raises: ConfigError, SaveError, StoreError.
         """
         keep_private(config.service.data_dir)
-        self.config, self.model, self.engine = config, config.model_name, engine
+        self.config, self.model = config, config.model_name
         self.default_params = default_params(config.generation)
         self.telemetry = Telemetry.of(config.service.telemetry, self.model)
         self.metrics = Metrics(self.model, self.telemetry)
         self.rate_limiter = RateLimiter(config.service.limits, self.metrics)
-        self._watch_load()
         self.conversations = ConversationStore(
             _database_of(config, "conversations"), ttl_s=config.service.conversations.ttl_s
         )
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = batching or retriever
         self.encoder: TextEncoder = retriever.encoder
-        self.prompts = PromptBuilder(tokenizer, engine.max_context_tokens, config.wording)
-        self.chat = Chat(self.retriever, self.prompts, self.conversations, config.chat, engine)
-        self.library = open_library(config, self.encoder, self.chat.forget)
+        self.models = {name: self._served(name, loaded) for name, loaded in models.items()}
+        self.target = self.models[self.model]
+        self.corrector = self.models[config.service.grammar.model or self.model]
+        self._watch_load()
+        self.library = open_library(config, self.encoder, self._forget)
         self.dictionaries = DictionaryStore(_database_of(config, "dictionaries"))
         self._closing = [
             self.library.close,
@@ -113,13 +137,14 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         Raises: ConfigError, StoreError, ModelError.
         """
         retriever = retriever or Retriever.from_config(config.retriever, config.encoder)
-        engine = load_engine(config.target, config.engine, config.drafting, say=say)
-        return cls(engine, engine.target.tokenizer, retriever, config, engine.close)
+        with ExitStack() as stack:
+            models = load_models(config, stack, say)
+            return cls(models, retriever, config, stack.pop_all().close)
 
     @property
     def lost(self) -> str:
-        """Why the engine or the encoder of this process is lost; empty as long as they compute."""
-        parts = self.engine, self.encoder
+        """Why an engine or the encoder of this process is lost; empty as long as they compute."""
+        parts = (*(model.engine for model in self.models.values()), self.encoder)
         return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
 
     def close(self) -> None:
@@ -130,14 +155,44 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         self.close()
 
     def _watch_load(self) -> None:
-        watch, limiter, engine = self.metrics.watch, self.rate_limiter, self.engine
+        watch, limiter = self.metrics.watch, self.rate_limiter
         watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: limiter.running)
         if folder := self.config.service.data_dir:
             text = "Room on the disk of the data folder."
             watch("ragspec_data_free_bytes", text, lambda: shutil.disk_usage(folder).free)
-        if isinstance(engine, Engine):
-            for name, text, field in ENGINE_GAUGES:
-                watch(name, text, partial(_load_of, engine, field))
+        for name, text, field in ENGINE_GAUGES:
+            for model in self.models.values():
+                if isinstance(model.engine, Engine):
+                    model.metrics.watch(name, text, partial(_load_of, model.engine, field))
+
+    def _served(self, name: str, loaded: LoadedModel) -> ServedModel:
+        engine, wording = loaded.engine, self.config.for_model(name).wording
+        prompts = PromptBuilder(loaded.tokenizer, engine.max_context_tokens, wording)
+        chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
+        return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name))
+
+    def _forget(self, tenant: str, documents: Sequence[str]) -> None:
+        """As `Chat.forget`, in the caches of every model. Raises: the first error, once every cache is empty."""
+        with ExitStack() as stack:
+            for model in self.models.values():
+                stack.callback(model.chat.forget, tenant, documents)
+
+
+def load_models(
+    config: ServiceConfig, stack: ExitStack, say: Say = log_progress, quiet: Callable[[], object] = lambda: None
+) -> dict[str, LoadedModel]:
+    """All models of `config`, the target first; `stack` closes them. Several engines run their steps in one thread, in turn.
+
+    `say`, `quiet`: as for `load_engine`. Raises: ConfigError, ModelError, SaveError.
+    """
+    steps = stack.enter_context(ThreadPoolExecutor(1, "ragspec-steps")) if config.service.models else None
+    loaded: dict[str, LoadedModel] = {}
+    for name in (config.model_name, *config.service.models):
+        own = config.for_model(name)
+        engine = load_engine(own.target, own.engine, own.drafting, say=say, quiet=quiet, step_thread=steps)
+        stack.callback(engine.close)
+        loaded[name] = LoadedModel.of(engine)
+    return loaded
 
 
 def _load_of(engine: Engine, field: str) -> float:
@@ -152,7 +207,8 @@ def _database_of(config: ServiceConfig, name: str) -> Path:
 
 @contextmanager
 def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
-    """Target, index and encoder are the deployment's; service and chat are `config`'s. Needs Ray to be initialised.
+    """Target, index and encoder are the deployment's; service and chat are `config`'s. Each of `config.service.models` is the
+    target of the deployment of its name. Needs Ray to be initialised.
 
     A dead engine or shard of the deployment costs no answer. Without shards in the deployment, this process searches the index
     that `config` names.
@@ -176,10 +232,15 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
         else:
             settled = settled.model_copy(update={"retriever": config.retriever, "encoder": config.encoder})
             retriever = Retriever.from_config(config.retriever, config.encoder)
-        engine = deployment.engine()
-        stack.callback(engine.close)
-        tokenizer = load_tokenizer(settled.target)
-        yield stack.enter_context(ServiceBackend(engine, tokenizer, retriever, settled))
+        models = {}
+        for model_name in (settled.model_name, *settled.service.models):
+            if model_name in settled.service.models:
+                deployment = Deployment.find(model_name)
+                check_agreement(model_name, deployment.config, settled.for_model(model_name), ("target",))
+            engine = deployment.engine()
+            stack.callback(engine.close)
+            models[model_name] = LoadedModel(engine, load_tokenizer(deployment.config.target))
+        yield stack.enter_context(ServiceBackend(models, retriever, settled))
 
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:

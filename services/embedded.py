@@ -218,8 +218,9 @@ class Server(uvicorn.Server):
             self._say(f"stopping: {limiter.running} requests may go on for {drain_s:g} s; again stops at once")
         if not await limiter.drained(drain_s):
             self._say(f"stopping: {limiter.running} requests are cut off")
-            # Closing the engine ends streams with an error. Why in a new thread: an engine that hangs blocks its caller
-            threading.Thread(target=self._backend.engine.close, daemon=True).start()
+            # Closing an engine ends streams with an error. Why in new threads: an engine that hangs blocks its caller
+            for model in self._backend.models.values():
+                threading.Thread(target=model.engine.close, daemon=True).start()
             await limiter.drained(_CUT_OFF_S)
         if self._is_signalled:
             exit_in_time()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from ragspec.core import SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import Overloaded, RagspecError
 from ragspec.speculation import OFF
-from services.backend import ServiceBackend
+from services.backend import ServedModel, ServiceBackend
 from services.errors import ApiError
 from services.metrics import CONTENT_TYPE
 from services.settings import CANARY_S
@@ -36,9 +37,9 @@ CANARY_SALT = "~canary"
 class Canary:
     """Generates one token as a health check. Concurrent checks, and checks within a second, share one result."""
 
-    def __init__(self, backend: ServiceBackend) -> None:
-        self._engine, self._timeout_s = backend.engine, CANARY_S
-        self._prompt_ids = tuple(backend.prompts.tokenizer("ready?")["input_ids"])
+    def __init__(self, model: ServedModel) -> None:
+        self._engine, self._timeout_s = model.engine, CANARY_S
+        self._prompt_ids = tuple(model.prompts.tokenizer("ready?")["input_ids"])
         self._checked_s, self._is_healthy = -_FRESH_S, False
         self._last_progress = -1
         self._task: asyncio.Task[bool] | None = None
@@ -73,8 +74,18 @@ class Canary:
         return self._is_healthy
 
 
+def ready(backend: ServiceBackend) -> Callable[[], Awaitable[bool]]:
+    """A check whether every model writes tokens."""
+    canaries = [Canary(model) for model in backend.models.values()]
+
+    async def check() -> bool:
+        return all(await asyncio.gather(*(canary.check() for canary in canaries)))
+
+    return check
+
+
 def routes(backend: ServiceBackend) -> APIRouter:
-    router, canary = APIRouter(tags=["health"]), Canary(backend)
+    router, is_ready = APIRouter(tags=["health"]), ready(backend)
 
     @router.get("/health/live")
     async def live() -> dict[str, str]:
@@ -83,12 +94,12 @@ def routes(backend: ServiceBackend) -> APIRouter:
 
     @router.get("/health")
     @router.get("/health/ready")
-    async def ready() -> JSONResponse:
+    async def can_answer() -> JSONResponse:
         """The service can answer questions."""
         if backend.rate_limiter.draining:
             return JSONResponse({"status": "draining"}, 503)
-        is_ready = await canary.check()
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+        healthy = await is_ready()
+        return JSONResponse({"status": "ready" if healthy else "not ready"}, 200 if healthy else 503)
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from opentelemetry import trace
@@ -82,9 +83,9 @@ class Metrics:
 
     def __init__(self, model: str, telemetry: Telemetry | None = None) -> None:
         """`telemetry` also gets retrievals, first tokens and finished choices."""
-        self._registry, self._model, self._telemetry = CollectorRegistry(), model, telemetry
+        self._registry, self._telemetry, self._gauges = CollectorRegistry(), telemetry, dict[str, Gauge]()
         counter, histogram = self._counter, self._histogram
-        self._totals = [(field, counter(name, text).labels(model)) for field, name, text in _STATS_COUNTERS]
+        self._totals = [(field, counter(name, text)) for field, name, text in _STATS_COUNTERS]
         self._per_choice = [(field, histogram(name, text, buckets)) for field, name, text, buckets in _STATS_HISTOGRAMS]
         self._first_token = histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
         self._gaps = histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.", _GAPS)
@@ -102,46 +103,59 @@ class Metrics:
         self._aborted = counter("ragspec_aborts", "Answers that nobody waited for any more.", "reason")
         self._http = counter("ragspec_http_requests", "Requests.", "method", "route", "status")
         ProcessCollector(registry=self._registry)
+        self._show(model)
+
+    def of_model(self, model: str) -> Metrics:
+        """The same counters under the name of another model."""
+        other = copy(self)
+        other._show(model)
+        return other
+
+    def _show(self, model: str) -> None:
+        """Counts for this model from now on; its counters begin at 0 before the first event."""
+        self._model = model
+        for _, total in self._totals:
+            total.labels(model)
         for family, values in ((self._success, FinishReason), (self._rejected, _REJECTED), (self._aborted, _ABORTED)):
             for value in values:
                 family.labels(model, value)
 
     def first_token(self, seconds: float) -> None:
         """`seconds` from the request to its first token."""
-        self._first_token.observe(seconds)
+        self._first_token.labels(self._model).observe(seconds)
         if self._telemetry:
             self._telemetry.first_token(seconds)
 
     def gap(self, seconds: float, num_tokens: int = 1) -> None:
         """`seconds` between two deltas of a stream, the later with `num_tokens` tokens."""
-        self._gaps.observe(seconds / max(1, num_tokens))
+        self._gaps.labels(self._model).observe(seconds / max(1, num_tokens))
 
     def retrieved(self, seconds: float) -> None:
-        self._retrieval.observe(seconds)
+        self._retrieval.labels(self._model).observe(seconds)
         if self._telemetry:
             self._telemetry.retrieved(seconds)
 
     def handed_over(self, seconds: float) -> None:
         """`seconds` from the request to its submission, without retrieval."""
-        self._gateway.observe(seconds)
+        self._gateway.labels(self._model).observe(seconds)
 
     def ended(self, stats: GenerationStats, finish_reason: FinishReason, seconds: float) -> None:
         """One choice was written to its end, `seconds` after the request came."""
         if self._telemetry:
             self._telemetry.ended(stats, finish_reason)
         self._success.labels(self._model, finish_reason.value).inc()
-        self._whole.observe(seconds)
+        self._whole.labels(self._model).observe(seconds)
         self.worked(stats)
         for field, histogram in self._per_choice:
-            histogram.observe(getattr(stats, field))
+            histogram.labels(self._model).observe(getattr(stats, field))
         if (decoded := stats.num_output_tokens - stats.num_first_tokens) > 0:
-            self._per_token.observe(stats.decode_s / decoded)
+            self._per_token.labels(self._model).observe(stats.decode_s / decoded)
 
     def worked(self, stats: GenerationStats) -> None:
         """Counts the computed tokens, also of requests that were given up."""
         for field, counter in self._totals:
             if count := getattr(stats, field):
-                counter.inc(count)
+                counter.labels(self._model).inc(count)
         for drafter, count in stats.accepted_by_drafter.items():
             self._by_drafter.labels(self._model, drafter).inc(count)
         for drafter, counts in stats.positions.items():
@@ -169,7 +183,9 @@ class Metrics:
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Adds a gauge that calls `value` for every scrape."""
-        Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model).set_function(value)
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, text, ["model_name"], registry=self._registry)
+        self._gauges[name].labels(self._model).set_function(value)
 
     def text(self) -> bytes:
         """Prometheus' text format."""
@@ -179,8 +195,7 @@ class Metrics:
         return Counter(name, text, ["model_name", *labels], registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-        metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
-        return metric.labels(self._model)
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
 
 
 class Telemetry:

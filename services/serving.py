@@ -103,7 +103,7 @@ class Replica:
         from pathlib import Path
 
         from services.app import build_app as build
-        from services.health import Canary
+        from services.health import ready
         from services.keys import KeyFile
         from services.logs import start_logging
 
@@ -114,7 +114,7 @@ class Replica:
         with contextlib.ExitStack() as stack:
             self._backend = stack.enter_context(_backend(given.cluster, settings))
             self._app = build(self._backend, ring)
-            self._canary = Canary(self._backend)
+            self._is_ready = ready(self._backend)
             self._stack = stack.pop_all()
         gc.collect()
         gc.freeze()  # Why: a full collection over everything that was loaded stops all streams for a third of a second
@@ -126,15 +126,16 @@ class Replica:
         """Serve ends a replica that fails this a few times in a row, and starts another."""
         if reason := self._backend.lost:
             raise EngineError(reason)
-        if not await self._canary.check():
-            raise EngineError("the engine writes no token")
+        if not await self._is_ready():
+            raise EngineError("an engine writes no token")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For `replicas_wanted`."""
         from ragspec.cluster.routing.router import Router
 
-        engine = self._backend.engine
-        return {_CHOICES: float(engine.num_choices())} if isinstance(engine, Router) else {}
+        engines = [model.engine for model in self._backend.models.values()]
+        routers = [engine for engine in engines if isinstance(engine, Router)]
+        return {_CHOICES: float(sum(router.num_choices() for router in routers))} if routers else {}
 
     def __del__(self) -> None:
         if stack := getattr(self, "_stack", None):

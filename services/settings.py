@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ragspec.config import ChatConfig, ConfigSection, PipelineConfig
+from ragspec.config import ChatConfig, ConfigSection, DraftingConfig, EngineConfig, PipelineConfig, TargetConfig
 
 DEFAULT_PORT = 8000
+MIN_KV_TOKENS = 64
+"""KV slots of a model at least, as `EngineConfig.max_kv_tokens` demands."""
 CANARY_S = 10.0
 """Time limit of the health check's token."""
 
@@ -79,6 +81,8 @@ class GrammarSettings(ConfigSection):
     """Characters of a text; a longer one is refused."""
     timeout_s: float = Field(60.0, gt=0.0)
     """Sentences not corrected by then stay, and the reply says so."""
+    model: str = ""
+    """The model of `service.models` that corrects; empty: the target. A small model corrects while a larger one answers."""
 
 
 class ServiceSettings(ConfigSection):
@@ -112,6 +116,9 @@ class ServiceSettings(ConfigSection):
     tells less; slower."""
     drain_s: float = Field(120.0, ge=0.0)
     """Time for running requests after the signal to stop."""
+    models: dict[str, TargetConfig] = Field(default_factory=dict)
+    """Further targets by the names that clients use, as `target` is written; on a cluster, each is the deployment of its name.
+    Each takes its weights' memory, and an equal share of the KV cache."""
     conversations: ConversationSettings = ConversationSettings()
     grammar: GrammarSettings = GrammarSettings()
     limits: Limits = Limits()
@@ -138,6 +145,39 @@ class ServiceConfig(PipelineConfig):
 
     chat: ChatConfig = ChatConfig()
     service: ServiceSettings = ServiceSettings()
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        if self.model_name in self.service.models:
+            raise ValueError(f"service.models names {self.model_name!r}, the name of the target")
+        if self.service.grammar.model not in ("", self.model_name, *self.service.models):
+            raise ValueError(
+                f"service.grammar.model is {self.service.grammar.model!r}, which `service.models` does not name"
+            )
+        return self
+
+    @property
+    def engine_share(self) -> EngineConfig:
+        """`engine` with one model's share of the KV cache, which all models divide equally."""
+        count, engine = 1 + len(self.service.models), self.engine
+        bytes_each = None if engine.max_kv_bytes is None else max(1, engine.max_kv_bytes // count)
+        tokens_each = max(MIN_KV_TOKENS, engine.max_kv_tokens // count)
+        return engine.model_copy(update={"max_kv_tokens": tokens_each, "max_kv_bytes": bytes_each})
+
+    def for_model(self, name: str) -> ServiceConfig:
+        """The configuration of the model of this name: its target, its share of the KV cache, and copies as its only drafts,
+        because trained heads and draft models belong to `target`."""
+        engine = self.engine_share
+        if name == self.model_name:
+            return self.model_copy(update={"engine": engine})
+        drafting = DraftingConfig(
+            speculation=self.drafting.speculation,
+            tree=self.drafting.tree,
+            reuse_earlier_answers=self.drafting.reuse_earlier_answers,
+        )
+        # an offload folder belongs to one target
+        engine = engine.model_copy(update={"kv_offload_bytes": 0, "kv_offload_dir": ""})
+        return self.model_copy(update={"target": self.service.models[name], "engine": engine, "drafting": drafting})
 
     @property
     def model_name(self) -> str:

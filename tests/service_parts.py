@@ -32,7 +32,7 @@ from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from services.app import build_app
-from services.backend import ServiceBackend
+from services.backend import LoadedModel, ServiceBackend
 from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
 from services.settings import ServiceConfig
@@ -139,7 +139,7 @@ def backend_of(engine: Engine, config: ServiceConfig) -> ServiceBackend:
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
     retriever = Retriever(encoder, store, config.retriever)
-    return ServiceBackend(engine, engine.target.tokenizer, retriever, config, engine.close)
+    return ServiceBackend({config.model_name: LoadedModel.of(engine)}, retriever, config, engine.close)
 
 
 @contextmanager

@@ -114,12 +114,12 @@ async def _engine_first_s(service: Service, questions: Sequence[str], at_once: i
     async def client() -> None:
         for question in waiting:
             params = SamplingParams(max_tokens=_FIRST_TOKENS, seed=seed)
-            prompt = service.backend.prompts.build(question, (), _FIRST_TOKENS).prompt_ids
+            prompt = service.backend.target.prompts.build(question, (), _FIRST_TOKENS).prompt_ids
             salt = next(iter(service.keys))
             request = Request(uuid.uuid4().hex, prompt, params, copy_sources(question, ()), salt)
             begin = time.perf_counter()
             # Why the cast: every asynchronous generator can be closed
-            async with aclosing(cast(Any, service.backend.engine.stream(request))) as stream:
+            async with aclosing(cast(Any, service.backend.target.engine.stream(request))) as stream:
                 seconds.extend([time.perf_counter() - begin async for delta in stream if delta.text][:1])
 
     await asyncio.gather(*(client() for _ in range(at_once)))
@@ -137,8 +137,8 @@ def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
     }
     orders |= {"seconds": 10.0 if run.quick else 60.0, "num_clients": _NUM_CLIENTS, "seed": run.seed}
     found: Row = run_clients(orders)
-    assert isinstance(backend.engine, Engine)
-    leaked = leaked_slots(backend.engine, _TENANTS)
+    assert isinstance(backend.target.engine, Engine)
+    leaked = leaked_slots(backend.target.engine, _TENANTS)
     return found | {"leaked": leaked, "left_running": backend.rate_limiter.running}
 
 

@@ -112,17 +112,14 @@ def _in_process(
     console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None
 ) -> Iterator[ServiceBackend]:
     stay_offline(settings.target)
-    from ragspec.engine.loading import load_engine
+    from services.backend import load_models
 
     with contextlib.ExitStack() as loaded:
         with ThreadPoolExecutor(1, "ragspec-beside") as thread:
             loading = thread.submit(_load_encoder, settings.encoder)
             with stage(console, "target", "loading the target") as done:
-                engine = load_engine(
-                    settings.target, settings.engine, settings.drafting, say=done, quiet=lambda: wait([loading])
-                )
-                loaded.callback(engine.close)
-                done.detail = f"{settings.model_name}, numerics {engine.fingerprint}"
+                models = load_models(settings, loaded, done, lambda: wait([loading]))
+                done.detail = "; ".join(f"{name}, numerics {each.engine.fingerprint}" for name, each in models.items())
             with stage(console, "encoder", "loading the encoder") as done:
                 encoder = loading.result()
                 done.detail = settings.encoder.model
@@ -134,7 +131,7 @@ def _in_process(
                 settings = _with_standard_library(settings, encoder, corpus, done)
             retriever = Retriever.from_config(settings.retriever, encoder)
             done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
-        yield loaded.enter_context(ServiceBackend(engine, engine.target.tokenizer, retriever, settings, engine.close))
+        yield loaded.enter_context(ServiceBackend(models, retriever, settings, loaded.pop_all().close))
 
 
 def _load_encoder(config: EncoderConfig) -> Encoder:
@@ -171,7 +168,7 @@ def _on_cluster(console: Console, name: str, address: str | None, settings: Serv
 
             stack = contextlib.ExitStack()
             backend = stack.enter_context(clustered(name, settings))
-            done.detail = f"{name}: {backend.model}, numerics {backend.engine.fingerprint}"
+            done.detail = f"{name}: {backend.model}, numerics {backend.target.engine.fingerprint}"
         with stack:
             yield backend
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Executor
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request
@@ -45,7 +46,10 @@ class Engine(EngineClient):
         admission: Admission,
         config: EngineConfig,
         threads: AdaptiveThreads | None = None,
+        step_thread: Executor | None = None,
     ) -> None:
+        """`step_thread`: its only thread runs the steps of several engines in turn; None: steps run in the engine's thread."""
+        self._step_thread = step_thread
         self._threads = threads or AdaptiveThreads(config.num_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self.lost = self._closed = ""  # why it is dead, set before any sequence ends with it; why requests are refused
@@ -116,7 +120,10 @@ class Engine(EngineClient):
     def _run(self) -> None:
         try:
             while self._commands.run(lambda: self._scheduler.idle):
-                self._step_or_fail()
+                if self._step_thread is None:
+                    self._step_or_fail()
+                else:
+                    self._step_thread.submit(self._step_or_fail).result()
         except RankLost as cause:
             log.error("the engine is dead: %s", cause)
             with self._lock:

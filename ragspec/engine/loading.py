@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -82,12 +83,14 @@ def load_engine(
     adaptive_threads: bool = True,
     say: Say = log_progress,
     quiet: Callable[[], object] = lambda: None,
+    step_thread: Executor | None = None,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
     `say` gets a line for each part of the start. The first start of a target takes many times as long as later ones.
     `adaptive_threads`: use one thread or all of them, whichever is faster at the moment. `quiet` is
-    called before forwards are timed; it returns when nothing else computes in this process.
+    called before forwards are timed; it returns when nothing else computes in this process. `step_thread`: of one thread; engines
+    that share it take turns, a step each, and so never compete for the processors.
     Raises: ModelError, ConfigError, SaveError, RankLost.
     """
     most_threads, adaptive = threads_a_rank(config, ranks), adaptive_threads and ranks.size == 1
@@ -119,7 +122,7 @@ def load_engine(
         return target, planner, admission, settled, threads
 
     try:
-        return Engine(*run_in_thread(build, most_threads))
+        return Engine(*run_in_thread(build, most_threads), step_thread)
     except BaseException:
         ranks.close()
         raise

@@ -22,7 +22,7 @@ from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText
 from ragspec.retrieval.search.analysis import COMMON_WORDS
-from services.backend import ServiceBackend
+from services.backend import ServedModel, ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
 
@@ -64,11 +64,11 @@ class Corrected(NamedTuple):
 
 
 class Corrector:
-    """Serves all callers."""
+    """One model, for all callers."""
 
-    def __init__(self, backend: ServiceBackend) -> None:
-        self._backend, self._settings = backend, backend.config.service.grammar
-        self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_num_seqs)
+    def __init__(self, backend: ServiceBackend, model: ServedModel) -> None:
+        self._backend, self._settings, self.model = backend, backend.config.service.grammar, model
+        self._grammar = Grammar(model.engine, model.prompts, max_in_flight=backend.config.engine.max_num_seqs)
         self._proof: asyncio.Task[bool] | None = None
 
     async def correct(self, caller: Caller, request: CorrectionRequest, dictionaries: Sequence[str] = ()) -> Corrected:
@@ -104,7 +104,7 @@ class Corrector:
             num_written = correction.stats.num_output_tokens
         finally:
             reservation.used(num_prompt + num_written)
-        self._backend.metrics.worked(correction.stats)
+        self.model.metrics.worked(correction.stats)
         if ready.requests and not correction.stats.num_output_tokens:
             raise ApiError(
                 500,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -139,15 +140,15 @@ def _statistics(correction: Correction, seconds: float, *, trusted: bool) -> dic
 
 
 def routes(backend: ServiceBackend) -> APIRouter:
-    router, corrector = APIRouter(), Corrector(backend)
-    _add_check(router, backend, corrector)
+    router, correctors = APIRouter(), {name: Corrector(backend, model) for name, model in backend.models.items()}
+    _add_check(router, correctors[backend.corrector.name])
     _add_server_facts(router, backend)
     _add_dictionaries(router, backend)
-    _add_grammar(router, backend, corrector)
+    _add_grammar(router, correctors, backend.corrector.name)
     return router
 
 
-def _add_check(router: APIRouter, backend: ServiceBackend, corrector: Corrector) -> None:
+def _add_check(router: APIRouter, corrector: Corrector) -> None:
     @router.get("/v2/check")
     @router.post("/v2/check")
     async def check(request: HttpRequest) -> Response:
@@ -218,10 +219,11 @@ def _add_dictionaries(router: APIRouter, backend: ServiceBackend) -> None:
         return JSONResponse({"deleted": await asyncio.to_thread(dictionaries.delete, tenant, word, name)})
 
 
-def _add_grammar(router: APIRouter, backend: ServiceBackend, corrector: Corrector) -> None:
+def _add_grammar(router: APIRouter, correctors: Mapping[str, Corrector], default: str) -> None:
     @router.post("/v1/grammar")
     async def grammar(body: GrammarRequest, request: HttpRequest) -> Response:
-        if body.model not in (None, backend.model):
+        corrector = correctors.get(body.model or default)
+        if corrector is None:
             raise ApiError(404, f"the model {body.model!r} is not served here", param="model", code="model_not_found")
         caller = request.state.caller
         correction = await asyncio.to_thread(body.correction_request, caller.tenant)
@@ -229,7 +231,7 @@ def _add_grammar(router: APIRouter, backend: ServiceBackend, corrector: Correcto
         if body.language == AUTO and not found.is_corrected:
             raise ApiError(400, f"the text seems to be {found.name}, and only English is corrected", param="language")
         corrected = await corrector.correct(caller, correction)
-        reply = await asyncio.to_thread(grammar_reply, backend.model, found, corrected, trusted=caller.trusted)
+        reply = await asyncio.to_thread(grammar_reply, corrector.model.name, found, corrected, trusted=caller.trusted)
         return JSONResponse(reply)
 
 

@@ -97,13 +97,13 @@ class AnswerFormat(ABC):
         completions = await self.stream.completions()
         self._count()
         choices, ragspec = await self.choices(completions)
-        fingerprint = completions[0].stats.system_fingerprint or self.context.backend.engine.fingerprint
+        fingerprint = completions[0].stats.system_fingerprint or self.context.model.engine.fingerprint
         head = self._head(self.object_type, fingerprint)
         await sender.json(head | {"choices": choices, "usage": self._usage(), "ragspec": ragspec} | self._metrics())
 
     async def _send_stream(self, sender: ResponseSender) -> None:
         options, is_strict = self.context.body.options, self.context.is_strict
-        head = self._head(self.chunk_type, self.context.backend.engine.fingerprint)
+        head = self._head(self.chunk_type, self.context.model.engine.fingerprint)
         pad_bytes = STRICT_PAD_BYTES if is_strict else PAD_BYTES * options.include_obfuscation
         encoder = ChunkEncoder(head, pad_bytes, with_usage=options.include_usage)
 
@@ -140,13 +140,13 @@ class AnswerFormat(ABC):
             "id": f"{self.id_prefix}-{self.context.id}",
             "object": object_type,
             "created": self.context.created,
-            "model": self.context.backend.model,
+            "model": self.context.model.name,
             "system_fingerprint": fingerprint,
         }
 
     def _count(self) -> None:
         """Counts an answer whose choices have all ended."""
-        metrics, begin_s = self.context.backend.metrics, self.context.begin_s
+        metrics, begin_s = self.context.model.metrics, self.context.begin_s
         if self.stream.first_token_s:
             metrics.first_token(self.stream.first_token_s - begin_s)
         for key in self.stream.keys:

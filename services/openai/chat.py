@@ -7,7 +7,7 @@ Owns the path from a chat body to a turn, and the chat format of its answer. Ret
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextvars import copy_context
 from functools import partial
@@ -36,14 +36,15 @@ _MAX_PREPARING = 64
 
 
 class ChatParts(NamedTuple):
-    """Shared by the requests of all routes that answer chat turns. `threads` prepare turns."""
+    """Shared by the requests of all routes that answer chat turns. `token_texts`: by model. `threads` prepare turns."""
 
-    token_texts: TokenTexts
+    token_texts: Mapping[str, TokenTexts]
     threads: Executor
 
     @classmethod
     def of(cls, backend: ServiceBackend) -> ChatParts:
-        return cls(TokenTexts(backend.prompts.tokenizer), started_threads(_MAX_PREPARING, "ragspec-prepare"))
+        texts = {name: TokenTexts(model.prompts.tokenizer) for name, model in backend.models.items()}
+        return cls(texts, started_threads(_MAX_PREPARING, "ragspec-prepare"))
 
 
 def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> APIRouter:
@@ -68,9 +69,9 @@ async def write(
         call = partial(copy_context().run, prepare, body, context)
         ready = await asyncio.get_running_loop().run_in_executor(parts.threads, call)
     if body.retrieval_options is not None:
-        context.backend.metrics.retrieved(ready.retrieve_s)
+        context.model.metrics.retrieved(ready.retrieve_s)
     async with context.generate([ready.request], ready.retrieve_s, said=ready.said) as stream:
-        await form(body, context, ready, stream, parts.token_texts).send(sender)
+        await form(body, context, ready, stream, parts.token_texts[context.model.name]).send(sender)
 
 
 def is_inline(body: ChatBody) -> bool:
@@ -98,7 +99,7 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
         cache_salt=body.cache_salt or "",
         abstain_below=context.backend.config.retriever.abstain_below,
     )
-    return context.backend.chat.prepare(turn)
+    return context.model.chat.prepare(turn)
 
 
 def _scope(tenant: str, options: RetrievalOptions) -> SearchScope:
@@ -169,10 +170,10 @@ class ChatFormat(AnswerFormat):
         return self._answers_blocking(completions)
 
     def _answers_blocking(self, completions: Sequence[Completion]) -> list[Answer]:
-        chat = self.context.backend.chat
+        chat = self.context.model.chat
         answers = [build_answer(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):
-            self.context.backend.metrics.labelled([sentence.label for sentence in answer.sentences])
+            self.context.model.metrics.labelled([sentence.label for sentence in answer.sentences])
             if completion.choice == 0:  # the conversation goes on with the first choice
                 self._is_kept = chat.remember(self._ready, answer)
         return answers

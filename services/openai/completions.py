@@ -30,13 +30,16 @@ from services.openai.types import CompletionBody
 
 
 def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
-    router, token_texts = APIRouter(tags=["completions"]), TokenTexts(backend.prompts.tokenizer)
+    router, token_texts = (
+        APIRouter(tags=["completions"]),
+        {name: TokenTexts(model.prompts.tokenizer) for name, model in backend.models.items()},
+    )
 
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionBody, request: Request) -> Response:
         """A continuation of each prompt."""
         context = RequestContext.of(backend, mailbox, body, request)
-        return GenerationResponse(partial(_write, body, context, token_texts))
+        return GenerationResponse(partial(_write, body, context, token_texts[context.model.name]))
 
     return router
 
@@ -52,7 +55,7 @@ async def _write(
 
 def requests_of(body: CompletionBody, context: RequestContext) -> list[Generation]:
     """One request a prompt. Raises: ApiError, InputError."""
-    prompts, max_tokens = context.backend.prompts, context.params.max_tokens
+    prompts, max_tokens = context.model.prompts, context.params.max_tokens
     speculation = ON if body.speculation is None else Speculation.of(body.speculation)
     salt, requests = cache_salt_of(context.caller.tenant, body.cache_salt or ""), []
     for prompt in body.prompt:

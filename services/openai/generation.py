@@ -27,7 +27,7 @@ from fastapi import Request as HttpRequest
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.client import completion_of
-from services.backend import ServedEngine, ServiceBackend
+from services.backend import ServedEngine, ServedModel, ServiceBackend
 from services.errors import ApiError, ClientTooSlow
 from services.keys import Caller
 from services.metrics import Metrics
@@ -47,6 +47,7 @@ class RequestContext:
     """`begin_s`: when the request came, of time.perf_counter. `created`: the same as Unix time."""
 
     backend: ServiceBackend
+    model: ServedModel
     mailbox: DeltaMailbox
     body: SamplingBody
     caller: Caller
@@ -60,14 +61,14 @@ class RequestContext:
         cls, backend: ServiceBackend, mailbox: DeltaMailbox, body: SamplingBody, request: HttpRequest
     ) -> RequestContext:
         """Raises: ApiError for an unknown model, too long an output or a stream that strict privacy forbids; InputError."""
-        check_model(backend, body.model)
+        model = served_model(backend, body.model)
         params = body.params(backend.default_params)
         name, given = body.output_limit
-        if given >= (context_tokens := backend.engine.max_context_tokens):
+        if given >= (context_tokens := model.engine.max_context_tokens):
             reason = f"{name} is {given}, but the context has {context_tokens} tokens, the prompt included"
             raise ApiError(400, reason, param=name, code="context_length_exceeded")
         caller, begin_s = request.state.caller, request.state.begin
-        context = cls(backend, mailbox, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
+        context = cls(backend, model, mailbox, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
         if context.is_strict and body.stream and params.logprobs is not None:
             reason = "a stream with log-probabilities shows each token, which strict privacy forbids"
             raise ApiError(400, reason, param="logprobs")
@@ -88,14 +89,14 @@ class RequestContext:
 
         Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
         """
-        metrics, limiter = self.backend.metrics, self.backend.rate_limiter
+        metrics, limiter = self.model.metrics, self.backend.rate_limiter
         num_prompt = sum(len(request.prompt_ids) for request in requests)
         max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
         max_waiting = MAX_WAITING_TOKENS if self.body.stream else None
         with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-            engine = KnownAnswer(said) if said else self.backend.engine
+            engine = KnownAnswer(said) if said else self.model.engine
             stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
             try:
                 async with stream:
@@ -104,12 +105,12 @@ class RequestContext:
                 reservation.used(num_prompt + stream.num_tokens)
 
 
-def check_model(backend: ServiceBackend, name: str) -> None:
-    """Raises: ApiError 404."""
-    if name != backend.model:
-        raise ApiError(
-            404, f"there is no model {name!r}; this is {backend.model!r}", param="model", code="model_not_found"
-        )
+def served_model(backend: ServiceBackend, name: str) -> ServedModel:
+    """The model that a request names. Raises: ApiError 404."""
+    if (model := backend.models.get(name)) is None:
+        reason = f"there is no model {name!r}; this is {' and '.join(map(repr, backend.models))}"
+        raise ApiError(404, reason, param="model", code="model_not_found")
+    return model
 
 
 class KnownAnswer:

@@ -229,7 +229,7 @@ class ResponsesFormat(ChatFormat):
             "instructions": None,
             "max_output_tokens": params.max_tokens,
             "metadata": {},
-            "model": self.context.backend.model,
+            "model": self.context.model.name,
             "output": output,
             "parallel_tool_calls": False,
             "previous_response_id": None,

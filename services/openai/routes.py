@@ -1,6 +1,6 @@
 """OpenAI's routes under /v1.
 
-Owns `GET /v1/models` (the model that answers, and the encoder that embeds) and `POST /v1/embeddings` (vectors of the encoder that
+Owns `GET /v1/models` (the models that answer, and the encoder that embeds) and `POST /v1/embeddings` (vectors of the encoder that
 searches the index), with the thread that encodes.
 
 Embeddings never truncate: a text longer than the encoder's limit is refused.
@@ -22,7 +22,7 @@ from ragspec.numerics.threads import started_threads
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai import chat, completions, responses
-from services.openai.generation import DeltaMailbox, check_model
+from services.openai.generation import DeltaMailbox, served_model
 from services.openai.types import EmbeddingBody
 
 _SLICE = 32
@@ -46,12 +46,13 @@ def routes(backend: ServiceBackend) -> APIRouter:
 def _model_routes(backend: ServiceBackend) -> APIRouter:
     router, encoder = APIRouter(tags=["models"]), backend.encoder
     common = {"object": "model", "created": int(time.time()), "owned_by": "ragspec"}
-    lengths = {backend.model: backend.engine.max_context_tokens, encoder.identity.id: encoder.max_tokens}
+    lengths = {name: model.engine.max_context_tokens for name, model in backend.models.items()}
+    lengths[encoder.identity.id] = encoder.max_tokens
     models = {name: {"id": name, **common, "max_model_len": length} for name, length in lengths.items()}
 
     @router.get("/v1/models", response_model=None)
     async def index() -> dict[str, Any]:
-        """The model that answers comes first."""
+        """The target comes first, then further models, then the encoder."""
         return {"object": "list", "data": list(models.values())}
 
     @router.get("/v1/models/{name:path}", response_model=None)
@@ -97,7 +98,7 @@ class Embeddings:
         """The number of tokens of each text. Raises: ApiError, InputError."""
         encoder = self._encoder
         if body.model != encoder.identity.id:
-            check_model(self._backend, body.model)
+            served_model(self._backend, body.model)
         dimension = encoder.identity.dimension
         if body.dimensions not in (None, dimension):
             raise ApiError(400, f"the vectors have {dimension} dimensions, and no others", param="dimensions")

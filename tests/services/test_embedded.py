@@ -77,7 +77,7 @@ def test_what_takes_longer_than_the_drain_is_told_so(serving: Serving) -> None:
 def test_the_service_ends_with_its_engine(serving: Serving) -> None:
     """It answered its health checks though it could never write again, and nobody started it anew."""
     with serving() as service, service.client() as client:
-        engine = service.backend.engine
+        engine = service.backend.target.engine
         assert isinstance(engine, Engine) and not service.backend.lost
         assert client.get("/health/ready").status_code == 200
         engine.lost = "the target is lost"

@@ -27,7 +27,7 @@ def test_a_service_that_runs_lives_and_is_ready(service: Service) -> None:
 def test_a_service_whose_engine_is_closed_lives_and_is_not_ready(serving: Serving) -> None:
     """Readiness that only says that the process answers."""
     with serving() as service, service.client("") as client:
-        service.backend.engine.close()
+        service.backend.target.engine.close()
         assert client.get("/health/ready").status_code == 503
         assert client.get("/health/live").status_code == 200
 
@@ -67,7 +67,7 @@ def test_a_busy_deployment_is_no_dead_one(
     monkeypatch.setattr("services.health._FRESH_S", 0.0)
     monkeypatch.setattr("services.health.CANARY_S", 0.05)
     engine = Busy(error, goes_on=goes_on)
-    canary = Canary(cast(Any, SimpleNamespace(engine=engine, prompts=service.backend.prompts)))
+    canary = Canary(cast(Any, SimpleNamespace(engine=engine, prompts=service.backend.target.prompts)))
 
     async def asked() -> list[bool]:
         return [await canary.check() for _ in range(2)]

@@ -171,7 +171,7 @@ def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> No
 def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leak was not seen, or a cache counted as one."""
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)
-    engine = here.backend.engine
+    engine = here.backend.target.engine
     assert isinstance(engine, Engine)
     begun = threading.Event()
     params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)

@@ -180,7 +180,7 @@ def test_what_a_file_says_of_itself_gives_it_to_nobody_else(ann: openai.OpenAI, 
 
 def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: Service) -> None:
     """What was deleted was found until the next restart, or lived on in caches and conversations."""
-    engine, chat = library_service.backend.engine, library_service.backend.chat
+    engine, chat = library_service.backend.target.engine, library_service.backend.target.chat
     store, member = put(ann, "faq.md", FAQ)
     turn = ChatTurn(
         "t1", (Message("user", "zebra stripes?"),), SamplingParams(max_tokens=8), _of(store), cache_salt="s"

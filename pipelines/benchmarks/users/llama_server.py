@@ -46,7 +46,7 @@ def llama_tokens_per_s(service: Service, bodies: Sequence[Body], users: int, num
     prompts = prompts_of(service, bodies)
     room = max(len(prompt["prompt"]) + prompt["max_tokens"] for prompt in prompts)
     speeds = list[float]()
-    for path in llama_files(load_peer(backend.config.target), folder, backend.prompts.tokenizer).values():
+    for path in llama_files(load_peer(backend.config.target), folder, backend.target.prompts.tokenizer).values():
         with serving(path, users, room) as url:
             runs = [measured(timed_answers(url, "", _PATH, prompts, users)) for _ in range(num_runs)]
         speeds.append(median(run["tokens_per_s"] for run in runs))
@@ -67,7 +67,7 @@ def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]
             num_passages=backend.config.retriever.num_passages,
             retrieve=body.get("retrieval") is not False,
         )
-        prompt = backend.chat.prepare(turn).request.prompt_ids
+        prompt = backend.target.chat.prepare(turn).request.prompt_ids
         options = {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
         sampling = {"max_tokens": params.max_tokens, "temperature": params.temperature, "seed": body["seed"]}
         prepared.append({"model": "llama", "prompt": list(prompt), **sampling, **options})

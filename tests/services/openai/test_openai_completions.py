@@ -54,7 +54,7 @@ def test_speculation_and_streams_change_no_completion(api: openai.OpenAI, temper
 
 def test_token_ids_are_the_prompt_they_are(api: openai.OpenAI, service: Service) -> None:
     """Token ids were decoded and read again as something else, or text as a control token."""
-    tokenizer = service.backend.prompts.tokenizer
+    tokenizer = service.backend.target.prompts.tokenizer
     ids = tokenizer("A mill needs water")["input_ids"]
     as_text, as_ids = complete(api, "A mill needs water"), complete(api, ids)
     assert as_text.choices[0].text == as_ids.choices[0].text

@@ -47,7 +47,7 @@ def body(**options: Any) -> dict[str, Any]:
 
 
 def engine_of(service: Service) -> Engine:
-    engine = service.backend.engine
+    engine = service.backend.target.engine
     assert isinstance(engine, Engine)
     return engine
 
@@ -106,7 +106,7 @@ def test_a_client_that_leaves_while_a_thread_works_leaves_nothing(
     service: Service, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """A request whose client left during retrieval was handed to the engine afterwards, and cancelled by nobody."""
-    owner: Any = service.backend.chat if where == "prepare" else service.backend.engine
+    owner: Any = service.backend.target.chat if where == "prepare" else service.backend.target.engine
     real, entered, release = getattr(owner, where), threading.Event(), threading.Event()
     done = threading.Event()
 
@@ -193,7 +193,7 @@ def test_the_end_of_a_choice_does_not_wait_for_another_choice(
 
         threading.Thread(target=speak).start()
 
-    monkeypatch.setattr(service.backend.engine, "submit", submit)
+    monkeypatch.setattr(service.backend.target.engine, "submit", submit)
     ended = []
     asked = body(stream=True, n=2)
     with service.client() as client, client.stream("POST", "/v1/chat/completions", json=asked) as reply:
