@@ -22,7 +22,6 @@ from ragspec.config import RetrieverConfig
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.segment_search import SearchScope
 
 NAMES = [f"shard-{number}" for number in range(5)]
@@ -153,7 +152,6 @@ def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPa
         def scores(self, query: str, texts: list[str]) -> Any:
             return np.arange(len(texts), dtype=np.float64)
 
-    monkeypatch.setattr(index_searcher, "RERANK_DEPTH", 6)
     monkeypatch.setattr(shards.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
     actor, config = ShardActor(), RetrieverConfig(reranker="some/model")
     queries, plain = local(index_dir).encode(QUERIES), local(index_dir)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipelines.benchmarks.gpu import SMALL, TEXT, engine_over, random_target
+from pipelines.benchmarks.gpu import TEXT, Shape, engine_over, random_target
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.cost_model import CostTable
@@ -33,6 +33,7 @@ from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler
 
+SMALL = Shape("small", hidden=128, layers=2, heads=4, kv_heads=2, inner=256, vocab=49_152)
 SAMPLINGS = {
     "T=0": SamplingParams(max_tokens=24),
     "T=1": SamplingParams(max_tokens=24, temperature=1.0, seed=1),

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, PipelineConfig, load_config
 from ragspec.core import Document
+from ragspec.core import Request as EngineRequest
 from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError, SaveError
-from ragspec.rag.pipeline import AsyncPipeline, Pipeline
+from ragspec.rag import pipeline
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.steps import collect_completions
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.writer import IndexWriter
@@ -249,17 +252,16 @@ def _check_speed(summary: dict[str, Any]) -> None:
 
 
 def fail_generation(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: Callable[[Sequence[Any]], bool]
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: Callable[[EngineRequest], bool]
 ) -> None:
-    """Raise the error for every batch of which `is_lost` says so."""
-    generate = AsyncPipeline._generate
+    """Raise the error for every request of which `is_lost` says so."""
 
-    async def losing(flow: AsyncPipeline, ready: Any) -> Any:
-        if is_lost(ready):
+    async def losing(engine: Any, request: EngineRequest) -> Any:
+        if is_lost(request):
             raise error
-        return await generate(flow, ready)
+        return await collect_completions(engine, request)
 
-    monkeypatch.setattr(AsyncPipeline, "_generate", losing)
+    monkeypatch.setattr(pipeline, "collect_completions", losing)
 
 
 @pytest.mark.parametrize("error", [ReplicaLost("no engine is left"), RetrievalError("the index is lost")])
@@ -269,7 +271,7 @@ def test_a_loss_for_good_ends_the_job_and_nothing_wrong_is_written(
     """A thousand rows "failed" because of one dead machine; or answered from what was left of the index."""
     with monkeypatch.context() as patch:
         left = iter(range(10))
-        fail_generation(patch, error, lambda ready: next(left, None) is None)
+        fail_generation(patch, error, lambda request: next(left, None) is None)
         with pytest.raises(EngineError, match=f"the job stopped: {error}.*run it again"):
             run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     kept = texts_of(tmp_path / "out")
@@ -284,7 +286,7 @@ def test_an_error_of_one_request_is_its_rows(
     place: Path, straight: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row that no engine can answer ends the job, now and at every resume."""
-    fail_generation(monkeypatch, EngineError("a step failed"), lambda ready: ready[0].request.id == "q7")
+    fail_generation(monkeypatch, EngineError("a step failed"), lambda request: request.id == "q7")
     summary = run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert (summary.num_answered, summary.num_failed) == (NUM_ROWS - 1, 1)
     assert texts_of(tmp_path / "out") == {name: text for name, text in straight.items() if name != "q7"}
