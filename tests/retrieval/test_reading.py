@@ -10,7 +10,7 @@ import pytest
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import find_files, passed_over, read_documents, read_file
+from ragspec.retrieval.reading import Unread, find_files, passed_over, read_documents, read_file
 
 
 @pytest.fixture
@@ -259,6 +259,24 @@ def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
         ),
         Document("p:4", "name: nut", metadata={"name": "nut"}),
     ]
+
+
+def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
+    """One badly quoted cell refused a file of a million rows."""
+    path = tmp_path / "rows.csv"
+    path.write_text('sep=;\r\nid;text\n1;"a" b\n2;"two\nlines"\n3;x;y\n4;"open\n5;five\n')
+    unread: list[Unread] = []
+    assert [(row.id, row.text) for row in read_file(path, "rows.csv", unread)] == [("2", "two\nlines"), ("5", "five")]
+    assert [each.place for each in unread] == ["line 3", "line 6", "line 7"]
+
+
+def test_text_of_windows_is_read_and_named(tmp_path: Path) -> None:
+    """A file of an old editor was refused for its first accent."""
+    for name, raw in (("a.txt", b"caf\xe9 \x80 5"), ("a.csv", b"text\ncaf\xe9 \x80 5\n")):
+        (tmp_path / name).write_bytes(raw)
+        unread: list[Unread] = []
+        assert [found.text for found in read_file(tmp_path / name, name, unread)] == ["café € 5"]
+        assert "windows-1252" in str(unread[0])
 
 
 def test_readmes_without_a_suffix_are_read_and_other_files_are_named(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def test_ten_thousand_levels_of_a_web_page_are_read(tmp_path: Path, markup: str)
 @pytest.mark.parametrize(
     ("name", "raw", "reason"),
     [
-        ("a.txt", b"caf\xe9", "not UTF-8 text (byte 3)"),
+        ("a.txt", "Größe".encode() + b"\xe9", "not UTF-8 text (byte 7)"),
+        ("a.txt", "мельница".encode("cp1251"), "not UTF-8 text (byte 0)"),
         ("a.txt", "Text".encode("utf-16-le"), "NUL"),
         ("a.md", b"\xff\xfea", "not UTF-16"),
         ("a.jsonl", b'{"text": "x"}\n{oops', "line 2: not JSON"),
@@ -149,8 +150,8 @@ def test_ten_thousand_levels_of_a_web_page_are_read(tmp_path: Path, markup: str)
         ("a.jsonl", b'{"text": "x", "id": true}', "`id`"),
         ("a.jsonl", b'{"text": "x", "owner": 3}', "`owner`"),
         ("a.jsonl", b'{"text": "x", "metadata": [1]}', "`metadata`"),
-        ("a.csv", b"id,text\n1,caf\xe9\n", "not UTF-8"),
-        ("a.csv", b'id,text\n1,x\n2,"never closed\n', "line 3: unexpected end of data"),
+        ("a.csv", "id,text\n1,мельница\n".encode("cp1251"), "not UTF-8"),
+        ("a.csv", b'id,text\n2,"never closed\n', "line 2: unexpected end of data"),
         ("a.csv", b"id,text\n1,a\0b\n", "NUL"),
         ("a.csv", b"id,text\n1,a,b\n", "line 2: 3 cells below 2 columns"),
         ("a.csv", b"id,Text,TEXT\n1,a,b\n", "line 1: two columns"),

@@ -93,6 +93,13 @@ def test_rows_of_a_table_are_lines(tmp_path: Path) -> None:
         ('<?xml version="1.0" encoding="shift_jis"?><p>日本語'.encode("shift_jis"), "日本語"),
         ('<meta charset="none-such"><p>Größe'.encode(), "Größe"),
         (b"no tags at all", "no tags at all"),
+        (b'<meta charset="iso-8859-1"><p>5 \x80', "5 €"),
+        (
+            b"<?xml version='1.0' encoding='us-ascii'?><html xmlns='http://www.w3.org/1999/xhtml'><title/><p>\x93a\x94",
+            "“a”",
+        ),
+        (b"<meta http-equiv=content-type content='text/html; charset=iso-8859-9'><p>\xfd\x80", "ı€"),
+        ('<meta charset="gb2312"><p>镕'.encode("gbk"), "镕"),
     ],
 )
 def test_a_web_page_may_be_written_in_any_encoding(tmp_path: Path, raw: bytes, text: str) -> None:
@@ -242,3 +249,113 @@ def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"{path.name} cannot be read: .*{reason}"):
             list(read_file(path, path.name))
     assert one(write_pdf(tmp_path / "open.pdf", ["Open."], title=" ")).title == "open"
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("10<sup>6</sup> kg, 10<sup>-3</sup> m<sup>2</sup>", "10⁶ kg, 10⁻³ m²"),
+        ("H<sub>2</sub>O, x<sup>n+1</sup>, 2<sup>2<sup>n</sup></sup>, 3<sup>q</sup>", "H₂O, xⁿ⁺¹, 2^(2ⁿ), 3^q"),
+        ('<span style="vertical-align: super">14</span>C', "¹⁴C"),
+        ("<math><msup><mi>x</mi><mn>2</mn></msup><mo>+</mo><msub><mi>a</mi><mi>i</mi></msub></math>", "x²+aᵢ"),
+        ("The mill<sup>1</sup> is old.<sup>2</sup>", "The mill[1] is old.[2]"),
+        ('at 10<a href="#fn3"><sup>3</sup></a> sharp<sup>[4]</sup>', "at 10[3] sharp[4]"),
+        ("the 21<sup>st</sup>, M<sup>me</sup> Dupont", "the 21st, Mme Dupont"),
+        ("costs <del>10</del> <ins>12</ins>, <q>said</q> he", "costs 12, “said” he"),
+        ("Donau&shy;dampf &#128;", "Donau\xaddampf €"),
+    ],
+)
+def test_raised_and_struck_text_keeps_its_meaning(tmp_path: Path, markup: str, text: str) -> None:
+    """The text "10<sup>6</sup> kg" was quoted as "106 kg"."""
+    assert page(tmp_path, f"<p>{markup}</p>").text == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ("<tr><td rowspan=2>North<td>2023<td>5<tr><td>2024<td>8", ["North | 2023 | 5", "North | 2024 | 8"]),
+        ("<tr><td>a<td rowspan=0>all<td>b<tr><td>c<td>d", ["a | all | b", "c | all | d"]),
+        ("<tr><td>1<td colspan=2>2<td>3<tr><td>4<td>5<td>6<td>7", ["1 | 2 |  | 3", "4 | 5 | 6 | 7"]),
+        ("<tr><td rowspan=2 colspan=2>x<td>1<tr><td>2", ["x |  | 1", "x |  | 2"]),
+        ("<tr><td>Steps<td><ol start=3><li>cut<li>sew</ol>", ["Steps | 3. cut 4. sew"]),
+    ],
+)
+def test_cells_stand_in_their_columns(tmp_path: Path, rows: str, lines: list[str]) -> None:
+    """Below a cell over two rows the numbers of 2024 stood under 2023."""
+    document = page(tmp_path, f"<table>{rows}</table>")
+    assert document.text == "\n".join(f"| {line} |" for line in lines)
+    assert [block.kind for block in document.blocks] == ["table"]
+
+
+def test_a_table_of_nothing_but_spans_is_refused(tmp_path: Path) -> None:
+    """A page of one megabyte became a text of a hundred."""
+    rows = "<tr>" + "<td colspan=1000 rowspan=0>x" * 3 + "<tr><td>y" * 2000
+    with pytest.raises(InputError, match="span too many rows"):
+        page(tmp_path, f"<table>{rows}</table>")
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("<h2><button>How do I reset?</button></h2><p>Press reset.", "How do I reset?\n\nPress reset."),
+        ("<details><summary><button>Why?</button></summary>So.</details>", "Why?\n\nSo."),
+        ("<dl><dt><button>Who?</button><dd>I.</dl>", "Who?\n\nI."),
+        (
+            '<button class="accordion">Returns</button><div>Within a month.</div><button>Share</button>',
+            "Returns\n\nWithin a month.",
+        ),
+        (
+            "<div><button aria-expanded=false>Sending things back</button></div><button>Menu</button>",
+            "Sending things back",
+        ),
+        ("<p>Press <button>OK</button> to close.", "Press OK to close."),
+        ("<pre>x = 1<button>Copy</button></pre>", "x = 1"),
+        ('<div role="heading" aria-level="3">Low</div>', "Low"),
+    ],
+)
+def test_questions_in_buttons_are_read_and_tools_are_not(tmp_path: Path, markup: str, text: str) -> None:
+    """The answers of a page of questions stood without their questions."""
+    assert page(tmp_path, markup).text == text
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("<ol start=5><li>a<li>b</ol>", "5. a\n6. b"),
+        ("<ol><li value=9>a<li>b</ol>", "9. a\n10. b"),
+        ("<ol reversed><li>a<li>b</ol><ol start=9 reversed><li>c<li>d</ol>", "2. a\n1. b\n9. c\n8. d"),
+        ("<ol type=a><li>x<ol type=I><li>y<li>z</ol><li>w</ol>", "a. x\nI. y\nII. z\nb. w"),
+        ("<ul><li></ul><p>alone", "alone"),
+    ],
+)
+def test_items_of_lists_have_their_numbers(tmp_path: Path, markup: str, text: str) -> None:
+    """Step five was quoted as step one."""
+    assert page(tmp_path, markup).text == text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "<tr><td><pre>1\n2</pre><td><pre>if x:\n    y</pre>",
+        "<tr><td class=linenos><pre>1\n2</pre></td><td class=code><pre><i>if</i> x:\n    y</pre></td>",
+        "<tr><td class=blob-num>1<td class=blob-code>if x:<tr><td class=blob-num>2<td class=blob-code>    y",
+        "<tr><td>1<td><pre>if x:</pre><tr><td>2<td><pre>    y</pre>",
+    ],
+)
+def test_code_beside_its_line_numbers_keeps_its_lines(tmp_path: Path, rows: str) -> None:
+    """Lines of code were joined with the numbers of all lines before them."""
+    document = page(tmp_path, f"<table>{rows}</table>")
+    assert document.text == "if x:\n    y" and [block.kind for block in document.blocks] == ["code"]
+
+
+def test_blocks_are_spans_of_the_text(tmp_path: Path) -> None:
+    """A passage of code was cut and shown as prose."""
+    document = page(tmp_path, "<h1>T</h1><p>a<ul><li>b</ul><table><tr><td>c<td>d<tr><td>e</table><pre>f\n g</pre>")
+    parts = [(block.kind.value, document.text[block.start : block.end]) for block in document.blocks]
+    assert parts == [
+        ("heading", "T"),
+        ("paragraph", "a"),
+        ("list_item", "- b"),
+        ("table", "| c | d |\n| e |"),
+        ("code", "f\n g"),
+    ]

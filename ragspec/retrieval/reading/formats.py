@@ -33,6 +33,11 @@ class FileFormat(NamedTuple):
     is_safe: bool = False
     is_indexed: bool = True
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is text of an encoding that it does not name."""
+        return self.reader_input is ReaderInput.TEXT or ".csv" in self.suffixes
+
 
 FORMATS = (
     FileFormat((".txt",), "parsed_file.ParsedFile", ReaderInput.TEXT, is_correctable=True, is_safe=True),

@@ -1,21 +1,22 @@
-"""The result of parsing one file, and the functions that parsers share.
+"""The result of parsing a file: its text, the blocks of the text, and the parts that were not read. Decodes text files.
 
 >>> builder = TextBuilder()
 >>> builder.add("The mill", level=1)
->>> builder.build().headings
+>>> builder.build().blocks
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragspec.core import Heading
+from ragspec.core import Block, BlockKind, Heading
 from ragspec.errors import InputError
 
 MAX_BYTES = 512 * 1024**2
@@ -24,8 +25,43 @@ MAX_BYTES = 512 * 1024**2
 _MAX_HEADING_CHARS = 200  # Why: every passage of a section carries its heading; longer titles are paragraphs
 _CONTROL = re.compile(r"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _HEAD_CHARS, _MOST_CONTROL = 4096, 0.05
+
+WINDOWS = "cp1252"
+_PART_BYTES = 2**20
+_LETTER = re.compile(rb"[A-Za-z]")
+_ACCENTS = re.compile(rb"[\x8a\x8c\x8e\x9a\x9c\x9e\x9f\xc0-\xff]+")
+_UTF8_ACCENT = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}")
+_UNDEFINED = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
+_MOST_ACCENTS = 0.25
+"""Largest share of letters beyond ASCII in a text of windows-1252. Texts in Cyrillic or Greek have more."""
+
 _MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-_UNWRITABLE = {0: " ", 0xAD: "", 0xFEFF: "", **dict.fromkeys(range(0xD800, 0xE000), "\ufffd")}
+_UNWRITABLE = {
+    0: " ",
+    0xFEFF: "",
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
+    **{code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)},
+}
+"""Characters that a text cannot hold. Why windows-1252: browsers read `&#128;` as the euro sign."""
+
+MAX_COLUMNS = 1000
+"""Browsers have the same limit."""
+
+_REPEATED_CHARS = 200
+"""A cell over several rows is repeated in each of them, unless it is longer."""
+
+_MOST_FILLED, _MAX_FILLED = 20, 5000
+"""Cells that stand for spans: so many for each cell of the table, and so many more."""
+
+
+class Unread(NamedTuple):
+    """A part of a file that was not read. `place`: a page, a line, or empty for the whole file."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}" if self.place else self.reason
 
 
 class ParsedFile(NamedTuple):
@@ -35,33 +71,105 @@ class ParsedFile(NamedTuple):
     headings: tuple[Heading, ...] = ()
     title: str = ""
     metadata: Mapping[str, Any] = {}
+    blocks: tuple[Block, ...] = ()
+    unread: tuple[Unread, ...] = ()
+
+
+class Cell(NamedTuple):
+    """A cell of a table, over `columns` columns and `rows` rows."""
+
+    text: str
+    columns: int = 1
+    rows: int = 1
+
+
+_NO_CELL = Cell("", rows=0)
 
 
 class TextBuilder:
-    """Joins blocks of text and records the offsets of headings."""
+    """Joins blocks of text and records their spans and the headings among them."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._headings: list[Heading] = []
+        self._blocks: list[Block] = []
         self.num_chars = 0
 
-    def add(self, block: str, level: int = 0, gap: str = "\n\n") -> None:
-        """Append a block. `level` 0: no heading. `gap` separates the block from the previous block."""
-        block = block.translate(_UNWRITABLE)
-        if not block.strip():
+    def add(
+        self,
+        text: str,
+        level: int = 0,
+        gap: str = "\n\n",
+        kind: BlockKind = BlockKind.PARAGRAPH,
+        page: int = 0,
+        joins: bool = False,
+    ) -> None:
+        """Append a block. `level` 0: no heading. `gap` separates it from the previous block. `joins`: as a line of that block."""
+        text = text.translate(_UNWRITABLE)
+        if not text.strip():
             return
-        if self._parts:
-            self._put(gap)
-        if level:
-            self._headings += heading(self.num_chars, level, block)
-        self._put(block)
+        joins = joins and bool(self._blocks)
+        self.skip("\n" if joins else gap if self._parts else "")
+        found = heading(self.num_chars, level, text) if level else []
+        self._headings += found
+        start = self.num_chars
+        self.skip(text)
+        block = Block(start, self.num_chars, BlockKind.HEADING if found else kind, page)
+        self._blocks.append(self._blocks.pop()._replace(end=block.end) if joins else block)
 
-    def build(self, title: str = "", metadata: Mapping[str, Any] | None = None) -> ParsedFile:
-        return ParsedFile("".join(self._parts), tuple(self._headings), one_line(title), metadata or {})
+    def skip(self, text: str) -> None:
+        """Append text that belongs to no block."""
+        if text:
+            self._parts.append(text)
+            self.num_chars += len(text)
 
-    def _put(self, part: str) -> None:
-        self._parts.append(part)
-        self.num_chars += len(part)
+    def build(
+        self, title: str = "", metadata: Mapping[str, Any] | None = None, unread: Sequence[Unread] = ()
+    ) -> ParsedFile:
+        headings = tuple(self._headings)
+        title = one_line(title) or first_title(headings)
+        return ParsedFile("".join(self._parts), headings, title, metadata or {}, tuple(self._blocks), tuple(unread))
+
+
+class Table:
+    """Writes the rows of one table as lines, each cell in its column. A cell over several rows is repeated in each of them."""
+
+    def __init__(self, builder: TextBuilder) -> None:
+        self._builder = builder
+        self._above: list[Cell] = []  # for each column: the cell of the row above, and how many more rows it spans
+        self._num_cells = self._num_filled = 0
+        self._is_first = True
+
+    def add(self, cells: Sequence[Cell], is_header: bool = False) -> None:
+        """Append a row. `is_header`: a rule follows the row if it is the first.
+
+        Raises: InputError if most of the table is the repetition of cells.
+        """
+        columns: list[Cell] = []
+        rest = list(reversed(cells))
+        while rest or any(cell.rows for cell in self._above[len(columns) :]):
+            above = self._above[len(columns)] if len(columns) < len(self._above) else _NO_CELL
+            if above.rows:
+                columns.append(above)
+            elif rest:
+                cell = rest.pop()
+                width = max(1, min(cell.columns, MAX_COLUMNS - len(columns)))
+                columns += [cell, *[cell._replace(text="")] * (width - 1)]
+            else:
+                columns.append(_NO_CELL)
+        self._num_cells += len(cells)
+        self._num_filled += len(columns) - len(cells)
+        if self._num_filled > _MOST_FILLED * self._num_cells + _MAX_FILLED:
+            raise InputError("it cannot be read: the cells of a table span too many rows and columns")
+        if any(cell.text for cell in cells):
+            rule = f"\n|{'---|' * len(columns)}" if is_header and self._is_first else ""
+            line = f"| {' | '.join(cell.text for cell in columns)} |{rule}"
+            self._builder.add(line, kind=BlockKind.TABLE, joins=not self._is_first)
+            self._is_first = False
+        self._above = [
+            cell._replace(rows=max(0, cell.rows - 1), text=cell.text if len(cell.text) <= _REPEATED_CHARS else "")
+            for cell in columns
+        ]
 
 
 def heading(start: int, level: int, text: str) -> list[Heading]:
@@ -87,22 +195,42 @@ def numbered_lines(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
 
 
 def encoding_of(path: Path) -> str:
-    """The encoding by the byte order mark; UTF-8 without a mark."""
+    """The encoding by the byte order mark; without a mark, UTF-8, or windows-1252 if the text is only plausible as such."""
     with open(path, "rb") as file:
-        head = file.read(4)
-    return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), "utf-8-sig")
+        part = file.read(_PART_BYTES)
+        marked = encoding_mark(part)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            while part and not marked:
+                decoder.decode(part)
+                part = file.read(_PART_BYTES)
+        except UnicodeDecodeError:
+            return WINDOWS if _is_windows_text(part) else "utf-8-sig"
+    return marked or "utf-8-sig"
+
+
+def encoding_mark(raw: bytes) -> str:
+    """The encoding that a byte order mark names, or empty."""
+    return next((encoding for mark, encoding in _MARKS if raw.startswith(mark)), "")
+
+
+def _is_windows_text(raw: bytes) -> bool:
+    num_accents = sum(map(len, _ACCENTS.findall(raw)))
+    num_utf8 = sum(map(len, _UTF8_ACCENT.findall(raw)))
+    num_letters = len(_LETTER.findall(raw)) + num_accents
+    return not _UNDEFINED.search(raw) and num_accents <= _MOST_ACCENTS * num_letters and num_utf8 <= num_accents / 2
 
 
 def read_text(path: Path) -> str:
     """The whole file; every kind of line end becomes "\\n". Raises: InputError for a file that holds no text."""
     try:
         text = path.read_text(encoding=encoding_of(path))
-        head = text[:_HEAD_CHARS]
-        if len(_CONTROL.findall(head)) > _MOST_CONTROL * len(head):
-            raise InputError(f"{path} is no text, whatever its name says: it holds control characters")
-        return text
     except UnicodeDecodeError as cause:
         raise InputError(f"{path} is not {encoding_name(cause)} text (byte {cause.start})") from cause
+    head = text[:_HEAD_CHARS]
+    if len(_CONTROL.findall(head)) > _MOST_CONTROL * len(head):
+        raise InputError(f"{path} is no text, whatever its name says: it holds control characters")
+    return text
 
 
 def encoding_name(cause: UnicodeDecodeError) -> str:

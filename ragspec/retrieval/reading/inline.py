@@ -1,0 +1,92 @@
+"""Inline notation that every reader writes alike: superscripts, subscripts, footnote marks and the numbers of list items.
+
+>>> superscript("6", before="10"), superscript("1", before="the mill"), list_number(4, "lowerRoman")
+('⁶', '[1]', 'iv')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_SUPERSCRIPTS = str.maketrans(
+    "0123456789+-−=()abcdefghijklmnoprstuvwxyzABDEGHIJKLMNOPRTUVW′",
+    "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻᴬᴮᴰᴱᴳᴴᴵᴶᴷᴸᴹᴺᴼᴾᴿᵀᵁⱽᵂ′",
+)
+_SUBSCRIPTS = str.maketrans("0123456789+-−=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ")
+_ORDINALS = frozenset("st nd rd th er re e ème eme ère ers es o a os as º ª me mes lle lles gr tm sm".split())
+_NOTE = re.compile(r"\d{1,3}(?:\s*[,;]\s*\d{1,3})*|[a-z]")
+_NOTED = re.compile(r"[^\W\d_]{4,}\Z|[.,;:!?”’\"»]\Z")
+"""Text before a footnote mark: a word that is longer than a unit or the name of a function, or the end of a sentence."""
+
+_MAX_SCRIPT_CHARS = 12
+_ROMAN = {
+    1000: "m",
+    900: "cm",
+    500: "d",
+    400: "cd",
+    100: "c",
+    90: "xc",
+    50: "l",
+    40: "xl",
+    10: "x",
+    9: "ix",
+    5: "v",
+    4: "iv",
+    1: "i",
+}
+_MAX_ROMAN = 4999
+
+
+def superscript(text: str, before: str, is_link: bool = False) -> str:
+    """Raised text as it is written in the line. `before`: the text to its left. `is_link`: it points to a footnote.
+
+    An exponent becomes Unicode signs or `^(...)`, a footnote mark stands in brackets, an ordinal's ending stays as it is.
+    """
+    text = " ".join(text.split())
+    if not any(map(str.isalnum, text)) or text[0] == "[" or (text.lower() in _ORDINALS and before[-1:].isalnum()):
+        return text
+    if _NOTE.fullmatch(text) and (is_link or _NOTED.search(before[-8:])):
+        return f"[{text}]"
+    return _script(text, before, _SUPERSCRIPTS, "^")
+
+
+def subscript(text: str, before: str) -> str:
+    """Lowered text as it is written in the line: Unicode signs or `_(...)`."""
+    text = " ".join(text.split())
+    return _script(text, before, _SUBSCRIPTS, "_") if any(map(str.isalnum, text)) else text
+
+
+def _script(text: str, before: str, signs: Mapping[int, int | str | None], mark: str) -> str:
+    if len(text) > _MAX_SCRIPT_CHARS:  # small print
+        return text if not before or before[-1].isspace() else f" {text}"
+    if all(ord(character) in signs for character in text):
+        return text.translate(signs)
+    return f"{mark}{text}" if text.isalnum() and text.isascii() else f"{mark}({text})"
+
+
+def list_number(number: int, style: str) -> str:
+    """A number in a style that HTML or Word names: "decimal", "lowerLetter" or "a", "upperRoman" or "I"."""
+    if style in ("a", "A", "lowerLetter", "upperLetter") and number > 0:
+        found = _letters(number)
+    elif style in ("i", "I", "lowerRoman", "upperRoman") and 0 < number <= _MAX_ROMAN:
+        found = _roman(number)
+    else:
+        return f"{number:02d}" if style == "decimalZero" else str(number)
+    return found.upper() if style[0] in "AIu" else found
+
+
+def _letters(number: int) -> str:
+    found = ""
+    while number > 0:
+        number, letter = divmod(number - 1, 26)
+        found = chr(ord("a") + letter) + found
+    return found
+
+
+def _roman(number: int) -> str:
+    found = ""
+    for value, sign in _ROMAN.items():
+        found += sign * (number // value)
+        number %= value
+    return found
