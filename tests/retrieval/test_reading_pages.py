@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import docx
 import pytest
-from office_files import pdf_bytes, write_docx, write_pdf
+from docx.oxml import parse_xml
+from docx.oxml.ns import nsdecls
+from office_files import RAW, form_pdf, pdf_bytes, unnamed_letters_pdf, write_docx, write_pdf
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.reading import Unread, read_file
+from ragspec.retrieval.reading.quality import MOST_GARBAGE, garbage_share
 
 
 def one(path: Path) -> Document:
@@ -126,10 +131,6 @@ def test_a_word_file_reads_in_its_order(tmp_path: Path) -> None:
 
 def test_tracked_changes_boxes_and_controls_of_word_are_read_once(tmp_path: Path) -> None:
     """Inserted text was lost and deleted text came back; a text box was there twice."""
-    import docx
-    from docx.oxml import parse_xml
-    from docx.oxml.ns import nsdecls
-
     document = docx.Document()
     body = document.element.body
     mc = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
@@ -244,7 +245,7 @@ def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     """A scanned or locked file was an empty document: the index lacked it and nobody knew."""
     for path, reason in (
         (write_pdf(tmp_path / "locked.pdf", ["Secret."], password="x"), "locked by a password"),
-        (write_pdf(tmp_path / "scan.pdf", [], []), "its 2 pages hold no text"),
+        (write_pdf(tmp_path / "empty.pdf", [], []), "its 2 pages hold no text"),
     ):
         with pytest.raises(InputError, match=f"{path.name} cannot be read: .*{reason}"):
             list(read_file(path, path.name))
@@ -359,3 +360,175 @@ def test_blocks_are_spans_of_the_text(tmp_path: Path) -> None:
         ("table", "| c | d |\n| e |"),
         ("code", "f\n g"),
     ]
+
+
+def pdf(tmp_path: Path, raw: bytes) -> tuple[Document, list[Unread]]:
+    path = tmp_path / "page.pdf"
+    path.write_bytes(raw)
+    unread: list[Unread] = []
+    (document,) = read_file(path, path.name, unread)
+    return document, unread
+
+
+@pytest.mark.parametrize("appearance", ["/AP << /N 7 0 R >>", ""])
+def test_values_of_a_pdf_form_stand_beside_their_labels(tmp_path: Path, appearance: str) -> None:
+    """A filled form was read as an empty one."""
+    document, unread = pdf(tmp_path, form_pdf("Ada Miller", appearance))
+    assert (document.text, unread) == ("Name: Ada Miller\n\nSigned at the mill.", [])
+
+
+def test_a_page_of_letters_without_names_is_refused(tmp_path: Path) -> None:
+    """The text "$HRSHQ" was indexed as text."""
+    path = tmp_path / "page.pdf"
+    path.write_bytes(unnamed_letters_pdf("The opening hours of the mill are from nine in the morning until late."))
+    with pytest.raises(InputError, match="page 1: its text is garbage"):
+        list(read_file(path, path.name))
+
+
+def test_a_scanned_page_is_named(tmp_path: Path) -> None:
+    """The page was gone without a word."""
+    document, unread = pdf(tmp_path, pdf_bytes(["The mill opens at nine."], None))
+    assert document.text == "The mill opens at nine." and [each.place for each in unread] == ["page 2"]
+    assert "ocrmypdf" in unread[0].reason and [block.page for block in document.blocks] == [1]
+
+
+def test_raised_and_lowered_digits_of_a_pdf_are_signs(tmp_path: Path) -> None:
+    """10 to the power of 6 was 106."""
+    line = (
+        "10) Tj /F1 7 Tf 4 Ts (-6) Tj /F1 11 Tf 0 Ts ( kg of H) Tj /F1 7 Tf -2 Ts (2) Tj /F1 11 Tf 0 Ts (O in the mill"
+    )
+    assert pdf(tmp_path, pdf_bytes([RAW + line]))[0].text == "10⁻⁶ kg of H₂O in the mill"
+
+
+def test_garbage_is_told_from_words() -> None:
+    """The words of a PDF of a TeX route were glued together, and indexed."""
+    for text in (
+        "The mill opens at nine in the morning; Straßenbahnhaltestelle, wrzesień, aujourd'hui, привет, 日本語の文書です。",
+    ):
+        assert garbage_share(text * 2) < 0.1
+    for text in (
+        "7KH RSHQLQJ KRXUV RI WKH PLOO DUH IURP QLQH",
+        "Avirtualpackageisagenericnamethatapplies toanyoneofagroupofpackages",
+        "\ue001\ue002\ue003 the",
+    ):
+        assert garbage_share(text * 3) > MOST_GARBAGE
+
+
+MATH = "xmlns:m='http://schemas.openxmlformats.org/officeDocument/2006/math'"
+
+
+def word(tmp_path: Path, *blocks: str) -> Document:
+    """A Word file of these blocks; `{a text}` is a run."""
+    document = docx.Document()
+    for place, block in enumerate(blocks):
+        markup = re.sub(r"\{(.*?)\}", r"<w:r><w:t xml:space='preserve'>\1</w:t></w:r>", block)
+        declared = re.sub(r"^<w:\w+", rf"\g<0> {nsdecls('w')} {MATH}", markup)
+        document.element.body.insert(place, parse_xml(declared))
+    document.save(str(tmp_path / "a.docx"))
+    return one(tmp_path / "a.docx")
+
+
+def numbered(text: str, list_id: int = 7, level: int = 0) -> str:
+    properties = f"<w:numPr><w:ilvl w:val='{level}'/><w:numId w:val='{list_id}'/></w:numPr>"
+    return f"<w:p><w:pPr>{properties}</w:pPr>{{{text}}}</w:p>"
+
+
+def raised(text: str, place: str = "superscript") -> str:
+    return f"<w:r><w:rPr><w:vertAlign w:val='{place}'/></w:rPr><w:t>{text}</w:t></w:r>"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        (
+            [
+                f"<w:p>{{10}}{raised('-')}{raised('6')}{{ kg, H}}{raised('2', 'subscript')}{{O, mill}}{raised('1')}</w:p>"
+            ],
+            "10⁻⁶ kg, H₂O, mill[1]",
+        ),
+        (
+            [
+                "<w:p><m:oMath><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:sSup></m:oMath></w:p>"
+            ],
+            "x²",
+        ),
+        (
+            ["<w:p><w:moveFrom>{a}</w:moveFrom></w:p>", "<w:p>{b}</w:p>", "<w:p><w:moveTo>{a}</w:moveTo></w:p>"],
+            "b\n\na",
+        ),
+        (
+            [
+                "<w:p><w:pPr><w:rPr><w:del/></w:rPr></w:pPr>{one }<w:del><w:r><w:delText>x</w:delText></w:r></w:del></w:p>",
+                "<w:p>{two}</w:p>",
+            ],
+            "one two",
+        ),
+        (["<w:p><w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>{seen}</w:p>"], "seen"),
+        (
+            [
+                "<w:p>{Welcome}<w:r><w:pict><w:txbxContent><w:p>{Hours}</w:p><w:p>{Monday}</w:p></w:txbxContent></w:pict></w:r></w:p>"
+            ],
+            "Welcome\n\nHours\n\nMonday",
+        ),
+        (
+            [
+                "<w:tbl><w:tr><w:tc><w:p>{a}<w:r><w:pict><w:txbxContent><w:p>{b}</w:p></w:txbxContent></w:pict></w:r></w:p></w:tc></w:tr></w:tbl>"
+            ],
+            "| a b |",
+        ),
+    ],
+)
+def test_word_keeps_what_stands_after_all_changes(tmp_path: Path, blocks: list[str], text: str) -> None:
+    """Moved text was there twice, boxes ran into one another, and an exponent became a digit."""
+    assert word(tmp_path, *blocks).text == text
+
+
+def test_cells_of_word_stand_in_their_columns(tmp_path: Path) -> None:
+    """Below a merged cell the numbers of 2024 stood under 2023."""
+    cell = "<w:tc><w:tcPr>{}</w:tcPr><w:p>{{{}}}</w:p></w:tc>"
+    rows = (
+        [("<w:vMerge w:val='restart'/>", "North"), ("", "2023"), ("", "5")],
+        [("<w:vMerge/>", ""), ("", "2024"), ("", "8")],
+        [("<w:gridSpan w:val='2'/>", "Sum"), ("", "13")],
+    )
+    lines = "".join(f"<w:tr>{''.join(cell.format(*each) for each in row)}</w:tr>" for row in rows)
+    short = "<w:tr><w:trPr><w:gridBefore w:val='2'/></w:trPr>" + cell.format("", "end") + "</w:tr>"
+    deleted = "<w:tr><w:trPr><w:del/></w:trPr>" + cell.format("", "gone") + "</w:tr>"
+    assert word(tmp_path, f"<w:tbl>{lines}{short}{deleted}</w:tbl>").text == (
+        "| North | 2023 | 5 |\n| North | 2024 | 8 |\n| Sum |  | 13 |\n|  |  | end |"
+    )
+
+
+def test_numbers_of_word_are_those_that_word_shows(tmp_path: Path) -> None:
+    """Every item was a dash: step 5 of a manual was not found, or quoted as another."""
+    document = docx.Document()
+    numbering = document.part.numbering_part.element
+    levels = "".join(
+        f"<w:lvl w:ilvl='{n}'><w:start w:val='{start}'/><w:numFmt w:val='{style}'/><w:lvlText w:val='{pattern}'/></w:lvl>"
+        for n, (start, style, pattern) in enumerate(
+            [(5, "decimal", "%1."), (1, "lowerLetter", "%2)"), (1, "upperRoman", "%1-%3")]
+        )
+    )
+    numbering.insert(0, parse_xml(f"<w:abstractNum {nsdecls('w')} w:abstractNumId='77'>{levels}</w:abstractNum>"))
+    again = "<w:lvlOverride w:ilvl='0'><w:startOverride w:val='1'/></w:lvlOverride>"
+    for list_id, override in ((7, ""), (8, again)):
+        numbering.append(
+            parse_xml(f"<w:num {nsdecls('w')} w:numId='{list_id}0'><w:abstractNumId w:val='77'/>{override}</w:num>")
+        )
+    items = [
+        ("a", 70, 0),
+        ("b", 70, 1),
+        ("c", 70, 1),
+        ("d", 70, 2),
+        ("e", 70, 0),
+        ("f", 70, 1),
+        ("g", 80, 0),
+        ("h", 80, 0),
+    ]
+    for place, (text, list_id, level) in enumerate(items):
+        markup = numbered(text, list_id, level).replace("{" + text + "}", f"<w:r><w:t>{text}</w:t></w:r>")
+        document.element.body.insert(place, parse_xml(markup.replace("<w:p>", f"<w:p {nsdecls('w')}>", 1)))
+    document.save(str(tmp_path / "a.docx"))
+    found = one(tmp_path / "a.docx")
+    assert found.text.split("\n") == ["5. a", "a) b", "b) c", "5-I d", "6. e", "a) f", "1. g", "2. h"]
+    assert {block.kind for block in found.blocks} == {"list_item"}

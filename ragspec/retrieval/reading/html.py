@@ -17,7 +17,7 @@ from lxml import etree
 
 from ragspec.core import BlockKind
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.inline import list_number, subscript, superscript
+from ragspec.retrieval.reading.inline import list_number, scripted
 from ragspec.retrieval.reading.parsed_file import (
     WINDOWS,
     Cell,
@@ -59,7 +59,8 @@ _LEAST_TITLE_WORDS = 3
 _LEAST_MAIN_CHARS = 200
 _INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _RAISED = re.compile(r"vertical-align\s*:\s*(super|sub)", re.IGNORECASE)
-_MATH_SCRIPTS = {"msup": ("", "sup"), "msub": ("", "sub"), "msubsup": ("", "sub", "sup")}
+_SCRIPT_TAGS = {"sup": "superscript", "sub": "subscript"}
+_MATH_SCRIPTS = {"msup": ("", "superscript"), "msub": ("", "subscript"), "msubsup": ("", "subscript", "superscript")}
 """The places of an element's children."""
 
 _WRITTEN = {"br": "\n", "q": "“", "rt": "("}
@@ -97,7 +98,7 @@ _PART_CHARS = 2**16
 
 
 class _Element:
-    """An open element. `start`: how many pieces of the line stand before it. `script`: "sup", "sub" or empty."""
+    """An open element. `start`: how many pieces of the line stand before it. `script`: "superscript", "subscript" or empty."""
 
     def __init__(self, tag: str, script: str, start: int, num_links: int) -> None:
         self.tag = tag
@@ -194,7 +195,7 @@ def _decoded(raw: bytes) -> str:
         try:
             markup = raw.decode(encoding)
             break
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, LookupError):
             continue
     else:
         markup = raw.decode(WINDOWS, "replace")
@@ -208,7 +209,7 @@ def _python_encoding(name: str) -> str:
         found = codecs.lookup(name)
     except LookupError:
         return ""
-    return _READ_AS.get(found.name, found.name) if found._is_text_encoding else ""
+    return _READ_AS.get(found.name, found.name)
 
 
 def _with_end_tag(element: re.Match[str]) -> str:
@@ -289,8 +290,8 @@ class _Page:
 
     def _script(self, tag: str, attributes: Mapping[str, str]) -> str:
         """The script of an element that opens now: by its tag, its style, or its place in a formula."""
-        if tag in ("sup", "sub"):
-            return tag
+        if tag in _SCRIPT_TAGS:
+            return _SCRIPT_TAGS[tag]
         if self._open:
             above = self._open[-1]
             above.num_children += 1
@@ -299,7 +300,7 @@ class _Page:
                 return places[above.num_children - 1]
         raised = _RAISED.search(attributes.get("style", ""))
         is_note = "doc-noteref" in (attributes.get("role"), attributes.get("epub:type"))
-        return raised[1].lower().replace("super", "sup") if raised else "sup" * is_note
+        return f"{raised[1].lower()}script" if raised else "superscript" * is_note
 
     def _is_apart(self, tag: str) -> bool:
         """Whether the element is a footer of the page, or a button in code."""
@@ -383,12 +384,9 @@ class _Page:
             del self._line[button.start :]
 
     def _write_script(self, element: _Element) -> None:
-        text = "".join(self._line[element.start :])
-        if text.strip():
-            before = "".join(self._line[max(0, element.start - _PIECES_BEFORE) : element.start])
-            is_link = self._num_links > element.num_links or self._num_open["a"] > 0
-            raised = superscript(text, before, is_link) if element.script == "sup" else subscript(text, before)
-            self._line[element.start :] = [raised, " " if text[-1].isspace() else ""]
+        before = "".join(self._line[max(0, element.start - _PIECES_BEFORE) : element.start])
+        is_link = self._num_links > element.num_links or self._num_open["a"] > 0
+        self._line[element.start :] = [scripted("".join(self._line[element.start :]), before, element.script, is_link)]
 
     def _in_code(self) -> bool:
         return bool(self._tables) and self._tables[-1].in_code

@@ -1,6 +1,6 @@
 """Inline notation that every reader writes alike: superscripts, subscripts, footnote marks and the numbers of list items.
 
->>> superscript("6", before="10"), superscript("1", before="the mill"), list_number(4, "lowerRoman")
+>>> scripted("6", "10", "superscript"), scripted("1", "the mill", "superscript"), list_number(4, "lowerRoman")
 ('⁶', '[1]', 'iv')
 """
 
@@ -38,12 +38,20 @@ _ROMAN = {
 _MAX_ROMAN = 4999
 
 
-def superscript(text: str, before: str, is_link: bool = False) -> str:
-    """Raised text as it is written in the line. `before`: the text to its left. `is_link`: it points to a footnote.
+def scripted(text: str, before: str, script: str, is_link: bool = False) -> str:
+    """Text as it is written in the line. `before`: the text to its left. `is_link`: it points to a footnote.
 
-    An exponent becomes Unicode signs or `^(...)`, a footnote mark stands in brackets, an ordinal's ending stays as it is.
+    `script` "superscript": an exponent becomes Unicode signs or `^(...)`, a footnote mark stands in brackets, an ordinal's ending
+    stays as it is. "subscript": Unicode signs or `_(...)`. Any other: the text as it is.
     """
-    text = " ".join(text.split())
+    content = " ".join(text.split())
+    if not content or script not in ("superscript", "subscript"):
+        return text
+    found = _superscript(content, before, is_link) if script == "superscript" else _subscript(content, before)
+    return f"{found} " if text[-1].isspace() else found
+
+
+def _superscript(text: str, before: str, is_link: bool) -> str:
     if not any(map(str.isalnum, text)) or text[0] == "[" or (text.lower() in _ORDINALS and before[-1:].isalnum()):
         return text
     if _NOTE.fullmatch(text) and (is_link or _NOTED.search(before[-8:])):
@@ -51,9 +59,7 @@ def superscript(text: str, before: str, is_link: bool = False) -> str:
     return _script(text, before, _SUPERSCRIPTS, "^")
 
 
-def subscript(text: str, before: str) -> str:
-    """Lowered text as it is written in the line: Unicode signs or `_(...)`."""
-    text = " ".join(text.split())
+def _subscript(text: str, before: str) -> str:
     return _script(text, before, _SUBSCRIPTS, "_") if any(map(str.isalnum, text)) else text
 
 

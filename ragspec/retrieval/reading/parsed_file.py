@@ -47,7 +47,7 @@ _UNWRITABLE = {
 MAX_COLUMNS = 1000
 """Browsers have the same limit."""
 
-_REPEATED_CHARS = 200
+REPEATED_CHARS = 200
 """A cell over several rows is repeated in each of them, unless it is longer."""
 
 _MOST_FILLED, _MAX_FILLED = 20, 5000
@@ -167,7 +167,7 @@ class Table:
             self._builder.add(line, kind=BlockKind.TABLE, joins=not self._is_first)
             self._is_first = False
         self._above = [
-            cell._replace(rows=max(0, cell.rows - 1), text=cell.text if len(cell.text) <= _REPEATED_CHARS else "")
+            cell._replace(rows=max(0, cell.rows - 1), text=cell.text if len(cell.text) <= REPEATED_CHARS else "")
             for cell in columns
         ]
 
