@@ -15,6 +15,8 @@ from ragspec.retrieval.reading.file_search import find_files
 from ragspec.retrieval.reading.formats import ReaderInput, format_of
 from ragspec.retrieval.reading.parsed_file import WINDOWS, ParsedFile, Unread, encoding_of, read_text
 
+_SHOWN_PARTS = 10
+
 
 def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
     """Raises: InputError with file, line and reason."""
@@ -58,13 +60,16 @@ def _documents(path: Path, name: str, unread: list[Unread]) -> Iterator[Document
         return
     parsed: ParsedFile = reader(read_text(path) if found.reader_input is ReaderInput.TEXT else path)
     unread += parsed.unread
+    metadata = dict(parsed.metadata)
+    if parsed.unread:
+        metadata["unread"] = "; ".join(map(str, parsed.unread[:_SHOWN_PARTS]))
     if parsed.text.strip():
         yield Document(
             id=name,
             text=parsed.text,
             title=parsed.title or path.stem,
             source=name,
-            metadata=parsed.metadata,
+            metadata=metadata,
             headings=parsed.headings,
             blocks=parsed.blocks,
         )

@@ -40,11 +40,12 @@ class FileFormat(NamedTuple):
 
 
 FORMATS = (
-    FileFormat((".txt",), "parsed_file.ParsedFile", ReaderInput.TEXT, is_correctable=True, is_safe=True),
+    FileFormat((".txt",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_safe=True),
     FileFormat((".md", ".markdown"), "markup.read_markdown", ReaderInput.TEXT, is_correctable=True, is_safe=True),
     FileFormat((".rst",), "markup.read_rst", ReaderInput.TEXT, is_correctable=True),
+    FileFormat((".adoc", ".asciidoc"), "markup.read_asciidoc", ReaderInput.TEXT),
     FileFormat((".html", ".htm", ".xhtml"), "html.read_html", ReaderInput.PATH, is_correctable=True),
-    FileFormat((".tex",), "parsed_file.ParsedFile", ReaderInput.TEXT, is_correctable=True, is_indexed=False),
+    FileFormat((".tex",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_indexed=False),
     FileFormat((".pdf",), "pdf.read_pdf", ReaderInput.PATH),
     FileFormat((".docx",), "docx.read_docx", ReaderInput.PATH),
     FileFormat((".jsonl",), "rows.read_jsonl", ReaderInput.ROWS),

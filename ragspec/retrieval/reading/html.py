@@ -164,9 +164,9 @@ def read_html(path: Path) -> ParsedFile:
     return parse_html(path.read_bytes())
 
 
-def parse_html(raw: bytes) -> ParsedFile:
+def parse_html(raw: bytes | str) -> ParsedFile:
     """Raises: InputError if elements are nested too deeply."""
-    markup = _decoded(raw)
+    markup = _decoded(raw) if isinstance(raw, bytes) else raw.translate(_UNPARSABLE)
     page = _parsed(markup, _Page())
     num_items = [each.num_items for each in page.reversed_lists]
     if num_items:

@@ -91,7 +91,7 @@ class TextBuilder:
 
     def __init__(self) -> None:
         self._parts: list[str] = []
-        self._headings: list[Heading] = []
+        self.headings: list[Heading] = []
         self._blocks: list[Block] = []
         self.num_chars = 0
 
@@ -103,15 +103,19 @@ class TextBuilder:
         kind: BlockKind = BlockKind.PARAGRAPH,
         page: int = 0,
         joins: bool = False,
+        title: str = "",
     ) -> None:
-        """Append a block. `level` 0: no heading. `gap` separates it from the previous block. `joins`: as a line of that block."""
+        """Append a block. `gap` separates it from the previous block; `joins`: it becomes a line of that block.
+
+        `level` 0: no heading. `title`: the heading, if the text holds markup.
+        """
         text = text.translate(_UNWRITABLE)
         if not text.strip():
             return
         joins = joins and bool(self._blocks)
         self.skip("\n" if joins else gap if self._parts else "")
-        found = heading(self.num_chars, level, text) if level else []
-        self._headings += found
+        found = heading(self.num_chars, level, title or text) if level else []
+        self.headings += found
         start = self.num_chars
         self.skip(text)
         block = Block(start, self.num_chars, BlockKind.HEADING if found else kind, page)
@@ -126,7 +130,7 @@ class TextBuilder:
     def build(
         self, title: str = "", metadata: Mapping[str, Any] | None = None, unread: Sequence[Unread] = ()
     ) -> ParsedFile:
-        headings = tuple(self._headings)
+        headings = tuple(self.headings)
         title = one_line(title) or first_title(headings)
         return ParsedFile("".join(self._parts), headings, title, metadata or {}, tuple(self._blocks), tuple(unread))
 
@@ -178,7 +182,7 @@ def heading(start: int, level: int, text: str) -> list[Heading]:
     return [Heading(start, level, text)] if 0 < len(text) <= _MAX_HEADING_CHARS else []
 
 
-def first_title(headings: tuple[Heading, ...]) -> str:
+def first_title(headings: Sequence[Heading]) -> str:
     """The first heading of the highest level, 1."""
     return next((heading.text for heading in headings if heading.level == 1), "")
 
