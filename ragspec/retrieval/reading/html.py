@@ -66,7 +66,6 @@ _MATH_SCRIPTS = {"msup": ("", "superscript"), "msub": ("", "subscript"), "msubsu
 _WRITTEN = {"br": "\n", "q": "“", "rt": "("}
 _WRITTEN_AFTER = {"q": "”", "rt": ")"}
 _EMPTY_ELEMENT = re.compile(r"<(\w+)((?:\s[^<>]*)?)/>")
-_UNPARSABLE = {0: " ", 0xFEFF: ""}
 _LINE_NUMBERS = re.compile(r"[\s\d.:]*")
 _SPACE = re.compile(r"\s+")
 _DECLARED = re.compile(
@@ -166,7 +165,7 @@ def read_html(path: Path) -> ParsedFile:
 
 def parse_html(raw: bytes | str) -> ParsedFile:
     """Raises: InputError if elements are nested too deeply."""
-    markup = _decoded(raw) if isinstance(raw, bytes) else raw.translate(_UNPARSABLE)
+    markup = _decoded(raw) if isinstance(raw, bytes) else raw
     page = _parsed(markup, _Page())
     num_items = [each.num_items for each in page.reversed_lists]
     if num_items:
@@ -180,6 +179,7 @@ def parse_html(raw: bytes | str) -> ParsedFile:
 
 def _parsed(markup: str, page: _Page) -> _Page:
     parser = etree.HTMLParser(target=page, huge_tree=True)
+    markup = markup.replace("\0", " ").removeprefix("\ufeff")
     for start in range(0, len(markup), _PART_CHARS):
         parser.feed(markup[start : start + _PART_CHARS])
     if markup:
@@ -201,7 +201,7 @@ def _decoded(raw: bytes) -> str:
         markup = raw.decode(WINDOWS, "replace")
     if "xhtml" in markup[:_HEAD_BYTES] or markup.startswith("<?xml"):
         markup = _EMPTY_ELEMENT.sub(_with_end_tag, markup)
-    return markup.translate(_UNPARSABLE)
+    return markup
 
 
 def _python_encoding(name: str) -> str:
@@ -257,7 +257,8 @@ class _Page:
             return
         self._open[-1].level = _level(tag, attributes)
         self._num_links += tag == "a" and "#" in attributes.get("href", "")
-        self._line += filter(None, [_WRITTEN.get(tag)])
+        if tag in _WRITTEN:
+            self._line.append(_WRITTEN[tag])
         self._enter(tag, attributes)
         if not self._main_depth and (tag == "main" or attributes.get("role") == "main"):
             self.has_main, self._main_depth = True, len(self._open)
@@ -298,6 +299,8 @@ class _Page:
             places = _MATH_SCRIPTS.get(above.tag, ())
             if above.num_children <= len(places):
                 return places[above.num_children - 1]
+        if not attributes:
+            return ""
         raised = _RAISED.search(attributes.get("style", ""))
         is_note = "doc-noteref" in (attributes.get("role"), attributes.get("epub:type"))
         return f"{raised[1].lower()}script" if raised else "superscript" * is_note
@@ -338,7 +341,8 @@ class _Page:
         tag, table = element.tag, self._tables[-1] if self._tables else None
         if element.script:
             self._write_script(element)
-        self._line += filter(None, [_WRITTEN_AFTER.get(tag)])
+        if tag in _WRITTEN_AFTER:
+            self._line.append(_WRITTEN_AFTER[tag])
         if table and table.cells is not None and tag in (*_CELLS, "pre", "tr"):
             if tag == "pre":
                 table.code.add(len(table.cells))
@@ -456,11 +460,16 @@ def _integer(text: str | None, default: int) -> int:
 
 
 def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
-    names = " ".join(attributes.get(name, "") for name in ("title", "aria-label")).strip()
+    if tag in _HIDDEN:
+        return True
+    if not attributes:
+        return False
+    names = (
+        " ".join(attributes.get(name, "") for name in ("title", "aria-label")).strip() if tag in ("a", "button") else ""
+    )
     classes = attributes.get("class", "")
     return (
-        tag in _HIDDEN
-        or "hidden" in attributes
+        "hidden" in attributes
         or attributes.get("aria-hidden") == "true"
         or attributes.get("role") in _HIDDEN_ROLES
         or not _HIDDEN_CLASSES.isdisjoint(classes.split())

@@ -109,7 +109,8 @@ class TextBuilder:
 
         `level` 0: no heading. `title`: the heading, if the text holds markup.
         """
-        text = text.translate(_UNWRITABLE)
+        if not text.isascii() or "\0" in text:
+            text = text.translate(_UNWRITABLE)
         if not text.strip():
             return
         joins = joins and bool(self._blocks)
@@ -188,7 +189,7 @@ def first_title(headings: Sequence[Heading]) -> str:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.translate(_UNWRITABLE).split())
+    return " ".join(text.split() if text.isascii() and "\0" not in text else text.translate(_UNWRITABLE).split())
 
 
 def numbered_lines(text: str, start: int = 0) -> Iterator[tuple[int, str]]:

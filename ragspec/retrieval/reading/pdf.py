@@ -9,6 +9,7 @@ outline that the text holds; without an outline, the short lines in larger lette
 from __future__ import annotations
 
 import ctypes
+import io
 import itertools
 import math
 import re
@@ -59,9 +60,16 @@ _SCRIPT_SIZE = 0.85
 _SCRIPT_SIGNS = frozenset("0123456789+-−–")
 _SAME_LINE, _OFF_LINE = 0.5, 0.08
 """Distances of baselines, in sizes of letters."""
-_PARAGRAPH_GAP, _FAR = 1.4, 3.0
-"""A paragraph ends before a gap of so many usual distances of lines on the page, or of so many sizes of letters."""
+_PARAGRAPH_GAP = 1.4
+"""Usual distances of lines on the page. A paragraph ends before a larger gap."""
+
+_FEW_LINES, _FAR = 3, 3.0
+"""On a page of so few lines, a paragraph ends before a gap of more sizes of letters."""
 _MOST_UNMAPPED = 0.2
+_MOST_GARBAGE_UNMAPPED = 0.1
+"""Of a page whose fonts do not name most characters: TeX's old fonts number them as ASCII does, other fonts do not."""
+
+_TEX_LIGATURES = {11: "ff", 12: "fi", 13: "fl", 14: "ffi", 15: "ffl"}
 _SAMPLED_CHARS = 200
 _LINE_HYPHENS = (2, 0xFFFE)  # PDFium's signs for a hyphen at the end of a line
 _PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
@@ -107,7 +115,8 @@ def read_pdf(path: Path) -> ParsedFile:
         if document.get_formtype():
             document.init_forms()
         unread: list[Unread] = []
-        lines = [_readable_lines(document, number, path, unread) for number in range(len(document))]
+        second = _SecondReader(path)
+        lines = [_readable_lines(document, number, second, unread) for number in range(len(document))]
         if not any(line.text for page in lines for line in page):
             reasons = "; ".join(map(str, unread[:3]))
             raise InputError(f"{path} cannot be read: its {len(lines)} pages hold no text. {reasons}".rstrip(". "))
@@ -137,7 +146,9 @@ def _opened(path: Path) -> pypdfium2.PdfDocument:
         raise
 
 
-def _readable_lines(document: pypdfium2.PdfDocument, number: int, path: Path, unread: list[Unread]) -> list[_Line]:
+def _readable_lines(
+    document: pypdfium2.PdfDocument, number: int, second: _SecondReader, unread: list[Unread]
+) -> list[_Line]:
     """The lines of a page. A page without them, or whose lines are garbage in both readers, is named in `unread`."""
     page = document[number]
     if pdfium.FPDFPage_GetAnnotCount(page):  # values of forms, and notes, become text of the page
@@ -152,9 +163,9 @@ def _readable_lines(document: pypdfium2.PdfDocument, number: int, path: Path, un
         if any(each.type == pdfium.FPDF_PAGEOBJ_IMAGE for each in page.get_objects(max_depth=2)):
             unread.append(Unread(place, "it is an image without text, as of a scan; `ocrmypdf` adds the text"))
         return []
-    if is_mapped and garbage_share(_text(lines)) <= MOST_GARBAGE:
+    if garbage_share(_text(lines)) <= (MOST_GARBAGE if is_mapped else _MOST_GARBAGE_UNMAPPED):
         return lines
-    again = _lines_of_pypdf(path, number)
+    again = second.lines(number)
     if again and garbage_share(_text(again)) <= MOST_GARBAGE / 2:
         return again
     unread.append(Unread(place, "its text is garbage, as its fonts do not name their letters; `ocrmypdf` reads it"))
@@ -165,15 +176,24 @@ def _text(lines: Sequence[_Line]) -> str:
     return "\n".join(line.text for line in lines)
 
 
-def _lines_of_pypdf(path: Path, number: int) -> list[_Line]:
-    with open(path, "rb") as file, silence_logger("pypdf"):
-        try:
-            text = PdfReader(file).pages[number].extract_text()
-        except MemoryError:
-            raise
-        except Exception:  # Why: pypdf documents that a damaged file may raise anything
-            return []
-    return [_Line(" ".join(line.split()), 0.0, number) for line in text.strip().splitlines()]
+class _SecondReader:
+    """pypdf, opened for the first page that PDFium does not read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader: PdfReader | None = None
+
+    def lines(self, number: int) -> list[_Line]:
+        with silence_logger("pypdf"):
+            try:
+                if self._reader is None:
+                    self._reader = PdfReader(io.BytesIO(self._path.read_bytes()))
+                text = self._reader.pages[number].extract_text()
+            except MemoryError:
+                raise
+            except Exception:  # Why: pypdf documents that a damaged file may raise anything
+                return []
+        return [_Line(" ".join(line.split()), 0.0, number) for line in text.strip().splitlines()]
 
 
 class _PageText:
@@ -184,6 +204,9 @@ class _PageText:
         self.num_chars = self._page.count_chars()
         codes = [pdfium.FPDFText_GetUnicode(self._page, place) for place in range(self.num_chars)]
         self.characters = ["-" if code in _LINE_HYPHENS else chr(code) for code in codes]
+        for place, code in enumerate(codes):
+            if code in _TEX_LIGATURES and pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1:
+                self.characters[place] = _TEX_LIGATURES[code]
         self.line_ends = [place for place, code in enumerate(codes) if code in _LINE_HYPHENS or code == ord("\n")]
 
     def unmapped_share(self) -> float:
@@ -252,7 +275,7 @@ def _lines(page: pypdfium2.PdfPage, number: int, num_page_chars: int | None = No
     found: list[_Line] = []
     leading = statistics.median(_gaps(lines)) if len(lines) > 1 else 0.0
     for gap, line in zip([0.0, *_gaps(lines)], lines, strict=False):
-        if gap > min(_PARAGRAPH_GAP * leading, _FAR * line.size):
+        if gap > (_PARAGRAPH_GAP * leading if len(lines) > _FEW_LINES else _FAR * line.size):
             found.append(_Line("", 0.0, number))
         found.append(_Line(" ".join(_whole_characters(line.text).translate(_LIGATURES).split()), line.size, number))
     return found, text.unmapped_share() <= _MOST_UNMAPPED
