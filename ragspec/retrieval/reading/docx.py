@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import zipfile
 from collections.abc import Iterator
 from functools import cache
 from operator import itemgetter
@@ -21,16 +20,14 @@ from docx.styles.style import BaseStyle, ParagraphStyle
 from lxml import etree
 
 from ragspec.core import BlockKind
-from ragspec.errors import InputError
 from ragspec.retrieval.reading.inline import list_number, scripted
 from ragspec.retrieval.reading.parsed_file import (
-    MAX_BYTES,
     REPEATED_CHARS,
     Cell,
     ParsedFile,
     Table,
     TextBuilder,
-    check_size,
+    check_archive,
     one_line,
     silence_logger,
 )
@@ -56,9 +53,6 @@ _WRITTEN = {
 _NOTES = {qn("w:footnoteReference"): "footnotes", qn("w:endnoteReference"): "endnotes"}
 _MATH_SCRIPTS = {f"{_MATH}sup": "superscript", f"{_MATH}sub": "subscript"}
 _HEADING = re.compile(r"heading ([1-9])")
-_MAX_XML_BYTES = 128 * 1024**2
-"""Limit of one XML part; its tree takes about ten times as much memory."""
-
 _MAX_BASES = 16
 
 
@@ -79,9 +73,8 @@ class _ListLevel(NamedTuple):
 
 
 def read_docx(path: Path) -> ParsedFile:
-    check_size(path)
+    check_archive(path)
     with open(path, "rb") as file, silence_logger("docx"):
-        _check_archive(file, path)
         document = docx.Document(file)
     reader = _WordReader(document)
     reader.read(document.element.body)
@@ -248,19 +241,6 @@ def _list_level(level: Any) -> _ListLevel:
     return _ListLevel(
         style[0] if style else "decimal", pattern[0] if pattern else "", _number(level, "./w:start/@w:val", 0)
     )
-
-
-def _check_archive(file: Any, path: Path) -> None:
-    """Raises: InputError if the file is no archive, or too large to unpack in memory."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-    except zipfile.BadZipFile as cause:
-        raise InputError(f"{path} is no .docx file, or it is damaged or locked by a password") from cause
-    num_bytes = sum(part.file_size for part in parts)
-    largest_xml = max((part.file_size for part in parts if part.filename.endswith((".xml", ".rels"))), default=0)
-    if num_bytes > MAX_BYTES or largest_xml > _MAX_XML_BYTES:
-        raise InputError(f"{path} unpacks to {num_bytes} bytes, more than is read at once")
 
 
 def _style(style: BaseStyle) -> _Style:

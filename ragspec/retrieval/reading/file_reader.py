@@ -36,8 +36,10 @@ def read_file(path: Path, name: str, unread: list[Unread] | None = None) -> Iter
                 if field.strip():
                     check_text(field, f"{path}: document {document.id!r}")
             yield document
-    except InputError:
-        raise
+    except InputError as cause:
+        if str(path) in str(cause):
+            raise
+        raise InputError(f"{path} {str(cause).removeprefix('it ')}") from cause
     except MemoryError as cause:
         raise InputError(f"{path} cannot be read: it does not fit into the memory") from cause
     except RecursionError as cause:

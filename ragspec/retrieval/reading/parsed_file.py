@@ -11,6 +11,7 @@ import codecs
 import logging
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,15 @@ class TextBuilder:
         if text:
             self._parts.append(text)
             self.num_chars += len(text)
+
+    def append(self, parsed: ParsedFile) -> None:
+        """Append the blocks of another text."""
+        if parsed.text.strip():
+            self.skip("\n\n" if self._parts else "")
+            start = self.num_chars
+            self.headings += [each._replace(start=each.start + start) for each in parsed.headings]
+            self._blocks += [each._replace(start=each.start + start, end=each.end + start) for each in parsed.blocks]
+            self.skip(parsed.text)
 
     def build(
         self, title: str = "", metadata: Mapping[str, Any] | None = None, unread: Sequence[Unread] = ()
@@ -246,6 +256,23 @@ def check_size(path: Path) -> None:
     num_bytes = path.stat().st_size
     if num_bytes > MAX_BYTES:
         raise InputError(f"{path} has {num_bytes} bytes, more than the {MAX_BYTES} that are read at once")
+
+
+def check_archive(path: Path, max_xml_bytes: int = 128 * 1024**2) -> None:
+    """`max_xml_bytes`: of one XML part; its tree takes about ten times as much memory.
+
+    Raises: InputError if the file is no archive, or too large to unpack in memory.
+    """
+    check_size(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+    except zipfile.BadZipFile as cause:
+        raise InputError(f"{path} is no {path.suffix} file, or it is damaged or locked by a password") from cause
+    num_bytes = sum(part.file_size for part in parts)
+    largest_xml = max((part.file_size for part in parts if part.filename.endswith((".xml", ".rels"))), default=0)
+    if num_bytes > MAX_BYTES or largest_xml > max_xml_bytes:
+        raise InputError(f"{path} unpacks to {num_bytes} bytes, more than is read at once")
 
 
 @contextmanager
