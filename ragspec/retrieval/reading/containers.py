@@ -22,6 +22,7 @@ from ragspec.errors import InputError
 from ragspec.retrieval.reading.html import parse_html
 from ragspec.retrieval.reading.markup import read_markdown, read_plain
 from ragspec.retrieval.reading.parsed_file import (
+    WINDOWS,
     Cell,
     ParsedFile,
     Table,
@@ -62,11 +63,22 @@ def read_mail(path: Path) -> ParsedFile:
     builder.add("\n".join(f"{name}: {message[name]}" for name in ("From", "To", "Date") if message[name]))
     body = message.get_body(("plain", "html"))
     if body is not None and body.get_content_type() == "text/html":
-        builder.append(parse_html(body.get_content()))
+        builder.append(parse_html(_decoded(body)))
     elif body is not None:
-        builder.append(read_plain(body.get_content().replace("\r\n", "\n").removeprefix("\ufeff")))
+        builder.append(read_plain(_decoded(body).replace("\r\n", "\n")))
     names = [part.get_filename() or part.get_content_type() for part in message.iter_attachments()]
     return builder.build(subject, unread=[Unread(f"attachment {name}", "attachments are not read") for name in names])
+
+
+def _decoded(part: Any) -> str:
+    """The text of a part of a mail, by the encoding that it names, by UTF-8 or by windows-1252: the first that fits."""
+    raw: bytes = part.get_payload(decode=True) or b""
+    for encoding in (part.get_content_charset("utf-8-sig"), "utf-8-sig"):
+        try:
+            return raw.decode(encoding)
+        except (UnicodeDecodeError, LookupError):
+            continue
+    return raw.decode(WINDOWS, "replace")
 
 
 def read_notebook(text: str) -> ParsedFile:

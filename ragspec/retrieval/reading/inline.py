@@ -20,21 +20,8 @@ _NOTED = re.compile(r"[^\W\d_]{4,}\Z|[.,;:!?”’\"»]\Z")
 """Text before a footnote mark: a word that is longer than a unit or the name of a function, or the end of a sentence."""
 
 _MAX_SCRIPT_CHARS = 12
-_ROMAN = {
-    1000: "m",
-    900: "cm",
-    500: "d",
-    400: "cd",
-    100: "c",
-    90: "xc",
-    50: "l",
-    40: "xl",
-    10: "x",
-    9: "ix",
-    5: "v",
-    4: "iv",
-    1: "i",
-}
+_ROMAN_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
+_ROMAN_SIGNS = "m cm d cd c xc l xl x ix v iv i".split()
 _MAX_ROMAN = 4999
 
 
@@ -92,7 +79,7 @@ def _letters(number: int) -> str:
 
 def _roman(number: int) -> str:
     found = ""
-    for value, sign in _ROMAN.items():
+    for value, sign in zip(_ROMAN_VALUES, _ROMAN_SIGNS, strict=True):
         found += sign * (number // value)
         number %= value
     return found
