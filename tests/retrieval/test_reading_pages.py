@@ -104,6 +104,7 @@ def test_rows_of_a_table_are_lines(tmp_path: Path) -> None:
             "“a”",
         ),
         (b"<meta http-equiv=content-type content='text/html; charset=iso-8859-9'><p>\xfd\x80", "ı€"),
+        (b"<meta charset=utf-16><p>plain.", "plain."),
         ('<meta charset="gb2312"><p>镕'.encode("gbk"), "镕"),
     ],
 )
@@ -262,6 +263,10 @@ def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         ("The mill<sup>1</sup> is old.<sup>2</sup>", "The mill[1] is old.[2]"),
         ('at 10<a href="#fn3"><sup>3</sup></a> sharp<sup>[4]</sup>', "at 10[3] sharp[4]"),
         ("the 21<sup>st</sup>, M<sup>me</sup> Dupont", "the 21st, Mme Dupont"),
+        (
+            "note<sup>a</sup>, x<sup>a</sup>, 4 metres<sup>2</sup>, SO<sub>4</sub><sup>2-</sup>",
+            "note[a], xᵃ, 4 metres², SO₄²⁻",
+        ),
         ("costs <del>10</del> <ins>12</ins>, <q>said</q> he", "costs 12, “said” he"),
         ("Donau&shy;dampf &#128;", "Donau\xaddampf €"),
     ],

@@ -41,7 +41,7 @@ class FileFormat(NamedTuple):
 
 FORMATS = (
     FileFormat((".txt",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_safe=True),
-    FileFormat((".md", ".markdown"), "markup.read_markdown", ReaderInput.TEXT, is_correctable=True, is_safe=True),
+    FileFormat((".md", ".markdown"), "markup.read_markdown", ReaderInput.TEXT, is_correctable=True),
     FileFormat((".rst",), "markup.read_rst", ReaderInput.TEXT, is_correctable=True),
     FileFormat((".adoc", ".asciidoc"), "markup.read_asciidoc", ReaderInput.TEXT),
     FileFormat((".html", ".htm", ".xhtml"), "html.read_html", ReaderInput.PATH, is_correctable=True),

@@ -75,6 +75,9 @@ _HEAD_BYTES = 4096
 _READ_AS = {
     "iso8859-1": WINDOWS,
     "ascii": WINDOWS,
+    "utf-16": "utf-8",
+    "utf-16-le": "utf-8",
+    "utf-16-be": "utf-8",
     "iso8859-9": "cp1254",
     "iso8859-11": "cp874",
     "tis-620": "cp874",

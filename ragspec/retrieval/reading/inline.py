@@ -14,11 +14,16 @@ _SUPERSCRIPTS = str.maketrans(
     "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻᴬᴮᴰᴱᴳᴴᴵᴶᴷᴸᴹᴺᴼᴾᴿᵀᵁⱽᵂ′",
 )
 _SUBSCRIPTS = str.maketrans("0123456789+-−=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ")
-_ORDINALS = frozenset("st nd rd th er re e ème eme ère ers es o a os as º ª me mes lle lles gr tm sm".split())
+_ORDINALS = frozenset("st nd rd th er re e ème eme ère ers es o a os as".split())
+_ENDINGS = frozenset("me mes lle lles gr r ie ve tm sm".split())
+_ABBREVIATED = re.compile(r"(?:\b[A-ZÉ]|\b[Nn])\Z")
+"""Text before the raised end of a word: "M" of "Mme", "n" of "no"."""
+
 _NOTE = re.compile(r"\d{1,3}(?:\s*[,;]\s*\d{1,3})*|[a-z]")
 _NOTED = re.compile(r"[^\W\d_]{4,}\Z|[.,;:!?”’\"»]\Z")
 """Text before a footnote mark: a word that is longer than a unit or the name of a function, or the end of a sentence."""
 
+_LENGTH = re.compile(r"(?:met(?:er|re)|feet|foot|inch|mile|yard|second)(?:s|es)?\Z", re.IGNORECASE)
 _MAX_SCRIPT_CHARS = 12
 _ROMAN_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
 _ROMAN_SIGNS = "m cm d cd c xc l xl x ix v iv i".split()
@@ -39,11 +44,19 @@ def scripted(text: str, before: str, script: str, is_link: bool = False) -> str:
 
 
 def _superscript(text: str, before: str, is_link: bool) -> str:
-    if not any(map(str.isalnum, text)) or text[0] == "[" or (text.lower() in _ORDINALS and before[-1:].isalnum()):
+    if not any(map(str.isalnum, text)) or text[0] == "[" or _ends_word(text.lower(), before):
         return text
-    if _NOTE.fullmatch(text) and (is_link or _NOTED.search(before[-8:])):
+    is_power = text in ("2", "3") and _LENGTH.search(before[-12:])
+    if _NOTE.fullmatch(text) and (is_link or (_NOTED.search(before[-8:]) and not is_power)):
         return f"[{text}]"
     return _script(text, before, _SUPERSCRIPTS, "^")
+
+
+def _ends_word(text: str, before: str) -> bool:
+    """Whether raised letters end an ordinal number or an abbreviation."""
+    if before[-1:].isdigit():
+        return text in _ORDINALS
+    return text in ("tm", "sm") or (text in _ENDINGS and _ABBREVIATED.search(before[-4:]) is not None)
 
 
 def _subscript(text: str, before: str) -> str:
