@@ -14,7 +14,7 @@ from office_files import RAW, form_pdf, pdf_bytes, unnamed_letters_pdf, write_do
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import Unread, read_file
-from ragspec.retrieval.reading.quality import MOST_GARBAGE, garbage_share
+from ragspec.retrieval.reading.parsed_file import MOST_GARBAGE, garbage_share
 
 
 def one(path: Path) -> Document:

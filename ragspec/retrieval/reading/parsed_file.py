@@ -1,4 +1,6 @@
-"""The result of parsing a file: its text, the blocks of the text, and the parts that were not read. Decodes text files.
+"""The result of parsing a file: its text, the blocks of the text, and the parts that were not read.
+
+Decodes text files, and measures whether a text reads as language or as garbage.
 
 >>> builder = TextBuilder()
 >>> builder.add("The mill", level=1)
@@ -8,13 +10,16 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import logging
 import re
+import unicodedata
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 from ragspec.core import Block, BlockKind, Heading
@@ -53,6 +58,32 @@ REPEATED_CHARS = 200
 
 _MOST_FILLED, _MAX_FILLED = 20, 5000
 """Cells that stand for spans: so many for each cell of the table, and so many more."""
+
+
+MOST_GARBAGE = 0.4
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_MAX_LETTERS = 24
+_LEAST_LETTERS = 60
+"""A text of fewer letters counts as one of so many: a single odd word makes no garbage."""
+
+_MOST_UNKNOWN = 0.25
+_FOLLOWERS = (
+    "abcdefghijklmnopqrstuvwyz abegilorsuy acehijklorstuyz abdefiklnorstuvwyz "
+    "abcdefghijklmnoprstuvwxyz adefilorstu adeghilnorstu aeilmnorstuwy abcdefgijklmnopqrstuvwz "
+    "acdefkmnosu aeiklnorstuvwy abcdeghijklmnopstuvy abdeilmnopstuy abcdefghiklnoprstuvwyz "
+    "abcdefghijklmnopqrstuvwyz aefhiloprstu u abcdefghiklmnoprstuvwyz abcdefghijklmnoprstuvwyz "
+    "abceghijklnorstuvwyz abcdefghijklmnoprstuvwz aeilnorsv acehiknosuy aceiopt abcdegjklmnprstwz "
+    "abcdegiklmnotuwyz "
+).split()
+"""For each letter from a to z: the letters that often follow it in the words of one of ten European languages.
+
+Of their words at most 1.1 % have more unknown pairs than a quarter; of the same words with shifted letters 68 % to 87 %.
+"""
+
+_KNOWN = frozenset(
+    first + second for first, seconds in zip(ascii_lowercase, _FOLLOWERS, strict=True) for second in seconds
+)
+_UNREADABLE = frozenset({"Cc", "Co", "Cn"})
 
 
 class Unread(NamedTuple):
@@ -207,6 +238,26 @@ def numbered_lines(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
     for line in text[start:].split("\n"):
         yield start, line
         start += len(line) + 1
+
+
+def garbage_share(text: str) -> float:
+    """The larger of two shares: of letters in implausible words, and of control, private-use and replacement characters."""
+    characters = [character for character in text if not character.isspace()]
+    num_unreadable = sum(each == "\ufffd" or unicodedata.category(each) in _UNREADABLE for each in characters)
+    words = _WORD.findall(text)
+    num_implausible = sum(len(word) for word in words if _is_implausible(word))
+    num_letters = max(_LEAST_LETTERS, sum(map(len, words)))
+    return max(num_unreadable / max(1, len(characters)), num_implausible / num_letters)
+
+
+def _is_implausible(word: str) -> bool:
+    """Too long, or too many unknown pairs of letters. Words of other scripts than Latin have no pairs."""
+    letters = [each for each in unicodedata.normalize("NFKD", word.lower()) if "a" <= each <= "z"]
+    if len(letters) < len(word) / 2:
+        return False
+    pairs = ["".join(pair) for pair in itertools.pairwise(letters)]
+    num_unknown = sum(pair not in _KNOWN for pair in pairs)
+    return len(letters) > _MAX_LETTERS or num_unknown > _MOST_UNKNOWN * len(pairs)
 
 
 def encoding_of(path: Path) -> str:

@@ -28,15 +28,16 @@ from ragspec.core import BlockKind, Heading
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.inline import scripted
 from ragspec.retrieval.reading.parsed_file import (
+    MOST_GARBAGE,
     ParsedFile,
     TextBuilder,
     Unread,
     check_size,
+    garbage_share,
     heading,
     one_line,
     silence_logger,
 )
-from ragspec.retrieval.reading.quality import MOST_GARBAGE, garbage_share
 
 _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl", "ﬅ": "st", "ﬆ": "st"})
 _ITEM = re.compile(r"[-*•‣▪–—] |\(?\d{1,3}[.)] |\(?[a-z]\) |\d{1,3}(?:\.\d{1,3})+\.? (?=[^\W\d_a-z])")
