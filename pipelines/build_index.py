@@ -35,7 +35,7 @@ from ragspec.retrieval.index.content_key import check_document
 from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter, UpsertOutcome
-from ragspec.retrieval.reading import SUFFIXES, find_files, input_root, passed_over, read_file
+from ragspec.retrieval.reading import SUFFIXES, Unread, find_files, input_root, passed_over, read_file
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = stderr_console()
@@ -44,6 +44,7 @@ _PASSAGES_PER_COMMIT = 16_384
 _READ_AT_ONCE_BYTES = 64 * 2**20
 _SHOWN_KINDS = 8
 _SHOWN_DUPLICATES = 20
+_SHOWN_PARTS = 10
 _INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}"
 
 
@@ -153,6 +154,10 @@ def _warn(report: IngestReport, others: Counter[str]) -> None:
     """`others`: how many files of each suffix cannot be read."""
     num_hidden = len(report.duplicates) - _SHOWN_DUPLICATES
     warnings = [f"skipped: {reason}" for reason in report.skipped.values()]
+    for name, parts in report.unread.items():
+        warnings += [f"read in part: {name}, {part}" for part in parts[:_SHOWN_PARTS]]
+        if len(parts) > _SHOWN_PARTS:
+            warnings.append(f"read in part: {name}, and {len(parts) - _SHOWN_PARTS} more places")
     for document_id in list(report.duplicates)[:_SHOWN_DUPLICATES]:
         warnings.append(f"duplicate: {document_id} has the text of another document and was left out")
     if num_hidden > 0:
@@ -178,6 +183,7 @@ def summary_of(
         **asdict(writer.changes),
         "files": report.num_files,
         "skipped": list(report.skipped),
+        "unread": {name: [str(part) for part in parts[:_SHOWN_PARTS]] for name, parts in report.unread.items()},
         "seconds": round(elapsed_s, 2),
         "passages_per_s": round(writer.changes.encoded / elapsed_s, 1),
     }
@@ -185,10 +191,12 @@ def summary_of(
 
 @dataclass
 class IngestReport:
-    """`skipped`: file names with the reason. `duplicates`: ids of documents left out, with their file's path and name."""
+    """`skipped`: file names with the reason. `unread`: parts of indexed files. `duplicates`: ids of documents left out, with
+    their file's path and name."""
 
     num_files: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, list[Unread]] = field(default_factory=dict)
     duplicates: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
 
@@ -241,17 +249,20 @@ class FileIngest:
         """All documents of a file. Raises: InputError before the first document, so that no file is indexed in part."""
         before = _size_and_mtime(path)
         ids: set[str] = set()
-        documents = self._new_documents(path, name, ids)
+        unread: list[Unread] = []
+        documents = self._new_documents(path, name, ids, unread)
         is_small = before[0] <= _READ_AT_ONCE_BYTES
         valid: Iterable[Document] = list(documents) if is_small else deque(documents, maxlen=0)
         if _size_and_mtime(path) != before:
             raise InputError(f"{path} was changed while it was read")
         self._origin_of.update(dict.fromkeys(ids, str(path.resolve())))
+        if unread:
+            self.report.unread[name] = unread
         return valid if is_small else self._documents(path, name)
 
-    def _new_documents(self, path: Path, name: str, ids: set[str]) -> Iterator[Document]:
+    def _new_documents(self, path: Path, name: str, ids: set[str], unread: list[Unread]) -> Iterator[Document]:
         """Raises: InputError for an id that this run or another existing file has already."""
-        for document in self._documents(path, name):
+        for document in self._documents(path, name, unread):
             if document.id in ids:
                 raise InputError(f"{path} holds two documents of the id {document.id!r}")
             ids.add(document.id)
@@ -264,10 +275,10 @@ class FileIngest:
                 raise InputError(f"{path}: the id {document.id!r} is that of a document of another owner")
             yield check_document(document)
 
-    def _documents(self, path: Path, name: str) -> Iterator[Document]:
+    def _documents(self, path: Path, name: str, unread: list[Unread] | None = None) -> Iterator[Document]:
         """Why the owner is part of the ids: two tenants may have files of the same name."""
         prefix, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
-        for document in read_file(path, name):
+        for document in read_file(path, name, unread):
             owner = self._owner or document.owner
             yield replace(document, id=prefix + document.id, owner=owner, source=document.source or name, origin=origin)
 

@@ -51,12 +51,30 @@ class Heading(NamedTuple):
     text: str
 
 
+class BlockKind(enum.StrEnum):
+    HEADING = "heading"
+    PARAGRAPH = "paragraph"
+    LIST_ITEM = "list_item"
+    TABLE = "table"
+    CODE = "code"
+
+
+class Block(NamedTuple):
+    """The span `text[start:end]` of a document, in characters. `page`: of a PDF, from 1 on; 0 in formats without pages."""
+
+    start: int
+    end: int
+    kind: BlockKind
+    page: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A text with an identity, as the user gave it.
 
     `owner`: the tenant whose requests may see the document; empty: all tenants. `headings` are sorted by `start`. `origin`: the
-    file that the document was read from, or empty.
+    file that the document was read from, or empty. `blocks` are sorted and do not overlap; empty: the reader knows none. An
+    index does not store them.
     """
 
     id: str
@@ -67,6 +85,7 @@ class Document:
     owner: str = ""
     headings: tuple[Heading, ...] = ()
     origin: str = ""
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ragspec.core import Document
 from ragspec.errors import SaveError, StoreError
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.reading import Unread
 
 
 class Ended(NamedTuple):
@@ -238,17 +239,25 @@ def test_a_file_that_vanishes_or_changes_is_skipped(
     """A traceback for a file that was deleted after it was listed; half of one that was being written."""
     real = build_index_job.read_file
 
-    def read(path: Path, name: str) -> Iterator[Document]:
+    def read(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
         if name == "docs/a.txt":
             (docs / "sub" / "b.md").unlink(missing_ok=True)
         if name == "docs/rows.jsonl":
             path.write_text(path.read_text() + "\n")
-        return real(path, name)
+        return real(path, name, unread)
 
     monkeypatch.setattr(build_index_job, "read_file", read)
     ended = run()
     assert ended.code == 0 and ended.summary["skipped"] == ["docs/rows.jsonl", "docs/sub/b.md"]
     assert "was changed while it was read" in ended.err and "b.md cannot be read" in ended.err
+
+
+def test_a_page_that_is_not_read_is_named(run: Callable[..., Ended], docs: Path) -> None:
+    """A scanned page among others was gone without a word, and the file counted as read."""
+    (docs / "rows.csv").write_text('text\ngood\n"bad"x\n')
+    ended = run()
+    assert ended.code == 0 and list(ended.summary["unread"]) == ["docs/rows.csv"]
+    assert "read in part: docs/rows.csv, line 3" in ended.err
 
 
 def test_a_large_file_is_read_twice_and_the_same(

@@ -13,20 +13,78 @@ from pypdf import PdfWriter
 LINE = 14  # points
 
 
-def pdf_bytes(*pages: Sequence[str], place: str = "72 760 Td", size: int = 11) -> bytes:
-    """A PDF whose pages show these lines from a place; a line that begins with "# " has letters of 16, without the mark."""
-    objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
+RAW = "raw:"
+"""A line that begins so is written as it is, between the parentheses of a PDF string."""
+
+_FONT = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
+
+
+def pdf_bytes(*pages: Sequence[str] | None, place: str = "72 760 Td", size: int = 11) -> bytes:
+    """A PDF whose pages show these lines from a place; a line that begins with "# " has letters of 16, without the mark.
+
+    A page None is an image, as a scan is.
+    """
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", _FONT]
     kids = []
     for lines in pages:
-        escaped = (line.replace("\\", r"\\").replace("(", r"\(").replace(")", r"\)") for line in lines)
-        shown = f"BT /F1 {size} Tf {place} 14 TL " + " ".join(_shown(line, size) for line in escaped) + " ET"
         kids.append(f"{len(objects) + 1} 0 R")
+        resources = "/Font << /F1 3 0 R >>"
+        if lines is None:
+            shown, resources = "q 612 0 0 792 0 0 cm /I Do Q", f"/XObject << /I {len(objects) + 3} 0 R >>"
+        else:
+            shown = f"BT /F1 {size} Tf {place} 14 TL " + " ".join(_shown(line, size) for line in lines) + " ET"
         objects.append(
             f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {len(objects) + 2} 0 R "
-            "/Resources << /Font << /F1 3 0 R >> >> >>"
+            f"/Resources << {resources} >> >>"
         )
-        objects.append(f"<< /Length {len(shown.encode('latin-1'))} >>\nstream\n{shown}\nendstream")
+        objects.append(_stream(shown))
+        if lines is None:
+            objects.append(
+                _stream("x", "/Subtype /Image /Width 1 /Height 1 /ColorSpace /DeviceGray /BitsPerComponent 8")
+            )
     objects[1] = f"<< /Type /Pages /Kids [{' '.join(kids)}] /Count {len(kids)} >>"
+    return _written(objects)
+
+
+def form_pdf(value: str, appearance: str) -> bytes:
+    """A page with a text field; object 7 is its drawing."""
+    font = "/Resources << /Font << /F1 6 0 R >> >>"
+    return _written(
+        [
+            "<< /Type /Catalog /Pages 2 0 R /AcroForm << /Fields [5 0 R] /DR << /Font << /F1 6 0 R >> >> >> >>",
+            "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Annots [5 0 R] {font} >>",
+            _stream("BT /F1 11 Tf 72 700 Td (Name:) Tj 0 -40 Td (Signed at the mill.) Tj ET"),
+            f"<< /Subtype /Widget /FT /Tx /T (name) /V ({value}) /Rect [200 695 400 715] /F 4 /DA (/F1 11 Tf 0 g) "
+            f"{appearance} >>",
+            _FONT,
+            _stream(f"BT /F1 11 Tf 2 6 Td ({value}) Tj ET", f"/Subtype /Form /BBox [0 0 200 20] {font}"),
+        ]
+    )
+
+
+def unnamed_letters_pdf(line: str) -> bytes:
+    """A page in a font that numbers its letters from the space on, without a table of their names."""
+    codes = "".join(f"{ord(letter) - 29:04x}" for letter in line)
+    return _written(
+        [
+            "<< /Type /Catalog /Pages 2 0 R >>",
+            "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",
+            _stream(f"BT /F1 11 Tf 72 700 Td <{codes}> Tj ET"),
+            "<< /Type /Font /Subtype /Type0 /BaseFont /Some /Encoding /Identity-H /DescendantFonts [6 0 R] >>",
+            "<< /Type /Font /Subtype /CIDFontType2 /BaseFont /Some /FontDescriptor 7 0 R "
+            "/CIDSystemInfo << /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> >>",
+            "<< /Type /FontDescriptor /FontName /Some /Flags 4 /FontBBox [0 0 1000 1000] /ItalicAngle 0 /StemV 80 >>",
+        ]
+    )
+
+
+def _stream(content: str, entries: str = "") -> str:
+    return f"<< {entries} /Length {len(content.encode('latin-1'))} >>\nstream\n{content}\nendstream"
+
+
+def _written(objects: Sequence[str]) -> bytes:
     written, places = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
         places.append(len(written))
@@ -37,6 +95,9 @@ def pdf_bytes(*pages: Sequence[str], place: str = "72 760 Td", size: int = 11) -
 
 
 def _shown(line: str, size: int) -> str:
+    if line.startswith(RAW):
+        return f"({line.removeprefix(RAW)}) Tj T*"
+    line = line.replace("\\", r"\\").replace("(", r"\(").replace(")", r"\)")
     return f"/F1 16 Tf ({line[2:]}) Tj T* /F1 {size} Tf" if line.startswith("# ") else f"({line}) Tj T*"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import find_files, passed_over, read_documents, read_file
+from ragspec.retrieval.reading import Unread, find_files, passed_over, read_documents, read_file
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_markdown_titles_stand_where_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_text(MARKDOWN)
     document = one(path)
-    assert document.text == MARKDOWN and document.title == "Intro"
+    assert document.text == MARKDOWN.partition("---\n")[2].partition("---\n")[2] and document.title == "Intro"
     assert titles(document) == [(1, "Intro"), (1, "Guide for users"), (2, "Install it"), (2, "Second way")]
     starts = [document.text[heading.start :].split("\n")[0] for heading in document.headings]
     assert starts == ["Intro", "# Guide **for** [users](http://x.y) #", "## Install `it`", "Second way"]
@@ -259,6 +259,84 @@ def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
         ),
         Document("p:4", "name: nut", metadata={"name": "nut"}),
     ]
+
+
+def read_as(tmp_path: Path, name: str, text: str) -> Document:
+    (tmp_path / name).write_text(text)
+    return one(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("10<sup>6</sup> kg of H<sub>2</sub>O, `<sup>x</sup>`", "10⁶ kg of H₂O, `<sup>x</sup>`"),
+        ("---\nweight: 1\n---\na <!-- no\nno --> b\n\n<!-- no -->\n\nc", "a  b\n\nc"),
+        ("```\n<!-- kept -->\n```", "```\n<!-- kept -->\n```"),
+        ("1. a\n1. b\n   - c\n1. d\n\ne\n\n5) f\n9) g", "1. a\n2. b\n   - c\n3. d\n\ne\n\n5) f\n6) g"),
+        ("<table><tr><td rowspan=2>N<td>1<tr><td>2</table>\n\nend", "| N | 1 |\n| N | 2 |\n\nend"),
+    ],
+)
+def test_markdown_reads_as_it_is_shown(tmp_path: Path, source: str, text: str) -> None:
+    """Comments were found by questions, and 10 to the power of 6 was 106."""
+    assert read_as(tmp_path, "a.md", source).text == text
+
+
+def test_rst_has_its_numbers_and_scripts(tmp_path: Path) -> None:
+    """A step was quoted as "#."."""
+    document = read_as(tmp_path, "a.rst", "10\\ :sup:`6` kg\n\n#. a\n#. b\n\n   #. c\n\n#. d\n")
+    assert document.text == "10⁶ kg\n\n1. a\n2. b\n\n   1. c\n\n3. d\n"
+    assert [block.kind for block in document.blocks] == ["paragraph", *["list_item"] * 3]
+
+
+ASCIIDOC = """= The manual
+Author Name
+:toc:
+
+// a comment
+== Install
+[[anchor]]
+Weighs 10^6^ kg of H~2~O.
+
+. unpack
+.. turn
+. start
+
+[source,sh]
+----
+== no title
+----
+////
+no
+////
+"""
+
+
+def test_asciidoc_is_read(tmp_path: Path) -> None:
+    """The sources of a documentation were passed over."""
+    document = read_as(tmp_path, "a.adoc", ASCIIDOC)
+    assert document.text == (
+        "The manual\n\nAuthor Name\n\nInstall\n\nWeighs 10⁶ kg of H₂O.\n\n1. unpack\n  1. turn\n2. start\n\n== no title"
+    )
+    assert titles(document) == [(1, "The manual"), (2, "Install")]
+    assert [block.kind for block in document.blocks][-2:] == ["list_item", "code"]
+
+
+def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
+    """One badly quoted cell refused a file of a million rows."""
+    path = tmp_path / "rows.csv"
+    path.write_text('sep=;\r\nid;text\n1;"a" b\n2;"two\nlines"\n3;x;y\n4;"open\n5;five\n')
+    unread: list[Unread] = []
+    assert [(row.id, row.text) for row in read_file(path, "rows.csv", unread)] == [("2", "two\nlines"), ("5", "five")]
+    assert [each.place for each in unread] == ["line 3", "line 6", "line 7"]
+
+
+def test_text_of_windows_is_read_and_named(tmp_path: Path) -> None:
+    """A file of an old editor was refused for its first accent."""
+    for name, raw in (("a.txt", b"caf\xe9 \x80 5"), ("a.csv", b"text\ncaf\xe9 \x80 5\n")):
+        (tmp_path / name).write_bytes(raw)
+        unread: list[Unread] = []
+        assert [found.text for found in read_file(tmp_path / name, name, unread)] == ["café € 5"]
+        assert "windows-1252" in str(unread[0])
 
 
 def test_readmes_without_a_suffix_are_read_and_other_files_are_named(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import docx
 import pytest
-from office_files import pdf_bytes, write_docx, write_pdf
+from docx.oxml import parse_xml
+from docx.oxml.ns import nsdecls
+from office_files import RAW, form_pdf, pdf_bytes, unnamed_letters_pdf, write_docx, write_pdf
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.reading import Unread, read_file
+from ragspec.retrieval.reading.parsed_file import MOST_GARBAGE, garbage_share
 
 
 def one(path: Path) -> Document:
@@ -93,6 +98,14 @@ def test_rows_of_a_table_are_lines(tmp_path: Path) -> None:
         ('<?xml version="1.0" encoding="shift_jis"?><p>日本語'.encode("shift_jis"), "日本語"),
         ('<meta charset="none-such"><p>Größe'.encode(), "Größe"),
         (b"no tags at all", "no tags at all"),
+        (b'<meta charset="iso-8859-1"><p>5 \x80', "5 €"),
+        (
+            b"<?xml version='1.0' encoding='us-ascii'?><html xmlns='http://www.w3.org/1999/xhtml'><title/><p>\x93a\x94",
+            "“a”",
+        ),
+        (b"<meta http-equiv=content-type content='text/html; charset=iso-8859-9'><p>\xfd\x80", "ı€"),
+        (b"<meta charset=utf-16><p>plain.", "plain."),
+        ('<meta charset="gb2312"><p>镕'.encode("gbk"), "镕"),
     ],
 )
 def test_a_web_page_may_be_written_in_any_encoding(tmp_path: Path, raw: bytes, text: str) -> None:
@@ -119,10 +132,6 @@ def test_a_word_file_reads_in_its_order(tmp_path: Path) -> None:
 
 def test_tracked_changes_boxes_and_controls_of_word_are_read_once(tmp_path: Path) -> None:
     """Inserted text was lost and deleted text came back; a text box was there twice."""
-    import docx
-    from docx.oxml import parse_xml
-    from docx.oxml.ns import nsdecls
-
     document = docx.Document()
     body = document.element.body
     mc = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
@@ -237,8 +246,294 @@ def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     """A scanned or locked file was an empty document: the index lacked it and nobody knew."""
     for path, reason in (
         (write_pdf(tmp_path / "locked.pdf", ["Secret."], password="x"), "locked by a password"),
-        (write_pdf(tmp_path / "scan.pdf", [], []), "its 2 pages hold no text"),
+        (write_pdf(tmp_path / "empty.pdf", [], []), "its 2 pages hold no text"),
     ):
         with pytest.raises(InputError, match=f"{path.name} cannot be read: .*{reason}"):
             list(read_file(path, path.name))
     assert one(write_pdf(tmp_path / "open.pdf", ["Open."], title=" ")).title == "open"
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("10<sup>6</sup> kg, 10<sup>-3</sup> m<sup>2</sup>", "10⁶ kg, 10⁻³ m²"),
+        ("H<sub>2</sub>O, x<sup>n+1</sup>, 2<sup>2<sup>n</sup></sup>, 3<sup>q</sup>", "H₂O, xⁿ⁺¹, 2^(2ⁿ), 3^q"),
+        ('<span style="vertical-align: super">14</span>C', "¹⁴C"),
+        ("<math><msup><mi>x</mi><mn>2</mn></msup><mo>+</mo><msub><mi>a</mi><mi>i</mi></msub></math>", "x²+aᵢ"),
+        ("The mill<sup>1</sup> is old.<sup>2</sup>", "The mill[1] is old.[2]"),
+        ('at 10<a href="#fn3"><sup>3</sup></a> sharp<sup>[4]</sup>', "at 10[3] sharp[4]"),
+        ("the 21<sup>st</sup>, M<sup>me</sup> Dupont", "the 21st, Mme Dupont"),
+        (
+            "note<sup>a</sup>, x<sup>a</sup>, 4 metres<sup>2</sup>, SO<sub>4</sub><sup>2-</sup>",
+            "note[a], xᵃ, 4 metres², SO₄²⁻",
+        ),
+        ("costs <del>10</del> <ins>12</ins>, <q>said</q> he", "costs 12, “said” he"),
+        ("Donau&shy;dampf &#128;", "Donau\xaddampf €"),
+    ],
+)
+def test_raised_and_struck_text_keeps_its_meaning(tmp_path: Path, markup: str, text: str) -> None:
+    """The text "10<sup>6</sup> kg" was quoted as "106 kg"."""
+    assert page(tmp_path, f"<p>{markup}</p>").text == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ("<tr><td rowspan=2>North<td>2023<td>5<tr><td>2024<td>8", ["North | 2023 | 5", "North | 2024 | 8"]),
+        ("<tr><td>a<td rowspan=0>all<td>b<tr><td>c<td>d", ["a | all | b", "c | all | d"]),
+        ("<tr><td>1<td colspan=2>2<td>3<tr><td>4<td>5<td>6<td>7", ["1 | 2 |  | 3", "4 | 5 | 6 | 7"]),
+        ("<tr><td rowspan=2 colspan=2>x<td>1<tr><td>2", ["x |  | 1", "x |  | 2"]),
+        ("<tr><td>Steps<td><ol start=3><li>cut<li>sew</ol>", ["Steps | 3. cut 4. sew"]),
+    ],
+)
+def test_cells_stand_in_their_columns(tmp_path: Path, rows: str, lines: list[str]) -> None:
+    """Below a cell over two rows the numbers of 2024 stood under 2023."""
+    document = page(tmp_path, f"<table>{rows}</table>")
+    assert document.text == "\n".join(f"| {line} |" for line in lines)
+    assert [block.kind for block in document.blocks] == ["table"]
+
+
+def test_a_table_of_nothing_but_spans_is_refused(tmp_path: Path) -> None:
+    """A page of one megabyte became a text of a hundred."""
+    rows = "<tr>" + "<td colspan=1000 rowspan=0>x" * 3 + "<tr><td>y" * 2000
+    with pytest.raises(InputError, match="span too many rows"):
+        page(tmp_path, f"<table>{rows}</table>")
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("<h2><button>How do I reset?</button></h2><p>Press reset.", "How do I reset?\n\nPress reset."),
+        ("<details><summary><button>Why?</button></summary>So.</details>", "Why?\n\nSo."),
+        ("<dl><dt><button>Who?</button><dd>I.</dl>", "Who?\n\nI."),
+        (
+            '<button class="accordion">Returns</button><div>Within a month.</div><button>Share</button>',
+            "Returns\n\nWithin a month.",
+        ),
+        (
+            "<div><button aria-expanded=false>Sending things back</button></div><button>Menu</button>",
+            "Sending things back",
+        ),
+        ("<p>Press <button>OK</button> to close.", "Press OK to close."),
+        ("<pre>x = 1<button>Copy</button></pre>", "x = 1"),
+        ('<div role="heading" aria-level="3">Low</div>', "Low"),
+    ],
+)
+def test_questions_in_buttons_are_read_and_tools_are_not(tmp_path: Path, markup: str, text: str) -> None:
+    """The answers of a page of questions stood without their questions."""
+    assert page(tmp_path, markup).text == text
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("<ol start=5><li>a<li>b</ol>", "5. a\n6. b"),
+        ("<ol><li value=9>a<li>b</ol>", "9. a\n10. b"),
+        ("<ol reversed><li>a<li>b</ol><ol start=9 reversed><li>c<li>d</ol>", "2. a\n1. b\n9. c\n8. d"),
+        ("<ol type=a><li>x<ol type=I><li>y<li>z</ol><li>w</ol>", "a. x\nI. y\nII. z\nb. w"),
+        ("<ul><li></ul><p>alone", "alone"),
+    ],
+)
+def test_items_of_lists_have_their_numbers(tmp_path: Path, markup: str, text: str) -> None:
+    """Step five was quoted as step one."""
+    assert page(tmp_path, markup).text == text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "<tr><td><pre>1\n2</pre><td><pre>if x:\n    y</pre>",
+        "<tr><td class=linenos><pre>1\n2</pre></td><td class=code><pre><i>if</i> x:\n    y</pre></td>",
+        "<tr><td class=blob-num>1<td class=blob-code>if x:<tr><td class=blob-num>2<td class=blob-code>    y",
+        "<tr><td>1<td><pre>if x:</pre><tr><td>2<td><pre>    y</pre>",
+    ],
+)
+def test_code_beside_its_line_numbers_keeps_its_lines(tmp_path: Path, rows: str) -> None:
+    """Lines of code were joined with the numbers of all lines before them."""
+    document = page(tmp_path, f"<table>{rows}</table>")
+    assert document.text == "if x:\n    y" and [block.kind for block in document.blocks] == ["code"]
+
+
+def test_blocks_are_spans_of_the_text(tmp_path: Path) -> None:
+    """A passage of code was cut and shown as prose."""
+    document = page(tmp_path, "<h1>T</h1><p>a<ul><li>b</ul><table><tr><td>c<td>d<tr><td>e</table><pre>f\n g</pre>")
+    parts = [(block.kind.value, document.text[block.start : block.end]) for block in document.blocks]
+    assert parts == [
+        ("heading", "T"),
+        ("paragraph", "a"),
+        ("list_item", "- b"),
+        ("table", "| c | d |\n| e |"),
+        ("code", "f\n g"),
+    ]
+
+
+def pdf(tmp_path: Path, raw: bytes) -> tuple[Document, list[Unread]]:
+    path = tmp_path / "page.pdf"
+    path.write_bytes(raw)
+    unread: list[Unread] = []
+    (document,) = read_file(path, path.name, unread)
+    return document, unread
+
+
+@pytest.mark.parametrize("appearance", ["/AP << /N 7 0 R >>", ""])
+def test_values_of_a_pdf_form_stand_beside_their_labels(tmp_path: Path, appearance: str) -> None:
+    """A filled form was read as an empty one."""
+    document, unread = pdf(tmp_path, form_pdf("Ada Miller", appearance))
+    assert (document.text, unread) == ("Name: Ada Miller\n\nSigned at the mill.", [])
+
+
+def test_a_page_of_letters_without_names_is_refused(tmp_path: Path) -> None:
+    """The text "$HRSHQ" was indexed as text."""
+    path = tmp_path / "page.pdf"
+    path.write_bytes(unnamed_letters_pdf("The opening hours of the mill are from nine in the morning until late."))
+    with pytest.raises(InputError, match="page 1: its text is garbage"):
+        list(read_file(path, path.name))
+
+
+def test_a_scanned_page_is_named(tmp_path: Path) -> None:
+    """The page was gone without a word."""
+    document, unread = pdf(tmp_path, pdf_bytes(["The mill opens at nine."], None))
+    assert document.text == "The mill opens at nine." and [each.place for each in unread] == ["page 2"]
+    assert "ocrmypdf" in unread[0].reason and [block.page for block in document.blocks] == [1]
+
+
+def test_raised_and_lowered_digits_of_a_pdf_are_signs(tmp_path: Path) -> None:
+    """10 to the power of 6 was 106."""
+    line = (
+        "10) Tj /F1 7 Tf 4 Ts (-6) Tj /F1 11 Tf 0 Ts ( kg of H) Tj /F1 7 Tf -2 Ts (2) Tj /F1 11 Tf 0 Ts (O in the mill"
+    )
+    assert pdf(tmp_path, pdf_bytes([RAW + line]))[0].text == "10⁻⁶ kg of H₂O in the mill"
+
+
+def test_garbage_is_told_from_words() -> None:
+    """The words of a PDF of a TeX route were glued together, and indexed."""
+    for text in (
+        "The mill opens at nine in the morning; Straßenbahnhaltestelle, wrzesień, aujourd'hui, привет, 日本語の文書です。",
+    ):
+        assert garbage_share(text * 2) < 0.1
+    for text in (
+        "7KH RSHQLQJ KRXUV RI WKH PLOO DUH IURP QLQH",
+        "Avirtualpackageisagenericnamethatapplies toanyoneofagroupofpackages",
+        "\ue001\ue002\ue003 the",
+    ):
+        assert garbage_share(text * 3) > MOST_GARBAGE
+
+
+MATH = "xmlns:m='http://schemas.openxmlformats.org/officeDocument/2006/math'"
+
+
+def word(tmp_path: Path, *blocks: str) -> Document:
+    """A Word file of these blocks; `{a text}` is a run."""
+    document = docx.Document()
+    for place, block in enumerate(blocks):
+        markup = re.sub(r"\{(.*?)\}", r"<w:r><w:t xml:space='preserve'>\1</w:t></w:r>", block)
+        declared = re.sub(r"^<w:\w+", rf"\g<0> {nsdecls('w')} {MATH}", markup)
+        document.element.body.insert(place, parse_xml(declared))
+    document.save(str(tmp_path / "a.docx"))
+    return one(tmp_path / "a.docx")
+
+
+def numbered(text: str, list_id: int = 7, level: int = 0) -> str:
+    properties = f"<w:numPr><w:ilvl w:val='{level}'/><w:numId w:val='{list_id}'/></w:numPr>"
+    return f"<w:p><w:pPr>{properties}</w:pPr>{{{text}}}</w:p>"
+
+
+def raised(text: str, place: str = "superscript") -> str:
+    return f"<w:r><w:rPr><w:vertAlign w:val='{place}'/></w:rPr><w:t>{text}</w:t></w:r>"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        (
+            [
+                f"<w:p>{{10}}{raised('-')}{raised('6')}{{ kg, H}}{raised('2', 'subscript')}{{O, mill}}{raised('1')}</w:p>"
+            ],
+            "10⁻⁶ kg, H₂O, mill[1]",
+        ),
+        (
+            [
+                "<w:p><m:oMath><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:sSup></m:oMath></w:p>"
+            ],
+            "x²",
+        ),
+        (
+            ["<w:p><w:moveFrom>{a}</w:moveFrom></w:p>", "<w:p>{b}</w:p>", "<w:p><w:moveTo>{a}</w:moveTo></w:p>"],
+            "b\n\na",
+        ),
+        (
+            [
+                "<w:p><w:pPr><w:rPr><w:del/></w:rPr></w:pPr>{one }<w:del><w:r><w:delText>x</w:delText></w:r></w:del></w:p>",
+                "<w:p>{two}</w:p>",
+            ],
+            "one two",
+        ),
+        (["<w:p><w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>{seen}</w:p>"], "seen"),
+        (
+            [
+                "<w:p>{Welcome}<w:r><w:pict><w:txbxContent><w:p>{Hours}</w:p><w:p>{Monday}</w:p></w:txbxContent></w:pict></w:r></w:p>"
+            ],
+            "Welcome\n\nHours\n\nMonday",
+        ),
+        (
+            [
+                "<w:tbl><w:tr><w:tc><w:p>{a}<w:r><w:pict><w:txbxContent><w:p>{b}</w:p></w:txbxContent></w:pict></w:r></w:p></w:tc></w:tr></w:tbl>"
+            ],
+            "| a b |",
+        ),
+    ],
+)
+def test_word_keeps_what_stands_after_all_changes(tmp_path: Path, blocks: list[str], text: str) -> None:
+    """Moved text was there twice, boxes ran into one another, and an exponent became a digit."""
+    assert word(tmp_path, *blocks).text == text
+
+
+def test_cells_of_word_stand_in_their_columns(tmp_path: Path) -> None:
+    """Below a merged cell the numbers of 2024 stood under 2023."""
+    cell = "<w:tc><w:tcPr>{}</w:tcPr><w:p>{{{}}}</w:p></w:tc>"
+    rows = (
+        [("<w:vMerge w:val='restart'/>", "North"), ("", "2023"), ("", "5")],
+        [("<w:vMerge/>", ""), ("", "2024"), ("", "8")],
+        [("<w:gridSpan w:val='2'/>", "Sum"), ("", "13")],
+    )
+    lines = "".join(f"<w:tr>{''.join(cell.format(*each) for each in row)}</w:tr>" for row in rows)
+    short = "<w:tr><w:trPr><w:gridBefore w:val='2'/></w:trPr>" + cell.format("", "end") + "</w:tr>"
+    deleted = "<w:tr><w:trPr><w:del/></w:trPr>" + cell.format("", "gone") + "</w:tr>"
+    assert word(tmp_path, f"<w:tbl>{lines}{short}{deleted}</w:tbl>").text == (
+        "| North | 2023 | 5 |\n| North | 2024 | 8 |\n| Sum |  | 13 |\n|  |  | end |"
+    )
+
+
+def test_numbers_of_word_are_those_that_word_shows(tmp_path: Path) -> None:
+    """Every item was a dash: step 5 of a manual was not found, or quoted as another."""
+    document = docx.Document()
+    numbering = document.part.numbering_part.element
+    levels = "".join(
+        f"<w:lvl w:ilvl='{n}'><w:start w:val='{start}'/><w:numFmt w:val='{style}'/><w:lvlText w:val='{pattern}'/></w:lvl>"
+        for n, (start, style, pattern) in enumerate(
+            [(5, "decimal", "%1."), (1, "lowerLetter", "%2)"), (1, "upperRoman", "%1-%3")]
+        )
+    )
+    numbering.insert(0, parse_xml(f"<w:abstractNum {nsdecls('w')} w:abstractNumId='77'>{levels}</w:abstractNum>"))
+    again = "<w:lvlOverride w:ilvl='0'><w:startOverride w:val='1'/></w:lvlOverride>"
+    for list_id, override in ((7, ""), (8, again)):
+        numbering.append(
+            parse_xml(f"<w:num {nsdecls('w')} w:numId='{list_id}0'><w:abstractNumId w:val='77'/>{override}</w:num>")
+        )
+    items = [
+        ("a", 70, 0),
+        ("b", 70, 1),
+        ("c", 70, 1),
+        ("d", 70, 2),
+        ("e", 70, 0),
+        ("f", 70, 1),
+        ("g", 80, 0),
+        ("h", 80, 0),
+    ]
+    for place, (text, list_id, level) in enumerate(items):
+        markup = numbered(text, list_id, level).replace("{" + text + "}", f"<w:r><w:t>{text}</w:t></w:r>")
+        document.element.body.insert(place, parse_xml(markup.replace("<w:p>", f"<w:p {nsdecls('w')}>", 1)))
+    document.save(str(tmp_path / "a.docx"))
+    found = one(tmp_path / "a.docx")
+    assert found.text.split("\n") == ["5. a", "a) b", "b) c", "5-I d", "6. e", "a) f", "1. g", "2. h"]
+    assert {block.kind for block in found.blocks} == {"list_item"}

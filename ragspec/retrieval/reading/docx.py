@@ -1,125 +1,291 @@
-"""Word files: paragraphs, list items and table rows in document order. Skips text that tracked changes delete.
+"""Word files: the blocks of the body in its order, as "accept all changes" leaves them, with the numbers that Word shows.
 
->>> read_docx(Path("manual.docx")).headings
+>>> read_docx(Path("manual.docx")).blocks
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-import zipfile
 from collections.abc import Iterator
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import docx
-from docx.oxml.ns import qn
+from docx.oxml import parse_xml
+from docx.oxml.ns import nsmap, qn
 from docx.styles.style import BaseStyle, ParagraphStyle
+from lxml import etree
 
-from ragspec.errors import InputError
+from ragspec.core import BlockKind
+from ragspec.retrieval.reading.inline import list_number, scripted
 from ragspec.retrieval.reading.parsed_file import (
-    MAX_BYTES,
+    REPEATED_CHARS,
+    Cell,
     ParsedFile,
+    Table,
     TextBuilder,
-    check_size,
-    first_title,
+    check_archive,
+    one_line,
     silence_logger,
 )
 
-_PARAGRAPH, _TABLE = qn("w:p"), qn("w:tbl")
-_WRAPPERS = frozenset(map(qn, ("w:sdt", "w:sdtContent", "w:customXml", "w:ins", "w:moveTo", "w:smartTag")))
-_WRITTEN = {qn("w:tab"): "\t", qn("w:br"): "\n", qn("w:cr"): "\n", qn("w:noBreakHyphen"): "-"}
-_RUN_PARTS = " | ".join(f".//w:r/{part}" for part in ("w:t", "w:tab", "w:br", "w:cr", "w:noBreakHyphen"))
-_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
-_HEADING = re.compile(r"heading ([1-9])")
-_MAX_XML_BYTES = 128 * 1024**2
-"""Limit of one XML part; its tree takes about ten times as much memory."""
+_PARAGRAPH, _TABLE, _RUN, _BOX = map(qn, ("w:p", "w:tbl", "w:r", "w:txbxContent"))
+_MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_TEXTS = frozenset({qn("w:t"), f"{_MATH}t"})
+_LEFT_OUT = frozenset(
+    map(
+        qn,
+        ("w:del", "w:moveFrom", "w:rPr", "w:pPr", "w:instrText", "w:delText", "w:delInstrText", "w:tblPr", "w:sdtPr"),
+    )
+) | {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
+"""Elements without text of the document. Why the fallback: Word writes a box twice, once for older programs."""
 
+_WRITTEN = {
+    qn("w:tab"): "\t",
+    qn("w:br"): "\n",
+    qn("w:cr"): "\n",
+    qn("w:noBreakHyphen"): "-",
+    qn("w:softHyphen"): "\xad",
+}
+_NOTES = {qn("w:footnoteReference"): "footnotes", qn("w:endnoteReference"): "endnotes"}
+_MATH_SCRIPTS = {f"{_MATH}sup": "superscript", f"{_MATH}sub": "subscript"}
+_HEADING = re.compile(r"heading ([1-9])")
 _MAX_BASES = 16
 
 
+class _Style(NamedTuple):
+    """Of a paragraph or of a style. `level`: of a heading, or 0. `list_id` and `list_level`: of a list's item, or empty."""
+
+    level: int = 0
+    list_id: str = ""
+    list_level: int = 0
+
+
+class _ListLevel(NamedTuple):
+    """One level of a list. `pattern`: of the number, such as "%1.%2"."""
+
+    style: str
+    pattern: str
+    start: int
+
+
 def read_docx(path: Path) -> ParsedFile:
-    check_size(path)
+    check_archive(path)
     with open(path, "rb") as file, silence_logger("docx"):
-        _check_archive(file, path)
         document = docx.Document(file)
-    levels = {style.style_id: _style_level(style) for style in document.styles}
-    builder = TextBuilder()
-    for block in _blocks(document.element.body):
-        if block.tag == _TABLE:
-            for number, row in enumerate(_rows(block)):
-                builder.add(row, gap="\n" if number else "\n\n")
-        else:
-            _add_paragraph(builder, block, levels)
-    found = builder.build()
-    return found._replace(title=(document.core_properties.title or "").strip() or first_title(found.headings))
+    reader = _WordReader(document)
+    reader.read(document.element.body)
+    return reader.builder.build(document.core_properties.title or "")
 
 
-def _check_archive(file: Any, path: Path) -> None:
-    """Raises: InputError if the file is no archive, or too large to unpack in memory."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-    except zipfile.BadZipFile as cause:
-        raise InputError(f"{path} is no .docx file, or it is damaged or locked by a password") from cause
-    num_bytes = sum(part.file_size for part in parts)
-    largest_xml = max((part.file_size for part in parts if part.filename.endswith((".xml", ".rels"))), default=0)
-    if num_bytes > MAX_BYTES or largest_xml > _MAX_XML_BYTES:
-        raise InputError(f"{path} unpacks to {num_bytes} bytes, more than is read at once")
+class _WordReader:
+    """Reads the body of a document once, from its beginning to its end: numbers of lists count on."""
+
+    def __init__(self, document: Any) -> None:
+        self.builder = TextBuilder()
+        self._styles = {style.style_id: _style(style) for style in document.styles}
+        raised = _find(document.styles.element, "./w:style[w:rPr/w:vertAlign]")
+        self._scripts = {style.get(qn("w:styleId")): _find(style, "./w:rPr/w:vertAlign/@w:val")[0] for style in raised}
+        self._lists = _Lists(document)
+        self._notes = {kind: _notes(document, kind) for kind in _NOTES.values()}
+        self._shown_notes: list[Any] = []
+        self._boxes: list[Any] = []  # of the paragraph that is being read
+        self._before = ""  # text of paragraphs whose end was deleted
+
+    def read(self, body: Any) -> None:
+        self._read_blocks(body)
+        for number, note in enumerate(self._shown_notes, 1):
+            self.builder.add(f"[{number}] {self._flat_text(note)}")
+
+    def _read_blocks(self, parent: Any) -> None:
+        """Reads paragraphs and tables, also inside content controls and tracked insertions."""
+        for element in parent:
+            if element.tag == _TABLE:
+                self._read_table(element)
+            elif element.tag == _PARAGRAPH:
+                self._read_paragraph(element)
+            elif element.tag not in _LEFT_OUT:
+                self._read_blocks(element)
+
+    def _read_paragraph(self, paragraph: Any) -> None:
+        text = self._before + self._text(paragraph)
+        boxes, self._boxes = self._boxes, []
+        is_end_deleted = bool(_find(paragraph, "./w:pPr/w:rPr/w:del"))
+        self._before = text if is_end_deleted else ""
+        if text.strip() and not is_end_deleted:
+            style = self._style_of(paragraph)
+            marker = self._lists.marker(style)
+            gap = "\n" if marker and not style.level else "\n\n"
+            kind = BlockKind.LIST_ITEM if marker else BlockKind.PARAGRAPH
+            self.builder.add(marker + text.strip(), style.level, gap, kind)
+        for box in boxes:
+            self._read_blocks(box)
+
+    def _read_table(self, table: Any) -> None:
+        lines = Table(self.builder)
+        above: dict[int, str] = {}
+        for row in _find(table, "./w:tr[not(w:trPr/w:del)]"):
+            cells: list[Cell] = []
+            column = _number(row, "./w:trPr/w:gridBefore/@w:val", 0)
+            if column:
+                cells.append(Cell("", column))
+            for cell in _find(row, "./w:tc | ./w:sdt/w:sdtContent/w:tc"):
+                merge = _find(cell, "./w:tcPr/w:vMerge")
+                continues = merge and merge[0].get(qn("w:val")) != "restart"
+                text = above.get(column, "") if continues else self._flat_text(cell)
+                above[column] = text if merge and len(text) <= REPEATED_CHARS else ""
+                cells.append(Cell(text, _number(cell, "./w:tcPr/w:gridSpan/@w:val", 1)))
+                column += cells[-1].columns
+            lines.add(cells, is_header=bool(_find(row, "./w:trPr/w:tblHeader")))
+
+    def _flat_text(self, element: Any) -> str:
+        """The paragraphs of a cell or note on one line."""
+        texts: list[str] = []
+        open_paragraphs = list(reversed(_find(element, ".//w:p[not(ancestor::w:txbxContent)]")))
+        while open_paragraphs:
+            paragraph = open_paragraphs.pop()
+            text = self._text(paragraph)
+            texts.append(self._lists.marker(self._style_of(paragraph)) + text if text.strip() else "")
+            boxes, self._boxes = self._boxes, []
+            open_paragraphs += [each for box in reversed(boxes) for each in reversed(_find(box, "./w:p"))]
+        return one_line(" ".join(texts))
+
+    def _style_of(self, paragraph: Any) -> _Style:
+        name = _find(paragraph, "./w:pPr/w:pStyle/@w:val")
+        return _set_style(paragraph, self._styles.get(name[0] if name else "", _Style()))
+
+    def _text(self, paragraph: Any) -> str:
+        found = ""
+        for script, pieces in itertools.groupby(self._pieces(paragraph), key=itemgetter(1)):
+            found += scripted("".join(text for text, _ in pieces), found, script)
+        return found
+
+    def _pieces(self, parent: Any, script: str = "") -> Iterator[tuple[str, str]]:
+        """(text, "superscript", "subscript" or empty) of the runs. Collects the boxes on the way."""
+        for element in parent:
+            tag = element.tag
+            if tag in _TEXTS:
+                yield element.text or "", script
+            elif tag in _WRITTEN:
+                yield _WRITTEN[tag], script
+            elif tag in _NOTES:
+                yield self._note_mark(_NOTES[tag], element), ""
+            elif tag == _BOX:
+                self._boxes.append(element)
+            elif tag == _RUN:
+                if not _find(element, "./w:rPr/w:vanish"):
+                    yield from self._pieces(element, self._run_script(element))
+            elif tag not in _LEFT_OUT:
+                yield from self._pieces(element, _MATH_SCRIPTS.get(tag, script))
+
+    def _run_script(self, run: Any) -> str:
+        own = _find(run, "./w:rPr/w:vertAlign/@w:val")
+        style = _find(run, "./w:rPr/w:rStyle/@w:val")
+        return own[0] if own else self._scripts.get(style[0], "") if style else ""
+
+    def _note_mark(self, kind: str, reference: Any) -> str:
+        note = self._notes[kind].get(reference.get(qn("w:id")))
+        if note is None:
+            return ""
+        self._shown_notes.append(note)
+        return f"[{len(self._shown_notes)}]"
 
 
-def _style_level(style: BaseStyle) -> int:
-    """1 to 9 for a heading style or a style based on it, else 0."""
-    for _ in range(_MAX_BASES):
-        name = (style.name or "").lower()
-        found = _HEADING.fullmatch(name)
-        if found or name == "title":
-            return int(found[1]) if found else 1
-        base = style.base_style if isinstance(style, ParagraphStyle) else None
-        if base is None:
-            break
-        style = base
-    return 0
+class _Lists:
+    """The numbers of list items, as Word counts them: lists of one abstract definition go on, unless they set their start."""
+
+    def __init__(self, document: Any) -> None:
+        related = [each.target_part for each in document.part.rels.values() if each.reltype.endswith("/numbering")]
+        root = related[0].element if related else None
+        self._levels: dict[str, dict[int, _ListLevel]] = {}
+        self._abstract: dict[str, str] = {}
+        self._starts: dict[tuple[str, int], int] = {}
+        self._counts: dict[str, dict[int, int]] = {}
+        for abstract in _find(root, "./w:abstractNum") if root is not None else ():
+            levels = {_number(each, "./@w:ilvl", 0): _list_level(each) for each in _find(abstract, "./w:lvl")}
+            self._levels[abstract.get(qn("w:abstractNumId"))] = levels
+        for each in _find(root, "./w:num") if root is not None else ():
+            list_id = each.get(qn("w:numId"))
+            self._abstract[list_id] = (_find(each, "./w:abstractNumId/@w:val") or [""])[0]
+            for override in _find(each, "./w:lvlOverride[w:startOverride]"):
+                start = _number(override, "./w:startOverride/@w:val", 1)
+                self._starts[list_id, _number(override, "./@w:ilvl", 0)] = start
+
+    def marker(self, style: _Style) -> str:
+        """The number or dash of the next item of a list, with a space; empty outside lists."""
+        abstract = self._abstract.get(style.list_id)
+        levels = self._levels.get(abstract or "", {})
+        if abstract is None or style.list_level not in levels:
+            return "- " if style.list_id not in ("", "0") else ""
+        counts = self._counts.setdefault(abstract, {})
+        own = levels[style.list_level]
+        start = self._starts.pop((style.list_id, style.list_level), None)
+        if start is None:
+            start = counts[style.list_level] + 1 if style.list_level in counts else own.start
+        counts[style.list_level] = start
+        for deeper in [level for level in counts if level > style.list_level]:
+            del counts[deeper]
+        if own.style in ("bullet", "none"):
+            return "- " if own.style == "bullet" else ""
+        number = own.pattern
+        for level, each in levels.items():
+            number = number.replace(f"%{level + 1}", list_number(counts.get(level, each.start), each.style))
+        return f"{number} " if number.strip() else ""
 
 
-def _blocks(body: Any) -> Iterator[Any]:
-    """Paragraphs and tables, also inside content controls and tracked insertions."""
-    open_elements = [iter(body)]
-    while open_elements:
-        element = next(open_elements[-1], None)
-        if element is None:
-            open_elements.pop()
-        elif element.tag in (_PARAGRAPH, _TABLE):
-            yield element
-        elif element.tag in _WRAPPERS:
-            open_elements.append(iter(element))
+def _list_level(level: Any) -> _ListLevel:
+    style, pattern = _find(level, "./w:numFmt/@w:val"), _find(level, "./w:lvlText/@w:val")
+    return _ListLevel(
+        style[0] if style else "decimal", pattern[0] if pattern else "", _number(level, "./w:start/@w:val", 0)
+    )
 
 
-def _add_paragraph(builder: TextBuilder, paragraph: Any, levels: dict[str, int]) -> None:
-    outline = paragraph.xpath("./w:pPr/w:outlineLvl/@w:val")
-    style = paragraph.xpath("./w:pPr/w:pStyle/@w:val")
-    level = levels.get(style[0], 0) if style else 0
-    if outline and outline[0].isdigit():
-        level = (int(outline[0]) + 1) % 10  # Why: level 9 means body text
-    text = _text(paragraph)
-    is_item = not level and (paragraph.xpath("./w:pPr/w:numPr") or (style and style[0].startswith("List")))
-    builder.add(f"- {text}" if is_item and text else text, level, "\n" if is_item else "\n\n")
+def _style(style: BaseStyle) -> _Style:
+    """With the settings of the styles that it is based on."""
+    bases = [style]
+    while len(bases) < _MAX_BASES and isinstance(bases[-1], ParagraphStyle) and bases[-1].base_style is not None:
+        bases.append(bases[-1].base_style)
+    found = _Style()
+    for each in reversed(bases):
+        name = (each.name or "").lower()
+        heading = _HEADING.fullmatch(name)
+        if heading or name == "title":
+            found = found._replace(level=int(heading[1]) if heading else 1)
+        found = _set_style(each.element, found)
+    return found
 
 
-def _rows(table: Any) -> Iterator[str]:
-    for number, row in enumerate(table.xpath("./w:tr")):
-        cells = row.xpath("./w:tc | ./w:sdt/w:sdtContent/w:tc")
-        texts = [" ".join(filter(None, map(_text, cell.xpath(".//w:p[not(ancestor::w:p)]")))) for cell in cells]
-        if any(texts):
-            is_header = number == 0 and row.xpath("./w:trPr/w:tblHeader")
-            rule = f"\n|{'---|' * len(texts)}" if is_header else ""
-            yield "| " + " | ".join(" ".join(text.split()) for text in texts) + " |" + rule
+def _set_style(element: Any, style: _Style) -> _Style:
+    """`style` with the settings of a paragraph or of a style's definition."""
+    level = _number(element, "./w:pPr/w:outlineLvl/@w:val", -1)
+    list_id = _find(element, "./w:pPr/w:numPr/w:numId/@w:val")
+    return _Style(
+        style.level if level < 0 else (level + 1) % 10,  # Why: level 9 means body text
+        list_id[0] if list_id else style.list_id,
+        _number(element, "./w:pPr/w:numPr/w:ilvl/@w:val", style.list_level),
+    )
 
 
-def _text(paragraph: Any) -> str:
-    parts = paragraph.xpath(_RUN_PARTS)
-    return "".join(_WRITTEN.get(part.tag, part.text or "") for part in parts if not _is_fallback(part)).strip()
+def _notes(document: Any, kind: str) -> dict[str, Any]:
+    """The footnotes or endnotes by their ids."""
+    parts = [each.target_part for each in document.part.rels.values() if each.reltype.endswith(f"/{kind}")]
+    return {note.get(qn("w:id")): note for part in parts for note in parse_xml(part.blob)}
 
 
-def _is_fallback(part: Any) -> bool:
-    """Word writes the text of a box twice, once for older programs."""
-    return next(part.iterancestors(_FALLBACK), None) is not None
+def _find(element: Any, path: str) -> list[Any]:
+    """Why not `element.xpath`: python-docx gives namespaces to some elements only."""
+    found: list[Any] = _compiled(path)(element)
+    return found
+
+
+@cache
+def _compiled(path: str) -> Any:
+    return etree.XPath(path, namespaces=nsmap)
+
+
+def _number(element: Any, path: str, default: int) -> int:
+    found = _find(element, path)
+    return int(found[0]) if found and found[0].isdigit() else default

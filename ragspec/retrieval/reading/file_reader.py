@@ -13,7 +13,9 @@ from ragspec.core import Document, check_text
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.file_search import find_files
 from ragspec.retrieval.reading.formats import ReaderInput, format_of
-from ragspec.retrieval.reading.parsed_file import ParsedFile, read_text
+from ragspec.retrieval.reading.parsed_file import WINDOWS, ParsedFile, Unread, encoding_of, read_text
+
+_SHOWN_PARTS = 10
 
 
 def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
@@ -22,19 +24,22 @@ def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
         yield from read_file(path, name)
 
 
-def read_file(path: Path, name: str) -> Iterator[Document]:
+def read_file(path: Path, name: str, unread: list[Unread] | None = None) -> Iterator[Document]:
     """The documents of one file. A text file without text gives none.
 
+    `unread`: gets the parts of the file that were not read, and an encoding that was guessed.
     Raises: InputError naming the file, the line or page if known, and the reason.
     """
     try:
-        for document in _documents(path, name):
+        for document in _documents(path, name, [] if unread is None else unread):
             for field in (document.id, document.text, document.title, document.source, document.owner):
                 if field.strip():
                     check_text(field, f"{path}: document {document.id!r}")
             yield document
-    except InputError:
-        raise
+    except InputError as cause:
+        if str(path) in str(cause):
+            raise
+        raise InputError(f"{path} {str(cause).removeprefix('it ')}") from cause
     except MemoryError as cause:
         raise InputError(f"{path} cannot be read: it does not fit into the memory") from cause
     except RecursionError as cause:
@@ -45,23 +50,30 @@ def read_file(path: Path, name: str) -> Iterator[Document]:
         raise InputError(f"{path} cannot be read: {_reason(cause)}") from cause
 
 
-def _documents(path: Path, name: str) -> Iterator[Document]:
+def _documents(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
     found = format_of(path)
     module, _, function = found.reader.rpartition(".")
     # Why here: parsers of other libraries take seconds to import, and a folder of text files needs none of them
     reader = getattr(importlib.import_module(f"ragspec.retrieval.reading.{module}"), function)
+    if found.is_plain and encoding_of(path) == WINDOWS:
+        unread.append(Unread("", "it is no UTF-8 text and was read as windows-1252"))
     if found.reader_input is ReaderInput.ROWS:
-        yield from reader(path, name)
+        yield from reader(path, name, unread)
         return
     parsed: ParsedFile = reader(read_text(path) if found.reader_input is ReaderInput.TEXT else path)
+    unread += parsed.unread
+    metadata = dict(parsed.metadata)
+    if parsed.unread:
+        metadata["unread"] = "; ".join(map(str, parsed.unread[:_SHOWN_PARTS]))
     if parsed.text.strip():
         yield Document(
             id=name,
             text=parsed.text,
             title=parsed.title or path.stem,
             source=name,
-            metadata=parsed.metadata,
+            metadata=metadata,
             headings=parsed.headings,
+            blocks=parsed.blocks,
         )
 
 

@@ -33,15 +33,26 @@ class FileFormat(NamedTuple):
     is_safe: bool = False
     is_indexed: bool = True
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is text of an encoding that it does not name."""
+        return self.reader_input is ReaderInput.TEXT or ".csv" in self.suffixes
+
 
 FORMATS = (
-    FileFormat((".txt",), "parsed_file.ParsedFile", ReaderInput.TEXT, is_correctable=True, is_safe=True),
-    FileFormat((".md", ".markdown"), "markup.read_markdown", ReaderInput.TEXT, is_correctable=True, is_safe=True),
+    FileFormat((".txt",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_safe=True),
+    FileFormat((".md", ".markdown"), "markup.read_markdown", ReaderInput.TEXT, is_correctable=True),
     FileFormat((".rst",), "markup.read_rst", ReaderInput.TEXT, is_correctable=True),
+    FileFormat((".adoc", ".asciidoc"), "markup.read_asciidoc", ReaderInput.TEXT),
     FileFormat((".html", ".htm", ".xhtml"), "html.read_html", ReaderInput.PATH, is_correctable=True),
-    FileFormat((".tex",), "parsed_file.ParsedFile", ReaderInput.TEXT, is_correctable=True, is_indexed=False),
+    FileFormat((".tex",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_indexed=False),
     FileFormat((".pdf",), "pdf.read_pdf", ReaderInput.PATH),
     FileFormat((".docx",), "docx.read_docx", ReaderInput.PATH),
+    FileFormat((".xlsx",), "containers.read_workbook", ReaderInput.PATH),
+    FileFormat((".pptx",), "containers.read_slides", ReaderInput.PATH),
+    FileFormat((".epub",), "containers.read_epub", ReaderInput.PATH),
+    FileFormat((".eml",), "containers.read_mail", ReaderInput.PATH),
+    FileFormat((".ipynb",), "containers.read_notebook", ReaderInput.TEXT),
     FileFormat((".jsonl",), "rows.read_jsonl", ReaderInput.ROWS),
     FileFormat((".csv", ".tsv"), "rows.read_csv", ReaderInput.ROWS),
 )

@@ -1,23 +1,33 @@
-"""Web pages: their visible text, as blocks, list items and table rows; of a page that marks its main part, that part alone.
+"""Web pages: the blocks of their visible text; of a page that marks its main part, of that part alone.
 
-Why no tree: in old pages with unclosed paragraphs every paragraph nests in the previous one, and building such a tree takes time
-quadratic in their number. Beautiful Soup detects the encoding.
+Why no tree: libxml2 builds trees of 2,048 levels at most, and drops the text below them; its events have no limit.
 
-    >>> read_html(Path("page.html")).title
+    >>> read_html(Path("page.html")).blocks
 """
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
-from collections.abc import Mapping
-from html.parser import HTMLParser
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bs4.dammit import EncodingDetector, UnicodeDammit
+from lxml import etree
 
+from ragspec.core import BlockKind
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, check_size, first_title, silence_logger
+from ragspec.retrieval.reading.inline import list_number, scripted
+from ragspec.retrieval.reading.parsed_file import (
+    WINDOWS,
+    Cell,
+    ParsedFile,
+    Table,
+    TextBuilder,
+    check_size,
+    encoding_mark,
+    one_line,
+)
 
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _CELLS = frozenset({"td", "th"})
@@ -25,235 +35,448 @@ _BLOCKS = frozenset(
     "address article aside blockquote body caption center dd details div dl dt fieldset figcaption figure footer form header hr "
     "html legend li main menu ol p pre section summary table tbody tfoot thead tr ul".split()
 ).union(_HEADINGS, _CELLS)
-_EMPTY = frozenset("area base br col embed hr img input link meta param source track wbr".split())
+_VOID = frozenset("area base br col embed hr img input link meta param source track wbr".split())
 _HIDDEN = frozenset(
-    "audio button canvas datalist iframe nav noscript object script select style svg template textarea title video".split()
+    "annotation annotation-xml audio canvas datalist del iframe nav noscript object rp script select style svg template "
+    "textarea title video".split()
 )
-_APART = frozenset({"banner", "contentinfo", "navigation", "search"})
-"""Roles of what is not the page's own text."""
-_APART_CLASSES = frozenset(
-    "anchorjs-link breadcrumb breadcrumbs cookie-banner hash-link header-anchor headerlink heading-anchor mw-editsection navbar "
-    "permalink skip-link sphinxsidebar".split()
+_HIDDEN_ROLES = frozenset({"banner", "contentinfo", "navigation", "search"})
+_HIDDEN_CLASSES = frozenset(
+    "anchorjs-link blob-num breadcrumb breadcrumbs cookie-banner gutter hash-link header-anchor headerlink heading-anchor "
+    "hljs-ln-numbers linenodiv lineno linenos linenumber line-number mw-editsection navbar permalink rouge-gutter skip-link "
+    "sphinxsidebar".split()
 )
 _PERMALINK = re.compile(r"perma(?:nent )?link|link to this|skip to", re.IGNORECASE)
-_PARTS = frozenset({"article", "blockquote", "main", "section"})
+_FOOTER_OWNERS = ("article", "blockquote", "main", "section")
 """A footer inside them belongs to the text."""
+
+_BUTTON_OWNERS = (*_HEADINGS, *"caption dt figcaption label legend p summary th".split())
+"""A button inside them belongs to the text. Any other is read inside a line, or if it asks a question or opens a part."""
+
+_OPENS = re.compile(r"accordion|collaps|disclosure|expand|faq|toggle", re.IGNORECASE)
+_TOOL = re.compile(r"copy|share|perma|anchor|edit", re.IGNORECASE)
+_LEAST_TITLE_WORDS = 3
 _LEAST_MAIN_CHARS = 200
 _INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_RAISED = re.compile(r"vertical-align\s*:\s*(super|sub)", re.IGNORECASE)
+_SCRIPT_TAGS = {"sup": "superscript", "sub": "subscript"}
+_MATH_SCRIPTS = {"msup": ("", "superscript"), "msub": ("", "subscript"), "msubsup": ("", "subscript", "superscript")}
+"""The places of an element's children."""
+
+_WRITTEN = {"br": "\n", "q": "“", "rt": "("}
+_WRITTEN_AFTER = {"q": "”", "rt": ")"}
+_EMPTY_ELEMENT = re.compile(r"<(\w+)((?:\s[^<>]*)?)/>")
+_LINE_NUMBERS = re.compile(r"[\s\d.:]*")
 _SPACE = re.compile(r"\s+")
-
-_ENDED_BY = {
-    "li": frozenset({"li"}),
-    **dict.fromkeys(("dt", "dd"), frozenset({"dt", "dd"})),
-    **dict.fromkeys(_CELLS, _CELLS),
-    "tr": frozenset({"tr"}),
-    **dict.fromkeys(("thead", "tbody", "tfoot"), frozenset({"thead", "tbody", "tfoot"})),
+_DECLARED = re.compile(
+    rb"""<\?xml[^>]{0,99}?encoding\s*=\s*["']?([\w.:-]+)|<meta[^>]{0,999}?charset\s*=\s*["']?\s*([\w.:-]+)""", re.I
+)
+_HEAD_BYTES = 4096
+_READ_AS = {
+    "iso8859-1": WINDOWS,
+    "ascii": WINDOWS,
+    "utf-16": "utf-8",
+    "utf-16-le": "utf-8",
+    "utf-16-be": "utf-8",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "big5": "big5hkscs",
 }
-"""The open tags that a tag closes implicitly. Every block also closes an open paragraph."""
+"""Encodings that browsers read as another, by Python's names. Source: WHATWG, Encoding, section 4.2."""
 
-_KEEPS_OPEN = frozenset({"ul", "ol", "menu", "dl", "table"})
-"""A list or table inside an item or cell does not close the item or cell."""
+_CODE_CLASSES = frozenset("blob-code code hljs-ln-code rouge-code".split())
+_MAX_ROWS = 65_534  # that a cell spans, in browsers; 0 stands for all
+_MAX_LEVEL = 9
+_PIECES_BEFORE = 4
+"""Of the line, to the left of a superscript."""
 
-_NEAREST = 100
-"""How many open tags are searched for tags to close."""
+_MAX_DEPTH = 40_000
+_PART_CHARS = 2**16
+
+
+class _Element:
+    """An open element. `start`: how many pieces of the line stand before it. `script`: "superscript", "subscript" or empty."""
+
+    def __init__(self, tag: str, script: str, start: int, num_links: int) -> None:
+        self.tag = tag
+        self.script = script
+        self.start = start
+        self.num_links = num_links
+        self.num_children = 0
+        self.level = 0  # of a heading
+        self.opens = self.expands = False  # of a button: by its class, by an attribute
+
+
+class _List:
+    """An open list. `style`: of its numbers; empty: it has none. `number`: of its next item."""
+
+    def __init__(self, style: str, number: int = 1, step: int = 1) -> None:
+        self.style = style
+        self.number = number
+        self.step = step
+        self.num_items = 0
+
+    def next_marker(self, value: str | None) -> str:
+        self.num_items += 1
+        if not self.style:
+            return "- "
+        number = _integer(value, self.number)
+        self.number = number + self.step
+        return f"{list_number(number, self.style)}. "
+
+
+class _OpenTable:
+    """An open table. `cells` None: outside a row, or the table is layout. `code`: numbers of the row's cells that are code."""
+
+    def __init__(self, builder: TextBuilder) -> None:
+        self.table = Table(builder)
+        self.is_layout = False
+        self.is_header = False  # whether the row has no cell but `th`
+        self.had_code = False  # whether the row above was a line of code
+        self.cells: list[Cell] | None = None
+        self.code: set[int] = set()
+        self.in_code = False  # whether the open cell is code
+        self._span = (1, 1)
+
+    def begin_row(self) -> None:
+        self.cells, self.is_header = [], True
+        self.code.clear()
+
+    def begin_cell(self, attributes: Mapping[str, str]) -> None:
+        rows = _integer(attributes.get("rowspan"), 1)
+        self._span = (max(1, _integer(attributes.get("colspan"), 1)), rows if 0 < rows < _MAX_ROWS else _MAX_ROWS)
+        self.in_code = not _CODE_CLASSES.isdisjoint(attributes.get("class", "").split())
+
+    def end_cell(self, text: str, tag: str) -> None:
+        assert self.cells is not None
+        if self.in_code:
+            self.code.add(len(self.cells))
+        self.cells.append(Cell(text, *self._span))
+        self.is_header &= tag == "th"
+        self.in_code = False
 
 
 def read_html(path: Path) -> ParsedFile:
     check_size(path)
-    with silence_logger("bs4"):
-        markup = _tame(_decoded(path))
-    page = _Page()
-    page.feed(markup)
+    return parse_html(path.read_bytes())
+
+
+def parse_html(raw: bytes | str) -> ParsedFile:
+    """Raises: InputError if elements are nested too deeply."""
+    markup = _decoded(raw) if isinstance(raw, bytes) else raw
+    page = _parsed(markup, _Page())
+    num_items = [each.num_items for each in page.reversed_lists]
+    if num_items:
+        page = _parsed(markup, _Page(num_items=num_items))
     found = page.finished()
     if not page.has_main:
         return found
-    main = _Page(main_only=True)
-    main.feed(markup)
-    part = main.finished()
-    return part._replace(title=part.title or found.title) if len(part.text) >= _LEAST_MAIN_CHARS else found
+    part = _parsed(markup, _Page(main_only=True, num_items=num_items)).finished()
+    return part._replace(title=found.title) if len(part.text) >= _LEAST_MAIN_CHARS else found
 
 
-def _decoded(path: Path) -> str:
-    """Decodes by the byte order mark, the declared encoding, UTF-8 or a guess: the first that fits."""
-    raw = path.read_bytes()
-    declared = EncodingDetector.find_declared_encoding(raw, is_html=True)
-    markup = UnicodeDammit(raw, user_encodings=[*filter(None, [declared]), "utf-8"], is_html=True).unicode_markup
-    if markup is None:
-        raise InputError(f"{path} is text of no known encoding")
+def _parsed(markup: str, page: _Page) -> _Page:
+    parser = etree.HTMLParser(target=page, huge_tree=True)
+    markup = markup.replace("\0", " ").removeprefix("\ufeff")
+    for start in range(0, len(markup), _PART_CHARS):
+        parser.feed(markup[start : start + _PART_CHARS])
+    if markup:
+        parser.close()
+    return page
+
+
+def _decoded(raw: bytes) -> str:
+    """Decodes by the byte order mark, the declared encoding or UTF-8, the first that fits; else by windows-1252."""
+    declared = _DECLARED.search(raw[:_HEAD_BYTES])
+    name = (declared[1] or declared[2]).decode("ascii", "replace") if declared else ""
+    for encoding in filter(None, (encoding_mark(raw), _python_encoding(name), "utf-8")):
+        try:
+            markup = raw.decode(encoding)
+            break
+        except (UnicodeDecodeError, LookupError):
+            continue
+    else:
+        markup = raw.decode(WINDOWS, "replace")
+    if "xhtml" in markup[:_HEAD_BYTES] or markup.startswith("<?xml"):
+        markup = _EMPTY_ELEMENT.sub(_with_end_tag, markup)
     return markup
 
 
-def _tame(markup: str) -> str:
-    """Removes comments and escapes unterminated tags. Why: for each of them the parser scans the rest of the page."""
-    parts: list[str] = []
-    at = 0
-    while (start := markup.find("<!--", at)) >= 0 and (end := markup.find("-->", start + 2)) >= 0:
-        parts.append(markup[at:start])
-        at = end + 3
-    markup = "".join(parts) + markup[at:].replace("<!--", "")
-    last = markup.rfind(">") + 1
-    return markup[:last] + markup[last:].replace("<", "&lt;")
+def _python_encoding(name: str) -> str:
+    try:
+        found = codecs.lookup(name)
+    except LookupError:
+        return ""
+    return _READ_AS.get(found.name, found.name)
 
 
-class _Page(HTMLParser):
-    """Collects the text between the boundaries of blocks. `main_only`: of the element `main` or of the role alone."""
+def _with_end_tag(element: re.Match[str]) -> str:
+    return element[0] if element[1].lower() in _VOID else f"<{element[1]}{element[2]}></{element[1]}>"
 
-    def __init__(self, main_only: bool = False) -> None:
-        super().__init__(convert_charrefs=True)
+
+class _Page:
+    """Collects the text between the boundaries of blocks, from the events of a parser.
+
+    `main_only`: of the element `main` or of the role alone. `num_items`: of each reversed list, as an earlier reading counted.
+    """
+
+    def __init__(self, main_only: bool = False, num_items: Sequence[int] = ()) -> None:
         self.has_main = False
+        self.reversed_lists: list[_List] = []
+        self._num_items = num_items
         self._main_only = main_only
-        self._main_depth = 0  # number of open tags when the main part opened; 0: outside
+        self._main_depth = 0  # number of open elements when the main part opened; 0: outside
         self._builder = TextBuilder()
-        self._open: list[str] = []  # tags, outermost first
+        self._open: list[_Element] = []  # outermost first
         self._num_open: Counter[str] = Counter()
-        self._hidden_depth = 0  # number of open tags when the hidden tag opened; 0: text is visible
+        self._hidden_depth = 0  # number of open elements when the hidden element opened; 0: text is visible
+        self._button_depth = 0  # number of open elements when a button outside lines opened; 0: outside
+        self._num_links = 0  # links to places in a page
         self._title: list[str] = []
         self._line: list[str] = []  # text since the last block boundary
         self._lead, self._gap = "", "\n\n"  # the marker of the next block, and the separator before it
-        self._row: list[str] | None = None  # the finished cells of an open row, in a table of data
-        self._is_header = False  # whether the open row has no cell but `th`
-        self._is_layout: list[bool] = []  # for each open table
-        self._items: list[int] = []  # for each open list: items so far, -1 if they are not numbered
+        self._tables: list[_OpenTable] = []
+        self._lists: list[_List] = []
 
     def finished(self) -> ParsedFile:
-        self.close()
-        self._close_to(0)
         self._end_block()
-        found = self._builder.build("".join(self._title))
-        return found if found.title else found._replace(title=first_title(found.headings))
+        return self._builder.build("".join(self._title))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._end_before(tag)
-        if tag not in _EMPTY:
-            self._open.append(tag)
-            self._num_open[tag] += 1
+    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
+        script = self._script(tag, attributes)
+        self._open.append(_Element(tag, script, len(self._line), self._num_links))
+        self._num_open[tag] += 1
+        if len(self._open) > _MAX_DEPTH:
+            raise InputError(f"it cannot be read: more than {_MAX_DEPTH} elements are nested")
         if self._hidden_depth:
             return
-        if _is_hidden(tag, dict(attrs)) or (tag == "footer" and not any(self._num_open[part] for part in _PARTS)):
-            self._hidden_depth = 0 if tag in _EMPTY else len(self._open)
-        elif tag == "br":
-            self._line.append("\n")
-        else:
-            self._enter(tag)
-            if not self._main_depth and (tag == "main" or ("role", "main") in attrs):
-                self.has_main, self._main_depth = True, len(self._open)
+        if _is_hidden(tag, attributes) or self._is_apart(tag):
+            self._hidden_depth = len(self._open)
+            return
+        self._open[-1].level = _level(tag, attributes)
+        self._num_links += tag == "a" and "#" in attributes.get("href", "")
+        if tag in _WRITTEN:
+            self._line.append(_WRITTEN[tag])
+        self._enter(tag, attributes)
+        if not self._main_depth and (tag == "main" or attributes.get("role") == "main"):
+            self.has_main, self._main_depth = True, len(self._open)
 
-    def handle_endtag(self, tag: str) -> None:
-        if self._num_open[tag]:
-            depth = len(self._open) - 1
-            while self._open[depth] != tag:
-                depth -= 1
-            self._close_to(depth)
-
-    def handle_data(self, data: str) -> None:
+    def end(self, tag: str) -> None:
         if not self._hidden_depth:
-            self._line.append(data if self._num_open["pre"] else _SPACE.sub(" ", data))
-        elif self._open[-1] == "title" and not self._num_open["svg"]:
+            self._leave(self._open[-1])
+        elif len(self._open) == self._hidden_depth:
+            self._hidden_depth = 0
+        if len(self._open) == self._main_depth:
+            self._end_block()
+            self._main_depth = 0
+        self._open.pop()
+        self._num_open[tag] -= 1
+
+    def data(self, data: str) -> None:
+        if not self._hidden_depth:
+            self._line.append(data if self._num_open["pre"] or self._in_code() else _SPACE.sub(" ", data))
+        elif self._open and self._open[-1].tag == "title" and not self._num_open["svg"]:
             self._title.append(data)
 
-    def _end_before(self, tag: str) -> None:
-        """Close the tags that the opening `tag` closes implicitly."""
-        ended = _ENDED_BY.get(tag, frozenset())
-        if tag in _BLOCKS and self._num_open["p"]:
-            ended |= {"p"}
-        depth = len(self._open)
-        outermost = depth
-        for name in reversed(self._open[-_NEAREST:] if ended else ()):
-            depth -= 1
-            if name in ended:
-                outermost = depth
-            elif name in _KEEPS_OPEN:
-                break
-        self._close_to(outermost)
+    def comment(self, text: str) -> None:
+        pass
 
-    def _close_to(self, depth: int) -> None:
-        while len(self._open) > depth:
-            if not self._hidden_depth:
-                self._leave(self._open[-1])
-            elif len(self._open) == self._hidden_depth:
-                self._hidden_depth = 0
-            if len(self._open) == self._main_depth:
-                self._end_block()
-                self._main_depth = 0
-            self._num_open[self._open.pop()] -= 1
+    def pi(self, target: str, text: str | None = None) -> None:
+        pass
 
-    def _enter(self, tag: str) -> None:
+    def close(self) -> None:
+        pass
+
+    def _script(self, tag: str, attributes: Mapping[str, str]) -> str:
+        """The script of an element that opens now: by its tag, its style, or its place in a formula."""
+        if tag in _SCRIPT_TAGS:
+            return _SCRIPT_TAGS[tag]
+        if self._open:
+            above = self._open[-1]
+            above.num_children += 1
+            places = _MATH_SCRIPTS.get(above.tag, ())
+            if above.num_children <= len(places):
+                return places[above.num_children - 1]
+        if not attributes:
+            return ""
+        raised = _RAISED.search(attributes.get("style", ""))
+        is_note = "doc-noteref" in (attributes.get("role"), attributes.get("epub:type"))
+        return f"{raised[1].lower()}script" if raised else "superscript" * is_note
+
+    def _is_apart(self, tag: str) -> bool:
+        """Whether the element is a footer of the page, or a button in code."""
+        if tag == "footer":
+            return not any(self._num_open[owner] for owner in _FOOTER_OWNERS)
+        return tag == "button" and self._num_open["pre"] > 0
+
+    def _enter(self, tag: str, attributes: Mapping[str, str]) -> None:
         if tag in _HEADINGS or tag == "table":
             self._unwrap_row()
         if tag in _BLOCKS:
             self._end_block()
+        table = self._tables[-1] if self._tables else None
         if tag == "table":
-            self._is_layout.append(False)
-        elif tag == "tr" and self._is_layout and not self._is_layout[-1]:
-            self._row, self._is_header = [], True
-        elif tag in ("ol", "ul"):
-            self._items.append(0 if tag == "ol" else -1)
-        elif tag == "li" and self._row is None:
-            self._begin_item()
+            self._tables.append(_OpenTable(self._builder))
+        elif tag in ("ol", "ul", "menu"):
+            self._lists.append(self._new_list(tag, attributes))
+        elif tag == "li":
+            marker = self._lists[-1].next_marker(attributes.get("value")) if self._lists else "- "
+            if self._in_row():
+                self._line.append(marker)
+            else:
+                self._lead, self._gap = marker, "\n"
+        elif tag == "tr" and table and not table.is_layout:
+            table.begin_row()
+        elif tag in _CELLS and table:
+            table.begin_cell(attributes)
+        elif tag == "button" and not self._is_inline_button():
+            self._end_block()
+            self._button_depth = self._button_depth or len(self._open)
+            self._open[-1].opens = _OPENS.search(attributes.get("class", "")) is not None
+            self._open[-1].expands = "aria-expanded" in attributes
 
-    def _leave(self, tag: str) -> None:
-        if tag in _CELLS and self._row is not None:
-            self._row.append(" ".join("".join(self._line).split()))
-            self._is_header &= tag == "th"
-            self._line.clear()
-        elif tag == "tr" and self._row is not None:
-            self._end_row(self._row)
+    def _leave(self, element: _Element) -> None:
+        tag, table = element.tag, self._tables[-1] if self._tables else None
+        if element.script:
+            self._write_script(element)
+        if tag in _WRITTEN_AFTER:
+            self._line.append(_WRITTEN_AFTER[tag])
+        if table and table.cells is not None and tag in (*_CELLS, "pre", "tr"):
+            if tag == "pre":
+                table.code.add(len(table.cells))
+            elif tag == "tr":
+                self._end_row(table)
+            else:
+                table.end_cell("".join(self._line), tag)
+                self._line.clear()
+        elif len(self._open) == self._button_depth:
+            self._end_button(element)
         elif tag in _BLOCKS:
-            self._end_block(_HEADINGS.get(tag, 0), verbatim=tag == "pre")
+            self._end_block(element.level, is_code=tag == "pre")
         if tag == "table":
-            self._is_layout.pop()
+            self._tables.pop()
             self._gap = "\n\n"
-        elif tag in ("ol", "ul"):
-            self._items.pop()
+        elif tag in ("ol", "ul", "menu"):
+            self._lists.pop()
+            self._lead = ""
 
-    def _add(self, block: str, level: int = 0, gap: str = "\n\n") -> None:
-        if self._main_depth or not self._main_only:
-            self._builder.add(block, level, gap)
+    def _new_list(self, tag: str, attributes: Mapping[str, str]) -> _List:
+        if tag != "ol":
+            return _List("")
+        style, start = attributes.get("type") or "1", attributes.get("start")
+        if "reversed" not in attributes:
+            return _List(style, _integer(start, 1))
+        place = len(self.reversed_lists)
+        num_items = self._num_items[place] if place < len(self._num_items) else 0
+        self.reversed_lists.append(_List(style, _integer(start, num_items), step=-1))
+        return self.reversed_lists[-1]
 
-    def _begin_item(self) -> None:
-        is_numbered = bool(self._items) and self._items[-1] >= 0
-        if is_numbered:
-            self._items[-1] += 1
-        self._lead, self._gap = f"{self._items[-1]}. " if is_numbered else "- ", "\n"
+    def _is_inline_button(self) -> bool:
+        is_owned = any(self._num_open[owner] for owner in _BUTTON_OWNERS)
+        return is_owned or any(map(str.strip, self._line)) or self._button_depth > 0
 
-    def _end_row(self, cells: list[str]) -> None:
-        self._row = None
+    def _end_button(self, button: _Element) -> None:
+        """Why words are counted: "Menu" and "Search" open parts that are no text of the page."""
+        self._button_depth = 0
+        text = "".join(self._line[button.start :]).strip()
+        is_long = len(text.split()) >= _LEAST_TITLE_WORDS
+        if text.endswith(("?", "？")) or button.opens or (is_long and button.expands):
+            self._end_block()
+        else:
+            del self._line[button.start :]
+
+    def _write_script(self, element: _Element) -> None:
+        before = "".join(self._line[max(0, element.start - _PIECES_BEFORE) : element.start])
+        is_link = self._num_links > element.num_links or self._num_open["a"] > 0
+        self._line[element.start :] = [scripted("".join(self._line[element.start :]), before, element.script, is_link)]
+
+    def _in_code(self) -> bool:
+        return bool(self._tables) and self._tables[-1].in_code
+
+    def _in_row(self) -> bool:
+        return bool(self._tables) and self._tables[-1].cells is not None
+
+    def _end_row(self, table: _OpenTable) -> None:
+        cells, table.cells = table.cells or [], None
         self._line.clear()
-        if any(cells):
-            rule = f"\n|{'---|' * len(cells)}" if self._is_header and self._gap != "\n" else ""
-            self._add(f"| {' | '.join(cells)} |{rule}", gap=self._gap)
-            self._gap = "\n"
+        if not self._shows():
+            return
+        numbers = {place for place, cell in enumerate(cells) if _LINE_NUMBERS.fullmatch(cell.text)}
+        code = table.code - numbers
+        if code and all(place < min(code) for place in numbers) and len(code | numbers) == len(cells):
+            lines = "\n".join(cells[place].text.strip("\n") for place in sorted(code))
+            self._builder.add(lines, kind=BlockKind.CODE, joins=table.had_code)
+            table.had_code = True
+        elif any("\n" in cells[place].text.strip() for place in code):
+            for place, cell in enumerate(cells):
+                is_code = place in code
+                self._builder.add(
+                    cell.text.strip("\n") if is_code else one_line(cell.text), kind=_kind(is_code=is_code)
+                )
+        else:
+            table.table.add([cell._replace(text=one_line(cell.text)) for cell in cells], table.is_header)
 
     def _unwrap_row(self) -> None:
         """A table that holds headings or tables is layout, not data: its cells become blocks."""
-        if self._row is not None:
-            cells, self._row = self._row, None
-            self._is_layout[-1] = True
-            for cell in cells:
-                self._add(cell)
+        if self._in_row():
+            table = self._tables[-1]
+            cells, table.cells = table.cells or [], None
+            table.is_layout = True
+            for cell in cells if self._shows() else ():
+                self._builder.add(one_line(cell.text))
 
-    def _end_block(self, level: int = 0, verbatim: bool = False) -> None:
-        """Turn the line into a block; inside a row of data add a space."""
-        if self._row is not None:
-            self._line.append(" ")
+    def _shows(self) -> bool:
+        return self._main_depth > 0 or not self._main_only
+
+    def _end_block(self, level: int = 0, is_code: bool = False) -> None:
+        """Turn the line into a block; inside a row of data or a button add a space."""
+        if self._in_row() or self._button_depth:
+            self._line.append("\n")
             return
         text = "".join(self._line)
         self._line.clear()
-        lines = [text.strip("\n")] if verbatim else [" ".join(line.split()) for line in text.split("\n")]
+        lines = [text.strip("\n")] if is_code else [" ".join(line.split()) for line in text.split("\n")]
         block = "\n".join(filter(None, lines))
-        if block.strip():
-            self._add(self._lead + block, level, self._gap)
+        if block.strip() and self._shows():
+            self._builder.add(self._lead + block, level, self._gap, _kind(is_code, bool(self._lead)))
             self._lead, self._gap = "", "\n\n"
 
 
-def _is_hidden(tag: str, attributes: Mapping[str, str | None]) -> bool:
-    names = " ".join(attributes.get(name) or "" for name in ("title", "aria-label")) if tag == "a" else ""
+def _kind(is_code: bool = False, is_item: bool = False) -> BlockKind:
+    return BlockKind.CODE if is_code else BlockKind.LIST_ITEM if is_item else BlockKind.PARAGRAPH
+
+
+def _level(tag: str, attributes: Mapping[str, str]) -> int:
+    if attributes.get("role") == "heading":
+        return min(max(1, _integer(attributes.get("aria-level"), 2)), _MAX_LEVEL)
+    return _HEADINGS.get(tag, 0)
+
+
+def _integer(text: str | None, default: int) -> int:
+    found = re.match(r"\s*([+-]?\d{1,9})", text or "")
+    return int(found[1]) if found else default
+
+
+def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
+    if tag in _HIDDEN:
+        return True
+    if not attributes:
+        return False
+    names = (
+        " ".join(attributes.get(name, "") for name in ("title", "aria-label")).strip() if tag in ("a", "button") else ""
+    )
+    classes = attributes.get("class", "")
     return (
-        tag in _HIDDEN
-        or "hidden" in attributes
+        "hidden" in attributes
         or attributes.get("aria-hidden") == "true"
-        or attributes.get("role") in _APART
-        or not _APART_CLASSES.isdisjoint((attributes.get("class") or "").split())
-        or _PERMALINK.match(names.strip()) is not None
-        or bool(_INVISIBLE.search(attributes.get("style") or ""))
+        or attributes.get("role") in _HIDDEN_ROLES
+        or not _HIDDEN_CLASSES.isdisjoint(classes.split())
+        or (tag == "a" and _PERMALINK.match(names) is not None)
+        or (tag == "button" and _TOOL.search(f"{classes} {names}") is not None)
+        or bool(_INVISIBLE.search(attributes.get("style", "")))
     )

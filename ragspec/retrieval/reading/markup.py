@@ -1,7 +1,7 @@
-"""Titles of Markdown and reStructuredText. The text itself stays as it is.
+"""Markdown, reStructuredText, AsciiDoc and plain text: the text as it is written, and its blocks.
 
-Markdown: `# ATX` and underlined titles, outside code fences and front matter. reStructuredText: underlined or framed
-lines; the level of a title is the order in which its style first appears.
+Markdown is read without front matter, comments and HTML tags. The numbers of lists are those that a reader sees.
+reStructuredText: titles are underlined or framed lines; the level of a title is the order in which its style first appears.
 
     >>> read_markdown("# The mill").title
 """
@@ -9,18 +9,49 @@ lines; the level of a title is the order in which its style first appears.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from ragspec.core import Heading
-from ragspec.retrieval.reading.parsed_file import ParsedFile, first_title, heading, numbered_lines
+from markdown_it import MarkdownIt
 
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_ATX = re.compile(r" {0,3}(#{1,6})(?=[ \t]|\Z)")
-_UNDERLINE = re.compile(r" {0,3}(=+|-+)[ \t]*\Z")
-_NO_PARAGRAPH = re.compile(r" {0,3}(?:[>|]|[-*+][ \t]|\d{1,9}[.)][ \t])| {4}|\t")
+from ragspec.core import Block, BlockKind, Heading
+from ragspec.retrieval.reading.html import parse_html
+from ragspec.retrieval.reading.inline import scripted
+from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, first_title, heading, numbered_lines
+
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+_MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
+_LEAVES = {
+    "heading_open": BlockKind.PARAGRAPH,
+    "paragraph_open": BlockKind.PARAGRAPH,
+    "html_block": BlockKind.PARAGRAPH,
+    "hr": BlockKind.PARAGRAPH,
+    "fence": BlockKind.CODE,
+    "code_block": BlockKind.CODE,
+    "table_open": BlockKind.TABLE,
+}
+_INLINE_HTML = re.compile(
+    r"(?P<code>`[^`\n]*`)|<!--.*?-->|<(?P<script>su[pb])>(?P<text>[^<>]*)</(?P=script)>", re.DOTALL | re.IGNORECASE
+)
+_SCRIPTS = {"sup": "superscript", "sub": "subscript", "SUP": "superscript", "SUB": "subscript"}
+_MAX_INLINE_CHARS = 100_000
+_ATX = re.compile(r"[ \t]*#{1,6}(?=[ \t]|\Z)")
 _SET_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\[\]]*)\](?:\([^()]*\)|\[[^\[\]]*\])")
 _EMPHASIS = re.compile(r"\*\*|__|`+|[ \t]\{#[^{}]*\}\Z")
+
+_RST_SCRIPT = re.compile(r"(?:\\ )?:(?P<script>sup|sub)(?:erscript|script)?:`(?P<text>[^`\n]+)`(?:\\ )?")
+_RST_ITEM = re.compile(r"([ \t]*)#\.[ \t]+(?=\S)")
+_ADOC_TITLE = re.compile(r"(={1,6})[ \t]+(\S.*)")
+_ADOC_FENCE = re.compile(r"-{4,}|\.{4,}|/{4,}|\+{4,}|```\w*")
+_ADOC_LEFT_OUT = re.compile(
+    r"//(?!/)|:!?[\w-]+!?:(?:\s|\Z)|\[\[?[^\]\n]*\]?\]\s*\Z|(?:={4,}|\*{4,}|_{4,}|\|={3,}|--|\+)\s*\Z"
+)
+_ADOC_SCRIPT = re.compile(r"(?P<script>[\^~])(?P<text>[^\s^~`]{1,20})(?P=script)")
+_ADOC_ITEM = re.compile(r"(\.{1,5})[ \t]+(?=\S)")
+_CHARS_BEFORE = 20
+_PARAGRAPH = re.compile(r"[^\n]*\S[^\n]*(?:\n[^\n]*\S[^\n]*)*")
+_ITEM = re.compile(r"[ \t]*(?:[-*+•][ \t]|\(?(?:\d{1,4}|[A-Za-z])[.)][ \t])")
 
 _RULE = re.compile(r"([!-/:-@\[-`{-~])\1*")
 _ROLE = re.compile(r"(?::[\w.+-]+)*:(?=`)")
@@ -30,30 +61,76 @@ _SURE_RULE = 4
 
 
 def read_markdown(text: str) -> ParsedFile:
-    headings = tuple(_markdown_headings(text))
-    settings = _SET_TITLE.search(text, 0, _front_matter_end(text))
-    return ParsedFile(text, headings, first_title(headings) or (settings[1].strip("\"' \t") if settings else ""))
+    start = _front_matter_end(text)
+    settings = _SET_TITLE.search(text, 0, start)
+    lines = text[start:].split("\n")
+    builder, written = TextBuilder(), 0  # number of the lines that are written or left out
+    for leaf in _leaves(lines):
+        source = "\n".join(lines[leaf.start : leaf.end])
+        block = source if leaf.kind is BlockKind.CODE else _shown_text(source, leaf.is_html)
+        if block.strip():
+            lead = block[: len(block) - len(block.lstrip())] if leaf.level else ""
+            builder.skip("".join(f"{line}\n" for line in lines[written : leaf.start]) + lead)
+            builder.add(block[len(lead) :], leaf.level, "", leaf.kind, title=_title(source))
+            builder.skip("\n" if leaf.end < len(lines) else "")
+        written = leaf.end
+    builder.skip("\n".join(lines[written:]))
+    return builder.build(first_title(builder.headings) or (settings[1].strip("\"' \t") if settings else ""))
 
 
-def _markdown_headings(text: str) -> Iterator[Heading]:
-    fence = ""  # the fence that ends the code around the line; empty outside code
-    paragraph: list[str] = []  # earlier lines of the line's paragraph
-    for start, line in numbered_lines(text, _front_matter_end(text)):
-        mark = _FENCE.match(line)
-        atx, underline = _ATX.match(line), _UNDERLINE.match(line)
-        if fence:
-            fence = "" if mark and mark[1].startswith(fence) and not line[mark.end() :].strip() else fence
-        elif mark and not (mark[1][0] == "`" and "`" in line[mark.end() :]):
-            fence = mark[1]
-        elif atx:
-            yield from heading(start + atx.start(1), len(atx[1]), _without_markup(_without_closing(line[atx.end() :])))
-        elif underline and len(paragraph) == 1:
-            level = 1 if underline[1][0] == "=" else 2
-            yield from heading(start - len(paragraph[0]) - 1, level, _without_markup(paragraph[0]))
-        elif line.strip() and not _NO_PARAGRAPH.match(line):
-            paragraph.append(line)
-            continue
-        paragraph.clear()
+class _Leaf(NamedTuple):
+    """A block of Markdown, the lines `[start, end)`. `level`: of a heading, or 0."""
+
+    start: int
+    end: int
+    kind: BlockKind
+    level: int
+    is_html: bool
+
+
+def _leaves(lines: list[str]) -> Iterator[_Leaf]:
+    """Writes the numbers of list items, as they are shown, into `lines`."""
+    numbers: list[int | None] = []  # of the next item, for each open list
+    is_item = False
+    for token in _MARKDOWN.parse("\n".join(lines)):
+        if token.type in ("ordered_list_open", "bullet_list_open"):
+            numbers.append(int(token.attrGet("start") or 1) if token.type[0] == "o" else None)
+        elif token.type in ("ordered_list_close", "bullet_list_close"):
+            numbers.pop()
+        elif token.type == "list_item_open" and token.map:
+            is_item = True
+            if (number := numbers[-1]) is not None:
+                numbers[-1] = number + 1
+                place = token.map[0]
+                lines[place] = lines[place].replace(token.info + token.markup, f"{number}{token.markup}", 1)
+        elif token.type in _LEAVES and token.map:
+            level = int(token.tag[1]) if token.type == "heading_open" and not token.level else 0
+            kind = BlockKind.LIST_ITEM if is_item and token.type == "paragraph_open" else _LEAVES[token.type]
+            yield _Leaf(token.map[0], token.map[1], kind, level, token.type == "html_block")
+            is_item = False
+
+
+def _shown_text(source: str, is_html: bool) -> str:
+    """Without comments and tags, with superscripts as signs. Code in the line stays."""
+    if "<" not in source or len(source) > _MAX_INLINE_CHARS:
+        return source
+    if is_html:
+        return parse_html(source).text
+    found, end = "", 0
+    for match in _INLINE_HTML.finditer(source):
+        found += source[end : match.start()]
+        if match["script"]:
+            found += scripted(match["text"], found, _SCRIPTS[match["script"]])
+        elif match["code"]:
+            found += match["code"]
+        end = match.end()
+    return found + source[end:]
+
+
+def _title(source: str) -> str:
+    """The words of a heading in Markdown."""
+    atx = _ATX.match(source)
+    return _without_markup(_without_closing(source[atx.end() :]) if atx else source.rsplit("\n", 1)[0])
 
 
 def _front_matter_end(text: str) -> int:
@@ -75,9 +152,82 @@ def _without_markup(title: str) -> str:
     return _EMPHASIS.sub("", _LINK.sub(r"\1", title)) if len(title) < 1000 else title
 
 
+def read_plain(text: str) -> ParsedFile:
+    return ParsedFile(text, blocks=_paragraphs(text, ()))
+
+
 def read_rst(text: str) -> ParsedFile:
+    text = _with_numbers(_RST_SCRIPT.sub(_scripted, text), _RST_ITEM)
     headings = tuple(_rst_headings(text))
-    return ParsedFile(text, headings, first_title(headings))
+    return ParsedFile(text, headings, first_title(headings), blocks=_paragraphs(text, headings))
+
+
+def read_asciidoc(text: str) -> ParsedFile:
+    """Leaves out comments, attributes and the lines around blocks, and writes the numbers of lists."""
+    builder = TextBuilder()
+    fence = ""  # the line that ends the open block of code or comment
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if fence and line.rstrip() != fence:
+            lines.append(line)
+        elif fence:
+            if fence[0] != "/":
+                builder.add("\n".join(lines), kind=BlockKind.CODE)
+            fence, lines = "", []
+        elif _ADOC_FENCE.fullmatch(line.rstrip()):
+            _add_asciidoc(builder, lines)
+            fence, lines = line.rstrip(), []
+        elif title := _ADOC_TITLE.match(line):
+            _add_asciidoc(builder, lines)
+            lines = []
+            builder.add(_without_markup(title[2]), len(title[1]))
+        elif not _ADOC_LEFT_OUT.match(line):
+            lines.append(line)
+    _add_asciidoc(builder, lines)
+    return builder.build()
+
+
+def _add_asciidoc(builder: TextBuilder, lines: list[str]) -> None:
+    text = _with_numbers(_ADOC_SCRIPT.sub(_scripted, "\n".join(lines)), _ADOC_ITEM)
+    for block in _paragraphs(text, ()):
+        builder.add(text[block.start : block.end], kind=block.kind)
+
+
+def _with_numbers(text: str, item: re.Pattern[str]) -> str:
+    """Writes the number of each item that its markup leaves open. `item`: its first group tells the level."""
+    numbers: dict[str, int] = {}
+    lines = text.split("\n")
+    for place, line in enumerate(lines):
+        match = item.match(line)
+        if match:
+            numbers = {level: number for level, number in numbers.items() if len(level) <= len(match[1])}
+            numbers[match[1]] = numbers.get(match[1], 0) + 1
+            indent = match[1] if match[1].isspace() else "  " * (len(match[1]) - 1)
+            lines[place] = f"{indent}{numbers[match[1]]}. {line[match.end() :]}"
+        elif line and not line[0].isspace() and line != "+":
+            numbers.clear()
+    return "\n".join(lines)
+
+
+def _scripted(match: re.Match[str]) -> str:
+    before = match.string[max(0, match.start() - _CHARS_BEFORE) : match.start()]
+    return scripted(match["text"], before, "superscript" if match["script"] in ("sup", "^") else "subscript")
+
+
+def _paragraphs(text: str, headings: Sequence[Heading]) -> tuple[Block, ...]:
+    """The blocks between blank lines."""
+    starts = {heading.start for heading in headings}
+    found: list[Block] = []
+    for match in _PARAGRAPH.finditer(text):
+        lines = match[0].split("\n")
+        if match.start() in starts:
+            kind = BlockKind.HEADING
+        elif _ITEM.match(lines[0]):
+            kind = BlockKind.LIST_ITEM
+        else:
+            kind = BlockKind.CODE if all(line[:1].isspace() for line in lines) else BlockKind.PARAGRAPH
+        found.append(Block(match.start(), match.end(), kind))
+    return tuple(found)
 
 
 def _rst_headings(text: str) -> Iterator[Heading]:

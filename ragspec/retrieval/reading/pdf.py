@@ -1,26 +1,43 @@
 """PDF files: the paragraphs of their pages, without layout, page numbers and running titles; and their headings.
 
-Headings are the titles of the outline that the text holds; without an outline, the short lines in larger letters.
+PDFium reads the pages, values of forms included; pypdf tries a page again whose text is garbage. Headings are the titles of the
+outline that the text holds; without an outline, the short lines in larger letters.
 
 >>> read_pdf(Path("manual.pdf")).headings
 """
 
 from __future__ import annotations
 
+import ctypes
+import io
 import itertools
 import math
 import re
+import statistics
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from pypdf import PasswordType, PdfReader
+import pypdfium2
+from pypdf import PdfReader
+from pypdfium2 import raw as pdfium
 
-from ragspec.core import Heading
+from ragspec.core import BlockKind, Heading
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, check_size, heading, one_line, silence_logger
+from ragspec.retrieval.reading.inline import scripted
+from ragspec.retrieval.reading.parsed_file import (
+    MOST_GARBAGE,
+    ParsedFile,
+    TextBuilder,
+    Unread,
+    check_size,
+    garbage_share,
+    heading,
+    one_line,
+    silence_logger,
+)
 
 _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl", "ﬅ": "st", "ﬆ": "st"})
 _ITEM = re.compile(r"[-*•‣▪–—] |\(?\d{1,3}[.)] |\(?[a-z]\) |\d{1,3}(?:\.\d{1,3})+\.? (?=[^\W\d_a-z])")
@@ -39,6 +56,23 @@ _TITLE_CHARS, _TITLE_LINES = 200, 4
 """More is no title, neither a heading nor a running one."""
 _RUNNING_PAGES, _RUNNING_LINES = 3, 2
 """A running title is among that many first or last lines of that many pages, and of more than half of them."""
+_SCRIPT_SIZE = 0.85
+"""Superscripts and subscripts are smaller than that share of the letters to their left."""
+_SCRIPT_SIGNS = frozenset("0123456789+-−–")
+_SAME_LINE, _OFF_LINE = 0.5, 0.08
+"""Distances of baselines, in sizes of letters."""
+_PARAGRAPH_GAP = 1.4
+"""Usual distances of lines on the page. A paragraph ends before a larger gap."""
+
+_FEW_LINES, _FAR = 3, 3.0
+"""On a page of so few lines, a paragraph ends before a gap of more sizes of letters."""
+_MOST_UNMAPPED = 0.2
+_MOST_GARBAGE_UNMAPPED = 0.1
+"""Of a page whose fonts do not name most characters: TeX's old fonts number them as ASCII does, other fonts do not."""
+
+_TEX_LIGATURES = {11: "ff", 12: "fi", 13: "fl", 14: "ffi", 15: "ffl"}
+_SAMPLED_CHARS = 200
+_LINE_HYPHENS = (2, 0xFFFE)  # PDFium's signs for a hyphen at the end of a line
 _PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 
 
@@ -54,6 +88,19 @@ class _Line(NamedTuple):
     page: int
 
 
+class _PlacedLine(NamedTuple):
+    """A line on its page. `x`, `y`: where it begins; `size`: of most of its letters; in points.
+
+    `turn`: 1.0 if it runs up the page, -1.0 if it runs down, else 0.0.
+    """
+
+    text: str
+    size: float
+    x: float
+    y: float
+    turn: float
+
+
 class _Block(NamedTuple):
     """A paragraph or a title. `size`: of a title's letters; 0.0 for a paragraph. `page`: where it begins."""
 
@@ -65,12 +112,15 @@ class _Block(NamedTuple):
 
 def read_pdf(path: Path) -> ParsedFile:
     check_size(path)
-    with open(path, "rb") as file, silence_logger("pypdf"):
-        reader = PdfReader(file)
-        if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
-            raise InputError(f"{path} cannot be read: it is locked by a password")
-        lines = [_lines(reader, number, path) for number in range(len(reader.pages))]
-        title = str(reader.metadata.title or "") if reader.metadata else ""
+    with _opened(path) as document:
+        if document.get_formtype():
+            document.init_forms()
+        unread: list[Unread] = []
+        second = _SecondReader(path)
+        lines = [_readable_lines(document, number, second, unread) for number in range(len(document))]
+        if not any(line.text for page in lines for line in page):
+            reasons = "; ".join(map(str, unread[:3]))
+            raise InputError(f"{path} cannot be read: its {len(lines)} pages hold no text. {reasons}".rstrip(". "))
         builder, starts = TextBuilder(), list[int]()
         sizes = Counter[float]()
         for line in itertools.chain.from_iterable(lines):
@@ -79,40 +129,184 @@ def read_pdf(path: Path) -> ParsedFile:
         levels = {size: n for n, size in enumerate(sorted({each.size for each in blocks} - {0.0}, reverse=True), 1)}
         for block in blocks:
             starts += [builder.num_chars] * (block.page + 1 - len(starts))
-            builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL))
-        found = builder.build(title, {"pages": len(lines)})
-        if not found.text:
-            raise InputError(f"{path} cannot be read: its {len(lines)} pages hold no text (were they scanned?)")
+            kind = BlockKind.LIST_ITEM if _ITEM.match(block.text) else BlockKind.PARAGRAPH
+            builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL), kind=kind, page=block.page + 1)
+        title = document.get_metadata_value("Title")
+        found = builder.build(title, {"pages": len(lines)}, unread)
         starts += [len(found.text)] * (len(lines) + 1 - len(starts))
-        return found._replace(headings=_headings(reader, found.text, starts) or found.headings)
+        headings = _headings(document, found.text, starts) or found.headings
+        return found._replace(headings=headings, title=one_line(title))
 
 
-def _lines(reader: PdfReader, number: int, path: Path) -> list[_Line]:
-    parts: list[tuple[str, float]] = []
-
-    def visit(text: str, page: Sequence[float], place: Sequence[float], _: Any, size: float) -> None:
-        a, b = place[2:4]  # where one unit up leads, in the text's space and then on the page
-        parts.append((text, round(size * math.hypot(a * page[0] + b * page[2], a * page[1] + b * page[3]), 1)))
-
+def _opened(path: Path) -> pypdfium2.PdfDocument:
     try:
-        reader.pages[number].extract_text(visitor_text=visit)
-    except MemoryError:
+        return pypdfium2.PdfDocument(path)
+    except pypdfium2.PdfiumError as cause:
+        if "password" in str(cause).lower():
+            raise InputError(f"{path} cannot be read: it is locked by a password") from cause
         raise
-    except Exception as cause:  # Why: pypdf documents that a damaged file may raise anything
-        raise InputError(f"{path}, page {number + 1} cannot be read: it is damaged ({cause})") from cause
-    found, line, sizes = list[_Line](), "", Counter[float]()
-    for text, size in [*parts, ("\n", 0.0)]:
-        for part in re.split(r"(?<=[\n\r\f\v])", text):
-            line += part
-            sizes[size] += len(part.strip())
-            if part[-1:] in tuple("\n\r\f\v"):
-                found.append(
-                    _Line(" ".join(line.translate(_LIGATURES).split()), max(sizes, key=sizes.__getitem__), number)
-                )
-                line, sizes = "", Counter()
-    while found and not found[-1].text:
-        found.pop()
-    return found
+
+
+def _readable_lines(
+    document: pypdfium2.PdfDocument, number: int, second: _SecondReader, unread: list[Unread]
+) -> list[_Line]:
+    """The lines of a page. A page without them, or whose lines are garbage in both readers, is named in `unread`."""
+    page = document[number]
+    if pdfium.FPDFPage_GetAnnotCount(page):  # values of forms, and notes, become text of the page
+        num_chars = page.get_textpage().count_chars()
+        pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY)
+        page = document[number]
+        lines, is_mapped = _lines(page, number, num_chars)
+    else:
+        lines, is_mapped = _lines(page, number)
+    place = f"page {number + 1}"
+    if not lines:
+        if any(each.type == pdfium.FPDF_PAGEOBJ_IMAGE for each in page.get_objects(max_depth=2)):
+            unread.append(Unread(place, "it is an image without text, as of a scan; `ocrmypdf` adds the text"))
+        return []
+    if garbage_share(_text(lines)) <= (MOST_GARBAGE if is_mapped else _MOST_GARBAGE_UNMAPPED):
+        return lines
+    again = second.lines(number)
+    if again and garbage_share(_text(again)) <= MOST_GARBAGE / 2:
+        return again
+    unread.append(Unread(place, "its text is garbage, as its fonts do not name their letters; `ocrmypdf` reads it"))
+    return []
+
+
+def _text(lines: Sequence[_Line]) -> str:
+    return "\n".join(line.text for line in lines)
+
+
+class _SecondReader:
+    """pypdf, opened for the first page that PDFium does not read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader: PdfReader | None = None
+
+    def lines(self, number: int) -> list[_Line]:
+        with silence_logger("pypdf"):
+            try:
+                if self._reader is None:
+                    self._reader = PdfReader(io.BytesIO(self._path.read_bytes()))
+                text = self._reader.pages[number].extract_text()
+            except MemoryError:
+                raise
+            except Exception:  # Why: pypdf documents that a damaged file may raise anything
+                return []
+        return [_Line(" ".join(line.split()), 0.0, number) for line in text.strip().splitlines()]
+
+
+class _PageText:
+    """The characters of a page, with the sizes of their letters and their places."""
+
+    def __init__(self, page: pypdfium2.PdfPage) -> None:
+        self._page = page.get_textpage()
+        self.num_chars = self._page.count_chars()
+        codes = [pdfium.FPDFText_GetUnicode(self._page, place) for place in range(self.num_chars)]
+        self.characters = ["-" if code in _LINE_HYPHENS else chr(code) for code in codes]
+        for place, code in enumerate(codes):
+            if code in _TEX_LIGATURES and pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1:
+                self.characters[place] = _TEX_LIGATURES[code]
+        self.line_ends = [place for place, code in enumerate(codes) if code in _LINE_HYPHENS or code == ord("\n")]
+
+    def unmapped_share(self) -> float:
+        """Share of characters that their fonts do not name, in a sample."""
+        sample = range(0, self.num_chars, self.num_chars // _SAMPLED_CHARS + 1)
+        num_unmapped: int = sum(pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1 for place in sample)
+        return num_unmapped / max(1, len(sample))
+
+    def size(self, place: int) -> float:
+        """In points."""
+        matrix = self._matrix(place)
+        size: float = pdfium.FPDFText_GetFontSize(self._page, place)
+        scale: float = math.hypot(matrix.c, matrix.d) or 1.0
+        return size * scale
+
+    def turn(self, place: int) -> float:
+        matrix = self._matrix(place)
+        return 0.0 if abs(matrix.b) <= abs(matrix.a) else math.copysign(1.0, matrix.b)
+
+    def _matrix(self, place: int) -> Any:
+        matrix = pdfium.FS_MATRIX()
+        pdfium.FPDFText_GetMatrix(self._page, place, matrix)
+        return matrix
+
+    def origin(self, place: int) -> tuple[float, float]:
+        """On the page, in points from the left and from below."""
+        x, y = ctypes.c_double(), ctypes.c_double()
+        pdfium.FPDFText_GetCharOrigin(self._page, place, x, y)
+        return x.value, y.value
+
+    def written(self, start: int, end: int) -> str:
+        """The characters `[start, end)`, with superscripts and subscripts as signs."""
+        found, place = "", start
+        while place < end:
+            script_end = place
+            while script_end < end and place > start and self._is_script(script_end, place - 1):
+                script_end += 1
+            if script_end > place:
+                text = "".join(self.characters[place:script_end])
+                is_raised = self.origin(place)[1] > self.origin(place - 1)[1]
+                found += scripted(text, found, "superscript" if is_raised else "subscript")
+            else:
+                found += self.characters[place]
+            place = max(script_end, place + 1)
+        return found
+
+    def _is_script(self, place: int, before: int) -> bool:
+        """Whether a digit or sign is smaller than the character `before` it and off its line."""
+        if self.characters[place] not in _SCRIPT_SIGNS or self.characters[before].isspace():
+            return False
+        size = self.size(before)
+        is_off_line = abs(self.origin(place)[1] - self.origin(before)[1]) > _OFF_LINE * size
+        return is_off_line and self.size(place) < _SCRIPT_SIZE * size
+
+
+def _lines(page: pypdfium2.PdfPage, number: int, num_page_chars: int | None = None) -> tuple[list[_Line], bool]:
+    """The lines, and whether the fonts name their characters. From `num_page_chars` on, characters are values of a form."""
+    text = _PageText(page)
+    lines: list[_PlacedLine] = []
+    start = 0
+    for place in (*text.line_ends, text.num_chars - 1):
+        _add_line(lines, text, start, place + 1, num_page_chars is not None and start >= num_page_chars)
+        start = place + 1
+    if not any(line.turn == 0.0 for line in lines):  # Why: PDFium gives the lines of some turned pages from below
+        lines.sort(key=lambda line: line.x * line.turn)
+    found: list[_Line] = []
+    leading = statistics.median(_gaps(lines)) if len(lines) > 1 else 0.0
+    for gap, line in zip([0.0, *_gaps(lines)], lines, strict=False):
+        if gap > (_PARAGRAPH_GAP * leading if len(lines) > _FEW_LINES else _FAR * line.size):
+            found.append(_Line("", 0.0, number))
+        found.append(_Line(" ".join(_whole_characters(line.text).translate(_LIGATURES).split()), line.size, number))
+    return found, text.unmapped_share() <= _MOST_UNMAPPED
+
+
+def _add_line(lines: list[_PlacedLine], text: _PageText, start: int, end: int, is_value: bool) -> None:
+    """Append a line, or its text to the line that it continues at the same height; a form's value, to its label."""
+    characters = text.characters[start:end]
+    visible = [start + offset for offset, character in enumerate(characters) if not character.isspace()]
+    if not visible:
+        return
+    x, y = text.origin(visible[0])
+    size = round(text.size(visible[len(visible) // 2]), 1)
+    line = _PlacedLine(text.written(start, end), size, x, y, text.turn(visible[0]))
+    for place in range(len(lines) - 1, -1 if is_value else max(-1, len(lines) - 2), -1):
+        before = lines[place]
+        if line.turn == before.turn == 0.0 and x > before.x and abs(y - before.y) <= _SAME_LINE * size:
+            gap = "" if before.text[-1].isspace() or line.text[0].isspace() else " "
+            lines[place] = before._replace(text=before.text + gap + line.text)
+            return
+    lines.append(line)
+
+
+def _gaps(lines: Sequence[_PlacedLine]) -> list[float]:
+    return [abs(a.x - b.x if a.turn else a.y - b.y) for a, b in itertools.pairwise(lines)]
+
+
+def _whole_characters(text: str) -> str:
+    """Joins the halves of characters beyond the basic plane."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _without_running_lines(pages: Sequence[Sequence[_Line]]) -> list[list[_Line]]:
@@ -166,35 +360,19 @@ def _is_short(block: _Block) -> bool:
     return len(block.text) <= _TITLE_CHARS and block.num_lines <= _TITLE_LINES
 
 
-def _headings(reader: PdfReader, text: str, starts: list[int]) -> tuple[Heading, ...]:
+def _headings(document: pypdfium2.PdfDocument, text: str, starts: list[int]) -> tuple[Heading, ...]:
     """Titles of the outline that begin a block of their page. `starts`: where each page begins, then the end of the text."""
     found: dict[int, Heading] = {}
-    try:
-        for page, level, title in _outline(reader):
+    for bookmark in document.get_toc():
+        page = destination.get_index() if (destination := bookmark.get_dest()) else None
+        title = one_line(bookmark.get_title())
+        if title and page is not None and 0 <= page < len(starts) - 1:
             words = r"\s+".join(map(re.escape, title.split()))
             match = re.compile(rf"^{_NUMBER}{words}(?!\w)", re.M | re.I).search(text, starts[page], starts[page + 1])
             if match:
+                level = min(bookmark.level + 1, _MAX_LEVEL)
                 found |= {match.start(): entry for entry in heading(match.start(), level, title)}
-    except MemoryError:
-        raise
-    except Exception:  # Why: a damaged outline leaves the text readable
-        return ()
     return tuple(found[start] for start in sorted(found))
-
-
-def _outline(reader: PdfReader) -> Iterator[tuple[int, int, str]]:
-    """(page, level, title) of every entry that points to a page."""
-    open_lists: list[Iterator[Any]] = [iter(reader.outline)]
-    while open_lists:
-        entry = next(open_lists[-1], None)
-        if entry is None:
-            open_lists.pop()
-        elif isinstance(entry, list):
-            open_lists.append(iter(entry))
-        else:
-            page, title = reader.get_destination_page_number(entry), one_line(str(entry.title or ""))
-            if page is not None and page >= 0 and title:
-                yield page, min(len(open_lists), _MAX_LEVEL), title
 
 
 def _hyphenated_words(lines: Iterable[str]) -> Set[str]:

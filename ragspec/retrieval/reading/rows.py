@@ -4,30 +4,33 @@ JSON Lines: objects with `text` and optionally `id`, `title`, `source`, `owner` 
 CSV and TSV, with a header: the columns `id`, `title`, `source` and `owner` are used as such, other columns are metadata. The text
 is the column `text`; without that column, every non-empty cell becomes a line "name: value". Rows without text are left out.
 
-    >>> list(read_csv(Path("faq.csv"), "faq.csv"))
+    >>> list(read_csv(Path("faq.csv"), "faq.csv", []))
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TextIO
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.parsed_file import encoding_name, encoding_of
+from ragspec.retrieval.reading.parsed_file import Unread, encoding_name, encoding_of
 
 _FIELDS = ("title", "source", "owner")
 _COLUMNS = frozenset({"id", "text", *_FIELDS})
 _KEYS = _COLUMNS | {"metadata"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DELIMITERS = ",;\t"
+_DELIMITER_SETTING = re.compile(r'"?sep=([,;|\t])"?\r?\n?')
 
 
-def read_jsonl(path: Path, name: str) -> Iterator[Document]:
+def read_jsonl(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.removeprefix(_BYTE_ORDER_MARK).strip():
@@ -64,24 +67,75 @@ def _parsed(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def read_csv(path: Path, name: str) -> Iterator[Document]:
+def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
+    """A row that cannot be read is left out. Excel's first line `sep=;` sets the delimiter.
+
+    Raises: InputError if the header or all rows cannot be read.
+    """
     csv.field_size_limit(sys.maxsize)  # the limit belongs to the process and is only ever raised
-    line = 1  # where the row begins
-    with open(path, encoding=encoding_of(path), newline="") as lines:
-        try:
-            rows = csv.reader(lines, delimiter=_delimiter(lines.readline()), strict=True)
-            lines.seek(0)
-            header: list[str] = []
-            for cells in rows:
+    header: list[str] = []
+    num_read = 0
+    try:
+        with open(path, encoding=encoding_of(path), newline="") as lines:
+            first = lines.readline()
+            setting = _DELIMITER_SETTING.fullmatch(first)
+            if not setting:
+                lines.seek(0)
+            delimiter = setting[1] if setting else _delimiter(first)
+            for line, cells in _csv_rows(lines, delimiter, 2 if setting else 1, unread):
                 if not header:
                     header = _header(cells, f"{path}, line {line}")
-                elif row := _named_cells(header, cells, f"{path}, line {line}"):
+                elif any(cell.strip() for cell in cells[len(header) :]):
+                    unread.append(Unread(f"line {line}", f"{len(cells)} cells below {len(header)} columns"))
+                elif row := _named_cells(header, cells):
+                    num_read += 1
                     yield from _csv_document(row, f"{name}:{line}", "text" in header)
-                line = rows.line_num + 1
+    except UnicodeDecodeError as cause:
+        raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
+    if unread and unread[-1].place and not num_read:
+        raise InputError(f"{path}, {unread[-1]}")
+
+
+def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) -> Iterator[tuple[int, list[str]]]:
+    """Each row with the number of its first line, from `line` on. A row with a badly quoted cell ends with its first line."""
+    source = _LineSource(lines)
+    rows = csv.reader(source, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            cells = next(rows)
+        except StopIteration:
+            return
         except csv.Error as cause:
-            raise InputError(f"{path}, line {line}: {cause}") from cause
-        except UnicodeDecodeError as cause:
-            raise InputError(f"{path}, line {line} or after it: not {encoding_name(cause)} text") from cause
+            unread.append(Unread(f"line {line}", str(cause)))
+            source.return_lines()
+            rows = csv.reader(source, delimiter=delimiter, strict=True)
+            cells = []
+        if cells:
+            yield line, cells
+        line += len(source.taken)
+        source.taken.clear()
+
+
+class _LineSource:
+    """Lines of a file. `taken`: since the last row."""
+
+    def __init__(self, lines: TextIO) -> None:
+        self.taken: list[str] = []
+        self._lines = lines
+        self._returned: deque[str] = deque()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        line = self._returned.popleft() if self._returned else next(self._lines)
+        self.taken.append(line)
+        return line
+
+    def return_lines(self) -> None:
+        """Read all taken lines but the first again."""
+        self._returned.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
 
 
 def _delimiter(header: str) -> str:
@@ -100,9 +154,7 @@ def _header(cells: list[str], place: str) -> list[str]:
     return names
 
 
-def _named_cells(header: list[str], cells: list[str], place: str) -> dict[str, str]:
-    if any(cell.strip() for cell in cells[len(header) :]):
-        raise InputError(f"{place}: {len(cells)} cells below {len(header)} columns")
+def _named_cells(header: list[str], cells: list[str]) -> dict[str, str]:
     pairs = enumerate(zip(header, cells, strict=False), 1)
     return {name or f"column {number}": cell.strip() for number, (name, cell) in pairs if cell.strip()}
 
