@@ -189,10 +189,15 @@ def load_models(
     loaded: dict[str, LoadedModel] = {}
     for name in (config.model_name, *config.service.models):
         own = config.for_model(name)
-        engine = load_engine(own.target, own.engine, own.drafting, say=say, quiet=quiet, step_thread=steps)
+        named = partial(_say_of, say, name) if steps else say
+        engine = load_engine(own.target, own.engine, own.drafting, say=named, quiet=quiet, step_thread=steps)
         stack.callback(engine.close)
         loaded[name] = LoadedModel.of(engine)
     return loaded
+
+
+def _say_of(say: Say, name: str, stage: str, done: int = 0, total: int = 0, /) -> None:
+    say(f"{name}: {stage}", done, total)
 
 
 def _load_of(engine: Engine, field: str) -> float:

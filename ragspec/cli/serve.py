@@ -111,7 +111,7 @@ def _checked(settings: ServiceConfig) -> ServiceConfig:
 def _in_process(
     console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None
 ) -> Iterator[ServiceBackend]:
-    stay_offline(settings.target)
+    stay_offline(settings.target, *settings.service.models.values())
     from services.backend import load_models
 
     with contextlib.ExitStack() as loaded:

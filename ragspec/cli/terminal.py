@@ -48,9 +48,9 @@ def prepare_process() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def stay_offline(target: TargetConfig) -> None:
-    """Switches the Hugging Face hub offline if the target is on this machine."""
-    if is_local(target):
+def stay_offline(*targets: TargetConfig) -> None:
+    """Switches the Hugging Face hub offline if all targets are on this machine."""
+    if all(map(is_local, targets)):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
