@@ -66,9 +66,7 @@ CHATS = {
 
 def chat_text(reply: httpx.Response, is_stream: bool) -> str:
     if not is_stream:
-        told = reply.json()
-        told["choices"][0]["message"]["annotations"] = []  # types of our own are in there
-        whole = ChatCompletion.model_validate(told)
+        whole = ChatCompletion.model_validate(reply.json())
         assert whole.usage is not None and whole.choices[0].finish_reason in ("stop", "length")
         return whole.choices[0].message.content or ""
     *events, last = (line.removeprefix("data: ") for line in reply.text.split("\n") if line.startswith("data: "))
