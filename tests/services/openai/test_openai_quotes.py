@@ -32,7 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     ]
     build_index(documents, folder / "index", encoder)
     engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
-    with served(engine, folder, folder / "index", **{"service.served_model_name": "reference"}) as running:
+    with served(engine, folder, folder / "index", **{"service.model": "reference"}) as running:
         yield running
 
 
