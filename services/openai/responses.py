@@ -82,7 +82,7 @@ class ResponseBody(GenerationBody):
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], at_most(1)] | None = None
     store: bool | None = None
     metadata: Annotated[dict[str, str], at_most(64)] | None = None
     user: str | None = None
