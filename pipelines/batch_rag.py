@@ -83,7 +83,8 @@ class RagTask(Task):
         from ragspec.rag.steps import Question, parse_scope
 
         retriever, scope = config.retriever, parse_scope(row.tenant, row.filter)
-        return Question(row.id, row.text, params, retriever.num_passages, scope, abstain_below=retriever.abstain_below)
+        options = params, retriever.num_passages, scope
+        return Question(row.id, row.text, *options, abstain_below=retriever.abstain_below, system=row.system)
 
     def row_result(self, finished: tuple[Answer, ...]) -> RowResult:
         (answer,) = finished

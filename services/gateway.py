@@ -252,6 +252,8 @@ class IncomingRequest:
         self._watcher: asyncio.Task[None] | None = None
         self._may_have_body = method in _METHODS_WITH_BODY
         self._content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if is_languagetool(path) and self._content_type == _JSON:
+            self._content_type = _FORM  # Why: LTeX calls its forms JSON, and LanguageTool reads every body as a form
 
     @property
     def is_gone(self) -> bool:

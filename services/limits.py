@@ -50,7 +50,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.errors import ApiError
@@ -297,6 +297,22 @@ def check_num_items(body: bytes, max_items: int) -> None:
         if num_items <= max_items and outside.count(b":") <= MAX_JSON_KEYS:
             return
     raise ApiError(413, f"the body holds more than {max_items} items, or more than {MAX_JSON_KEYS} keys")
+
+
+class RequestBody(BaseModel):
+    """Base class of request bodies and of the objects in them. Unknown fields are errors. A null field counts as absent, unless
+    the field is required.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in required}
 
 
 def at_most(max_items: int) -> BeforeValidator:

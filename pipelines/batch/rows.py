@@ -32,8 +32,10 @@ from ragspec.rag.grammar.correction import CorrectionRequest
 from ragspec.rag.openai_fields import (
     IGNORED_FIELDS,
     SAMPLING_FIELDS,
+    UNSUPPORTED_FIELDS,
     content_text,
     normalize_parameter,
+    refused_field,
     sampling_arguments,
 )
 from ragspec.retrieval.search.filters import parse_filter
@@ -43,13 +45,13 @@ ROW_SUFFIXES = (".jsonl", ".parquet")
 _ROWS_PER_BATCH = 1024
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHAT_URL = "/v1/chat/completions"
-_BODY_IGNORED = IGNORED_FIELDS | {"model", "messages"}
+_BODY_IGNORED = IGNORED_FIELDS | UNSUPPORTED_FIELDS.keys() | {"model", "messages"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A question, or a text to correct. `overrides` are the row's own sampling parameters, `ignored` its unknown columns;
-    `tenant` and `filter` restrict the documents that may answer the row.
+    `tenant` and `filter` restrict the documents that may answer the row. `system` is the system message before the question.
     """
 
     id: str
@@ -59,12 +61,14 @@ class Row:
     ignored: tuple[str, ...] = ()
     tenant: str = ""
     filter: Mapping[str, Any] | None = None
+    system: str = ""
 
     @property
     def digest(self) -> str:
         """A hash of the request, independent of the row's location and form."""
         scope = [self.tenant, self.filter] if self.tenant or self.filter else []
-        request = json.dumps([self.text, self.overrides, *scope], sort_keys=True, default=str)
+        system = [{"system": self.system}] if self.system else []
+        request = json.dumps([self.text, self.overrides, *scope, *system], sort_keys=True, default=str)
         return hashlib.sha256(request.encode()).hexdigest()[:16]
 
     def params(self, defaults: SamplingParams, job_seed: int) -> SamplingParams:
@@ -89,7 +93,15 @@ class RowSchema(NamedTuple):
 
 
 QUESTIONS = RowSchema("question", frozenset({"tenant", "filter"}), lambda row, params: None)
-TEXTS = RowSchema("text", frozenset({"tenant"}), lambda row, params: CorrectionRequest(row.id, row.text, params))
+
+
+def _check_correction(row: Row, params: SamplingParams) -> None:
+    if row.system:
+        raise InputError("a correction takes no system message: the model is told to correct the text and nothing else")
+    CorrectionRequest(row.id, row.text, params)
+
+
+TEXTS = RowSchema("text", frozenset({"tenant"}), _check_correction)
 
 
 def parse_line(raw: bytes) -> Any:
@@ -114,7 +126,7 @@ def parse_row(record: Any, schema: RowSchema) -> Row:
     """Raises: InputError with the reason."""
     if not isinstance(record, dict):
         raise InputError(f"a row must be a JSON object, not {type(record).__name__}")
-    given = {name: value for name, value in record.items() if value is not None}
+    given = _given(record)
     row_id = id_of(given)
     if row_id is None:
         raise InputError("a row needs an id, a string or an integer")
@@ -122,11 +134,16 @@ def parse_row(record: Any, schema: RowSchema) -> Row:
     return _openai_row(row_id, given, schema) if "custom_id" in given else _plain_row(row_id, given, schema)
 
 
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _plain_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
     if schema.text_column not in given:
         raise InputError(f"the row has no {schema.text_column}")
     text = check_text(given[schema.text_column], f"the {schema.text_column}")
-    overrides = {name: normalize_parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
+    overrides = _given({name: normalize_parameter(name, value) for name, value in given.items() if name in _PARAMETERS})
     ignored = tuple(sorted(given.keys() - _PARAMETERS - schema.scope_columns - {"id", schema.text_column}))
     return Row(row_id, text, overrides, ignored=ignored, **_scope(given, schema))
 
@@ -154,22 +171,31 @@ def _openai_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
     body = given.get("body")
     if not isinstance(body, dict):
         raise InputError("the row has no body, or it is no JSON object")
-    asked = {name: value for name, value in body.items() if value is not None}
-    body = {name: value for name, value in asked.items() if value is not False or name in SAMPLING_FIELDS}
+    body = {name: value for name, value in _given(body).items() if value or name in SAMPLING_FIELDS}
+    if refused := refused_field(body):
+        raise InputError(f"{refused}: {UNSUPPORTED_FIELDS[refused]}")
     unknown = sorted(body.keys() - SAMPLING_FIELDS.keys() - _BODY_IGNORED)
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
-    text = check_text(_only_message(body.get("messages")), f"the {schema.text_column}")
-    return Row(row_id, text, sampling_arguments(body), openai=True, **_scope(given, schema))
+    system, question = _texts(body.get("messages"))
+    text = check_text(question, f"the {schema.text_column}")
+    return Row(row_id, text, _given(sampling_arguments(body)), openai=True, system=system, **_scope(given, schema))
 
 
-def _only_message(messages: Any) -> str:
-    """Why one message only: dropping a system message or a history silently would change the request."""
+def _texts(messages: Any) -> tuple[str, str]:
+    """The text of the system messages, joined as in a chat, and of the user's message.
+
+    Raises: InputError, also for a chat history: leaving the history out would change the request.
+    """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not messages:
         raise InputError("messages must be a list of messages")
-    if len(messages) > 1 or messages[0].get("role") != "user":
-        raise InputError("messages must hold one message of the user: a batch job has no chat history")
-    return content_text(messages[0].get("content"))
+    *before, last = messages
+    if last.get("role") != "user" or any(message.get("role") not in ("system", "developer") for message in before):
+        raise InputError(
+            "messages must hold one message of the user, behind system messages alone: a job has no chat history"
+        )
+    system = [text for message in before if (text := content_text(message.get("content") or "")).strip()]
+    return "\n\n".join(check_text(text, "a system message") for text in system), content_text(last.get("content"))
 
 
 class RowLocation(NamedTuple):

@@ -29,8 +29,41 @@ IGNORED_FIELDS = frozenset(
 )
 """Fields that many clients send and that change no answer of ours."""
 
+UNSUPPORTED_FIELDS = {
+    "tools": "tools cannot be called: the answer is text",
+    "tool_choice": "tools cannot be called: the answer is text",
+    "functions": "functions cannot be called: the answer is text",
+    "function_call": "functions cannot be called: the answer is text",
+    "audio": "there is no audio: the answer is text",
+    "web_search_options": "there is no search of the web; see retrieval",
+    "suffix": "text cannot be written between a prompt and a suffix",
+    "reasoning_effort": "the model writes its answer at once, without an amount of reasoning to choose",
+    "previous_response_id": "answers are not stored; send the whole input, or name a conversation",
+    "background": "an answer is sent on the connection that asked for it",
+    "verbosity": "the length of an answer cannot be chosen in words; see max_tokens",
+}
+"""Fields that ask for an output that cannot be written, with the reason."""
+_DEFAULTS = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": ("none", "medium"),
+    "verbosity": ("medium",),
+}
+"""Values of such fields that ask for no more than an absent field does."""
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts, each with the key of its text."""
+_REASONING_PARTS = ("thinking", "reasoning")
+"""Parts of other servers' answers that are no part of the answer's text."""
+
 _WHOLE_NUMBERS = frozenset(each.name for each in fields(SamplingParams) if each.metadata.get("kind") is int)
 _MAX_EXACT_FLOAT = 2.0**53
+
+
+def refused_field(body: Mapping[str, Any]) -> str:
+    """The first of `UNSUPPORTED_FIELDS` in a body whose value asks for something; empty if there is none."""
+    asked = (name for name in UNSUPPORTED_FIELDS if body.get(name) and body[name] not in _DEFAULTS.get(name, ()))
+    return next(asked, "")
 
 
 def sampling_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +76,12 @@ def sampling_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalize_parameter(name: str, value: Any) -> Any:
-    """A value as `SamplingParams` takes it, from JSON or a table: list to tuple, text to token id, 64.0 to 64."""
+    """A value as `SamplingParams` takes it, from JSON or a table: list to tuple, text to token id, 64.0 to 64.
+
+    As in vLLM, `seed` -1 is no seed, and `top_k` -1 is no limit.
+    """
+    if value == -1 and name in ("seed", "top_k"):
+        return None if name == "seed" else 0
     if name == "stop":
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if name == "logit_bias" and isinstance(value, dict):
@@ -71,12 +109,12 @@ def _schema_text(response_format: Mapping[str, Any]) -> str:
 
 
 def content_text(content: Any) -> str:
-    """The text of a message's content, which is a string or a list of text parts. Raises: InputError."""
+    """The text of a message's content: a string, or text parts, which a newline joins as in vLLM. Raises: InputError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InputError(f"content must be a string or a list of text parts, not {type(content).__name__}")
-    return "".join(map(_part_text, content))
+    return "\n".join(_part_text(part) for part in content if not _is_reasoning(part))
 
 
 def usage(choices: Sequence[GenerationStats]) -> dict[str, Any]:
@@ -104,11 +142,16 @@ def usage(choices: Sequence[GenerationStats]) -> dict[str, Any]:
 
 def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise InputError(f"only parts of type text can be read, not {kind!r}")
-    if not isinstance(part.get("text"), str):
-        raise InputError("a part of type text must have a string as its text")
-    return str(part["text"])
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InputError(f"a part of type {kind} must have a string as its {_TEXT_PARTS[kind]}")
+    return text
+
+
+def _is_reasoning(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _REASONING_PARTS
 
 
 def _token_id(token: Any) -> Any:

@@ -23,6 +23,7 @@ from ragspec.core import (
     Delta,
     FinishReason,
     GenerationStats,
+    Message,
     Passage,
     Request,
     SamplingParams,
@@ -73,7 +74,7 @@ class Closeable:
 @dataclass(frozen=True, slots=True)
 class Question:
     """A question, the documents it may be answered from, and the sampling parameters. `id` becomes the engine request's id.
-    `abstain_below` as in `RetrieverConfig`.
+    `abstain_below` as in `RetrieverConfig`. `system`: the caller's system message, which stands before the instruction.
 
     Raises: InputError for fewer than one passage.
     """
@@ -85,10 +86,16 @@ class Question:
     scope: SearchScope = PUBLIC_SCOPE
     speculation: Speculation = ON
     abstain_below: float = 0.0
+    system: str = ""
 
     def __post_init__(self) -> None:
         if self.num_passages < 1:
             raise InputError(f"num_passages must be at least 1, not {self.num_passages}")
+
+    @property
+    def messages(self) -> list[Message]:
+        system = [Message("system", self.system)] if self.system else []
+        return [*system, Message("user", self.text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -
 def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> PreparedQuestion:
     """Build the prompt, the copy sources and the routing affinity. Raises: as `PromptBuilder.build`."""
     begin, question = time.perf_counter(), retrieved.question
-    prompt = prompts.build(question.text, retrieved.passages, question.params.max_tokens)
+    prompt = prompts.build(question.messages, retrieved.passages, question.params.max_tokens)
     request = Request(
         question.id,
         prompt.prompt_ids,

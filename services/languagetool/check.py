@@ -149,9 +149,12 @@ def annotated(nodes: list[Any]) -> tuple[TextPart, ...]:
 
 
 def _part(node: Any) -> TextPart:
-    if not isinstance(node, dict) or not all(isinstance(value, str) for value in node.values() if value is not None):
-        _refuse(node, "must be an object of strings")
-    node = {name: value for name, value in node.items() if value is not None}
+    """Ignores all other keys, as LanguageTool does: the npm package annotatedtext adds an object `offset` to every node."""
+    if not isinstance(node, dict):
+        _refuse(node, "must be an object")
+    node = {name: node[name] for name in ("text", "markup", "interpretAs") if node.get(name) is not None}
+    if not all(isinstance(value, str) for value in node.values()):
+        _refuse(node, "must hold strings")
     if "text" in node and "markup" in node:
         _refuse(node, "has both 'text' and 'markup', of which only one is supported")
     if "text" in node:

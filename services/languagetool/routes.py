@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import Field, StrictBool
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ragspec.core import SamplingParams
@@ -37,17 +37,17 @@ from services.languagetool.check import (
     software_reply,
 )
 from services.languagetool.corrector import AUTO, DEFAULT, Corrected, Corrector, DetectedLanguage, detect_language
-from services.limits import at_most, form_fields, read_form
+from services.limits import RequestBody, at_most, form_fields, read_form
 
 _MAX_WORDS_LISTED = 500
 _MAX_WORDS_IGNORED = 10_000
 _MAX_PARTS = 20_000
 
 
-class GrammarRequest(BaseModel):
-    """Either `text` or `annotation`. `max_tokens` limits one sentence's correction. `ignore`: words and phrases that stay."""
-
-    model_config = ConfigDict(extra="forbid")
+class GrammarRequest(RequestBody):
+    """Either `text` or `annotation`. `max_tokens` limits one sentence's correction. `ignore`: words and phrases that stay. The
+    `seed` -1 stands for no seed.
+    """
 
     text: str | None = None
     annotation: Annotated[list[dict[str, Any]], at_most(_MAX_PARTS)] | None = None
@@ -59,8 +59,8 @@ class GrammarRequest(BaseModel):
     max_tokens: int = Field(DEFAULT_PARAMS.max_tokens, strict=True)
     speculation: StrictBool | dict[str, Any] = True
     max_edit_ratio: float | None = Field(None, ge=0.0, le=1.0)
-    ignore: Annotated[list[str], at_most(_MAX_WORDS_IGNORED)] = []
-    disabled_kinds: Annotated[list[EditKind], at_most(len(EditKind))] = []
+    ignore: Annotated[list[str], at_most(_MAX_WORDS_IGNORED)] = Field(default=[])
+    disabled_kinds: Annotated[list[EditKind], at_most(len(EditKind))] = Field(default=[])
     keep_numbers: StrictBool = True
     keep_names: StrictBool = True
     cache_salt: str = Field("", max_length=256)
@@ -70,7 +70,7 @@ class GrammarRequest(BaseModel):
         if (self.text is None) == (self.annotation is None):
             raise InputError("give either text or annotation")
         parts = None if self.annotation is None else annotated(self.annotation)
-        seed = portable_seed() if self.seed is None else self.seed
+        seed = portable_seed() if self.seed in (None, -1) else self.seed
         params = SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed)
         edit_filter = EditFilter(
             DEFAULT_FILTER.max_edit_ratio if self.max_edit_ratio is None else self.max_edit_ratio,

@@ -80,8 +80,8 @@ def _with_passages(answer: Answer) -> list[tuple[Citation, int, Passage]]:
 
 
 def _openai(answer: Answer) -> dict[str, Any]:
-    """Citations as OpenAI writes them, then annotations of types that OpenAI does not have."""
-    annotations: list[dict[str, Any]] = [
+    """Citations as OpenAI writes them. Why no other types: LiteLLM refuses an answer with an annotation that OpenAI has not."""
+    annotations = [
         {
             "type": "url_citation",
             "url_citation": {
@@ -93,15 +93,6 @@ def _openai(answer: Answer) -> dict[str, Any]:
         }
         for citation, _, passage in _with_passages(answer)
     ]
-    for each in sentences_of(answer):
-        passage = answer.passages[each["passage"] - 1] if each["passage"] else None
-        text = passage and passage.text[each["passage_start"] : each["passage_end"]]
-        place = {"start_index": each["start"], "end_index": each["end"]}
-        support = place | {"label": each["label"], "passage": each["passage"], "passage_text": text}
-        annotations.append({"type": "sentence_support", "sentence_support": support})
-    for start, end in answer.unknown_quotations:
-        place = {"start_index": start, "end_index": end}
-        annotations.append({"type": "unknown_quotation", "unknown_quotation": place})
     return {"annotations": annotations}
 
 

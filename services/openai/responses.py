@@ -24,9 +24,8 @@ from services.openai.answer_fields import citation_fields
 from services.openai.answers import END, KEEP_ALIVE, GenerationResponse, ResponseSender, immediate, padding
 from services.openai.chat import ChatFormat, ChatParts, write
 from services.openai.generation import DeltaMailbox, RequestContext
-from services.openai.types import MAX_MESSAGES, Body, ChatBody, RetrievalField, ShortText
+from services.openai.types import MAX_MESSAGES, Body, ChatBody, GenerationBody, RetrievalField, ShortText
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
 _SPOT = {"output_index": 0, "content_index": 0}
 
 
@@ -50,6 +49,13 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
+class ReasoningOptions(Body):
+    """Only the defaults: the model writes its answer at once, and there is no reasoning to summarise."""
+
+    effort: Literal["none", "medium"] | None = None
+    summary: Any = None
+
+
 class ResponseStreamOptions(Body):
     include_obfuscation: bool = True
 
@@ -63,7 +69,7 @@ def _named(value: Any) -> Any:
     return NamedConversation.model_validate(value).id if isinstance(value, dict) else value
 
 
-class ResponseBody(Body):
+class ResponseBody(GenerationBody):
     """`POST /v1/responses`. `seed`, `speculation` and `retrieval` are ours. Fields without effect are ignored."""
 
     model: str = Field(max_length=512)
@@ -75,12 +81,8 @@ class ResponseBody(Body):
     stream: bool | None = None
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: list[Any] = Field([], max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Any] | None = Field(None, max_length=0)
-    background: Literal[False] | None = None
-    previous_response_id: None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], at_most(1)] | None = None
     store: bool | None = None
     metadata: Annotated[dict[str, str], at_most(64)] | None = None
     user: str | None = None
@@ -89,6 +91,7 @@ class ResponseBody(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     truncation: Literal["disabled"] | None = None
+    reasoning: ReasoningOptions | None = None
     seed: int | None = None
     speculation: bool | dict[str, Any] | None = None
     retrieval: RetrievalField | None = None
@@ -97,7 +100,7 @@ class ResponseBody(Body):
     def chat_body(self) -> dict[str, Any]:
         """The body of the same chat completion. Raises: ApiError for an item that is no message."""
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages = [_message(item) for item in items]
+        messages = [_message(item) for item in items if item.get("type") != "reasoning"]
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         same = ("model", "temperature", "top_p", "stream", "seed", "speculation", "conversation")
@@ -252,13 +255,7 @@ def _named_here(error: Mapping[str, Any]) -> dict[str, Any]:
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message" or "role" not in item:
         raise ApiError(400, f"the input holds an item of type {item.get('type')!r}, not a message", param="input")
-    content = item.get("content")
-    if isinstance(content, list):
-        is_text = all(isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in content)
-        if not is_text:
-            raise ApiError(400, "a message's content is a text, or parts of the type input_text", param="input")
-        content = [{"type": "text", "text": part.get("text")} for part in content]
-    return {"role": item["role"], "content": content}
+    return {"role": item["role"], "content": item.get("content")}
 
 
 def _part(text: str, annotations: list[dict[str, Any]]) -> dict[str, Any]:

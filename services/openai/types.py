@@ -1,7 +1,7 @@
 """Request bodies under /v1, as pydantic models.
 
-Owns which fields a body may have. Unknown fields are refused, so that a misspelt field is not ignored. The fields of
-`ragspec.rag.openai_fields.IGNORED_FIELDS` are accepted without effect; that module also translates the sampling parameters.
+Owns which fields a body may have. Unknown fields are refused, so that a misspelt field is not ignored.
+`ragspec.rag.openai_fields` names the fields without effect and the unsupported fields, and translates sampling parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -24,9 +23,15 @@ from pydantic_core import PydanticCustomError
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
-from ragspec.rag.openai_fields import SAMPLING_FIELDS, content_text, sampling_arguments
+from ragspec.rag.openai_fields import (
+    SAMPLING_FIELDS,
+    UNSUPPORTED_FIELDS,
+    content_text,
+    refused_field,
+    sampling_arguments,
+)
 from services.errors import ApiError
-from services.limits import at_most
+from services.limits import RequestBody, at_most
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 16
@@ -34,17 +39,6 @@ MAX_CHOICES = 8
 MAX_BIASES = 1024
 MAX_PROMPTS = 32
 MAX_INPUTS = 2048
-
-_UNSUPPORTED = {
-    "tools": "tools cannot be called: the answer is text",
-    "tool_choice": "tools cannot be called: the answer is text",
-    "functions": "functions cannot be called: the answer is text",
-    "function_call": "functions cannot be called: the answer is text",
-    "audio": "there is no audio: the answer is text",
-    "web_search_options": "there is no search of the web; see retrieval",
-    "suffix": "text cannot be written between a prompt and a suffix",
-}
-_EMPTY: tuple[Any, ...] = (None, [], "none", "auto", False)
 
 
 def _text(value: Any) -> str:
@@ -90,8 +84,22 @@ Prompts = Annotated[
 ShortText = Annotated[str, Field(max_length=512)]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class Body(RequestBody):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class GenerationBody(Body):
+    """Base class of bodies that ask for an answer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        """Refuses unsupported fields, unless their value asks for nothing. Raises: ApiError."""
+        if not isinstance(given, dict):
+            return given
+        if name := refused_field(given):
+            raise ApiError(400, UNSUPPORTED_FIELDS[name], param=name, code="unsupported_parameter")
+        return {name: value for name, value in given.items() if name not in UNSUPPORTED_FIELDS}
 
 
 class TextPart(Body):
@@ -103,18 +111,24 @@ Content = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | lis
 
 
 class ChatMessage(Body):
-    """A message. Clients send earlier answers back whole, so an answer's other fields are accepted and ignored."""
+    """A message. Clients send earlier answers back whole, so all fields of an answer but its text are ignored."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: Content = ""
     name: str | None = None
-    refusal: None = None
-    annotations: Any = None
-    audio: None = None
-    tool_calls: None = None
-    function_call: None = None
-    citations: Any = None
-    content_blocks: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_text(cls, given: Any) -> Any:
+        """Drops empty fields; of an answer, all but its text or refusal. Raises: PydanticCustomError for an answer with calls."""
+        if not isinstance(given, dict):
+            return given
+        given = {name: value for name, value in given.items() if value not in (None, [], {})}
+        if given.get("role") != "assistant":
+            return given
+        if "tool_calls" in given or "function_call" in given:
+            raise PydanticCustomError("tool_calls", "tools cannot be called: the answer is text")
+        return {"role": "assistant", "content": given.get("content", given.get("refusal", ""))}
 
     @property
     def message(self) -> Message:
@@ -178,7 +192,7 @@ def _sampling_fields() -> dict[str, Any]:
     return {name: (kinds[name] | None, None) for name in SAMPLING_FIELDS if kinds.get(name) in (float, int, bool)}
 
 
-SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields())
+SamplingFields = create_model("SamplingFields", __base__=GenerationBody, **_sampling_fields())
 
 
 class SamplingBody(SamplingFields):
@@ -202,17 +216,6 @@ class SamplingBody(SamplingFields):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     parallel_tool_calls: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, given: Any) -> Any:
-        """Refuses unsupported fields, unless their value asks for nothing. Raises: ApiError."""
-        if not isinstance(given, dict):
-            return given
-        for name in _UNSUPPORTED.keys() & given.keys():
-            if given[name] not in _EMPTY:
-                raise ApiError(400, _UNSUPPORTED[name], param=name, code="unsupported_parameter")
-        return {name: value for name, value in given.items() if name not in _UNSUPPORTED}
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
@@ -265,7 +268,7 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs need logprobs: set it to true")
         return self
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
 
 from ragspec.config import RetrieverConfig
@@ -19,7 +19,7 @@ from ragspec.core import Passage
 from ragspec.errors import InputError
 from ragspec.rag.chat.conversations import Conversation
 from ragspec.retrieval.search.relevance import RANK_OFFSET, unit_relevance
-from services.limits import at_most
+from services.limits import RequestBody, at_most
 from services.stores.parsing import FILE, STORE
 from services.stores.records import FileRecord, StoreMember, StoreRecord
 
@@ -53,17 +53,13 @@ Tenant = Annotated[str, Depends(_tenant)]
 """The caller's tenant, as a parameter of a route."""
 
 
-class StrictBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Chunking(StrictBody):
+class Chunking(RequestBody):
     """Only "auto": the index's settings cut all documents, so that their passages are comparable."""
 
     type: Literal["auto"]
 
 
-class StoreChange(StrictBody):
+class StoreChange(RequestBody):
     """`expires_after` can only be null: stores stay until they are deleted."""
 
     name: Name | None = None
@@ -77,13 +73,13 @@ class NewStore(StoreChange):
     chunking_strategy: Chunking | None = None
 
 
-class NewMember(StrictBody):
+class NewMember(RequestBody):
     file_id: Name
     attributes: Attributes | None = None
     chunking_strategy: Chunking | None = None
 
 
-class NewBatch(StrictBody):
+class NewBatch(RequestBody):
     """Either `file_ids`, which share `attributes`, or `files`, each with its own."""
 
     file_ids: Annotated[list[Name], at_most(500)] = Field(default=[], max_length=500)
@@ -99,18 +95,18 @@ class NewBatch(StrictBody):
         return own or dict.fromkeys(self.file_ids, self.attributes or {})
 
 
-class MemberChange(StrictBody):
+class MemberChange(RequestBody):
     attributes: Attributes | None
 
 
-class RankingOptions(StrictBody):
+class RankingOptions(RequestBody):
     """`ranker` is accepted and ignored: the index has one."""
 
     ranker: str | None = None
     score_threshold: float = Field(0.0, ge=0.0, le=1.0)
 
 
-class SearchBody(StrictBody):
+class SearchBody(RequestBody):
     """`rewrite_query` is accepted and ignored: single questions are not rewritten."""
 
     query: (
@@ -122,23 +118,23 @@ class SearchBody(StrictBody):
     rewrite_query: bool = False
 
 
-class ContentPart(StrictBody):
+class ContentPart(RequestBody):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] = []
+    annotations: list[Any] = Field(default=[])
 
 
-class ConversationItem(StrictBody):
+class ConversationItem(RequestBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True), at_most(100)]
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n\n".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
-class NewConversation(StrictBody):
+class NewConversation(RequestBody):
     items: Annotated[list[ConversationItem], at_most(100)] | None = Field(None, max_length=100)
     metadata: Metadata | None = None
 

@@ -19,6 +19,8 @@ from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed
 
+USER = {"role": "user", "content": "Which bridge?"}
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +52,11 @@ from ragspec.numerics.noise import row_seed
         ({"id": "a", "question": "x", "filter": {"type": "eq"}}, "filter"),
         ({"id": "a", "question": "x", "filter": "{"}, "not JSON"),
         ({**chat_row("a"), "filter": {"type": "near"}}, "filter"),
-        (chat_row("a", tools=[{}]), "the body's parameter 'tools' is not supported"),
+        (chat_row("a", tools=[{}]), "tools cannot be called"),
+        (chat_row("a", topp=0.5), "the body's parameter 'topp' is not supported"),
+        (chat_row("a", messages=[{"role": "system", "content": 3}, USER]), "content must be a string"),
+        (chat_row("a", messages=[{"role": "system", "content": "nul \0"}, USER]), "a system message holds a NUL"),
+        (chat_row("a", messages=[USER, {"role": "assistant", "content": "x"}, USER]), "a job has no chat history"),
         (chat_row("a", temperature=[1]), "temperature must be a number"),
         (
             {"custom_id": "a", "url": CHAT, "body": {"messages": [{"role": "system", "content": "x"}]}},
@@ -78,12 +84,29 @@ def test_a_wrong_row_is_refused_with_the_reason(record: Any, reason: str) -> Non
             {"seed": 3, "temperature": 0.5, "max_tokens": 9},
         ),
         (chat_row("a", stop=["x", "y"], user="u", stream=False), {"stop": ("x", "y")}),
+        (chat_row("a", tools=[], tool_choice="auto", logprobs=False, top_logprobs=0, reasoning_effort=None), {}),
+        (chat_row("a", seed=-1, top_k=-1), {"top_k": 0}),
+        ({"id": "a", "question": "x", "seed": -1, "top_k": -1}, {"top_k": 0}),
         (chat_row("a", verbatim_quotes=False, ignore_eos=False), {"verbatim_quotes": False, "ignore_eos": False}),
     ],
 )
 def test_a_row_may_bring_its_own_parameters(record: Any, overrides: dict[str, Any]) -> None:
     """A parameter that a file could only write as a list, a float or a text is refused or dropped."""
     assert parse_row(record, QUESTIONS).overrides == overrides
+
+
+def test_system_messages_stand_before_the_question() -> None:
+    """A line with a system message was refused, or would have the answer of the same line without."""
+    before = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": [{"type": "text", "text": "A"}]},
+    ]
+    row = parse_row(chat_row("a", messages=[*before, {"role": "system", "content": None}, USER]), QUESTIONS)
+    assert (row.system, row.text) == ("Be brief.\n\nA", "Which bridge?")
+    plain = parse_row(chat_row("a", messages=[USER]), QUESTIONS)
+    assert plain == parse_row(chat_row("a"), QUESTIONS) and plain.digest != row.digest
+    with pytest.raises(InputError, match="a correction takes no system message"):
+        TEXTS.check(row, SamplingParams())
 
 
 def test_texts_to_correct_have_rows_of_their_own() -> None:

@@ -25,10 +25,12 @@ from pipelines.batch.job import Job, run_job
 from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, PipelineConfig, load_config
-from ragspec.core import Document
+from ragspec.core import Document, Message
 from ragspec.core import Request as EngineRequest
 from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError, SaveError
 from ragspec.rag import pipeline
+from ragspec.rag.chat.chat import Chat
+from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.steps import collect_completions
 from ragspec.retrieval.encoder import Encoder
@@ -197,6 +199,24 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     assert all("secret#0" not in details[name]["passages"] and details[name]["passages"] for name in ("bob", "none"))
     assert {each["index_generation"] for each in details.values()} == {generation}
     assert not list((tmp_path / "index").glob(".lease-*"))
+
+
+def test_a_system_message_is_read_as_in_a_chat(place: Path, loaded: Runtime, tmp_path: Path) -> None:
+    """A line with a system message was answered without it, or by another prompt than the same chat completion's."""
+    messages = [{"role": "system", "content": "Answer like a miller."}, {"role": "user", "content": "Which mill?"}]
+    inputs = write_lines(tmp_path / "in.jsonl", [chat_row("own", messages=messages), chat_row("none", "Which mill?")])
+    begun = job(place, inputs, tmp_path / "out")
+    run_job(begun, RagTask())
+    texts = {
+        answer["custom_id"]: answer["response"]["body"]["choices"][0]["message"]["content"]
+        for answer in answers_of(tmp_path / "out")
+    }
+    assert loaded.retriever is not None
+    params = parse_row(chat_row("own"), QUESTIONS).params(begun.defaults, SEED)
+    asked = tuple(Message(message["role"], message["content"]) for message in messages)
+    turn = ChatTurn("own", asked, params, num_passages=2)
+    (expected,) = loaded.engine.generate([Chat(loaded.retriever, loaded.prompts, None).prepare(turn).request])
+    assert texts["own"] == expected.text != texts["none"]
 
 
 def test_a_job_answers_as_the_pipeline_does(place: Path, loaded: Runtime, tmp_path: Path) -> None:

@@ -54,8 +54,12 @@ def test_a_body_of_another_kind_is_refused_as_such(hasty: Service) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             reply = client.post("/v1/chat/completions", content=b"{}", headers={"Content-Type": kind})
             assert reply.status_code == 415, kind
-        reply = client.post("/v2/check", content=b"{}", headers={"Content-Type": "application/json"})
+        reply = client.post("/v2/check", content=b"{}", headers={"Content-Type": "text/plain"})
         assert reply.status_code == 415 and reply.text.startswith("Error: ")
+        reply = client.post("/v2/check", content=b"{}", headers={"Content-Type": "application/json"})
+        assert (
+            reply.status_code == 400 and "Missing 'text' or 'data'" in reply.text
+        )  # a form, whatever its client calls it
 
 
 def test_a_body_that_is_announced_too_large_is_refused_unread(hasty: Service) -> None:

@@ -8,7 +8,7 @@ from openai.types.chat.chat_completion_message import Annotation
 from ragspec.core import FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.support import find_support
-from services.openai.answer_fields import citation_fields, citations_of, passages_of
+from services.openai.answer_fields import citation_fields, citations_of, passages_of, support_of
 
 DOCUMENTS = {
     "mill": "Ça commence. Die Mühle 🏭 am Fluß steht seit 1874. E\u0301te\u0301 dernier.",
@@ -41,7 +41,7 @@ def answer(text: str) -> Answer:
 def test_openai_annotations_span_what_is_cited(text: str) -> None:
     """Offsets counted bytes or UTF-16 units, so that a citation was shifted behind an emoji."""
     told = answer(text)
-    annotations = [a for a in citation_fields(told, "openai")["annotations"] if a["type"] == "url_citation"]
+    annotations = citation_fields(told, "openai")["annotations"]
     assert len(annotations) == len(told.citations)
     for annotation, citation in zip(annotations, told.citations, strict=True):
         url = Annotation.model_validate(annotation).url_citation
@@ -50,17 +50,17 @@ def test_openai_annotations_span_what_is_cited(text: str) -> None:
         assert url.title == f"About {citation.document_id}"
 
 
-def test_openai_annotations_say_what_supports_each_sentence() -> None:
+def test_each_sentence_names_the_text_that_supports_it() -> None:
     """A label without the passage's sentence; an invented quotation that passes for a quote."""
     text = 'Die Mühle am Fluß steht seit 1874 [1]. It stood still. It says "nothing at all".'
-    annotations = citation_fields(answer(text), "openai")["annotations"]
-    support = [each["sentence_support"] for each in annotations if each["type"] == "sentence_support"]
-    labels = [(each["label"], each["passage"]) for each in support]
+    told = support_of(answer(text))
+    sentences, (unknown,) = told["sentences"], told["unknown_quotations"]
+    labels = [(each["label"], each["passage"]) for each in sentences]
     assert labels == [("supported", 1), ("unsupported", None), ("unsupported", None)]
-    assert support[0]["passage_text"] == "Die Mühle 🏭 am Fluß steht seit 1874."
-    assert text[support[1]["start_index"] : support[1]["end_index"]] == "It stood still."
-    (unknown,) = [each["unknown_quotation"] for each in annotations if each["type"] == "unknown_quotation"]
-    assert text[unknown["start_index"] : unknown["end_index"]] == "nothing at all"
+    supporting = PASSAGES[0].text[sentences[0]["passage_start"] : sentences[0]["passage_end"]]
+    assert supporting == "Die Mühle 🏭 am Fluß steht seit 1874."
+    assert text[sentences[1]["start"] : sentences[1]["end"]] == "It stood still."
+    assert text[unknown["start"] : unknown["end"]] == "nothing at all"
 
 
 @pytest.mark.parametrize("text", TEXTS)

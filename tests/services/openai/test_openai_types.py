@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ from pydantic import ValidationError
 
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.openai_fields import IGNORED_FIELDS, SAMPLING_FIELDS
+from ragspec.rag.openai_fields import IGNORED_FIELDS, SAMPLING_FIELDS, UNSUPPORTED_FIELDS
 from services.errors import ApiError, validation_error
+from services.languagetool.routes import GrammarRequest
+from services.limits import RequestBody
+from services.openai.responses import ResponseBody
 from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
+from services.stores.schemas import NewStore, SearchBody
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -28,6 +33,10 @@ def chat(**fields: Any) -> ChatBody:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a string or a list of text parts"),
+        ({"messages": [HELLO[0] | {"contnet": "x"}]}, "messages.0.contnet", "not permitted"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0", "tools cannot be called"),
+        ({"messages": [HELLO[0] | {"content": [{"type": ["text"]}]}]}, "messages.0.content", "only parts of type text"),
+        ({"model": None}, "model", "valid string"),
         ({"messages": [IMAGE]}, "messages.0.content", "only parts of type text can be read, not 'image_url'"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": ""}, "stop.0", "at least 1"),
@@ -52,13 +61,59 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str | None, reaso
     assert reason in error.message
 
 
-@pytest.mark.parametrize("name", ["tools", "functions", "tool_choice", "audio", "web_search_options"])
-def test_what_cannot_be_done_is_said(name: str) -> None:
+@pytest.mark.parametrize("name", UNSUPPORTED_FIELDS)
+def test_unsupported_fields_are_refused_with_the_reason(name: str) -> None:
     """A client waited for calls of tools that never come."""
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError, match=UNSUPPORTED_FIELDS[name]) as refused:
         chat(**{name: [{"type": "function"}]})
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unsupported_parameter")
-    chat(**{name: None})
+    for nothing in (None, [], {}, "", False):
+        chat(**{name: nothing})
+
+
+def test_a_null_field_is_an_absent_field() -> None:
+    """Clients that write every field, and fields of other servers, with null were refused."""
+    bodies: list[tuple[type[RequestBody], dict[str, Any]]] = [
+        (ChatBody, {"model": "tiny", "messages": HELLO}),
+        (CompletionBody, {"model": "tiny", "prompt": "a"}),
+        (EmbeddingBody, {"model": "tiny", "input": ["a"]}),
+        (ResponseBody, {"model": "tiny", "input": "a"}),
+        (GrammarRequest, {"text": "a"}),
+        (SearchBody, {"query": "a"}),
+        (NewStore, {}),
+    ]
+    for kind, given in bodies:
+        nulls = dict.fromkeys(kind.model_fields.keys() - given.keys() | {"field_of_another_server"})
+        assert kind.model_validate(nulls | given) == kind.model_validate(given)
+
+
+def test_minus_one_means_no_seed_and_no_limit_as_in_vllm() -> None:
+    """`seed: -1` and `top_k: -1` were out of range."""
+    defaults = SamplingParams(seed=7, top_k=20)
+    drawn = {chat(seed=-1, top_k=-1).params(defaults).seed for _ in range(20)}
+    assert len(drawn) == 20 and None not in drawn
+    assert chat(top_k=-1).params(defaults) == replace(defaults, top_k=0) == chat(top_k=0).params(defaults)
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "OpenAI": {"content": "Hi", "refusal": None, "annotations": [], "audio": None, "function_call": None},
+    "vLLM": {"content": "Hi", "tool_calls": [], "reasoning": None, "reasoning_content": None, "function_call": None},
+    "SGLang": {"content": "Hi", "tool_calls": None, "reasoning_content": "A greeting.", "matched_stop": 151645},
+    "LiteLLM": {"content": "Hi", "provider_specific_fields": {"refusal": None}, "thinking_blocks": [{"thinking": "x"}]},
+    "a refusal": {"content": None, "refusal": "Hi"},
+    "parts": {
+        "content": [{"type": "thinking", "thinking": "x"}, {"type": "output_text", "text": "Hi", "logprobs": []}]
+    },
+    "a part that refuses": {"content": [{"type": "refusal", "refusal": "Hi"}], "name": "ann", "audio": {"id": "a"}},
+}
+
+
+@pytest.mark.parametrize("server", ANSWERS)
+def test_an_answer_of_any_server_is_read_as_its_text(server: str) -> None:
+    """A history with another server's answer was refused for fields that its client never wrote."""
+    body = chat(messages=[*HELLO, {"role": "assistant", **ANSWERS[server]}, *HELLO])
+    assert [message.message for message in body.messages][1] == Message("assistant", "Hi")
+    assert chat(messages=[*HELLO, {"role": "assistant", "content": None}, *HELLO]).messages[1].content == ""
 
 
 def test_what_changes_nothing_is_taken() -> None:
@@ -72,12 +127,12 @@ def test_what_changes_nothing_is_taken() -> None:
 
 
 def test_parts_and_roles_become_messages() -> None:
-    """Text parts were joined with something between them, or a developer's words became the user's."""
+    """Text parts were joined without a line break, or a developer's words became the user's."""
     parts = [{"type": "text", "text": "a\u0308"}, {"type": "text", "text": " b"}]
     body = chat(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
     assert [message.message for message in body.messages] == [
         Message("system", "Be brief."),
-        Message("user", "a\u0308 b"),
+        Message("user", "a\u0308\n b"),
     ]
 
 
@@ -108,7 +163,7 @@ def test_defaults_are_the_services_and_a_seed_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"temperature": 1e9}, {"top_p": 0.0}, {"seed": -1}, {"max_tokens": 5, "max_completion_tokens": 6}]
+    "fields", [{"temperature": 1e9}, {"top_p": 0.0}, {"seed": -2}, {"max_tokens": 5, "max_completion_tokens": 6}]
 )
 def test_values_out_of_range_are_input_errors(fields: dict[str, Any]) -> None:
     """A value that no sampler knows was clamped in silence."""
