@@ -146,6 +146,29 @@ def test_a_dtype_that_the_processor_lacks_falls_back_and_says_so_once(
         load_engine(config, engine_config, DraftingConfig(), falls_back=False)
 
 
+def test_a_job_records_the_type_that_computes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job.json that says bfloat16 for texts of float32, which a machine with bfloat16 would then go on with."""
+    monkeypatch.setattr(target_module, "packing_available", lambda dtype: dtype == torch.float32)
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "text": "He go."}\n')
+    text = "{{model: {}, cache_dir: {}, quantization: none, dtype: {}}}"
+    out = tmp_path / "out"
+
+    def correct(dtype: str) -> None:
+        config = written(tmp_path, f"target: {text.format(model, tmp_path / 'targets', dtype)}\n")
+        call = ["--input", str(tmp_path / "in.jsonl"), "--out", str(out), "--config", str(config), "--max-tokens", "4"]
+        with pytest.raises(SystemExit) as end:
+            batch_grammar(args=call, prog_name="job")
+        assert not end.value.code
+
+    correct("bfloat16")
+    assert json.loads((out / "job.json").read_text())["target"]["dtype"] == "float32"
+    correct("float32")
+    correct("auto")
+    assert sum("runs in float32" in record.message for record in caplog.records) == 1
+
+
 # -- models ---------------------------------------------------------------------------------------------------------------
 
 
