@@ -34,7 +34,7 @@ target:
   model: Qwen/Qwen3-0.6B            # or a directory, or a .gguf file
   adapter: auto
   device: cpu                       # or cuda
-  dtype: bfloat16
+  dtype: auto
   quantization: auto
 drafting:
   speculation: true
@@ -66,8 +66,9 @@ topology:                           # `ragspec cluster up`
 """
 HEAD = """# Configuration
 
-Every command takes `--config FILE`, a YAML file with any of these sections; every key may be left out. An unknown key is an error
-that names the nearest known key. Keys of earlier versions are read, with one warning that names them.
+Every command that has settings takes `--config FILE`, a YAML file with any of these sections; every key may be left out. A
+command checks the sections that it does not need, and ignores them. An unknown key is an error that names the nearest known key.
+Keys of earlier versions are read, with one warning that names them.
 
 The first part has the keys that most deployments set, all {num_first} of them in this example; the second part has the other
 {num_others}. This page is written by `infra/config_reference.py`.

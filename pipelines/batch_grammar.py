@@ -27,6 +27,7 @@ from pipelines.batch.records import RowResult, correction_result
 from pipelines.batch.rows import TEXTS, Row
 from pipelines.batch.summary import Summary
 from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
+from ragspec.cli.options import Adapter, Target
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.core import SamplingParams
@@ -79,7 +80,8 @@ def main(
     inputs: options.Inputs,
     out: options.Out,
     config: options.Config = None,
-    target: options.Target = None,
+    target: Target = None,
+    adapter: Adapter = None,
     seed: options.Seed = None,
     max_tokens: Annotated[
         int | None,
@@ -106,6 +108,7 @@ def main(
     """Correct every text of a file. Rows without a result go to errors.jsonl with the reason, and the job goes on."""
     overrides = {
         "target.model": target,
+        "target.adapter": adapter,
         "generation.seed": seed,
         "generation.max_tokens": max_tokens,
         "generation.temperature": temperature,

@@ -23,6 +23,7 @@ from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, Task, run_command
 from pipelines.batch.records import RowResult, answer_result
 from pipelines.batch.rows import QUESTIONS, Row
+from ragspec.cli.options import Adapter, Target
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, RetrieverConfig, load_settings
 from ragspec.core import SamplingParams
@@ -106,7 +107,8 @@ def main(
     out: options.Out,
     index: Annotated[Path | None, typer.Option(help="The index's folder.")] = None,
     config: options.Config = None,
-    target: options.Target = None,
+    target: Target = None,
+    adapter: Adapter = None,
     seed: options.Seed = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Longest answer, for rows without a value of their own.")
@@ -128,6 +130,7 @@ def main(
         "retriever.index_dir": str(index) if index else None,
         "retriever.num_passages": passages,
         "target.model": target,
+        "target.adapter": adapter,
         "generation.seed": seed,
         "generation.max_tokens": max_tokens,
         "generation.temperature": temperature,

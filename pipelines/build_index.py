@@ -26,6 +26,7 @@ from rich.text import Text
 
 from pipelines.batch.options import exit_on_error
 from pipelines.batch.ray_session import ray_session
+from ragspec.cli.options import index_folder
 from ragspec.cli.terminal import loading, safe, stderr_console
 from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document
@@ -51,7 +52,9 @@ _INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}
 @app.command()
 def main(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help=_INPUTS_HELP)],
-    index: Annotated[Path, typer.Option(help="The index's folder; made if it is not there.")],
+    index: Annotated[
+        Path | None, typer.Option(help="The index's folder, made if it is not there; default: the configuration's.")
+    ] = None,
     encoder: Annotated[str | None, typer.Option(help="A sentence-transformers name or path.")] = None,
     max_chars: Annotated[int | None, typer.Option(help="Longest passage, in characters.")] = None,
     max_tokens: Annotated[
@@ -86,7 +89,7 @@ def main(
     }
     begin = time.monotonic()
     with exit_on_error():
-        settings = load_config(config, **overrides)
+        settings, index = load_config(config, **overrides), index_folder(index, config)
         index_overrides = [value for name, value in overrides.items() if name.startswith("index") and value is not None]
         files = find_files(inputs, allow_none=remove_missing)
         with (

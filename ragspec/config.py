@@ -6,12 +6,13 @@ the jobs); the library takes ready objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from ragspec.errors import ConfigError, did_you_mean
@@ -165,8 +166,9 @@ class TargetConfig(ConfigSection):
     backend: Literal["auto", "cpu", "torch", "cuda"] = "auto"
     """"cpu": compiled kernels; "torch": plain torch operators on any device; "cuda": Triton kernels on a GPU; "auto": cpu on
     the device cpu, torch elsewhere."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, and of keys and values on backends torch and cuda. bfloat16: half the memory, other texts."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Type of the weights, and of keys and values on backends torch and cuda. "auto": float32 on the device cpu, bfloat16 on a
+    GPU. bfloat16: half the memory, other texts; a processor without it runs float32 and says so, replicas refuse to start."""
     quantization: Literal["auto", "none", "int8"] = "auto"
     """"int8": weights in 8 bits with a scale for each output: a quarter of the memory, other texts; "auto": int8 on backend
     cpu (except for models that the release lists as float), none elsewhere."""
@@ -183,6 +185,14 @@ class TargetConfig(ConfigSection):
     exactness: Literal["bitwise", "fast"] = "bitwise"
     """"fast" serves even where the self-test fails, and adds up parts of products between ranks on a GPU: faster, but a text
     may depend on its batch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle_dtype(cls, given: Any) -> Any:
+        """Why here: job.json and the numerics id name the type that "auto" stands for, which no processor changes."""
+        if isinstance(given, dict) and given.get("dtype") == "auto":
+            return given | {"dtype": "float32" if given.get("device", "cpu") == "cpu" else "bfloat16"}
+        return given
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
@@ -459,6 +469,12 @@ class PipelineConfig(ConfigSection):
 
 
 Settings = TypeVar("Settings", bound=PipelineConfig)
+_OTHER_SECTIONS = {
+    "chat": "ragspec.config ChatConfig",
+    "service": "services.settings ServiceSettings",
+    "topology": "ragspec.cluster.topology Topology",
+}
+"""Module and class of the sections that `PipelineConfig` lacks. A module is imported only for a file with its section."""
 
 
 def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineConfig:
@@ -470,7 +486,7 @@ def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineCon
 
 
 def load_settings(kind: type[Settings], path: str | Path | None = None, **overrides: Any) -> Settings:
-    """As `load_config`, for settings with more sections."""
+    """As `load_config`, for settings with more sections. Sections that `kind` lacks are checked and left out."""
     tree = with_new_keys(_read_mapping(path)) if path is not None else {}
     given: dict[str, Any] = {}
     for dotted, value in overrides.items():
@@ -478,10 +494,13 @@ def load_settings(kind: type[Settings], path: str | Path | None = None, **overri
             keys = dotted.split(".")
             section_of(given, keys)[keys[-1]] = value
     _override(tree, with_new_keys(given))
+    others = {name: tree.pop(name) for name in _OTHER_SECTIONS if name in tree and name not in kind.model_fields}
+    whole = _with_sections(kind, others) if others else kind
     try:
+        whole.model_validate(tree | others)
         return kind.model_validate(tree)
     except ValidationError as cause:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}{_near_key(kind, e)}" for e in cause.errors())
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}{_near_key(whole, e)}" for e in cause.errors())
         raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause
 
 
@@ -490,6 +509,13 @@ def settings_of(config: PipelineConfig | str | Path | None) -> PipelineConfig:
     if config is None or isinstance(config, str | Path):
         return load_config(config)
     return config
+
+
+def _with_sections(kind: type[Settings], names: Iterable[str]) -> type[Settings]:
+    """`kind` with further sections."""
+    places = {name: _OTHER_SECTIONS[name].split() for name in names}
+    sections: dict[str, Any] = {name: getattr(import_module(module), each) for name, (module, each) in places.items()}
+    return create_model(kind.__name__, __base__=kind, **sections)
 
 
 def _near_key(kind: type[BaseModel], error: ErrorDetails) -> str:
@@ -502,7 +528,7 @@ def _near_key(kind: type[BaseModel], error: ErrorDetails) -> str:
         if not (isinstance(section, type) and issubclass(section, BaseModel)):  # an entry of `eagle_heads`
             return ""
         kind = section
-    return did_you_mean(key, kind.model_fields)
+    return did_you_mean(key, [*kind.model_fields, *(() if sections else _OTHER_SECTIONS)])
 
 
 def _read_mapping(path: str | Path) -> dict[str, Any]:

@@ -56,6 +56,18 @@ def turn(path: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def only_holder(path: Path) -> Iterator[bool]:
+    """Holds the lock file `path` if nobody else does, and tells which; the system drops the lock when its holder dies."""
+    with open(path, "w", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its missing parents, and flush their names to the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]

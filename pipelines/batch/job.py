@@ -152,7 +152,12 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     summary = Summary(task.row_noun, price_per_hour=job.price_per_hour)
     begun = output.begun() if job.resume else {}
     config = task.config_of_begun(backend.config, begun)
-    backend = backend._replace(config=config.model_copy(update={"target": _target_of_begun(config.target, begun)}))
+    target = _target_of_begun(config.target, begun)
+    if target.dtype == "bfloat16" and not job.backend.cluster:  # job.json names the type that computes
+        from ragspec.engine.target import with_available_dtype  # Why here: it imports torch
+
+        target = with_available_dtype(target)
+    backend = backend._replace(config=config.model_copy(update={"target": target}))
     output.open_job(_text_settings(job.seed, task, backend.config), job.resume)
     answered = {}
     for record in output.answers():

@@ -25,7 +25,6 @@ Inputs = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="The folder of the results; in a submitted job an absolute path.")]
 Config = Annotated[Path | None, typer.Option(help="A YAML configuration, with a `topology` if need be; options win.")]
-Target = Annotated[str | None, typer.Option(help="The model that writes: a folder or a Hugging Face name.")]
 Seed = Annotated[int | None, typer.Option(help="A row's seed is a hash of this and its id.")]
 Temperature = Annotated[float | None, typer.Option(help="For rows without a value of their own.")]
 TopP = Annotated[float | None, typer.Option(help="For rows without a value of their own.")]

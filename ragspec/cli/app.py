@@ -25,9 +25,11 @@ from ragspec.cli.models import models
 from ragspec.cli.options import (
     HELP,
     PASSED_ON,
+    Adapter,
     Address,
     AsJson,
     Config,
+    Data,
     Debug,
     IndexOrLibrary,
     Seed,
@@ -40,6 +42,7 @@ from ragspec.cli.options import (
 from ragspec.cli.terminal import cache_folder, one_line, prepare_process, print_error
 from ragspec.config import PipelineConfig, load_config, load_settings
 from ragspec.core import SamplingParams, check_text
+from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import RagspecError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 
@@ -110,7 +113,9 @@ def _options(
 
 @app.command()
 def demo(
+    config: Config = None,
     target: Target = None,
+    adapter: Adapter = None,
     questions: Annotated[int, typer.Option(help="How many of the fixed questions.", min=0, max=8)] = 8,
     temperature: Temperature = 0.0,
     seed: Seed = 7,
@@ -120,10 +125,12 @@ def demo(
     from ragspec.training.stdlib_corpus import kept_documents
 
     params = SamplingParams(max_tokens=_DEMO_MAX_TOKENS, temperature=temperature or 0.0, seed=seed)
+    settings = load_config(config, **overrides(target=target, adapter=adapter))
+    check_target(settings.target)
     corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from ragspec.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(corpus, target, questions, params, as_json=as_json))
+    raise typer.Exit(run_demo(corpus, settings, questions, params, as_json=as_json))
 
 
 @app.command()
@@ -132,6 +139,7 @@ def ask(
     index: IndexOrLibrary = None,
     config: Config = None,
     target: Target = None,
+    adapter: Adapter = None,
     temperature: Temperature = None,
     seed: Seed = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
@@ -153,7 +161,8 @@ def ask(
         question = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
     check_text(question, "the question")
     sampling = overrides(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    settings = load_config(config, **overrides(index=index, k=k, mode=mode, target=target), **sampling)
+    given = overrides(index=index, k=k, mode=mode, target=target, adapter=adapter)
+    settings = load_config(config, **given, **sampling)
     corpus = _corpus_for([settings])
     from ragspec.cli.ask import run_ask
 
@@ -164,9 +173,10 @@ def ask(
 def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[str, str]] | None:
     """The docstrings of the standard library, if one of the configurations has no index of its own.
 
-    Raises: StoreError for an index that is not there, before torch is imported, which takes seconds.
+    Raises: StoreError, ModelError for an index or target that is not there, before torch is imported, which takes seconds.
     """
     for settings in configurations:
+        check_target(settings.target)
         if settings.retriever.index_dir:
             read_pointer(configured_index_dir(settings.retriever))
     if all(settings.retriever.index_dir for settings in configurations):
@@ -185,6 +195,7 @@ def evaluate(
         typer.Option(help="A YAML configuration; the options win. Twice: two of them side by side."),
     ] = None,
     target: Target = None,
+    adapter: Adapter = None,
     temperature: Temperature = None,
     seed: Seed = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many lines.", min=1)] = None,
@@ -200,7 +211,7 @@ def evaluate(
     if len(config or ()) > 2:
         raise typer.BadParameter("at most two configurations can be compared")
     lines = read_lines(files)[:limit]
-    given = overrides(index=index, target=target, temperature=temperature, seed=seed)
+    given = overrides(index=index, target=target, adapter=adapter, temperature=temperature, seed=seed)
     settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **given) for path in config or (None,)}
     corpus = _corpus_for(settings.values()) if questions_of(lines) else None
     from ragspec.cli.evaluate import run_evaluate
@@ -215,6 +226,7 @@ def correct(
     in_place: Annotated[bool, typer.Option("--in-place", "-i", help="Write the corrections into the files.")] = False,
     config: Config = None,
     target: Target = None,
+    adapter: Adapter = None,
     temperature: Temperature = None,
     seed: Seed = None,
     max_edit_ratio: Annotated[
@@ -227,11 +239,13 @@ def correct(
     speculation: Speculation = True,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
-    from ragspec.cli.correct import Output, edit_filter_of, run_correct
-
     if diff and in_place:
         raise typer.BadParameter("give --diff or --in-place, not both")
-    settings = load_config(config, **overrides(target=target, temperature=temperature, seed=seed))
+    sampling = overrides(temperature=temperature, seed=seed)
+    settings = load_config(config, **overrides(target=target, adapter=adapter), **sampling)
+    check_target(settings.target)
+    from ragspec.cli.correct import Output, edit_filter_of, run_correct
+
     edit_filter = edit_filter_of(max_edit_ratio, ignore or (), ignore_file)
     output = Output.DIFF if diff else Output.FILE if in_place else Output.TEXT
     raise typer.Exit(run_correct(files, settings, edit_filter, output, speculation=speculation))
@@ -247,6 +261,8 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Where to listen; default: this machine only.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.", min=0, max=65535)] = None,
     target: Target = None,
+    adapter: Adapter = None,
+    data: Data = None,
     keys_file: Annotated[Path | None, typer.Option("--keys", help="Who may ask: a file of ragspec keys.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="A PEM certificate, for HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
@@ -257,7 +273,8 @@ def serve(
     """Serve chat, grammar and documents over HTTP, as OpenAI's and LanguageTool's clients expect it."""
     from ragspec.cli.serve import run_serve
 
-    given = overrides(index=index, target=target, host=host, port=port, keys_file=keys_file)
+    given = overrides(index=index, target=target, adapter=adapter, host=host, port=port)
+    given |= overrides(keys_file=keys_file, data_dir=data)
     given |= overrides(ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
     run_serve(config, given, on_cluster, address, verbose=verbose)
 

@@ -24,7 +24,7 @@ from pipelines.batch.ray_session import (
     prepare_token,
     ray_session,
 )
-from ragspec.cli.options import Address, AsJson, Config, Target, group, overrides
+from ragspec.cli.options import Adapter, Address, AsJson, Config, Target, group, overrides
 from ragspec.cli.terminal import plain_table, safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError
@@ -46,6 +46,7 @@ def up(
     shards: Annotated[int | None, typer.Option(help="Parts of the index.")] = None,
     index: Annotated[Path | None, typer.Option(help="The index's folder; none: engines only.")] = None,
     target: Target = None,
+    adapter: Adapter = None,
     address: Address = None,
     name: DeploymentName = "ragspec",
     insecure: Annotated[
@@ -56,7 +57,8 @@ def up(
     """Start a deployment, on a cluster of this machine if no other is named, and wait until it serves."""
     from ragspec.cluster.topology import ClusterConfig
 
-    given = overrides(replicas=replicas, tensor_parallel=tensor_parallel, shards=shards, index=index, target=target)
+    given = overrides(replicas=replicas, tensor_parallel=tensor_parallel, shards=shards)
+    given |= overrides(index=index, target=target, adapter=adapter)
     settings = load_settings(ClusterConfig, config, **given)
     topology = settings.topology
     if not settings.retriever.index_dir and "num_shards" not in topology.model_fields_set:

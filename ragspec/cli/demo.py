@@ -41,7 +41,7 @@ from ragspec.cli.terminal import (
     stderr_console,
     stdout_console,
 )
-from ragspec.config import DEFAULT_TARGET, DraftingConfig, EncoderConfig, EngineConfig, RetrieverConfig, TargetConfig
+from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.core import Document, GenerationStats, SamplingParams, Say
 from ragspec.engine.loading import load_engine
 from ragspec.errors import SaveError
@@ -81,26 +81,27 @@ _NEXT_STEPS = {
 
 def run_demo(
     corpus: Corpus,
-    target: str | None,
+    settings: PipelineConfig,
     num_questions: int,
     params: SamplingParams,
     *,
     as_json: bool,
 ) -> int:
-    """Answers from the `DEMO_MODULES` of `corpus`. Returns 0 if all pairs of outputs were identical, else 1.
+    """Answers from the `DEMO_MODULES` of `corpus`, with encoder, target, drafters and engine of `settings`.
+
+    Returns 0 if all pairs of outputs were identical, else 1.
 
     Raises: RagspecError.
     """
     begin = perf_counter()
-    config = TargetConfig(model=target or DEFAULT_TARGET)
-    stay_offline(config)
+    stay_offline(settings.target)
     console = stderr_console() if as_json else stdout_console()
     console.print(
         Text.assemble(("ragspec demo", "bold"), ("  answers with quotes, drafted by copying, verified", "dim"))
     )
     console.print()
     with stage(console, "encoder", "loading the encoder") as shown:
-        encoder = Encoder.load(EncoderConfig())
+        encoder = Encoder.load(settings.encoder)
         shown.detail = f"{encoder.identity.id}, {encoder.identity.dimension} dimensions"
     with stage(console, "index", "opening the index") as shown:
         documents = documents_of(corpus, DEMO_MODULES)
@@ -108,9 +109,12 @@ def run_demo(
         retriever = Retriever(encoder, store, _RETRIEVAL, follow=False)
         shown.detail = f"{len(documents)} docstrings of {len(DEMO_MODULES)} modules: {', '.join(sorted(DEMO_MODULES))}"
     with stage(console, "target", "loading the target") as shown:
-        engine = load_engine(config, EngineConfig(max_kv_tokens=_KV_TOKENS), DraftingConfig(), say=shown)
+        config = settings.engine
+        if "max_kv_tokens" not in config.model_fields_set:
+            config = config.model_copy(update={"max_kv_tokens": _KV_TOKENS})
+        engine = load_engine(settings.target, config, settings.drafting, say=shown)
         millions = engine.target.num_parameters / 1e6
-        shown.detail = f"{millions:.1f}M parameters, {config.weight_dtype}; bitwise self-test passed"
+        shown.detail = f"{millions:.1f}M parameters, {engine.target.config.weight_dtype}; bitwise self-test passed"
     prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
     with Pipeline(retriever, engine, prompts, abstain_below=_RETRIEVAL.abstain_below) as pipeline:
         demo = _Comparison(console, pipeline, params)
@@ -125,14 +129,14 @@ def run_demo(
         facts = {
             "index_generation": retriever.generation,
             "system_fingerprint": engine.fingerprint,
-            "target": config.model,
+            "target": settings.target.model,
             "seconds": round(perf_counter() - begin, 1),
             "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000,
         }
         if pairs:
             _print_totals(console, totals, facts, params)
     steps = dict(_NEXT_STEPS)
-    if command := better_reader_command(DEFAULT_TARGET):
+    if command := better_reader_command(settings.target.model):
         steps[command] = "a model that answers more questions right"
     _print_section(console, "next", _grid({name: Text(purpose, "dim") for name, purpose in steps.items()}, "cyan"))
     if as_json:

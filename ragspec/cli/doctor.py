@@ -1,7 +1,8 @@
-"""`ragspec doctor`: checks the installation, the machine, and the bitwise self-test of the target.
+"""`ragspec doctor`: checks the installation, the machine, the configured index, and the target with a bitwise self-test.
 
 Owns the checks and their output; changes nothing but the cache folder, which it creates. A check is ok, a warning, or broken;
-broken means that a command will not work.
+broken means that a command will not work. Without `--full` it ends within seconds: the self-test is short, and a target that no
+start has prepared is not loaded.
 
     $ ragspec doctor --json
 """
@@ -14,18 +15,20 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Target
+from ragspec.cli.options import Adapter, AsJson, Config, IndexOrLibrary, Target, overrides
 from ragspec.cli.terminal import cache_folder, one_line, stage, stay_offline, stdout_console
-from ragspec.config import DEFAULT_TARGET, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.config import PipelineConfig, load_config
 from ragspec.core import Say
+from ragspec.engine.checkpoints.target_files import check_target
 
 Status = Literal["ok", "warning", "broken"]
 _MARKS = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "broken": ("✗ ", "bold red")}
@@ -40,17 +43,36 @@ class Finding(NamedTuple):
     detail: str
 
 
-def doctor(target: Target = None, as_json: AsJson = False) -> None:
-    """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
-    config = TargetConfig(model=target or DEFAULT_TARGET, exactness="fast")
-    stay_offline(config)
+def doctor(
+    config: Config = None,
+    index: IndexOrLibrary = None,
+    target: Target = None,
+    adapter: Adapter = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Prepare the target and test whole contexts; takes minutes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What this machine can do, in ten seconds. Exits 1 if something needed is broken."""
+    settings = load_config(config, **overrides(index=index, target=target, adapter=adapter))
+    stay_offline(settings.target)
     console = Console(quiet=True) if as_json else stdout_console()
     found: dict[str, Finding] = {}
-    for check in (_packages, _processor, _memory, _cache, _products, _encoder, _target):
-        name = check.__name__.removeprefix("_")
+    checks: list[Callable[[PipelineConfig, Say], Finding]] = [
+        _packages,
+        _processor,
+        _memory,
+        _cache,
+        _products,
+        _encoder,
+    ]
+    checks += [_index] if settings.retriever.index_dir else []
+    checks += [_tested_target if full else _target]
+    for check in checks:
+        name = check.__name__.removeprefix("_").removeprefix("tested_")
         with stage(console, name, f"checking: {name}") as shown:
             try:
-                found[name] = check(config, shown)
+                found[name] = check(settings, shown)
             except Exception as cause:  # a check that raises is a finding; the other checks still run
                 found[name] = Finding("broken", f"{type(cause).__name__}: {one_line(cause)}")
             shown.mark, shown.detail = Text(*_MARKS[found[name].status]), found[name].detail
@@ -116,35 +138,63 @@ def _products(*_: object) -> Finding:
     from ragspec.numerics.linear import packing_available
 
     has = {name: packing_available(getattr(torch, name)) for name in ("float32", "bfloat16")}
-    detail = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in has.items())
-    status: Status = "ok" if all(has.values()) else "warning" if has["float32"] else "broken"
-    return Finding(status, f"oneDNN's packed matrix product: {detail}")
+    if not has["float32"]:
+        return Finding("broken", "float32: no; this build of torch lacks oneDNN's packed product, so install another")
+    if not has["bfloat16"]:
+        return Finding("ok", "float32: yes; bfloat16: no; large models run in int8 (target.quantization: auto)")
+    return Finding("ok", "float32 and bfloat16: yes")
 
 
-def _encoder(*_: object) -> Finding:
+def _encoder(settings: PipelineConfig, _: object) -> Finding:
     from ragspec.retrieval.encoder import Encoder
 
-    encoder = Encoder.load(EncoderConfig())
+    encoder = Encoder.load(settings.encoder)
     bitwise = encoder.max_batch_size > 1
     batches = "batches do not change a bit" if bitwise else "batches change bits here, so texts are encoded one by one"
     return Finding("ok" if bitwise else "warning", f"{encoder.identity.id}, the published weights; {batches}")
 
 
-def _target(config: TargetConfig, say: Say) -> Finding:
-    """Also the longest context, and the memory of its keys and values and of the pool by default."""
-    from ragspec.engine.loading import check_numerics
-    from ragspec.engine.target import Target
+def _index(settings: PipelineConfig, _: object) -> Finding:
+    from ragspec.retrieval.index.manifest import read_generation
+    from ragspec.retrieval.index.pointer import read_pointer
 
+    folder = Path(settings.retriever.index_dir)
+    _, manifest = read_generation(folder, settings.retriever.pointer or read_pointer(folder))
+    return Finding("ok", f"{folder}: {manifest.num_documents} documents, {manifest.num_passages} passages")
+
+
+def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Finding:
+    """Also the longest context, and the memory of its keys and values and of the configured pool."""
+    from ragspec.engine.checkpoints.saved_model import is_prepared
+    from ragspec.engine.loading import check_numerics
+    from ragspec.engine.target import Target, with_available_dtype
+    from ragspec.numerics.self_test import QUICK_CHUNKS, QUICK_ROWS, self_test
+
+    check_target(settings.target)
+    config = with_available_dtype(settings.target).model_copy(update={"exactness": "fast"})
+    if not full and not is_prepared(config):
+        return Finding(
+            "ok", f"{config.model}: its files are here; the first start prepares them, or ragspec doctor --full"
+        )
     target = Target.load(config, _KV_TOKENS, say=say)
     say("testing the numerics")
-    tested = check_numerics(target, max(1, len(os.sched_getaffinity(0))))
-    pool, longest, a_token = EngineConfig().max_kv_tokens, target.max_context_tokens, target.token_bytes
+    num_threads = max(1, len(os.sched_getaffinity(0)))
+    if full:
+        tested = check_numerics(target, num_threads)
+    else:
+        num_rows = min(QUICK_ROWS, target.max_context_tokens)
+        tested = self_test(target, num_rows, config.numerics_dtype, num_threads, QUICK_CHUNKS, say)
+    pool, longest, a_token = settings.engine.max_kv_tokens, target.max_context_tokens, target.token_bytes
     detail = (
         f"{target.num_parameters / 1e6:.1f}M parameters; context {longest} tokens, {a_token / 1024:.1f} KiB each: "
         f"{longest * a_token / 2**20:.0f} MiB for a whole context, {pool * a_token / 2**20:.0f} MiB for a pool of "
-        f"engine.max_kv_tokens {pool}; bitwise self-test {'passed' if tested.passed else 'FAILED'}, "
-        f"numerics id {tested.fingerprint}"
+        f"engine.max_kv_tokens {pool}; {'whole' if full else 'short'} bitwise self-test "
+        f"{'passed' if tested.passed else 'FAILED'}, numerics id {tested.fingerprint}"
     )
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
     return Finding("ok" if tested.passed else "broken", detail)
+
+
+def _tested_target(settings: PipelineConfig, say: Say) -> Finding:
+    return _target(settings, say, full=True)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ragspec.cli.options import PASSED_ON, AsJson, Data, Index, group, pass_on
+from ragspec.cli.options import PASSED_ON, AsJson, Config, Data, Index, group, index_folder, overrides, pass_on
 from ragspec.cli.terminal import data_folder, note, plain_table, safe, stderr_console, stdout_console
+from ragspec.config import load_config, load_settings
 from ragspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def add(context: typer.Context) -> None:
 
 @index.command()
 def delete(
-    index: Index,
+    index: Index = None,
+    config: Config = None,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents by id.")] = None,
     source: Annotated[list[str] | None, typer.Option(help="All documents of a source; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Say what would be deleted; change nothing.")] = False,
@@ -47,7 +49,7 @@ def delete(
 
     if not ids and not source:
         raise typer.BadParameter("name documents by id, or a source with --source")
-    with IndexWriter(index) as writer:  # an unknown id or source raises before the commit
+    with IndexWriter(index_folder(index, config)) as writer:  # an unknown id or source raises before the commit
         for document_id in ids or ():
             if writer.owner_and_origin(document_id) is None:
                 raise InputError(f"no document has the id {document_id!r}; nothing was deleted")
@@ -62,14 +64,15 @@ def delete(
 
 @index.command("list")
 def list_documents(
-    index: Index,
+    index: Index = None,
+    config: Config = None,
     limit: Annotated[int, typer.Option(help="Most documents to show.", min=0)] = 50,
     as_json: AsJson = False,
 ) -> None:
     """What is in the index."""
     from ragspec.retrieval.index.store import Store
 
-    store = Store.open(index)
+    store = Store.open(index_folder(index, config))
     rows = sorted(_documents(store), key=lambda row: row["id"])
     if as_json:
         print(json.dumps({**_statistics(store.manifest), "list": rows}))
@@ -85,11 +88,11 @@ def list_documents(
 
 
 @index.command()
-def verify(index: Index) -> None:
+def verify(index: Index = None, config: Config = None) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
     from ragspec.retrieval.index.store import Store, check_segment
 
-    store = Store.open(index)
+    store = Store.open(index_folder(index, config))
     for live in store.segments:
         check_segment(live.segment)
     _print_summary(store.manifest, {"verified": True})
@@ -97,20 +100,21 @@ def verify(index: Index) -> None:
 
 @index.command()
 def compact(
-    index: Index,
+    index: Index = None,
+    config: Config = None,
     dense: Annotated[str | None, typer.Option(help="How vectors are searched from now on: exact, hnsw or ivf.")] = None,
     purge: Annotated[
         bool, typer.Option(help="Remove deleted text from the disk now, not with a later change.")
     ] = False,
 ) -> None:
     """Merge segments and drop what was deleted; with exact search, answers stay the same."""
-    from ragspec.config import load_config
     from ragspec.retrieval.index.store import Store
     from ragspec.retrieval.index.writer import IndexWriter
 
     dense_config = load_config(None, **{"index.dense.kind": dense}).index.dense if dense else None
-    before = Store.open(index).manifest
-    with IndexWriter(index) as writer:
+    folder = index_folder(index, config)
+    before = Store.open(folder).manifest
+    with IndexWriter(folder) as writer:
         manifest = writer.compact(dense_config)
         num_kept = writer.purge() if purge else 0
     if num_kept:
@@ -123,32 +127,35 @@ def compact(
 @index.command()
 def backup(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the backup.")],
-    index: Index,
+    index: Index = None,
     data: Data = None,
+    config: Config = None,
 ) -> None:
     """Copy an index, and a service's files, conversations and dictionaries, also while it serves."""
     from services.stores.backup import back_up
 
-    _print_summary(None, back_up(index, _service_of(data), target))
+    _print_summary(None, back_up(index_folder(index, config), _service_of(data, config), target))
 
 
 @index.command()
 def restore(
     backup: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `ragspec index backup` made.")],
-    index: Index,
+    index: Index = None,
     data: Data = None,
+    config: Config = None,
 ) -> None:
     """Check a backup and put it where nothing is; start the service afterwards."""
     from services.stores.backup import restore as put_back
 
-    _print_summary(None, put_back(backup, index, _service_of(data)))
+    _print_summary(None, put_back(backup, index_folder(index, config), _service_of(data, config)))
 
 
-def _service_of(data: Path | None) -> ServiceSettings:
-    from services.settings import ServiceSettings
+def _service_of(data: Path | None, config: Path | None) -> ServiceSettings:
+    from services.settings import ServiceConfig
 
     os.umask(0o077)  # what a service keeps is for its owner only, and so are copies
-    return ServiceSettings(data_dir=str(data or data_folder() / "service"))
+    service = load_settings(ServiceConfig, config, **overrides(data_dir=data)).service
+    return service.model_copy(update={"data_dir": service.data_dir or str(data_folder() / "service")})
 
 
 def _statistics(manifest: Manifest) -> dict[str, Any]:

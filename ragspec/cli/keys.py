@@ -24,14 +24,22 @@ if TYPE_CHECKING:
 
 keys = group("keys", "Who may ask a service.")
 
-File = Annotated[Path, typer.Option("--file", help="The keys file.")]
+File = Annotated[
+    Path | None, typer.Option("--file", help="The keys file; default: that of the configuration, else keys.json.")
+]
 Most = Annotated[int | None, typer.Option(min=1)]
-_DEFAULT = Path("keys.json")
+
+
+def _keys_file(file: Path | None, config: Path | None) -> Path:
+    from services.settings import ServiceConfig
+
+    return file or Path(load_settings(ServiceConfig, config).service.keys_file or "keys.json")
 
 
 @keys.command()
 def add(
-    file: File = _DEFAULT,
+    file: File = None,
+    config: Config = None,
     tenant: Annotated[
         str, typer.Option(help="Whose documents and caches it uses beside those of everybody; default: its own.")
     ] = "",
@@ -55,16 +63,21 @@ def add(
     }
     given = {name: value for name, value in options.items() if value is not None}  # a None would mean "no limit"
     limits = KeyLimits(**given) if given else None
+    file = _keys_file(file, config)
     _show(*add_key(file, tenant, key_id=name, trusted=trusted, limits=limits), file, as_json)
 
 
 @keys.command()
 def rotate(
-    key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = _DEFAULT, as_json: AsJson = False
+    key_id: Annotated[str, typer.Argument(metavar="ID")],
+    file: File = None,
+    config: Config = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a key with another's tenant, trust and limits. Revoke the old one when all clients have the new one."""
     from services.keys import rotate_key
 
+    file = _keys_file(file, config)
     _show(*rotate_key(file, key_id), file, as_json)
 
 
@@ -77,11 +90,11 @@ def _show(key: str, record: KeyRecord, file: Path, as_json: bool) -> None:
 
 
 @keys.command("list")
-def list_keys(file: File = _DEFAULT, as_json: AsJson = False) -> None:
+def list_keys(file: File = None, config: Config = None, as_json: AsJson = False) -> None:
     """Which keys there are; not what they are."""
     from services.keys import read_keys
 
-    records = read_keys(file)
+    records = read_keys(_keys_file(file, config))
     if as_json:
         print(json.dumps([record.model_dump(exclude={"sha256"}, exclude_none=True) for record in records]))
         return
@@ -94,11 +107,11 @@ def list_keys(file: File = _DEFAULT, as_json: AsJson = False) -> None:
 
 
 @keys.command()
-def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = _DEFAULT) -> None:
+def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = None, config: Config = None) -> None:
     """Take a key out: services that use the file refuse it within a second."""
     from services.keys import revoke_key
 
-    revoke_key(file, key_id)
+    revoke_key(_keys_file(file, config), key_id)
     stderr_console().print(Text(f"{safe(key_id)} is no key any more", "dim"))
 
 

@@ -14,13 +14,13 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.text import Text
 
-from ragspec.cli.options import AsJson, Config, group
+from ragspec.cli.options import Adapter, AsJson, Config, group, overrides
 from ragspec.cli.terminal import loading, note, plain_table, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import ASSETS, TargetConfig, load_config
 from ragspec.core import Say
 from ragspec.engine.checkpoints.catalogue import MODELS, better_reader, known, model_named
 from ragspec.engine.checkpoints.downloads import get_model, is_fetched
-from ragspec.engine.checkpoints.target_files import models_folder
+from ragspec.engine.checkpoints.target_files import check_target, models_folder
 
 models = group("models", "Models that ragspec knows: list them, fetch them, check them in int8.", no_args_is_help=False)
 
@@ -63,9 +63,9 @@ def of_no_command(context: typer.Context) -> None:
 
 
 @models.command("list")
-def list_models(as_json: AsJson = False) -> None:
+def list_models(config: Config = None, as_json: AsJson = False) -> None:
     """List the models of the catalogue, with memory, licence and measurements. A "-" was not measured here."""
-    folder = models_folder(TargetConfig())
+    folder = models_folder(load_config(config).target)
     if as_json:
         for model in MODELS:
             found = {**model._asdict(), "memory_gb": round(model.memory_gb, 1), "layout": model.layout}
@@ -108,14 +108,22 @@ def get(
 
 @models.command()
 def check(
-    name: Annotated[str, typer.Argument(help="As target.model: a GGUF file, a model folder, or a name.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(help="As --target: a GGUF file, a model folder, or a name; default: the configuration's."),
+    ] = None,
+    config: Config = None,
+    adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity of a shipped text with int8 and with float32 weights. Changes no setting."""
-    stay_offline(TargetConfig(model=name))
+    target = load_config(config, **overrides(target=name, adapter=adapter)).target
+    name = target.model
+    check_target(target)
+    stay_offline(target)
     console = stderr_console()
     with loading(console, "reading the weights") as say:
-        found = measured(name, say)
+        found = measured(target, say)
     if as_json:
         print(json.dumps({"model": name, **found._asdict(), "ratio": found.ratio}))
     else:
@@ -125,7 +133,7 @@ def check(
         note(console, f"above {WARNED_RATIO}: target.quantization: none keeps the model's quality, in slower steps")
 
 
-def measured(name: str, say: Say) -> Perplexities:
+def measured(target_config: TargetConfig, say: Say) -> Perplexities:
     """Loads the model twice, one after the other. Raises: ModelError."""
     from ragspec.engine.checkpoints.target_files import return_freed
     from ragspec.engine.target import Target
@@ -133,7 +141,9 @@ def measured(name: str, say: Say) -> Perplexities:
 
     found, tokens = dict[str, float](), list[int]()
     for quantization in ("int8", "none"):
-        config = TargetConfig(model=name, quantization=quantization, exactness="fast")
+        config = target_config.model_copy(
+            update={"quantization": quantization, "exactness": "fast", "dtype": "float32", "max_weight_bytes": None}
+        )
         target = Target.load(config, NUM_TOKENS, say=say)
         say(f"measuring with {config.weight_dtype} weights")
         tokens = target.tokenizer(_TEXT.read_text(encoding="utf-8"), verbose=False)["input_ids"][:NUM_TOKENS]

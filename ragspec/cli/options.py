@@ -9,6 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ragspec.config import load_config
+from ragspec.errors import ConfigError
+
 HELP = {"help_option_names": ["-h", "--help"]}
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Context settings of a command that passes its arguments on to another command line."""
@@ -18,6 +21,7 @@ _KEYS = {
     "k": "retriever.num_passages",
     "mode": "retriever.mode",
     "target": "target.model",
+    "adapter": "target.adapter",
     "temperature": "generation.temperature",
     "seed": "generation.seed",
     "max_tokens": "generation.max_tokens",
@@ -28,8 +32,14 @@ _KEYS = {
 """The configuration key that an option sets; of other options, the key of the same name in `service`."""
 
 Target = Annotated[
-    str | None, typer.Option(help="A model folder, a GGUF file or a Hugging Face name; default: SmolLM2-135M-Instruct.")
+    str | None,
+    typer.Option(
+        "--target",
+        "--model",
+        help="A model folder, a GGUF file or a Hugging Face name; default: SmolLM2-135M-Instruct.",
+    ),
 ]
+Adapter = Annotated[str | None, typer.Option(help="The folder of a PEFT LoRA adapter; none: the model as it is.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
@@ -37,8 +47,8 @@ IndexOrLibrary = Annotated[
     Path | None,
     typer.Option("--index", help="The index's folder; default: Python's standard library."),
 ]
-Index = Annotated[Path, typer.Option(help="The index's folder.")]
-Data = Annotated[Path | None, typer.Option("--data", help="The service's data folder; default: that of ragspec serve.")]
+Index = Annotated[Path | None, typer.Option(help="The index's folder; default: that of the configuration.")]
+Data = Annotated[Path | None, typer.Option("--data", help="The service's data folder; default: in the user's own.")]
 Address = Annotated[str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.")]
 Debug = Annotated[
     bool,
@@ -46,6 +56,13 @@ Debug = Annotated[
 ]
 Config = Annotated[Path | None, typer.Option(help="A YAML configuration; the options win.")]
 Speculation = Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")]
+
+
+def index_folder(index: Path | None, config: Path | None) -> Path:
+    """The index that the option or the configuration names. Raises: ConfigError."""
+    if folder := load_config(config, **overrides(index=index)).retriever.index_dir:
+        return Path(folder)
+    raise ConfigError("no index: name its folder with --index, or as retriever.index_dir with --config")
 
 
 def overrides(**options: Any) -> dict[str, Any]:

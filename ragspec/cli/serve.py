@@ -24,11 +24,13 @@ from rich.text import Text
 from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import EncoderConfig, load_settings
 from ragspec.core import Say
-from ragspec.disk import atomic_writer, keep_private, saving
+from ragspec.disk import atomic_writer, keep_private, only_holder, saving
+from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import ConfigError, EngineError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from services.settings import ServiceConfig
 
+_KEY_FILE = "local.key"
 _CLEAR_TEXT = (
     "keys and texts cross the network in clear text: give --ssl-certfile and --ssl-keyfile, or listen on this machine only "
     "and put a reverse proxy with TLS in front (services/README.md)"
@@ -48,6 +50,9 @@ def run_serve(
     Raises: RagspecError.
     """
     settings = _checked(load_settings(ServiceConfig, config, **overrides))
+    if cluster is None:
+        for target in (settings.target, *settings.service.models.values()):
+            check_target(target)
     gc.disable()  # Why until all is loaded: collections during imports free nothing and take a tenth of the start
     try:
         _serve(settings, cluster, address, verbose=verbose)
@@ -73,6 +78,8 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
     console, keys_file = stderr_console(), settings.service.keys_file
     keys: KeyStore = KeyFile(Path(keys_file)) if keys_file else SingleKey()
     with contextlib.ExitStack() as stack:
+        if isinstance(keys, SingleKey):
+            stack.enter_context(_own_key_file(settings.service.data_dir))
         listener = stack.enter_context(listening(settings.service))
         if cluster is not None:
             backend = stack.enter_context(_on_cluster(console, cluster, address, settings))
@@ -92,6 +99,21 @@ def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *,
             exit_in_time()
             raise EngineError(backend.lost)
     console.print(Text("stopped", "dim"))
+
+
+@contextlib.contextmanager
+def _own_key_file(data_dir: str) -> Iterator[None]:
+    """Raises: ConfigError if another running service has its key in `data_dir`."""
+    folder = Path(data_dir)
+    with contextlib.ExitStack() as held:
+        with saving(folder):
+            is_only = held.enter_context(only_holder(folder / f".{_KEY_FILE}.lock"))
+        if not is_only:
+            raise ConfigError(
+                f"another ragspec serve runs on {folder} and keeps its key there: use that one, or give this one a port and a "
+                "folder of its own with --port 0 --data FOLDER, or give both the same keys with --keys keys.json"
+            )
+        yield
 
 
 def _checked(settings: ServiceConfig) -> ServiceConfig:
@@ -178,7 +200,7 @@ def _show(model: str, url: str, key: str, data_dir: str) -> None:
 
     Why: what a container prints is kept in logs that others read.
     """
-    console, file = stdout_console(), Path(data_dir) / "local.key"
+    console, file = stdout_console(), Path(data_dir) / _KEY_FILE
     console.print(Text.assemble(f"\n{model} is served at ", (f"{url}/v1", "bold")))
     if key:
         with saving(file), atomic_writer(file, mode=0o600) as written:

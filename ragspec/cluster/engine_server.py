@@ -82,7 +82,7 @@ class EngineServer(EngineHost, WorkerActor):
     def _loaded(self, config: PipelineConfig, num_beside: int) -> Engine:
         settings = _with_threads(config.engine, num_beside * self._followers.group_size)
         try:
-            return load_engine(config.target, settings, config.drafting, ranks=self._followers.join())
+            return load_engine(config.target, settings, config.drafting, ranks=self._followers.join(), falls_back=False)
         except RankLost as error:
             raise self._followers.error() or error from None
 

@@ -52,7 +52,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import forward_s, kept_costs, kept_self_test
 from ragspec.engine.parallel import load_rank, threads_a_rank
 from ragspec.engine.prefix_cache import PrefixCache
-from ragspec.engine.target import Target, load_tokenizer
+from ragspec.engine.target import Target, load_tokenizer, notices, with_available_dtype
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.linear import packing_available
@@ -84,20 +84,30 @@ def load_engine(
     say: Say = log_progress,
     quiet: Callable[[], object] = lambda: None,
     step_thread: Executor | None = None,
+    falls_back: bool = True,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
     `say` gets a line for each part of the start. The first start of a target takes many times as long as later ones.
     `adaptive_threads`: use one thread or all of them, whichever is faster at the moment. `quiet` is
     called before forwards are timed; it returns when nothing else computes in this process. `step_thread`: of one thread; engines
-    that share it take turns, a step each, and so never compete for the processors.
+    that share it take turns, a step each, and so never compete for the processors. `falls_back`: run in float32 on a processor
+    without bfloat16 products; False where several engines must compute alike.
     Raises: ModelError, ConfigError, SaveError, RankLost.
     """
+    if falls_back and ranks.size == 1:
+        target_config = with_available_dtype(target_config)
     most_threads, adaptive = threads_a_rank(config, ranks), adaptive_threads and ranks.size == 1
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         say("reading the weights")
         target = load_rank(target_config, config, ranks, say)
+        if target.tokenizer.chat_template is None:
+            notices.warning(
+                "%s has no chat template, so prompts are plain text and answers may ramble: it may be a base model, and its "
+                "publisher may have an instruction-tuned one",
+                target_config.model,
+            )
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
         compile_samplers()

@@ -53,6 +53,9 @@ from ragspec.numerics.sharding import without_padding
 from ragspec.numerics.torch.backend import TorchBackend
 
 log = logging.getLogger(__name__)
+notices = logging.getLogger("ragspec.engine.notices")
+"""Warnings about the configured model that its user must see; the command line keeps other warnings off the terminal."""
+notices.setLevel(logging.WARNING)
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -114,9 +117,8 @@ class Target:
         The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
         part. `say` as for `target_folder`. Raises: ModelError, SaveError.
         """
+        check_dtype(config)
         dtype = getattr(torch, config.dtype)
-        if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
-            raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         if config.max_weight_bytes and ranks.size > 1:
             raise ModelError("target.max_weight_bytes reads weights from disk, which a target on one rank alone does")
         folder = target_folder(config, say)
@@ -321,6 +323,32 @@ class Target:
     def _whole_weight(self, name: str) -> torch.Tensor:
         assert self._shards is not None and self.ranks.rank == 0, "only rank 0 ever holds a whole weight"
         return self._shards.checkpoint.whole(name).to(self.backend.device)
+
+
+def lacks_dtype(config: TargetConfig) -> bool:
+    """Whether this processor lacks the products that float weights of the configured dtype need."""
+    return config.backend_name == "cpu" and not config.is_int8 and not packing_available(getattr(torch, config.dtype))
+
+
+def check_dtype(config: TargetConfig) -> None:
+    """Raises: ModelError if `lacks_dtype`."""
+    if lacks_dtype(config):
+        raise ModelError(
+            f"this processor has no packed {config.dtype} product, and replicas and ranks must compute alike: set target.dtype "
+            "to float32, or target.quantization to int8"
+        )
+
+
+def with_available_dtype(config: TargetConfig) -> TargetConfig:
+    """`config` in float32, with a warning, if this processor lacks bfloat16 products. The numerics id is float32's then."""
+    if config.dtype == "float32" or not lacks_dtype(config):
+        return config
+    notices.warning(
+        "this processor has no %s products: the target runs in float32, with twice the memory and the texts of float32; "
+        "target.quantization: int8 takes a quarter",
+        config.dtype,
+    )
+    return config.model_copy(update={"dtype": "float32"})
 
 
 def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:

@@ -256,3 +256,24 @@ def test_the_key_is_printed_to_a_terminal_only(
     key = file.read_text().strip()
     assert len(key) > 40 and (key in out) == is_terminal and key not in err
     assert (f"$(cat {file})" in out) != is_terminal and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_running_service_keeps_its_key_file(
+    printed: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second `ragspec serve` on another port replaced the first one's key, and the first one's clients read the wrong one."""
+    file, seen = tmp_path / "data" / "local.key", list[str]()
+
+    def second() -> None:
+        seen.append(file.read_text())
+        monkeypatch.setattr(embedded, "Server", lambda *_: SimpleNamespace(run=lambda: None))
+        with pytest.raises(ConfigError, match="--port 0 --data FOLDER"):
+            printed()
+        printed(data_dir=str(tmp_path / "other"))
+        seen.append(file.read_text())
+
+    monkeypatch.setattr(embedded, "Server", lambda *_: SimpleNamespace(run=second))
+    printed()
+    assert seen[0] == seen[1] == file.read_text()
+    printed()
+    assert file.read_text() != seen[0]

