@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from drafting.eagle_reference import eagle3_outputs, eagle_outputs, random_head
+from drafting.eagle_heads import random_head
+from drafting.eagle_reference import eagle3_outputs, eagle_outputs
 from oracle import fresh_forward
 from tiny_target import Free
 

@@ -65,6 +65,7 @@ def head_logits(checkpoint: HeadCheckpoint, hidden: Tensor, target_lm_head: Tens
     tensors = _wide(checkpoint)
     if checkpoint.config.family is EagleFamily.EAGLE3:
         hidden = _rms_norm(hidden, tensors["norm.weight"], checkpoint.config.rms_norm_eps)
+    if "lm_head.weight" in tensors and target_lm_head is None:
         return hidden @ tensors["lm_head.weight"].T
     weight = target_lm_head.double() if target_lm_head is not None else tensors["lm_head.weight"]
     return hidden @ weight.T
@@ -81,7 +82,8 @@ def _pairs(
     if config.family is EagleFamily.EAGLE3:
         if config.norm_before_fc:
             states = _feature_norm(states, tensors["fc_norm.weight"], config.rms_norm_eps)
-        states = states @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
+        if not config.reads_final:
+            states = states @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
     return embeddings, states
 
 

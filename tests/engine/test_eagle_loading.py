@@ -17,6 +17,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, DraftTreeConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.layout import HeadCheckpoint
+from ragspec.drafting.heads.layer import FINAL
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
@@ -112,6 +113,8 @@ LATER: dict[str, dict[str, Any]] = {
     "a window, Llama-3's rotary positions": {"family": "eagle3", "aux_layers": TAPS, "window": 16, "rope": LLAMA3},
     "two layers with norms and biases": {"family": "eagle", "num_layers": 2, "qk_norm": True, "qkv_bias": True},
     "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2, "fc_bias": True},
+    "no projection": {"family": "eagle3", "aux_layers": (FINAL,)},
+    "the target's output layer": {"family": "eagle3", "aux_layers": TAPS, "draft_vocab": VOCAB, "shares_lm_head": True},
 }
 
 
