@@ -284,7 +284,7 @@ DIALECTS: dict[str, Dialect] = {
     "speculators, ids without eagle": Dialect(
         spec(aux_hidden_state_layer_ids=[1, 4, 8], **{AUX_KEY: ...}), tensors(), SPEC._replace(taps=(1, 4, 8))
     ),
-    "speculators, two lists of ids": Dialect(spec(aux_hidden_state_layer_ids=[1, 4, 8]), tensors(), "which mean the same key"),
+    "speculators, two lists of ids": Dialect(spec(aux_hidden_state_layer_ids=[1, 4, 8]), tensors(), "which mean the same"),
     "ids under a key to come": Dialect(spec(teacher_layer_ids=[1, 4, 8]), tensors(), "teacher_layer_ids"),
     "ModelOpt": Dialect(
         conf(sliding_window=..., use_sliding_window=..., mlp_bias=False, pretraining_tp=1, **ids(1, 5, 8, **MODELOPT)),

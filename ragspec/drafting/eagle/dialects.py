@@ -54,39 +54,29 @@ _READ_KEYS = frozenset((*(key for key, _, _ in FIELDS.values()), *_OTHER_KEYS, *
     speculators_model_type target_layer_ids target_vocab_size transformer_layer_config use_aux_hidden_state use_sliding_window
     """.split()
 )
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "additional_fc": (False,),
-    "causal": (True,),
-    "eh_proj_before_attn": (False,),
-    "is_causal": (True,),
-    "mlp_bias": (False,),
-    "next_layer_regular": (True,),
-    "norm_type": ("rms",),
-    "parallel_draft_heads_num_layers": (1,),
-    "parallel_draft_step": (1,),
-    "parallel_drafting": (False,),
-    "partial_rotary_factor": (1,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "use_moe": (False,),
-    "use_mtp_layernorm": (False,),
-    "use_rotary_pos_emb": (True,),
+_TRUE = "causal is_causal next_layer_regular use_input_layernorm_in_first_layer use_last_layernorm use_rotary_pos_emb"
+_FALSE = "additional_fc eh_proj_before_attn mlp_bias parallel_drafting use_moe use_mtp_layernorm"
+_ONLY: dict[str, Any] = {
+    **dict.fromkeys(_TRUE.split(), True),
+    **dict.fromkeys(_FALSE.split(), False),
+    **dict.fromkeys(("parallel_draft_heads_num_layers", "parallel_draft_step", "partial_rotary_factor"), 1),
+    "norm_type": "rms",
 }
-"""Keys that no code here reads, and the values that mean the published EAGLE."""
+"""Keys that no code here reads, and the value that means the published EAGLE."""
 _HARMLESS_KEYS = frozenset(
     """
-    add_classification_head add_cross_attention attention_bias attention_head_dim auto_map aux_loss_alpha bad_words_ids
-    base_model_name_or_path cache_implementation chunk_size_feed_forward cla_share_factor class_num
+    add_classification_head add_cross_attention attention_bias attention_head_dim attn_implementation auto_map aux_loss_alpha
+    bad_words_ids base_model_name_or_path cache_implementation chunk_size_feed_forward cla_share_factor class_num
     cross_attention_hidden_size decoder_sparse_step dense_list diversity_penalty do_sample dtype early_stopping
     embed_requires_grad exponential_decay_length_penalty finetuning_task first_k_dense_replace has_no_defaults_at_init
-    id2label ignore_index initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
-    max_window_layers method min_length mlp_only_layers modal_type n_group num_beam_groups num_beams num_return_sequences
-    num_target_layers org_vocab_size output_attentions output_hidden_states output_scores pad_id pool_type prefix
-    pretraining_tp problem_type pruned_heads quantization_config remove_invalid_values repetition_penalty
-    return_dict return_dict_in_generate reuse_target_lm_head routed_scaling_factor scoring_func seq_aux speculators_version
-    step_loss_decay suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    id2label ignore_index initial_context_length initializer_range is_decoder is_encoder_decoder label2id length_penalty
+    max_length max_window_layers method min_length mlp_only_layers modal_type n_group num_beam_groups num_beams
+    num_nextn_predict_layers num_return_sequences num_target_layers org_vocab_size output_attentions output_hidden_states
+    output_scores pad_id pool_type prefix pretraining_tp problem_type pruned_heads quantization_config remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate reuse_target_lm_head routed_scaling_factor scoring_func seq_aux
+    speculators_version step_loss_decay suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript transformers_version ttt_length typical_p
-    use_bfloat16 use_cache use_cla use_mrope use_qk_norm
+    unsloth_fixed unsloth_version use_bfloat16 use_cache use_cla use_mrope use_qk_norm
     """.split()
 )
 _HARMLESS = re.compile(
@@ -159,16 +149,14 @@ def _read_section(section: Raw) -> dict[str, Any]:
     check_keys(given, _READ_KEYS)
     for other, key in _OTHER_KEYS.items():
         if other in given and given.setdefault(key, given[other]) != given[other]:
-            raise ModelError(
-                f"config.json has {key} {given[key]!r} and {other} {given[other]!r}, which mean the same key"
-            )
+            raise ModelError(f"config.json has {key} {given[key]!r} and {other} {given[other]!r}, which mean the same")
     return given
 
 
 def check_keys(section: Raw, known: Collection[str], where: str = "") -> None:
     """Raises: ModelError naming the first key that is neither known nor harmless. `where`: of the section, for the message."""
     for key, value in section.items():
-        is_harmless = key in _HARMLESS_KEYS or _HARMLESS.fullmatch(key) or value in _ONLY.get(key, ())
+        is_harmless = key in _HARMLESS_KEYS or _HARMLESS.fullmatch(key) or value == _ONLY.get(key)
         if value is not None and key not in known and not is_harmless:
             raise ModelError(f"config.json has {key} {value!r}{where}, which is not served")
 
@@ -179,17 +167,18 @@ def _architectures(merged: Raw) -> list[object]:
 
 
 def _taps(merged: Raw, eagle: Raw) -> list[int]:
+    """Taps, low to high; none: the default. Raises: ModelError."""
     if not truth(merged, "use_aux_hidden_state", True):
         return [FINAL]
     key = next((key for key in (AUX_KEY, "target_layer_ids") if merged.get(key)), AUX_KEY)
     ids: Any = merged.get(key) or []
     if not isinstance(ids, list) or not all(type(tap) is int and tap >= 0 for tap in ids):
         raise ModelError(f"config.json has {key} {ids!r}, not a list of whole numbers from 0")
-    counts_outputs = key != AUX_KEY or (ids is eagle.get(AUX_KEY) and min(ids) == 1)
+    from_eagle_config = ids is eagle.get(AUX_KEY)
+    counts_outputs = key != AUX_KEY or (from_eagle_config and min(ids) == 1)
     taps = sorted(tap + counts_outputs for tap in ids)
-    if (count := integer(merged, "num_aux_hidden_states", len(taps) or NUM_AUX_LAYERS)) != (
-        len(taps) or NUM_AUX_LAYERS
-    ):
+    num_taps = len(taps) or NUM_AUX_LAYERS
+    if (count := integer(merged, "num_aux_hidden_states", num_taps)) != num_taps:
         raise ModelError(f"config.json has num_aux_hidden_states {count} and {key} {ids}")
     return taps
 
