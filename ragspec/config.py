@@ -297,6 +297,8 @@ class EagleConfig(HeadConfig):
     """Positions that the head attends to. More: better drafts of long texts, slower drafts."""
     positions_per_layer: int | None = Field(None, ge=1)
     """Of PosS heads, positions that each specialist drafts; null: as `position_per_layer` of the head's config.json."""
+    norm_output: bool | None = None
+    """Whether the head's normed state is fed back, for heads whose `norm_output` has two meanings; null: as config.json says."""
     online: OnlineConfig = OnlineConfig()
 
 

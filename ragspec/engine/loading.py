@@ -204,7 +204,9 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 def make_eagle(target: Target, config: EagleConfig, tree: DraftTreeConfig, name: str = "eagle") -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
     checkpoint = read_head(
-        _path_of(config, name if name == "eagle" else f"eagle_heads.{name}"), config.positions_per_layer
+        _path_of(config, name if name == "eagle" else f"eagle_heads.{name}"),
+        config.positions_per_layer,
+        config.norm_output,
     )
     shape = _head_shape(tree)
     checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))

@@ -160,7 +160,9 @@ def _config_flags(config: HeadConfig, norms_of_taps: bool) -> dict[str, Any]:
     flags |= {"bias": config.fc_bias, "target_hidden_size": None}
     if config.target_hidden_size != config.hidden_size:
         flags["target_hidden_size"] = config.target_hidden_size
-    if config.aux_layers:
+    if config.reads_final:
+        flags["eagle_config"] = {"use_aux_hidden_state": False}
+    elif config.aux_layers:
         flags["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layers)
     return flags
 
@@ -172,8 +174,9 @@ def _shapes(
     hidden, between = config.hidden_size, config.intermediate_size
     taps = len(config.aux_layers) or 3
     layer, wide = ("layers.0.", hidden) if is_eagle else ("midlayer.", 2 * hidden)
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, 2 * hidden if is_eagle else taps * config.target_hidden_size),
+    projected = 2 * hidden if is_eagle else taps * config.target_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {} if config.reads_final else {"fc.weight": (hidden, projected)}
+    shapes |= {
         layer + "self_attn.q_proj.weight": (config.num_heads * config.head_dim, wide),
         layer + "self_attn.k_proj.weight": (config.num_kv_heads * config.head_dim, wide),
         layer + "self_attn.v_proj.weight": (config.num_kv_heads * config.head_dim, wide),
@@ -209,7 +212,7 @@ def _shapes(
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.input_layernorm.weight": (hidden,),
         "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
+        **({} if config.shares_lm_head else {"lm_head.weight": (config.draft_vocab_size, hidden)}),
     }
 
 

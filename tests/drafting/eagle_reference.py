@@ -61,11 +61,12 @@ def draft_outputs(
 
 
 def head_logits(checkpoint: HeadCheckpoint, hidden: Tensor, target_lm_head: Tensor | None = None) -> Tensor:
-    """Logits over the draft vocabulary. Shapes: hidden [N, H], target_lm_head [V, H] (EAGLE-1/2) -> [N, Vd]."""
+    """Logits over the draft vocabulary. Shapes: hidden [N, H], target_lm_head [V, H], where the head uses it -> [N, Vd]."""
     tensors = _wide(checkpoint)
     if checkpoint.config.family is EagleFamily.EAGLE3:
         hidden = _rms_norm(hidden, tensors["norm.weight"], checkpoint.config.rms_norm_eps)
-        return hidden @ tensors["lm_head.weight"].T
+        if not checkpoint.config.shares_lm_head:
+            return hidden @ tensors["lm_head.weight"].T
     weight = target_lm_head.double() if target_lm_head is not None else tensors["lm_head.weight"]
     return hidden @ weight.T
 
@@ -81,7 +82,8 @@ def _pairs(
     if config.family is EagleFamily.EAGLE3:
         if config.norm_before_fc:
             states = _feature_norm(states, tensors["fc_norm.weight"], config.rms_norm_eps)
-        states = states @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
+        if not config.reads_final:
+            states = states @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
     return embeddings, states
 
 

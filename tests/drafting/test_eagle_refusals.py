@@ -36,7 +36,7 @@ def test_each_missing_misshapen_or_broken_tensor_is_named(family: EagleFamily, t
     """A loader that is not strict: a wrong name loads silently and the head drafts noise."""
     made = random_head(family, own_embedding=True, fc_bias=True)
     for name, tensor in made.tensors.items():
-        needed = name != "embed_tokens.weight"
+        needed = name not in ("embed_tokens.weight", "t2d")
         wrong = [made.tensors | {name: tensor[:-1]}]
         if needed:
             wrong.append({other: held for other, held in made.tensors.items() if other != name})
@@ -66,12 +66,9 @@ def test_a_vocabulary_map_that_contradicts_itself_is_refused(tmp_path: Path) -> 
     assert "d2t and t2d" in broken(lambda t: t.update(t2d=~t["t2d"]))
     assert "d2t and t2d" in broken(lambda t: t["t2d"].fill_(True))
     assert "d2t and t2d" in broken(lambda t: t.update(t2d=t["t2d"].roll(1)))
-    rows = torch.arange(40)
-    assert "d2t and t2d" in broken(lambda t: t.update(d2t=(rows + t["d2t"]).flip(0) - rows))  # the tokens, out of order
     assert "t2d" in broken(lambda t: t.update(t2d=2 * t["t2d"].to(torch.uint8)))
-    assert "t2d" in broken(lambda t: t.pop("t2d"))
     random_head("eagle3", tmp_path, draft_vocab=64)
-    change_tensors(tmp_path, lambda t: t.update(d2t=torch.zeros(64, dtype=torch.int64)))
+    change_tensors(tmp_path, lambda t: t.update(t2d=torch.ones(64, dtype=torch.bool)))
     assert "only one of d2t and t2d" in refusal(tmp_path)
 
 

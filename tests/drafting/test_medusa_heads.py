@@ -132,6 +132,8 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[], Tensors], str]] = {
     "an offset beyond the target": ({"hidden_state_offset": 3}, hydra_tensors, "hidden_state_offset 3"),
     "no truth": ({"grounded_heads": "yes"}, hydra_tensors, "grounded_heads"),
     "Hydra, cross-attn": ({"hydra_head_arch": "cross-attn"}, hydra_tensors, "hydra_head_arch"),
+    "Medusa, a key to come": ({"medusa_choices": [[0]]}, lambda: medusa_tensors(3), "medusa_choices [[0]]"),
+    "Hydra, a key to come": ({"hydra_prefix_layers": 2}, hydra_tensors, "hydra_prefix_layers 2"),
     "Hydra, eagle-attn": ({"hydra_head_arch": "eagle-attn"}, hydra_tensors, "hydra_head_arch"),
     "Hydra++ as mlp": ({}, lambda: hydra_plus_tensors(a_target()), "prefix_embeding_layer"),
     "vLLM's Medusa": ({}, lambda: {"blocks.0.layers.0.weight": torch.ones(4, 4)}, "blocks.0.layers.0.weight"),

@@ -162,11 +162,14 @@ FORMS: dict[str, Form] = {
     ),
     "SpecForge": Form({"family": "eagle3"}, OFFICIAL | SPECFORGE),
     "SpecForge, norm_output true": Form(
-        TAPPED, SPECFORGE | {"norm_output": True, AUX_KEY: ..., "eagle_config": {AUX_KEY: [5, 1, 3]}}
+        TAPPED, SPECFORGE | {"norm_output": True, AUX_KEY: ..., "eagle_config": {AUX_KEY: [5, 1, 3]}}, refused="norm_output true"
+    ),
+    "SpecForge, ids out of order": Form(
+        TAPPED, SPECFORGE | {"norm_output": ..., AUX_KEY: ..., "eagle_config": {AUX_KEY: [5, 1, 3]}}
     ),
     "SpecForge, norm_output false": Form(TAPPED, SPECFORGE | {"norm_output": False}, refused="norm_output"),
     "SpecForge, norm_output and fc_norm": Form(
-        TAPPED | {"norm_before_fc": "taps"}, SPECFORGE | {"norm_output": True}, refused="norm_output"
+        TAPPED | {"norm_before_fc": "taps", "norm_output": True}, SPECFORGE
     ),
     "SpecForge, YaRN, truncated_vocab_size": Form(
         TAPPED | {"rope": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0}},
@@ -176,7 +179,7 @@ FORMS: dict[str, Form] = {
         TAPPED | {"rope": {"rope_type": "linear", "factor": 2.0}}, {"rope_scaling": {"type": "linear", "factor": 2.0}}
     ),
     "SpecForge, mrope": Form(TAPPED, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}),
-    "SpecForge, dynamic": Form(TAPPED, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, refused="rope_scaling"),
+    "SpecForge, dynamic": Form(TAPPED, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     "SpecForge, several layers that read tokens": Form(
         TAPPED | {"num_layers": 2}, SPECFORGE | {"norm_output": ...}, added("layers.1.hidden_norm.weight"),
         r"layers\.1\.hidden_norm\.weight"

@@ -31,6 +31,7 @@ from ragspec.drafting.eagle.layout import EagleFamily
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.heads.layer import FINAL
 from ragspec.numerics.cpu.int8 import Int8Layer
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.speculation import ON, AcceptanceRule, Speculation
@@ -51,6 +52,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "Qwen3": {"family": "eagle3", "qk_norm": True, "output_bias": True, "qkv_bias": True},
     "two layers of EAGLE-1": {"family": "eagle", "num_layers": 2, "window": 5},
     "three layers of EAGLE-3": {"family": "eagle3", "num_layers": 3},
+    "the target's final state": {"family": "eagle3", "aux_layers": (FINAL,)},
     "PosS-1": {"family": "eagle", "num_layers": 3, "positions_per_layer": 1},
     "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2, "qkv_bias": True},
     "one specialist": {"family": "eagle", "num_layers": 1, "positions_per_layer": 1},

@@ -17,6 +17,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, DraftTreeConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.layout import HeadCheckpoint
+from ragspec.drafting.heads.layer import FINAL
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
@@ -112,7 +113,19 @@ LATER: dict[str, dict[str, Any]] = {
     "a window, Llama-3's rotary positions": {"family": "eagle3", "aux_layers": TAPS, "window": 16, "rope": LLAMA3},
     "two layers with norms and biases": {"family": "eagle", "num_layers": 2, "qk_norm": True, "qkv_bias": True},
     "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2, "fc_bias": True},
+    "no projection": {"family": "eagle3", "aux_layers": (FINAL,)},
+    "SpecForge's norm_output": {"family": "eagle3", "aux_layers": TAPS, "norm_output": True},
+    "the target's output layer": {"family": "eagle3", "aux_layers": TAPS, "draft_vocab": VOCAB, "shares_lm_head": True},
 }
+
+
+UNCLEAR: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "PosS-2": ({"position_per_layer": ...}, r"layers\.1.*drafting\.eagle\.positions_per_layer", {"positions_per_layer": 2}),
+    "SpecForge's norm_output": (
+        {"architectures": ["LlamaForCausalLMEagle3"]}, r"drafting\.eagle\.norm_output", {"norm_output": True},
+    ),
+}  # fmt: skip
+"""Heads whose files leave a question open: changes of config.json, the refusal, and the option that answers."""
 
 
 @pytest.mark.parametrize("name", LATER)
@@ -120,12 +133,12 @@ def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, na
     """A layer's keys lay under another layer's slots, or a specialist changed a token."""
     head = random_head(hidden=HIDDEN, vocab=VOCAB, **LATER[name])
     save_head(tmp_path, head)
-    options = {}
-    if name == "PosS-2":  # published heads do not say how many positions a specialist drafts
-        change_config(tmp_path, position_per_layer=...)
-        with pytest.raises(ModelError, match=r"layers\.1.*drafting\.eagle\.positions_per_layer"):
+    options: dict[str, Any] = {}
+    if name in UNCLEAR:
+        changes, refusal, options = UNCLEAR[name]
+        change_config(tmp_path, **changes)
+        with pytest.raises(ModelError, match=refusal):
             open_engine(model, tmp_path)
-        options = {"positions_per_layer": 2}
     with open_engine(model, tmp_path, ("eagle",), **options) as engine:
         drafted_as_plainly(engine)
 

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragspec.drafting.eagle.dialects import AUX_KEY, FEEDBACK_KEY, FIELDS, POSITIONS_KEY, config_of, flat_config
 from ragspec.drafting.eagle.layout import NUM_AUX_LAYERS, EagleFamily, HeadCheckpoint, HeadConfig
 from ragspec.drafting.eagle.network import EagleHead
 from ragspec.drafting.heads.files import (
@@ -21,39 +22,16 @@ from ragspec.drafting.heads.files import (
     WEIGHTS,
     Raw,
     check_tensors,
-    integer,
-    number,
     read_json,
     read_tensors,
-    section_of,
     truth,
     write_files,
 )
 from ragspec.errors import ModelError
 
-DEFAULT_ROPE_THETA = 10000.0  # Why: the published code falls back to it, even where the target's base is another.
-_AUX_KEY, _POSITIONS_KEY = "eagle_aux_hidden_state_layer_ids", "position_per_layer"
-_KEYS: dict[str, tuple[str, Callable[..., Any], Any]] = {
-    "hidden_size": ("hidden_size", integer, None),
-    "intermediate_size": ("intermediate_size", integer, None),
-    "num_heads": ("num_attention_heads", integer, None),
-    "num_kv_heads": ("num_key_value_heads", integer, "num_attention_heads"),
-    "head_dim": ("head_dim", integer, None),
-    "vocab_size": ("vocab_size", integer, None),
-    "draft_vocab_size": ("draft_vocab_size", integer, "vocab_size"),
-    "target_hidden_size": ("target_hidden_size", integer, "hidden_size"),
-    "max_positions": ("max_position_embeddings", integer, 2048),
-    "rms_norm_eps": ("rms_norm_eps", number, 1e-6),
-    "rope_theta": ("rope_theta", number, DEFAULT_ROPE_THETA),
-    "norm_before_residual": ("norm_before_residual", truth, False),
-}
-"""Fields of `HeadConfig`: the published key, the kind of its value, and the value that an absent key means, or the key that it is
-read from. None: the key must be there."""
-_OTHER_KEYS = {"truncated_vocab_size": "draft_vocab_size", "eagle_fc_bias": "bias"}
-"""Keys of single dialects, and the keys that they stand for."""
 _NORM = "input_norm.weight"
 """One norm for the features of all taps."""
-_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight", ".input_scale")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NOT_EAGLE = {
     "Hydra": re.compile(r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer|input_embed_fn|cross_attn)\."),
@@ -61,38 +39,27 @@ _NOT_EAGLE = {
     "GliDe": re.compile(r".+\.cross_attn\."),
 }
 _PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
-_EAGLE_FLAGS: dict[str, tuple[Any, ...]] = {
-    _AUX_KEY: (),
-    "use_aux_hidden_state": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "use_mtp_layernorm": (False,),
-    "next_layer_regular": (True,),
-    "parallel_draft_step": (1,),
-    "parallel_draft_heads_num_layers": (1,),
+_RENAMED: dict[EagleFamily, dict[str, str]] = {
+    EagleFamily.EAGLE: {},
+    EagleFamily.EAGLE3: {r"^(layers|midlayer)\.0\.": "midlayer.", r"^midlayer\.(?=\d)": "layers."},
 }
-"""Keys of `eagle_config` (ModelOpt, SpecForge) and the values that mean the published EAGLE-3; none: any."""
-_PLAIN_ROPE = ("default", "mrope")  # Why mrope: the three positions of a token of text are the same.
-_ROPE_NUMBERS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-_ROPE_KEYS = ("rope_scaling", "rope_parameters")
-_SPECFORGE = re.compile(r"\w+ForCausalLMEagle3")
+"""Patterns of published names, and the official names."""
 
 
-def read_head(directory: str | Path, positions_per_layer: int | None = None) -> HeadCheckpoint:
+def read_head(
+    directory: str | Path, positions_per_layer: int | None = None, norm_output: bool | None = None
+) -> HeadCheckpoint:
     """Read and check the head in a directory: every tensor is there, has the configured size and is finite.
 
     A head without `embed_tokens.weight` uses the target's embedding. A head without a rope base has 10000, never the
-    target's. `positions_per_layer`: of a PosS head, whose files do not say it. Raises: ModelError with the reason, naming
-    the tensor or the key.
+    target's. `positions_per_layer`: of a PosS head, whose files do not say it. `norm_output`: whether the normed state is fed
+    back; None: as the config says. Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
+    overrides = {POSITIONS_KEY: positions_per_layer, FEEDBACK_KEY: norm_output}
     try:
         raw = read_json(directory / CONFIG)
-        checkpoint = official_form(raw, read_tensors(directory), positions_per_layer)
+        checkpoint = official_form(raw, read_tensors(directory), overrides)
         check_head(checkpoint.config, checkpoint.tensors)
     except ModelError as cause:
         raise ModelError(f"{directory}: {cause}") from cause
@@ -150,26 +117,25 @@ def _reaches(ids: Tensor, t2d: Tensor) -> bool:
     return int(t2d.sum()) == len(ids) and bool(t2d[ids].all())
 
 
-def official_form(raw: Raw, stored: Mapping[str, Tensor], positions_per_layer: int | None = None) -> HeadCheckpoint:
+def official_form(raw: Raw, stored: Mapping[str, Tensor], overrides: Raw) -> HeadCheckpoint:
     """Configuration and tensors of a head under the official names; the tensors are not checked.
 
-    `positions_per_layer`: of PosS, whose files do not say it. Raises: ModelError for another family, or a config that is
+    `overrides`: keys of the config that the user gave beside it. Raises: ModelError for another family, or a config that is
     incomplete or not supported.
     """
     if "model.fc.weight" in stored or ("fc.weight" in stored and "model.layers.0.mlp.up_proj.weight" in stored):
-        stored = _renamed(stored, "model.", "")
+        stored = _renamed(stored, {r"^model\.": ""})
     family = _family_of(raw, stored)
-    merged = _merged(raw)
-    if positions_per_layer is not None:
-        merged[_POSITIONS_KEY] = positions_per_layer
-    tensors = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
-    if family is EagleFamily.EAGLE3:
-        tensors = _renamed(tensors, "layers.0.", "midlayer.")
-    config = _config_of(family, merged, tensors)
+    merged = flat_config(raw, overrides)
+    tensors = {
+        name: _official_map(name, tensor.detach()) for name, tensor in stored.items() if not name.endswith(_IGNORED)
+    }
+    tensors = _renamed(_dequantised(tensors), _RENAMED[family])
+    config = config_of(family, merged, tensors)
     if config.norm_before_fc:
         count = len(config.aux_layers) or NUM_AUX_LAYERS
         tensors["fc_norm.weight"] = _taken_norm(tensors, _norms_of_taps(count) if truth(merged, "fc_norm") else [_NORM])
-    return HeadCheckpoint(config, {name: _official_map(name, tensor) for name, tensor in tensors.items()})
+    return HeadCheckpoint(config, tensors | _rising_maps(tensors, config.vocab_size))
 
 
 def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -182,17 +148,20 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
         "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
-        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": next(
+            str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if n.endswith("up_proj.weight")
+        ),
     }
-    raw |= {key: getattr(config, field) for field, (key, _, _) in _KEYS.items()}
+    raw |= {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()}
     optional = {
         "bias": config.fc_bias,
         "layer_types": ["sliding_attention"] * config.num_layers if config.window else [],
         "norm_output": config.norm_output,
         "rope_scaling": dict(config.rope),
         "sliding_window": config.window,
-        _AUX_KEY: list(config.aux_layers),
-        _POSITIONS_KEY: config.positions_per_layer,
+        "eagle_config": {"use_aux_hidden_state": False} if config.reads_final else {},
+        AUX_KEY: [] if config.reads_final else list(config.aux_layers),
+        POSITIONS_KEY: config.positions_per_layer,
     }
     raw |= {
         key: value for key, value in optional.items() if value or (key == "bias" and config.family is EagleFamily.EAGLE)
@@ -221,131 +190,6 @@ def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
     raise ModelError("no EAGLE head: none of its tensors is named midlayer. or layers.0.")
 
 
-def _merged(raw: Raw) -> dict[str, Any]:
-    """The config as one flat mapping; speculators, ModelOpt and vLLM's configs have sections.
-
-    Layer ids in `eagle_config` count outputs of layers (SpecForge, ModelOpt), elsewhere inputs, as taps do.
-    """
-    kind = raw.get("speculators_model_type") or "eagle3"
-    if kind != "eagle3":
-        raise ModelError(f"speculators_model_type {kind!r} is not served; eagle3 is")
-    eagle = dict(section_of(raw, "eagle_config"))
-    for key, value in eagle.items():
-        if key not in _EAGLE_FLAGS or (value is not None and _EAGLE_FLAGS[key] and value not in _EAGLE_FLAGS[key]):
-            raise ModelError(f"config.json has {key} {value!r} in eagle_config, which is not served")
-    if eagle.get(_AUX_KEY) is not None:
-        eagle[_AUX_KEY] = [tap + 1 for tap in _taps(eagle)]
-    given = {key: value for key, value in raw.items() if value is not None}
-    nested = section_of(raw, "model") if raw.get("model_type") == "eagle" else {}
-    merged = {**section_of(raw, "transformer_layer_config"), **nested, **eagle, **given}
-    for other, key in _OTHER_KEYS.items():
-        if merged.get(key) is None and other in merged:
-            merged[key] = merged[other]
-    if merged.get("rope_theta") is None:
-        merged["rope_theta"] = section_of(merged, "rope_parameters").get("rope_theta")
-    if merged.get("head_dim") is None:
-        width, num_heads = integer(merged, "hidden_size"), integer(merged, "num_attention_heads")
-        if num_heads < 1 or width % num_heads:
-            raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {width}")
-        merged["head_dim"] = width // num_heads
-    return merged
-
-
-def _config_of(family: EagleFamily, merged: Raw, tensors: Mapping[str, Tensor]) -> HeadConfig:
-    if (activation := merged.get("hidden_act") or "silu") != "silu":
-        raise ModelError(f"config.json has hidden_act {activation!r}; silu is served")
-    if truth(merged, "norm_before_fc") and truth(merged, "fc_norm"):
-        raise ModelError("config.json has both norm_before_fc and fc_norm")
-    attention = ("midlayer." if family is EagleFamily.EAGLE3 else "layers.0.") + "self_attn."
-    num_layers, positions_per_layer = _layers(merged, tensors)
-    fields = {
-        field: kind(merged, key, merged.get(absent) if isinstance(absent, str) else absent)
-        for field, (key, kind, absent) in _KEYS.items()
-    }
-    has_bias = family is EagleFamily.EAGLE and "fc.bias" in tensors  # the published code reads an absent key as true
-    output_bias = f"{attention}o_proj.bias" in tensors
-    qkv_bias = truth(merged, "attention_bias", output_bias) or f"{attention}q_proj.bias" in tensors
-    return HeadConfig(
-        family=family,
-        **fields,
-        aux_layers=tuple(sorted(_taps(merged))),
-        fc_bias=truth(merged, "bias", has_bias),
-        norm_before_fc=truth(merged, "norm_before_fc") or truth(merged, "fc_norm"),
-        norm_output=_feeds_normed(merged),
-        num_layers=num_layers,
-        positions_per_layer=positions_per_layer,
-        qkv_bias=truth(merged, "qkv_bias", qkv_bias),
-        output_bias=output_bias,
-        qk_norm=f"{attention}q_norm.weight" in tensors,
-        window=_window(merged, num_layers),
-        rope=_rope(merged),
-    )
-
-
-def _layers(merged: Raw, stored: Mapping[str, Tensor]) -> tuple[int, int]:
-    """How many layers the head has, and how many positions each drafts: 0 where they are one stack. Raises: ModelError."""
-    count = integer(merged, "num_hidden_layers", 1)
-    found = {int(match[1]) for name in stored if (match := re.match(r"layers\.(\d{1,9})\.", name))} | {0}
-    if len(found) == 1 or any(re.match(r"layers\.[1-9]\d*\.input_layernorm\.weight", name) for name in stored):
-        return count, 0
-    positions = integer(merged, _POSITIONS_KEY, 0)
-    if positions < 1:
-        raise ModelError(
-            f"this is a PosS head of {len(found)} layers (layers.{max(found)}); its files do not say how many positions each "
-            f"drafts: set drafting.eagle.positions_per_layer, or {_POSITIONS_KEY} in its config.json"
-        )
-    return len(found), positions
-
-
-def _feeds_normed(merged: Raw) -> bool:
-    """SpecForge's `norm_output` (true by default) is the norm in front of the output layer. For all others the normed state is
-    fed back."""
-    names = merged.get("architectures") or []
-    is_specforge = isinstance(names, list) and any(_SPECFORGE.fullmatch(str(name)) for name in names)
-    if not is_specforge or "speculators_config" in merged:
-        return truth(merged, "norm_output")
-    if not truth(merged, "norm_output", True):
-        raise ModelError(f"config.json has norm_output false, which {names} reads as no norm before the output layer")
-    if truth(merged, "norm_output") and truth(merged, "fc_norm"):
-        raise ModelError(f"config.json has norm_output and fc_norm: for {names} norm_output has two meanings")
-    return False
-
-
-def _window(merged: Raw, num_layers: int) -> int:
-    """Positions that each row attends to; 0: all. Raises: ModelError for layers that differ."""
-    kinds = merged.get("layer_types") or []
-    if not isinstance(kinds, list) or len(set(map(str, kinds))) > 1 or len(kinds) not in (0, num_layers):
-        raise ModelError(
-            f"config.json has layer_types {kinds} and num_hidden_layers {num_layers}: not one kind for each"
-        )
-    if kinds and kinds[0] not in ("full_attention", "sliding_attention"):
-        raise ModelError(f"config.json has layer_types {kinds}; full_attention and sliding_attention are served")
-    slides = kinds[0] == "sliding_attention" if kinds else truth(merged, "use_sliding_window", True)
-    window = integer(merged, "sliding_window", 0) if slides else 0
-    if window < 1 and slides and (kinds or merged.get("use_sliding_window") or "sliding_window" in merged):
-        raise ModelError(f"config.json has sliding_window {merged.get('sliding_window')!r}, not the width of a window")
-    return window
-
-
-def _rope(merged: Raw) -> dict[str, Any]:
-    """transformers' `rope_parameters` of rotary positions that are not plain. Raises: ModelError."""
-    rope: dict[str, Any] = {}
-    for key in _ROPE_KEYS:
-        section = dict(section_of(merged, key))
-        kind = section.get("rope_type") or section.get("type") or "default"
-        served = isinstance(kind, str) and (kind in _PLAIN_ROPE or kind in _ROPE_NUMBERS)
-        if not served or (section.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ModelError(
-                f"config.json has {key} of type {kind!r}; default, {', '.join((*_ROPE_NUMBERS, 'mrope'))} are served"
-            )
-        for name in _ROPE_NUMBERS.get(kind, ()):
-            if not number(section, name, 0.0) > 0.0:
-                raise ModelError(f"config.json has {key} of type {kind!r} without a {name} above 0")
-        if kind in _ROPE_NUMBERS:
-            rope = {name: value for name, value in section.items() if name != "type"} | {"rope_type": kind}
-    return rope
-
-
 def _norms_of_taps(count: int) -> list[str]:
     return [f"fc_norm.{i}.weight" for i in range(count)]
 
@@ -360,14 +204,52 @@ def _taken_norm(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
     return torch.stack([tensors.pop(name) for name in names])
 
 
-def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+def _renamed(tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        official = new + name.removeprefix(old) if name.startswith(old) else name
+        official = name
+        for pattern, new in patterns.items():
+            official = re.sub(pattern, new, official)
         if official in renamed:
-            raise ModelError(f"the head has {official} twice, as {old} and as {new}")
+            raise ModelError(f"the head has {official} twice, under two names of one layer")
         renamed[official] = tensor
     return renamed
+
+
+def _dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights times their scales, one a tensor or one a row, in the type of the scales. Raises: ModelError."""
+    for scale_name in [name for name in tensors if name.endswith(".weight_scale")]:
+        name, scale = scale_name.removesuffix("_scale"), tensors.pop(scale_name)
+        num_rows = len(tensors[name]) if name in tensors and tensors[name].ndim == 2 else 0
+        if tuple(scale.shape) not in {(), (1,), (1, 1), (num_rows,), (num_rows, 1)} or not num_rows:
+            raise ModelError(
+                f"the head's {scale_name} is {list(scale.shape)}: not one scale for {name} or for each row"
+            )
+        tensors[name] = (tensors[name].float() * scale.float().reshape(-1, 1)).to(scale.dtype)
+    return tensors
+
+
+def _rising_maps(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """d2t with rising tokens, the output layer's rows in the same order, and t2d, which ModelOpt does not store.
+
+    Maps that name no tokens stay as they are: `check_head` refuses them.
+    """
+    d2t, output = tensors.get("d2t"), tensors.get("lm_head.weight")
+    if (
+        d2t is None
+        or output is None
+        or d2t.dtype != torch.int64
+        or d2t.ndim != 1
+        or len(d2t) != output.shape[:1].numel()
+    ):
+        return {}
+    rows = torch.arange(len(d2t))
+    ids = rows + d2t
+    order = ids.argsort(stable=True)
+    made = {} if torch.equal(order, rows) else {"d2t": ids[order] - rows, "lm_head.weight": output[order]}
+    if "t2d" not in tensors and bool(((ids >= 0) & (ids < vocab_size)).all()):
+        made["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return made
 
 
 def _official_map(name: str, tensor: Tensor) -> Tensor:
@@ -377,10 +259,3 @@ def _official_map(name: str, tensor: Tensor) -> Tensor:
     if name == "t2d" and tensor.dtype in _INTEGERS and bool(((tensor == 0) | (tensor == 1)).all()):
         return tensor.to(torch.bool)
     return tensor
-
-
-def _taps(section: Raw) -> list[int]:
-    taps = section.get(_AUX_KEY) or []
-    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise ModelError(f"config.json has {_AUX_KEY} {taps!r}, not a list of whole numbers")
-    return taps

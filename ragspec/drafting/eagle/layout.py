@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ragspec.drafting.heads.layer import FINAL
 from ragspec.errors import ModelError
 
 NUM_AUX_LAYERS = 3
@@ -36,10 +37,11 @@ class HeadConfig:
     """The shape of one head and its dialect; valid once built.
 
     `aux_layers` are taps, low to high: tap i is the residual stream entering layer i of the target. `()` is EAGLE-1/2,
-    or for EAGLE-3 the default of the target's depth. `norm_before_residual` adds the attention to the normed hidden
-    state, `norm_before_fc` norms the features, `norm_output` feeds the normed output back. Layers behind the first are a
-    Llama's, or with `positions_per_layer` (PosS) specialists: each drafts so many positions. `window`: positions that a
-    row attends to, 0: all. `rope`: of rotary positions that are not plain, transformers' `rope_parameters`.
+    or for EAGLE-3 the default of the target's depth; `(FINAL,)` is the target's final state, without a projection.
+    `norm_before_residual` adds the attention to the normed hidden state, `norm_before_fc` norms the features, `norm_output`
+    feeds the normed output back. Layers behind the first are a Llama's, or with `positions_per_layer` (PosS) specialists: each
+    drafts so many positions. `shares_lm_head`: an EAGLE-3 head without an output layer uses the target's. `window`: positions
+    that a row attends to, 0: all. `rope`: of rotary positions that are not plain, transformers' `rope_parameters`.
     Raises: ModelError for a shape that no head can have.
     """
 
@@ -65,12 +67,18 @@ class HeadConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    shares_lm_head: bool = False
     window: int = 0
     rope: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if fault := _fault_of(self) or (_fault_of_eagle(self) if self.family is EagleFamily.EAGLE else ""):
             raise ModelError(f"no {self.family} head can have {fault}")
+
+    @property
+    def reads_final(self) -> bool:
+        """Whether an EAGLE-3 head reads the target's final state, without a projection."""
+        return self.aux_layers == (FINAL,)
 
     @property
     def num_features(self) -> int:
@@ -104,7 +112,7 @@ def check_fits(config: HeadConfig, vocab_size: int, hidden_size: int, num_layers
         raise ModelError(
             f"the head reads hidden states of {config.target_hidden_size}, the target's have {hidden_size}"
         )
-    if config.family is EagleFamily.EAGLE:
+    if config.family is EagleFamily.EAGLE or config.reads_final:
         return
     taps = config.aux_layers or default_aux_layers(num_layers)
     if not _is_increasing(taps) or taps[-1] > num_layers:
@@ -136,6 +144,10 @@ def _fault_of(config: HeadConfig) -> str:
         return f"{config.num_layers} layers, window {config.window}, positions_per_layer {config.positions_per_layer}"
     if config.draft_vocab_size > config.vocab_size:
         return f"a draft vocabulary of {config.draft_vocab_size} out of {config.vocab_size} tokens"
+    if config.hidden_size != config.target_hidden_size and (config.reads_final or config.shares_lm_head):
+        return f"hidden_size {config.hidden_size} and target_hidden_size {config.target_hidden_size} without fc and lm_head"
+    if config.reads_final:
+        return next((name for name in ("fc_bias", "norm_before_fc") if getattr(config, name)), "")
     is_served = _is_increasing(config.aux_layers) and len(config.aux_layers) <= MAX_LAYERS
     return "" if is_served else f"aux_layers {config.aux_layers}"
 

@@ -66,12 +66,14 @@ class EagleHead(Head):
         self.config, self.is_eagle3 = config, config.family is EagleFamily.EAGLE3
         self.loss_weights = LossWeights(teacher=1.0) if self.is_eagle3 else LossWeights(state=1.0, teacher=0.1)
         width, eps, num_features = config.hidden_size, config.rms_norm_eps, config.num_features
-        self.fc = nn.Linear(num_features if self.is_eagle3 else 2 * width, width, bias=config.fc_bias)
+        if not config.reads_final:
+            self.fc = nn.Linear(num_features if self.is_eagle3 else 2 * width, width, bias=config.fc_bias)
         layers = {str(i): _layer(config, i) for i in range(config.num_layers)}
         if self.is_eagle3:
             self.midlayer = layers.pop("0")
             self.norm = RmsNorm(width, eps)
-            self.lm_head: nn.Module = nn.Linear(width, config.draft_vocab_size, bias=False)
+            if not config.shares_lm_head:
+                self.lm_head: nn.Module = nn.Linear(width, config.draft_vocab_size, bias=False)
             if config.norm_before_fc:
                 self.fc_norm = FeatureNorm([num_norms, num_features // num_norms], eps)
             if config.draft_vocab_size < config.vocab_size:
@@ -91,7 +93,7 @@ class EagleHead(Head):
 
     def read(self, features: Tensor) -> Tensor:
         """The state of the first draft step. EAGLE-3 projects several layers of the target to one state."""
-        if not self.is_eagle3:
+        if not self.is_eagle3 or self.config.reads_final:
             return features
         normed = self.fc_norm(features) if self.config.norm_before_fc else features
         return cast(Tensor, self.fc(normed)).float()
@@ -115,7 +117,8 @@ class EagleHead(Head):
     def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
         if not self.is_eagle3:
             return project(state)
-        return cast(Tensor, self.lm_head(state if self.config.norm_output else self.norm(state)))
+        normed = state if self.config.norm_output else self.norm(state)
+        return project(normed) if self.config.shares_lm_head else cast(Tensor, self.lm_head(normed))
 
     def draft_token_ids(self) -> Tensor | None:
         if self.config.draft_vocab_size == self.config.vocab_size:
@@ -188,6 +191,8 @@ def check_trainable(config: HeadConfig) -> None:
     """Raises: ModelError for a head that `EagleHead.unroll` would compute otherwise than it is served."""
     if config.window or (config.num_layers > 1 and not config.positions_per_layer):
         raise ModelError("heads with a sliding window or a stack of layers are served, not trained")
+    if config.reads_final or config.shares_lm_head:
+        raise ModelError("heads without fc or an output layer of their own are served, not trained")
 
 
 class EagleNetwork:

@@ -56,6 +56,8 @@ _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 _SECTION = "medusa_head."
 _ARCH_KEY, _PREFIX_ARCH = "hydra_head_arch", "prefix-mlp"
+_KEYS = (_ARCH_KEY, *(f"{family}_num_{part}" for family in ("medusa", "hydra") for part in ("heads", "layers")))
+"""The keys of heads; a merged checkpoint's config has its target's keys beside them."""
 
 
 def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
@@ -65,7 +67,7 @@ def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoin
     """
     directory = Path(directory)
     try:
-        raw, stored = read_json(directory / CONFIG), read_tensors(directory, _MEDUSA_FILES, _SECTION)
+        raw, stored = _read_config(directory), read_tensors(directory, _MEDUSA_FILES, _SECTION)
         stored = {name.removeprefix(_SECTION): tensor for name, tensor in stored.items()}
         num_blocks = _count(raw, "medusa_num_layers", 1)
         num_heads = max(_num_stored(stored, r"(\d+)\.", "Medusa"), _count(raw, "medusa_num_heads", 1))
@@ -79,7 +81,7 @@ def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint
     """As `read_medusa`."""
     directory = Path(directory)
     try:
-        raw = read_json(directory / CONFIG)
+        raw = _read_config(directory)
         if (arch := raw.get(_ARCH_KEY, "mlp")) not in ("mlp", _PREFIX_ARCH):
             raise ModelError(f"config.json has {_ARCH_KEY} {arch!r}; mlp and {_PREFIX_ARCH} are served")
         stored = read_tensors(directory, _HYDRA_FILES)
@@ -123,6 +125,14 @@ def write_positions(directory: Path, checkpoint: PositionCheckpoint, target: str
         raw |= {"grounded_heads": config.is_grounded, "hidden_state_offset": 0}
         raw[_ARCH_KEY] = _PREFIX_ARCH if config.has_prefix else "mlp"
     write_files(directory, raw, f"{family}_lm_head.pt", tensors)
+
+
+def _read_config(directory: Path) -> Raw:
+    raw = read_json(directory / CONFIG)
+    for key, value in raw.items():
+        if key.startswith(("medusa_", "hydra_")) and key not in _KEYS and value is not None:
+            raise ModelError(f"config.json has {key} {value!r}, which is not served")
+    return raw
 
 
 def _checked(

@@ -117,7 +117,9 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
         write_trained(directory, self.head, self.exported(), self.target.name)
 
     def _model_config(self) -> dict[str, Any]:
-        return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
+        identity = {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
+        identity.pop("shares_lm_head", None)  # Why: False in training, and checkpoints of earlier versions lack it
+        return identity
 
 
 class TargetPredictions(TokenPredictions):
