@@ -132,6 +132,10 @@ def _encoder(*_: object) -> Finding:
 
 def _target(config: TargetConfig, say: Say) -> Finding:
     """Also the longest context, and the memory of its keys and values and of the pool by default."""
+    from transformers import AutoConfig
+
+    from ragspec.engine.checkpoints.target_files import target_folder
+    from ragspec.engine.checkpoints.weights import undefined_keys
     from ragspec.engine.loading import check_numerics
     from ragspec.engine.target import Target
 
@@ -147,4 +151,8 @@ def _target(config: TargetConfig, say: Say) -> Finding:
     )
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
-    return Finding("ok" if tested.passed else "broken", detail)
+    folder = target_folder(config)
+    ignored = undefined_keys(AutoConfig.from_pretrained(folder), folder)
+    if ignored:
+        detail += f"; transformers does not define these keys of its config.json: {', '.join(ignored)}"
+    return Finding("broken" if not tested.passed else "warning" if ignored else "ok", detail)

