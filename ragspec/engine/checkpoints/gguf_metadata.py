@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,18 +123,13 @@ class GgufMetadata:
         """Raises: ModelError naming the tensors that no parameter of the model takes."""
         library: Any = modeling_gguf_pytorch_utils
         processor = library.TENSOR_PROCESSORS.get(self._architecture, library.TensorProcessor)(config={})
-        known = library.get_gguf_hf_weights_map(model, processor)
-        unknown = [
-            name
-            for name in self._tensors
-            if not {name, name.removesuffix(".weight")} & known.keys()
-            and name != _FREQUENCIES
-            and not name.endswith(_UNUSED_TENSORS)
-        ]
-        if unknown:
-            raise ModelError(
-                f"{type(model).__name__} has no place for {len(unknown)} tensors, the first is {unknown[0]}"
-            )
+        # Why first without children: their names are those of the model, and looking them up takes seconds
+        whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=tuple)
+        for part in (whole, model):
+            unknown = self._without_place(library.get_gguf_hf_weights_map(part, processor))
+            if not unknown:
+                return
+        raise ModelError(f"{type(model).__name__} has no place for {len(unknown)} tensors, the first is {unknown[0]}")
 
     def set_split(self, tokenizer: Any) -> None:
         """Make the tokenizer split texts by `tokenizer.ggml.pre` where transformers does not know it.
@@ -151,6 +148,16 @@ class GgufMetadata:
             )
         elif split not in GGUF_PRE_TOKENIZER_SPLITS and split not in _GPT2_SPLITS:
             raise ModelError(f"the way of splitting texts {split!r} (tokenizer.ggml.pre) is not known here")
+
+    def _without_place(self, places: Mapping[str, str]) -> list[str]:
+        """Names of tensors that are not used."""
+        return [
+            name
+            for name in self._tensors
+            if not {name, name.removesuffix(".weight")} & places.keys()
+            and name != _FREQUENCIES
+            and not name.endswith(_UNUSED_TENSORS)
+        ]
 
     def _value(self, key: str) -> Any:
         return self._fields[key].contents() if key in self._fields else None
@@ -212,7 +219,8 @@ def _class_value(name: str, config: Any) -> object:
     if name == "rope.dimension_count":
         return _rotary_width(config)
     if name == "rope.freq_base_swa":
-        return (getattr(config, "rope_parameters", None) or {}).get("sliding_attention", {}).get("rope_theta")
+        rotation: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        return rotation.get("sliding_attention", {}).get("rope_theta")
     attribute = _ATTRIBUTES.get(name, "")
     return _head_dim(config) if attribute == "head_dim" else getattr(config, attribute, None)
 
