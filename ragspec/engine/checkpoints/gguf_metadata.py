@@ -200,7 +200,7 @@ class GgufMetadata:
             )
         if group != self._architecture:
             return False
-        mapping = modeling_gguf_pytorch_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+        mapping: Any = modeling_gguf_pytorch_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"]
         known = mapping.get(group) or mapping.get(config.model_type) or {}
         if known.get(name) is not None or name in _SCALING | _HARMLESS:
             return True
