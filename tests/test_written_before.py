@@ -27,7 +27,8 @@ from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.store import Store, check_segment
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search.analysis import RULES, rules_of
 from services.keys import Caller, KeyFile
 from services.settings import KeyLimits, ServiceConfig
 
@@ -93,14 +94,15 @@ def test_the_same_changes_write_the_same_index(written: Path, tmp_path: Path) ->
         writer.commit()
     old, new = read_current(written / "index")[1], read_current(tmp_path / "index")[1]
     assert settings_of(new) == settings_of(old)
+    assert (rules_of(old.analyzer), rules_of(new.analyzer)) == (1, RULES)
     assert new.content_key == content_key([RAIN, *DOCUMENTS], LetterEncoder.identity, old.config)
     for path in (path for path in (written / "index").glob("segment-*/*") if path.name != "vectors.npy"):
         assert path.read_bytes() == (tmp_path / path.relative_to(written)).read_bytes(), path.name
 
 
 def settings_of(manifest: Manifest) -> dict[str, object]:
-    """A manifest without the version of its writer and the hashes of files that hold floats."""
-    fields = manifest.model_dump(exclude={"created_by"})
+    """A manifest without the version of its writer, its rules for words and the hashes of files that hold floats."""
+    fields = manifest.model_dump(exclude={"created_by", "analyzer", "content_key"})
     return {**fields, "segments": [{**segment, "files": sorted(segment["files"])} for segment in fields["segments"]]}
 
 
@@ -113,6 +115,23 @@ def test_an_index_is_changed(written: Path) -> None:
         after = writer.compact()
     assert after.generation > 2 and (after.config, after.analyzer) == (before.config, before.analyzer)
     assert {document.id for document in Store.open(written / "index").documents()} == {"mill", "bridge", "rain", "gone"}
+
+
+def test_an_index_keeps_its_rules_for_words_until_it_is_built_anew(written: Path) -> None:
+    """A passage added by rules 2 to an index of rules 1: one query's terms can find half of the index only."""
+    index, soft = written / "index", Document("soft", "The mill\u00adstone of \u0130zmir turned.")
+    with IndexWriter(index, LetterEncoder(), IndexConfig()) as writer:
+        writer.upsert(soft)
+        assert rules_of(writer.commit().analyzer) == 1
+    found = {}
+    for _ in range(2):
+        config = RetrieverConfig(index_dir=str(index), mode="sparse")
+        retriever = Retriever(LetterEncoder(), Store.open(index, LetterEncoder.identity), config)
+        passages = retriever.retrieve(["millstone", "stone", "izmir"], 3).passages
+        found[rules_of(read_current(index)[1].analyzer)] = [[p.document_id for p in own] for own in passages]
+        build_index([*DOCUMENTS, soft], index, LetterEncoder(), read_current(index)[1].config)
+    assert found == {1: [[], ["soft"], []], RULES: [["soft"], [], ["soft"]]}
+    assert [d.text for d in Store.open(index).documents() if d.id == "soft"] == [soft.text]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("service", ServiceConfig), ("cluster", ClusterConfig)])

@@ -165,7 +165,11 @@ def _index(settings: PipelineConfig, _: object) -> Finding:
 
 def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Finding:
     """Also the longest context, and the memory of its keys and values and of the configured pool."""
+    from transformers import AutoConfig
+
     from ragspec.engine.checkpoints.saved_model import is_prepared
+    from ragspec.engine.checkpoints.target_files import target_folder
+    from ragspec.engine.checkpoints.weights import undefined_keys
     from ragspec.engine.loading import check_numerics
     from ragspec.engine.target import Target, with_available_dtype
     from ragspec.numerics.self_test import QUICK_CHUNKS, QUICK_ROWS, self_test
@@ -193,7 +197,11 @@ def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Findin
     )
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
-    return Finding("ok" if tested.passed else "broken", detail)
+    folder = target_folder(config)
+    ignored = undefined_keys(AutoConfig.from_pretrained(folder), folder)
+    if ignored:
+        detail += f"; transformers does not define these keys of its config.json: {', '.join(ignored)}"
+    return Finding("broken" if not tested.passed else "warning" if ignored else "ok", detail)
 
 
 def _tested_target(settings: PipelineConfig, say: Say) -> Finding:

