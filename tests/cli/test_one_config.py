@@ -135,7 +135,12 @@ def test_a_dtype_that_the_processor_lacks_falls_back_and_says_so_once(
 ) -> None:
     """The README's own YAML failed with "no packed bfloat16 product", and named no way out."""
     monkeypatch.setattr(target_module, "packing_available", lambda dtype: dtype == torch.float32)
-    settings: dict[str, Any] = {"model": str(model), "quantization": "none", "cache_dir": str(tmp_path)}
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "quantization": "none",
+        "cache_dir": str(tmp_path),
+        "max_model_len": 64,
+    }
     config, engine_config = TargetConfig(**settings, dtype="bfloat16"), EngineConfig(max_kv_tokens=512)
     with load_engine(config, engine_config, DraftingConfig()) as engine:
         fallen, id_ = engine.target.config, engine.fingerprint
@@ -264,7 +269,9 @@ def test_a_model_without_a_chat_template_is_told(model: Path, tmp_path: Path, ca
     settings.pop("chat_template", None)
     (plain / "tokenizer_config.json").write_text(json.dumps(settings))
     with load_engine(
-        TargetConfig(model=str(plain), cache_dir=str(tmp_path)), EngineConfig(max_kv_tokens=512), DraftingConfig()
+        TargetConfig(model=str(plain), cache_dir=str(tmp_path), max_model_len=64),
+        EngineConfig(max_kv_tokens=512),
+        DraftingConfig(),
     ):
         assert any("has no chat template" in record.message for record in caplog.records)
 
