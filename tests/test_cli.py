@@ -590,7 +590,6 @@ def test_progress_says_the_stage_the_share_and_the_time_left(monkeypatch: pytest
     assert "testing the numerics … 0 s" in screen.getvalue()
 
 
-@pytest.mark.slow
 def test_the_corpus_depends_on_python_alone() -> None:
     """An index built anew in every shell, with the user's environment inside (some signatures show it)."""
     code = """if True:

@@ -1,4 +1,4 @@
-"""One configuration file serves every command, and what is wrong with it or with its model is told at once."""
+"""Every command takes one configuration file, and names the faults of the file and of its model before anything loads."""
 
 from __future__ import annotations
 
