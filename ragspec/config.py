@@ -165,7 +165,7 @@ class TargetConfig(ConfigSection):
     """"cpu", "cuda" or "cuda:1"."""
     backend: Literal["auto", "cpu", "torch", "cuda"] = "auto"
     """"cpu": compiled kernels; "torch": plain torch operators on any device; "cuda": Triton kernels on a GPU; "auto": cpu on
-    the device cpu, torch elsewhere."""
+    the device cpu, cuda on a GPU where Triton can be imported, else torch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Type of the weights, and of keys and values on backends torch and cuda. "auto": float32 on the device cpu, bfloat16 on a
     GPU. bfloat16: half the memory, other texts; a processor without it runs float32 and says so, replicas refuse to start."""
@@ -208,9 +208,9 @@ class TargetConfig(ConfigSection):
 
     @property
     def backend_name(self) -> str:
-        """The backend that "auto" stands for."""
+        """The backend that "auto" stands for; of a GPU's two, `cuda`, beside which Triton may be missing."""
         if self.backend == "auto":
-            return "cpu" if self.device == "cpu" else "torch"
+            return "cpu" if self.device == "cpu" else "cuda"
         return self.backend
 
     @property

@@ -352,18 +352,23 @@ def with_available_dtype(config: TargetConfig) -> TargetConfig:
 
 
 def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:
-    """Raises: ModelError for Triton kernels without Triton, ConfigError for a GPU that several ranks would share."""
+    """On a GPU "auto" is `cuda` where Triton can be imported, else `torch`; there `torch` has Triton's products if it can.
+
+    Raises: ModelError for Triton kernels without Triton, ConfigError for a GPU that several ranks would share.
+    """
     if config.backend_name == "cpu":
         kv_dtype = np.uint16 if config.kv_dtype == "bfloat16" else np.float32
         return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks, kv_dtype, config.kv_dir)
-    dtype, device = getattr(torch, config.dtype), ranks.device(config.device)
-    if config.backend_name == "torch":
-        return TorchBackend(device, dtype, is_int8=config.is_int8)
-    try:
-        from ragspec.numerics.cuda.backend import CudaBackend
-    except ImportError as cause:
-        raise ModelError('target.backend "cuda" needs Triton: pip install "ragspec[kernels]"') from cause
-    return CudaBackend(device, dtype, is_int8=config.is_int8)
+    make: type[TorchBackend] = TorchBackend
+    if config.device != "cpu":
+        try:
+            from ragspec.numerics.cuda.backend import CudaBackend, TritonProducts
+        except ImportError as cause:
+            if config.backend == "cuda":
+                raise ModelError('target.backend "cuda" needs Triton: pip install "ragspec[kernels]"') from cause
+        else:
+            make = TritonProducts if config.backend == "torch" else CudaBackend
+    return make(ranks.device(config.device), getattr(torch, config.dtype), is_int8=config.is_int8)
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:

@@ -79,10 +79,14 @@ class GatedFeedForward(nn.Module):
         self.gate_up = make_linear(torch.cat([gate, up]), bias)
         self.down = _output(mlp.down_proj, ranks, make_linear, _padding(inner_width))
         self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
+        self._is_fused = self.activation is F.silu and hasattr(self.gate_up, "gated")
 
     def forward(self, x: Tensor) -> Tensor:
-        both = self.gate_up(x)
-        inner = self.activation(both[..., : self.width]) * both[..., self.width :]
+        if self._is_fused:
+            inner = self.gate_up.gated(x)
+        else:
+            both = self.gate_up(x)
+            inner = self.activation(both[..., : self.width]) * both[..., self.width :]
         if not self._ranks.adds:
             inner = without_padding(self._ranks.all_gather(inner), self._inner_width)
         return cast(Tensor, self.down(inner))

@@ -180,7 +180,7 @@ def test_all_ranks_replay_the_same_graphs(models: Models, monkeypatch: pytest.Mo
     def run(rank: int) -> Any:
         ranks = DistributedRanks(meeting if rank == 0 else meeting.address, rank, 2, timeout_s=PATIENCE_S)
         target = load_rank(config, ENGINE, ranks)
-        target.backend._forwards._captures = True
+        target.backend._forwards.captures = True
         found = outputs(target) if rank == 0 else Follower(target).run()
         if rank == 0:
             target.close()

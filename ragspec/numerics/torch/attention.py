@@ -10,7 +10,7 @@ Layout of the pool, two flat tensors a layer: [slots, KV heads, padded head_dim]
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,11 @@ class ForwardInputs:
         num_blocks = -(-int(lengths.max()) // BLOCK)
         self.num_positions = BLOCK * (power_of_two(num_blocks) if num_rows else num_blocks)
         self.packed = np.concatenate([*rows, seen]).astype(np.int64)
+
+    @property
+    def shape_key(self) -> tuple[Any, ...]:
+        """Which shapes a captured forward of these inputs has."""
+        return (self.num_rows, self.num_seen, self.num_positions)
 
     def sent(self, device: torch.device, token_ids: Ints | Tensor | None = None) -> Tensor:
         """The array on the device, behind the tokens, one for each row, if there are any. Shape: int64 [numbers]."""

@@ -127,7 +127,7 @@ class TorchBackend:
         self, decoder: Any, token_ids: Ints | Tensor, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
     ) -> Outputs:
         self._use_device()
-        inputs = self._inputs(metadata, pool, row_tier(len(token_ids)))
+        inputs = self._inputs(metadata, pool, row_tier(len(token_ids), self._forwards.captures))
 
         def compute(tokens: Tensor, inputs: ForwardInputs, packed: Tensor) -> Outputs:
             return cast(Outputs, decoder(tokens, self._forward(pool, metadata, inputs, packed), taps))

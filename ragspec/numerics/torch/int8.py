@@ -17,7 +17,7 @@ from ragspec.numerics.cpu.int8_weights import quantise
 ROWS_A_TILE = 64
 _MULTIPLE = 16
 """Sizes that every device's product of bytes takes."""
-_GREATEST = 127 * 256 + 127
+GREATEST = 127 * 256 + 127
 """The greatest activation whose upper byte, rounded, is at most 127."""
 
 
@@ -30,7 +30,7 @@ class QuantisedRows(NamedTuple):
 
 def quantised_rows(rows: Tensor) -> QuantisedRows:
     wide = rows.float()
-    scales = wide.abs().amax(1, keepdim=True) / _GREATEST
+    scales = wide.abs().amax(1, keepdim=True) / GREATEST
     scales = torch.where(scales == 0, 1.0, scales)
     return QuantisedRows((wide / scales).round().to(torch.int16), scales)
 
