@@ -5,12 +5,15 @@
 #   infra/gpu/check.sh tests     the tests marked gpu: the promises of both GPU backends
 #   infra/gpu/check.sh kernels   steps of models of 0.1 to 8 billion parameters by both GPU backends
 #   infra/gpu/check.sh speed     the same, first with 8 and 32 billion, which need 80 GB
+#   infra/gpu/check.sh bits      a certificate: rows, tiles, batches, drafts and preemption change no bit; prints the numerics id
+#   infra/gpu/check.sh tune      measures the tiles of products and writes ragspec/numerics/cuda/tiles.json
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
 #                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
 #
 # Results are written under infra/results/gpu/, trained weights under build/gpu/ and, in parts of 15 MiB, under build/gpu/parts/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+export PYTHONPATH="$PWD:${PYTHONPATH:-}"
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 results=infra/results/gpu
@@ -34,19 +37,25 @@ train() {
     $python infra/gpu/pack.py files build/gpu/parts build/gpu/adapter/adapter build/gpu/eagle3/head --part-mib 15
 }
 
+gpu_tests() {
+    $python -m pytest -m gpu -p no:xdist -W default --continue-on-collection-errors -q --durations=10 "$@" | tee "$results/$part.txt"
+}
+
 part=${1:-}
 case "$part" in
-    tests)
-        # other tests are not collected: they import packages that a machine for this alone may lack
-        grep -rlE 'mark\.gpu' tests --include='test_*.py' |
-            xargs $python -m pytest -m gpu -p no:xdist -W default --continue-on-collection-errors -q --durations=10 |
-            tee "$results/tests.txt"
+    tests) # other tests are not collected: they import packages that a machine for this alone may lack
+        gpu_tests $(grep -rlE 'mark\.gpu' tests --include='test_*.py' | grep -v test_gpu_bits)
+        ;;
+    bits) gpu_tests -s tests/engine/test_gpu_bits.py ;;
+    tune)
+        $python infra/gpu/tune.py | tee "$results/tune.txt"
+        cp ragspec/numerics/cuda/tiles.json "$results/tiles.json"
         ;;
     kernels) benchmark --quick ;;
     speed) benchmark ;;
     train) train ;;
     *)
-        sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

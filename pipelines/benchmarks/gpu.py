@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -147,9 +148,15 @@ def fast_forward_s(target: Target, num_rows: int) -> float:
     """As `_forward_s`, with the device's own products, whose bits may depend on the number of rows. The target stays so."""
     for module in target._model.modules():
         if isinstance(module, TiledLinear):
-            module.forward = functools.partial(F.linear, weight=module.weight, bias=module.bias)  # type: ignore[method-assign]
+            product = functools.partial(F.linear, weight=module.weight, bias=module.bias)
+            module.forward, module.gated = product, functools.partial(_gated, product)  # type: ignore[method-assign,assignment]
     target.reset_pool(KV_SLOTS)
     return _forward_s(target, num_rows)
+
+
+def _gated(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = product(x).chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def on_over_off(target: Target) -> float:

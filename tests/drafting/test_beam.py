@@ -59,12 +59,14 @@ class Bigrams(GrowingDrafter[GrowingDraft]):
         return GrowingDraft(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[GrowingDraft]) -> Levels:
-        rows = torch.tensor([draft.sequence.tokens[-1] for draft in drafts])
+        device = self._logits.device
+        rows = torch.tensor([draft.sequence.tokens[-1] for draft in drafts], device=device)
         for level in self._logits:
             self.num_levels += 1
             logits = level[rows].numpy() if self._on_host else TorchLogits(level[rows])
             nodes: OpenRows = yield Level(logits, len(rows))
-            rows = rows[torch.as_tensor(nodes.above)] if self.nodes_share_rows else torch.as_tensor(nodes.token_ids)
+            chosen = torch.as_tensor(nodes.above if self.nodes_share_rows else nodes.token_ids, device=device)
+            rows = rows[chosen] if self.nodes_share_rows else chosen
             assert len(rows) == (len(nodes.above) if self.nodes_share_rows else sum(map(len, nodes.paths)))
 
 

@@ -14,6 +14,7 @@ from drafters import Half
 from oracle import decode, fresh_forward
 from tiny_target import tiny_engine
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -22,10 +23,13 @@ from ragspec.engine.target import Target
 from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.layers import DecoderLayer
 from ragspec.numerics.self_test import self_test
 from ragspec.numerics.torch.int8 import TorchInt8Linear
 
 pytest.importorskip("triton", reason="the extra `kernels` is not installed")
+
+from triton.runtime.interpreter import GridExecutor
 
 from ragspec.numerics.cuda import backend, kernels, tiles
 from ragspec.numerics.cuda.backend import CudaBackend, ResidualTritonNorm, TritonInt8Linear
@@ -56,7 +60,12 @@ def _products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ROWS = (1, 7, 16, 17, 64, 65, 128, 129)
 """Numbers of rows on both sides of every tile's height and of every border of the table."""
-CASES = [(64, 64, False, "bfloat16"), (40, 96, True, "float32"), (130, 37, True, "bfloat16"), (48, 300, True, "bfloat16")]
+CASES = [
+    (64, 64, False, "bfloat16"),
+    (40, 96, True, "float32"),
+    (130, 37, True, "bfloat16"),
+    (48, 300, True, "bfloat16"),
+]
 
 
 @pytest.fixture(params=[1, 2], ids=["whole", "split"])
@@ -91,7 +100,9 @@ def test_products_of_small_whole_numbers_are_exact_in_every_tile(_parts: None, m
     weight, rows = (torch.randint(-3, 4, size).bfloat16() for size in ((150, 300), (133, 300)))
     linear = BACKEND.make_linear(weight)
     exact = (rows.double() @ weight.double().t()).bfloat16()
-    every = {tiles.Tile(*tile) for device in tiles.tile_table().values() for weight in device.values() for tile in weight}
+    every = {
+        tiles.Tile(*tile) for device in tiles.tile_table().values() for weight in device.values() for tile in weight
+    }
     assert len(every) >= 5
     for tile in every:
         monkeypatch.setattr(backend, "tile_for", lambda *_, tile=tile: tile)
@@ -104,7 +115,9 @@ def test_int8_products(outputs: int, inputs: int, bias: bool) -> None:
     torch.manual_seed(5)
     weight, rows = torch.randn(outputs, inputs), 5 * torch.randn(133, inputs)
     rows[3] = 0.0
-    linear, plain = (make(weight, torch.randn(outputs) if bias else None) for make in (TritonInt8Linear, TorchInt8Linear))
+    linear, plain = (
+        make(weight, torch.randn(outputs) if bias else None) for make in (TritonInt8Linear, TorchInt8Linear)
+    )
     plain.bias = linear.bias
     for size in (1, 33, 133):
         assert torch.equal(linear(rows[:size]), plain(rows[:size]))
@@ -249,6 +262,45 @@ def test_drafts_change_no_token(interpreted: Callable[..., Target]) -> None:
         answers = {(request.id, 0): tokens for request, tokens in zip(requests, expected, strict=True)}
         with tiny_engine(target, [Half(answers)], max_nodes=5) as engine:
             assert [c.token_ids for c in engine.generate(requests)] == expected
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch operators that compute something, each a launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (function.is_view or "empty" in str(function)):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@slow
+def test_a_layer_takes_eight_launches(interpreted: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a kernel or a torch operator more in every layer of every step."""
+    target, launches, layers = interpreted("llama", "bfloat16"), Launches(), list[list[str]]()
+    run, forward = GridExecutor.__call__, DecoderLayer.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.names.append(self.fn.__name__)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return run(self, *args, **kwargs)
+
+    def in_layer(self: Any, *args: Any) -> Any:
+        launches.names.clear()
+        with launches:
+            streams = forward(self, *args)
+        layers.append(launches.names.copy())
+        return streams
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    monkeypatch.setattr(DecoderLayer, "forward", in_layer)
+    fresh_forward(target, np.arange(1, dtype=np.int32))
+    product, norm = "product_kernel", "norm_kernel"
+    layer = [norm, product, "rotate_kernel", "attention_kernel", product, norm, "gated_product_kernel", product]
+    assert layers == [layer] * len(layers) != []
 
 
 @pytest.fixture

@@ -58,8 +58,12 @@ class TritonLinear(TiledLinear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu of the first half of the outputs times the second half. Shapes: x [..., in_features] -> [..., out_features / 2]."""
-        rows, block_in, width = x.reshape(-1, self.in_features).contiguous(), self._order.block_in, self.out_features // 2
+        """silu of the first half of the outputs times the second. Shapes: x [..., in_features] -> [..., out_features / 2]."""
+        rows, block_in, width = (
+            x.reshape(-1, self.in_features).contiguous(),
+            self._order.block_in,
+            self.out_features // 2,
+        )
         tile, out = tile_for(len(rows), self.weight), rows.new_empty((len(rows), width))
         half = max(16, tile.outputs // 2)
         gated_product_kernel[(-(-len(rows) // tile.rows), -(-width // half))](
@@ -120,8 +124,8 @@ class CudaInputs(ForwardInputs):
     """Beside the columns and `seen`: for each group of query heads and height of tile a table of tiles, int64 [T, 5]
     (`attention_kernel`).
 
-    Blocks that all rows of a tile share are read once. A padded table of at most 256 rows has a tile for each row, empty ones last;
-    larger ones are padded to a power of two.
+    Blocks that all rows of a tile share are read once. A padded table of at most 256 rows has a tile for each row, empty ones
+    last; larger ones are padded to a power of two.
     """
 
     def __init__(self, data: AttentionMetadata, pool: KvPool, num_rows: int = 0) -> None:
@@ -134,7 +138,7 @@ class CudaInputs(ForwardInputs):
                 rows = range(len(data.slots), self.num_rows)
                 tables[least] += [(row, row + 1, self.spare_place, 1, 1) for row in rows]
             for height, tiles in tables.items():
-                if num_rows:
+                if num_rows and tiles:
                     count = num_rows if height == least and num_rows <= 256 else power_of_two(len(tiles))
                     tiles += [(0, 0, 0, 0, 0)] * (count - len(tiles))
                 if tiles:

@@ -105,8 +105,15 @@ def gated_product_kernel(
         gate_at = weight + outputs[None, :].to(tl.int64) * num_inputs + inputs[:, None]
         up_at = gate_at + num_outputs.to(tl.int64) * num_inputs
         x_tile = tl.load(x_at, mask=row_exists[:, None] & exists[None, :], other=0.0)
-        gate = tl.dot(x_tile, tl.load(gate_at, mask=output_exists[None, :] & exists[:, None], other=0.0), gate, input_precision="ieee")
-        up = tl.dot(x_tile, tl.load(up_at, mask=output_exists[None, :] & exists[:, None], other=0.0), up, input_precision="ieee")
+        gate = tl.dot(
+            x_tile,
+            tl.load(gate_at, mask=output_exists[None, :] & exists[:, None], other=0.0),
+            gate,
+            input_precision="ieee",
+        )
+        up = tl.dot(
+            x_tile, tl.load(up_at, mask=output_exists[None, :] & exists[:, None], other=0.0), up, input_precision="ieee"
+        )
     if HAS_BIAS:
         gate += tl.load(bias + outputs, mask=output_exists, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + num_outputs + outputs, mask=output_exists, other=0.0).to(tl.float32)[None, :]
@@ -265,7 +272,9 @@ def _attend_block(
     weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0).to(value.dtype)
     shrunk = tl.exp(best - higher)
     product = tl.dot(weights, value, input_precision="ieee")
-    mass = tl.max(tl.dot(weights, tl.full((BLOCK, 16), 1.0, value.dtype), input_precision="ieee"), 1)  # 16 equal columns
+    mass = tl.max(
+        tl.dot(weights, tl.full((BLOCK, 16), 1.0, value.dtype), input_precision="ieee"), 1
+    )  # 16 equal columns
     return higher, total * shrunk + mass, sums * shrunk[:, None] + product
 
 
@@ -291,7 +300,8 @@ def attention_kernel(
     of the tile; later blocks are gathered for each row in its own logical order. Both go through products of one shape.
 
     Shapes: queries, out [N, heads, D]; tiles int64 [tiles, 5]: first row, last row (exclusive), start of the context in
-    `seen_slots`, `shared_end`, end of the longest row. A row's path begins at `path_start` of `seen_slots`. If spread: part_states float32 [chunks, N heads, 2], part_sums float32 [chunks, N heads, BLOCK_DIM].
+    `seen_slots`, `shared_end`, end of the longest row. A row's path begins at `path_start` of `seen_slots`. If spread:
+    part_states float32 [chunks, N heads, 2], part_sums float32 [chunks, N heads, BLOCK_DIM].
     """
     tile, kv_head = tiles + tl.program_id(0) * 5, tl.program_id(1)
     first, last, context = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -356,7 +366,7 @@ def attention_kernel(
         count = end_chunk - first_chunk
         if not _is_last(arrivals + tl.program_id(0) * num_kv_heads + kv_head, count):
             return
-        for number in range(0, count):
+        for number in range(count):
             place = number * (num_rows * num_heads) + pair
             best = tl.load(part_states + 2 * place, mask=exists, other=-1.0e38)
             total = tl.load(part_states + 2 * place + 1, mask=exists, other=0.0)

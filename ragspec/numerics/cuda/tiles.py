@@ -1,7 +1,7 @@
 """Which tile of a product runs for how many rows: free choices, because no bit of a product depends on a tile.
 
-A product adds its inputs in blocks of `SumOrder.block_in`, in `SumOrder.split` parts that are added in order. The order depends on
-the weight's type and shape alone, and with it the bits. Height, width, warps and stages of a tile change none (measured on an
+A product adds its inputs in blocks of `SumOrder.block_in`, in `SumOrder.split` parts that are added in order. The order depends
+on the weight's type and shape alone, and with it the bits. Height, width, warps and stages of a tile change none (measured on an
 H200 for 16, 32, 64 and 128 rows, widths of 16 to 128; `infra/gpu/check.sh bits` measures it again on any device).
 
 `tiles.json` has the tiles that `infra/gpu/tune.py` measured, by device and weight; elsewhere a rule chooses.
@@ -75,7 +75,9 @@ def _tile(tier: int, num_outputs: int, num_inputs: int, dtype: str, device: torc
         Tile(128, 128, 8, 3),
     )[tier]
     # a block of inputs holds 128 numbers at most, of two bytes at most
-    return tile._replace(num_stages=max(1, min(tile.num_stages, shared_bytes(device) // (256 * (tile.rows + tile.outputs)))))
+    return tile._replace(
+        num_stages=max(1, min(tile.num_stages, shared_bytes(device) // (256 * (tile.rows + tile.outputs))))
+    )
 
 
 @functools.cache

@@ -73,7 +73,9 @@ class TieredForwards:
     def _replay(self, sent: Tensor, inputs: ForwardInputs, key: Any, compute: Compute) -> Outputs:
         captured = self._graphs.pop(key, None) or self._capture(sent.clone(), inputs, compute)
         self._graphs[key] = captured
-        while len(self._graphs) > MAX_GRAPHS or sum(graph.num_bytes for graph in self._graphs.values()) > MAX_GRAPH_BYTES:
+        while (
+            len(self._graphs) > MAX_GRAPHS or sum(graph.num_bytes for graph in self._graphs.values()) > MAX_GRAPH_BYTES
+        ):
             if len(self._graphs) == 1:
                 break
             del self._graphs[next(iter(self._graphs))]
