@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from pipelines.benchmarks.cases.timing import Case, EngineDecoder, take_turns
