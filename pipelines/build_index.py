@@ -88,6 +88,9 @@ def main(
             metavar="GLOB", help="Leave out files and folders by name, or by path below an input; may be repeated."
         ),
     ] = None,
+    keep_originals: Annotated[
+        bool, typer.Option(help="Keep copies of the files in the index, so that quotes are shown on their pages.")
+    ] = False,
     rebuild: Annotated[bool, typer.Option(help="Replace the index by one of these inputs only.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Report the changes without making them.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a file was skipped.")] = False,
@@ -128,9 +131,8 @@ def main(
                         keep_duplicates=keep_duplicates,
                         passages_per_encode=passages_per_encode,
                     ) as writer:
-                        ingest = FileIngest(
-                            writer, reader, owner, near, None if dry_run or rebuild else _PASSAGES_PER_COMMIT
-                        )
+                        per_commit = None if dry_run or rebuild else _PASSAGES_PER_COMMIT
+                        ingest = FileIngest(writer, reader, owner, near, keep_originals and not dry_run, per_commit)
                         add_files(files, ingest)
                         if sync:
                             ingest.delete_missing([input_root(given) for given in inputs], found.excluded)

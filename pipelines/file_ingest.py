@@ -19,8 +19,9 @@ from typing import NamedTuple
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.index.content_key import check_document
+from ragspec.retrieval.index.manifest import file_checksum
 from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
-from ragspec.retrieval.reading import Unread, find_files
+from ragspec.retrieval.reading import Unread, find_files, has_rows
 from ragspec.retrieval.reading.bounded_reader import BoundedReader
 from ragspec.retrieval.reading.near_duplicates import NearDuplicates, is_source
 
@@ -71,9 +72,11 @@ class FileIngest:
         reader: BoundedReader,
         owner: str,
         near_duplicates: NearDuplicates | None,
+        keep_originals: bool = False,
         passages_per_commit: int | None = None,
     ) -> None:
         """`near_duplicates` None: they are indexed. `passages_per_commit` None: the caller commits, at the end."""
+        self._keep_originals = keep_originals
         self.report = IngestReport()
         self._writer, self._reader, self._near_duplicates = writer, reader, near_duplicates
         self._owner = owner
@@ -158,9 +161,12 @@ class FileIngest:
     def _documents(self, path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
         """Why the owner is part of the ids: two tenants may have files of the same name."""
         prefix, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
+        # Why not of rows: a change of one would change the documents of all others
+        digest = "" if has_rows(name) or not path.is_file() else file_checksum(path).sha256
         for document in self._reader.documents(path, name, unread):
             owner = self._owner or document.owner
-            yield replace(document, id=prefix + document.id, owner=owner, source=document.source or name, origin=origin)
+            names = {"id": prefix + document.id, "owner": owner, "source": document.source or name}
+            yield replace(document, **names, origin=origin, digest=digest)
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)
@@ -168,6 +174,8 @@ class FileIngest:
             self.report.near_duplicates[document.id] = original
             self._delete(document.id)
             return
+        if self._keep_originals and document.digest:
+            self._writer.keep_original(path, document.digest)
         outcome = self._writer.upsert(document)
         self._note(document.id, outcome)
         if outcome is UpsertOutcome.DUPLICATE:

@@ -94,7 +94,8 @@ class Document:
     """A text with an identity, as the user gave it.
 
     `owner`: the tenant whose requests may see the document; empty: all tenants. `headings` are sorted by `start`. `origin`: the
-    file that the document was read from, or empty. `blocks` are sorted and do not overlap; empty: the reader knows none.
+    file that the document was read from, or empty; `digest`: the SHA-256 of that file, or empty. `blocks` are sorted and do not
+    overlap; empty: the reader knows none.
     """
 
     id: str
@@ -106,6 +107,7 @@ class Document:
     headings: tuple[Heading, ...] = ()
     origin: str = ""
     blocks: tuple[Block, ...] = ()
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

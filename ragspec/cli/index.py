@@ -23,7 +23,7 @@ from rich.text import Text
 from ragspec.cli.options import PASSED_ON, AsJson, Config, Data, Index, group, index_folder, overrides, pass_on
 from ragspec.cli.terminal import data_folder, note, plain_table, safe, stderr_console, stdout_console
 from ragspec.config import load_config, load_settings
-from ragspec.errors import InputError
+from ragspec.errors import InputError, StoreCorrupt
 
 if TYPE_CHECKING:
     from ragspec.retrieval.index.manifest import Manifest
@@ -134,12 +134,17 @@ def list_documents(
 @index.command()
 def verify(index: Index = None, config: Config = None) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
+    from ragspec.retrieval.index.index_directory import ORIGINALS
+    from ragspec.retrieval.index.manifest import file_checksum
     from ragspec.retrieval.index.store import Store, check_segment
     from ragspec.retrieval.search.analysis import RULES, rules_of
 
     store = Store.open(index_folder(index, config))
     for live in store.segments:
         check_segment(live.segment)
+    for path in (store.index_dir / ORIGINALS).glob("[!.]*"):
+        if file_checksum(path).sha256 != path.name:
+            raise StoreCorrupt(f"{path} is not the file that was kept: its sha256 differs")
     rules = rules_of(store.manifest.analyzer)
     if rules < RULES:
         note(stderr_console(), f"texts are cut into words by rules {rules}; `index add --rebuild` uses rules {RULES}")

@@ -84,8 +84,8 @@ def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config:
 def document_key(document: Document) -> bytes:
     """SHA-256 of all fields of a document."""
     names = (document.id, document.title, document.source, document.owner, document.origin)
-    blocks = [json.dumps(document.blocks)] if document.blocks else []
-    return _digest((*names, metadata_json(document), headings_json(document), document.text, *blocks))
+    added = filter(None, (json.dumps(document.blocks) if document.blocks else "", document.digest))
+    return _digest((*names, metadata_json(document), headings_json(document), document.text, *added))
 
 
 def text_key(document: Document) -> bytes:
@@ -97,7 +97,7 @@ def check_document(document: Document) -> Document:
     """Returns the document. Raises: InputError if an index cannot hold it unchanged."""
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")
-    names = ("id", "text", "title", "source", "owner", "origin")
+    names = ("id", "text", "title", "source", "owner", "origin", "digest")
     headings = [("a heading", text) for each in document.headings for text in (each.text, each.anchor)]
     for name, value in [*((name, getattr(document, name)) for name in names), *headings]:
         if not isinstance(value, str):

@@ -84,6 +84,11 @@ class DocumentMap:
             owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
             yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
 
+    def digests(self) -> set[str]:
+        """Of the files of the live sealed documents."""
+        digests = [(live, live.segment.documents["digest"].to_pylist()) for live in self.segments]
+        return {own[number] for live, own in digests for number in live.live_documents()}
+
     def ids_of_source(self, source: str) -> list[str]:
         """Ids of the sealed documents that came from `source`."""
         found: list[str] = []

@@ -11,6 +11,7 @@
         documents.arrow        id, title, source, owner, metadata, headings, keys, UTF-8 text, blocks
         terms.npy, ...         postings of the passages' words (`ragspec.retrieval.search.bm25`)
         dense.faiss            only for an approximate index
+      originals/               files that documents were read from, each by its SHA-256
 
 Segments and generations never change; generations share segments. Every hash is compared before a file is read.
 """

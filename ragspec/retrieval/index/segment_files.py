@@ -32,6 +32,7 @@ DOCUMENT_SCHEMA = pa.schema(
         ("origin", pa.large_string()),  # the file it was read from
         ("text", pa.large_binary()),
         ("blocks", pa.large_string()),  # JSON: [[start, end, kind, page], ...]
+        ("digest", pa.large_string()),  # of that file
     ]
 )
 PASSAGE_SCHEMA = pa.schema(

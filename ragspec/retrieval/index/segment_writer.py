@@ -113,7 +113,7 @@ class IndexSegmentWriter:
         names = (document.id, document.title, document.source, document.owner, metadata_json(document))
         keys = (document_key(document), text_key(document))
         blocks = json.dumps(document.blocks)
-        row = (*names, headings_json(document), *keys, document.origin, raw, blocks)
+        row = (*names, headings_json(document), *keys, document.origin, raw, blocks, document.digest)
         self._documents.append(row, num_bytes=len(raw) + len(blocks))
         self.num_documents += 1
         self.num_passages += len(passages)

@@ -194,7 +194,7 @@ class IndexSegment:
     def document(self, number: int) -> Document:
         with unchanged(self.folder):
             row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
-            names = {name: row[name] for name in ("id", "title", "source", "owner", "origin")}
+            names = {name: row[name] for name in ("id", "title", "source", "owner", "origin", "digest")}
             headings = tuple(Heading(*each) for each in json.loads(row["headings"]))
             text, blocks = row["text"].decode(), _blocks(row["blocks"])
             return Document(text=text, metadata=json.loads(row["metadata"]), headings=headings, blocks=blocks, **names)

@@ -70,6 +70,15 @@ class BoundedReader:
 
         Raises: InputError.
         """
+        return [Unread(*each) for each in self._ask(path, name, output)]
+
+    def draw_page(self, path: Path, number: int, quote: str, before: str) -> tuple[bytes, int]:
+        """A page of a PDF as PNG, and the number of letters that are marked, as `pdf_page.draw_page` says. Raises: InputError."""
+        with tempfile.NamedTemporaryFile(prefix="ragspec-page-", suffix=".png") as output:
+            num_marked: int = self._ask(path, path.name, Path(output.name), number, quote, before)
+            return output.read(), num_marked
+
+    def _ask(self, path: Path, name: str, output: Path, *page: int | str) -> Any:
         child = self._child = self._child or subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -78,7 +87,7 @@ class BoundedReader:
             cwd=Path(__file__).parents[3],
         )
         assert child.stdin and child.stdout
-        request = [str(path.absolute()), name, str(output.absolute()), *self._limits]
+        request = [str(path.absolute()), name, str(output.absolute()), page, self._limits]
         answer = b""
         try:
             child.stdin.write(json.dumps(request).encode() + b"\n")
@@ -96,7 +105,7 @@ class BoundedReader:
         found = json.loads(answer)
         if isinstance(found, str):
             raise InputError(found)
-        return [Unread(*each) for each in found]
+        return found
 
 
 def write_documents(path: Path, name: str, output: Path, limits: ReadLimits) -> list[Unread]:
@@ -114,9 +123,9 @@ def write_documents(path: Path, name: str, output: Path, limits: ReadLimits) -> 
 
 
 def main() -> None:
-    """Answers each request, a JSON list in a line, by a line: the parts that were not read, or the reason of a refusal."""
+    """Answers each request, a JSON list in a line, by a line: the result, or the reason of a refusal."""
     for line in sys.stdin:
-        path, name, output, *numbers = json.loads(line)
+        path, name, output, page, numbers = json.loads(line)
         limits = ReadLimits(*numbers)
         used = resource.getrusage(resource.RUSAGE_SELF)
         end_s = int(used.ru_utime + used.ru_stime + limits.timeout_s / 2) + 1
@@ -125,10 +134,16 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         answer: Any
         try:
-            answer = write_documents(Path(path), name, Path(output), limits)
+            if page:
+                from ragspec.retrieval.reading.pdf_page import draw_page  # Why here: most processes draw nothing
+
+                answer = draw_page(Path(path), *page, Path(output))
+            else:
+                answer = write_documents(Path(path), name, Path(output), limits)
         except InputError as cause:
             answer = str(cause)
-        print(json.dumps(answer), flush=True)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
