@@ -21,7 +21,7 @@ from ragspec.retrieval.index.index_directory import original_of
 from ragspec.retrieval.index.manifest import file_checksum
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading.bounded_reader import BoundedReader
-from ragspec.retrieval.reading.pdf_page import letters_of
+from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
 from ragspec.retrieval.retriever import Retriever
 from services.stores.library import Library
 from services.stores.parsing import FILE
@@ -34,6 +34,8 @@ _MAX_PAGES = 3
 _MAX_DRAWN = 2
 """Pages drawn at the same time, each by a process of its own."""
 _STYLES = "".join(f'<link rel=stylesheet href="/web/{name}.css">' for name in ("base", "document"))
+_QUOTE = ' id="quote"'
+"""Of the first mark."""
 _TAGS = {BlockKind.CODE: "pre", BlockKind.TABLE: "pre"}
 
 
@@ -70,11 +72,15 @@ class DocumentViews:
         shown = document.title or document.id
         title = escape(shown)
         place = " · ".join(escape(each) for each in (document.source, *_place(document, start)) if each)
+        pages = "".join(self._pages(document, start, end))
+        text = "".join(_text(document, start, end))
+        if _QUOTE in pages:
+            text = text.replace(f"<mark{_QUOTE}>", "<mark>", 1)
         notes = "".join(f"<p class=note>{escape(note)}</p>" for note in self._changes(document))
         return (
             f'<!doctype html><meta charset="utf-8"><title>{title}</title>{_STYLES}'
             f"<header><h1>{title}</h1><p class=place>{place}</p>{notes}</header>"
-            f"<main>{''.join(self._pages(document, start, end))}<article>{''.join(_text(document, start, end))}</article></main>"
+            f"<main>{pages}<article>{text}</article></main>"
         )
 
     def _current(self) -> Store:
@@ -106,15 +112,25 @@ class DocumentViews:
         for page in range(number, last):
             try:
                 with self._drawing, BoundedReader() as reader:
-                    image, num_marked = reader.draw_page(path, page, quote, before)
+                    image, drawn = reader.draw_page(path, page, quote, before)
             except InputError:
                 yield "<p class=note>This page cannot be drawn; below is its text as it was read.</p>"
                 return
-            picture = f'<img alt="Page {page}" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
-            yield f"<figure>{picture}<figcaption>Page {page}</figcaption></figure>"
-            quote, before = quote[num_marked:], ""
-            if not quote or not num_marked:
+            yield _figure(page, image, drawn, _QUOTE if page == number else "")
+            quote, before = quote[drawn.num_found :], ""
+            if not quote or not drawn.num_found:
                 return
+
+
+def _figure(number: int, image: bytes, drawn: DrawnPage, first: str) -> str:
+    """A page with the quote marked. `first`: attributes of the first mark."""
+    width, height = drawn.size
+    source = base64.b64encode(image).decode()
+    boxes = [f'x="{x}" y="{y}" width="{w}" height="{h}"' for x, y, w, h in drawn.boxes]
+    marks = "".join(f"<rect{first * (n == 0)} {box}/>" for n, box in enumerate(boxes))
+    picture = f'<image href="data:image/png;base64,{source}" width="{width}" height="{height}"/>'
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Page {number}">{picture}{marks}</svg>'
+    return f"<figure>{svg}<figcaption>Page {number}</figcaption></figure>"
 
 
 def _place(document: Document, start: int) -> Iterator[str]:
@@ -156,5 +172,5 @@ def _marked(text: str, begin: int, stop: int, start: int, end: int) -> str:
     low, high = max(begin, start), min(stop, end)
     if low >= high:
         return escape(text[begin:stop])
-    name = ' id="quote"' if low == start else ""
-    return f"{escape(text[begin:low])}<mark{name}>{escape(text[low:high])}</mark>{escape(text[high:stop])}"
+    first = _QUOTE if low == start else ""
+    return f"{escape(text[begin:low])}<mark{first}>{escape(text[low:high])}</mark>{escape(text[high:stop])}"

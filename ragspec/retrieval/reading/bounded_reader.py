@@ -24,6 +24,7 @@ from ragspec.errors import InputError
 from ragspec.retrieval.reading.file_reader import read_file
 from ragspec.retrieval.reading.formats import format_of, has_rows
 from ragspec.retrieval.reading.parsed_file import Unread
+from ragspec.retrieval.reading.pdf_page import DrawnPage, draw_page
 
 _FIELDS = ("id", "text", "title", "source", "owner", "metadata", "headings", "blocks")
 
@@ -72,11 +73,11 @@ class BoundedReader:
         """
         return [Unread(*each) for each in self._ask(path, name, output)]
 
-    def draw_page(self, path: Path, number: int, quote: str, before: str) -> tuple[bytes, int]:
-        """A page of a PDF as PNG, and the number of letters that are marked, as `pdf_page.draw_page` says. Raises: InputError."""
+    def draw_page(self, path: Path, number: int, quote: str, before: str) -> tuple[bytes, DrawnPage]:
+        """A page of a PDF as PNG, and what `pdf_page.draw_page` found on it. Raises: InputError."""
         with tempfile.NamedTemporaryFile(prefix="ragspec-page-", suffix=".png") as output:
-            num_marked: int = self._ask(path, path.name, Path(output.name), number, quote, before)
-            return output.read(), num_marked
+            found = DrawnPage(*self._ask(path, path.name, Path(output.name), number, quote, before))
+            return output.read(), found
 
     def _ask(self, path: Path, name: str, output: Path, *page: int | str) -> Any:
         child = self._child = self._child or subprocess.Popen(
@@ -135,8 +136,6 @@ def main() -> None:
         answer: Any
         try:
             if page:
-                from ragspec.retrieval.reading.pdf_page import draw_page  # Why here: most processes draw nothing
-
                 answer = draw_page(Path(path), *page, Path(output))
             else:
                 answer = write_documents(Path(path), name, Path(output), limits)

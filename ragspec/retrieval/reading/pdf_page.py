@@ -1,6 +1,6 @@
-"""Draws pages of a PDF, with a quote marked.
+"""Draws pages of a PDF, and finds the places of a quote on them.
 
->>> draw_page(Path("manual.pdf"), 3, letters_of("The mill opens at nine."), "", Path("page.png"))
+>>> draw_page(Path("manual.pdf"), 3, letters_of("The mill opens at nine."), "", Path("page.png")).boxes
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from typing import NamedTuple
 
 import pypdfium2
 import pypdfium2.raw as pdfium
-from PIL import ImageDraw
 
 _SCALE = 1.6
 _MAX_PIXELS = 2400.0
-_MARK = (255, 210, 0, 90)
 _LEAST_PART = 8
 """Letters of a part of a quote that ends on the page; fewer may stand there by chance."""
+
+
+class DrawnPage(NamedTuple):
+    """`num_found`: letters of the quote on the page. `size`: width and height of the picture. `boxes`: left, top, width and
+    height of the quote's parts in the picture. Units: pixels."""
+
+    num_found: int
+    size: tuple[int, int]
+    boxes: list[tuple[int, int, int, int]]
 
 
 class _Letters(NamedTuple):
@@ -33,8 +40,8 @@ def letters_of(text: str) -> str:
     return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", text)))
 
 
-def draw_page(path: Path, number: int, quote: str, before: str, output: Path) -> int:
-    """Draws page `number`, from 1 on, as PNG. Returns how many letters of the quote are marked: all, or those to the page's end.
+def draw_page(path: Path, number: int, quote: str, before: str, output: Path) -> DrawnPage:
+    """Draws page `number`, from 1 on, as PNG. Finds the whole quote on it, or the beginning of one that goes on behind the page.
 
     `quote`, `before`: letters of the quote and of the text before it, which tells equal words apart.
     """
@@ -44,16 +51,15 @@ def draw_page(path: Path, number: int, quote: str, before: str, output: Path) ->
         page = document[number - 1]
         text = page.get_textpage()
         letters = _page_letters(text)
-        start, num_marked = _find(letters.text, quote, before)
-        scale = min(_SCALE, _MAX_PIXELS / max(page.get_size()))
-        image = page.render(scale=scale).to_pil().convert("RGB")
-        if num_marked:
-            first, last = letters.places[start], letters.places[start + num_marked - 1]
-            drawing = ImageDraw.Draw(image, "RGBA")
-            for n in range(text.count_rects(first, last + 1 - first)):
-                drawing.rectangle(_on_image(page, text.get_rect(n), image.size), fill=_MARK)
+        start, num_found = _find(letters.text, quote, before)
+        image = page.render(scale=min(_SCALE, _MAX_PIXELS / max(page.get_size()))).to_pil()
         image.save(output, "PNG")
-    return num_marked
+        boxes = []
+        if num_found:
+            first, last = letters.places[start], letters.places[start + num_found - 1]
+            for n in range(text.count_rects(first, last + 1 - first)):
+                boxes.append(_on_picture(page, text.get_rect(n), image.size))
+        return DrawnPage(num_found, image.size, boxes)
 
 
 def _page_letters(text: pypdfium2.PdfTextPage) -> _Letters:
@@ -86,14 +92,14 @@ def _num_equal(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _on_image(
+def _on_picture(
     page: pypdfium2.PdfPage, box: tuple[float, float, float, float], size: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """A box of the page, in points, as left, top, right and bottom in pixels."""
+    """A box of the page, in points, as left, top, width and height in pixels."""
     corners = []
     for x, y in (box[:2], box[2:]):
         column, row = ctypes.c_int(), ctypes.c_int()
         pdfium.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, column, row)
         corners.append((column.value, row.value))
     (a, b), (c, d) = corners
-    return min(a, c), min(b, d), max(a, c), max(b, d)
+    return min(a, c), min(b, d), abs(a - c), abs(b - d)
