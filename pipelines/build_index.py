@@ -5,7 +5,7 @@
 Each file is indexed as a whole or not at all. A document records the real path of its file (`origin`), so that a later run finds
 documents whose file is gone or has changed. Only new and changed documents are encoded. Work is committed every few thousand
 passages, so after a kill the same command resumes. Files that cannot be read are reported and left out. The last line on stdout
-is one JSON object.
+is one JSON object; with `--watch`, one line follows each change.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,25 +26,29 @@ from rich.text import Text
 
 from pipelines.batch.options import exit_on_error
 from pipelines.batch.ray_session import ray_session
+from pipelines.file_ingest import FileIngest, FileList, IngestReport
 from ragspec.cli.options import index_folder
 from ragspec.cli.terminal import loading, safe, stderr_console
 from ragspec.config import EncoderConfig, load_config
-from ragspec.core import Document
-from ragspec.errors import InputError
+from ragspec.errors import IndexBusy, InputError
 from ragspec.retrieval.encoder import Encoder, EncoderWrapper, FloatArray, TextEncoder, TextKind
-from ragspec.retrieval.index.content_key import check_document
 from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
-from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter, UpsertOutcome
-from ragspec.retrieval.reading import SUFFIXES, Unread, find_files, input_root, passed_over, read_file
+from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
+from ragspec.retrieval.reading import SUFFIXES, input_root, passed_over
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
+from ragspec.retrieval.reading.near_duplicates import NearDuplicates
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = stderr_console()
 
 _PASSAGES_PER_COMMIT = 16_384
-_READ_AT_ONCE_BYTES = 64 * 2**20
+_POLL_S = 2.0
+_READ_LIMITS = ReadLimits(max_text_bytes=512 * 2**20, timeout_s=900.0, memory_bytes=4 * 2**30)
+"""Why more than for uploads: the files are the user's own."""
+
 _SHOWN_KINDS = 8
-_SHOWN_DUPLICATES = 20
+_SHOWN_IDS = 20
 _SHOWN_PARTS = 10
 _INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}"
 
@@ -69,8 +73,23 @@ def main(
         str, typer.Option(help="The only tenant who may see these documents; a prefix of their ids.")
     ] = "",
     keep_duplicates: Annotated[bool, typer.Option(help="Index documents whose text another document has.")] = False,
-    remove_missing: Annotated[
-        bool, typer.Option(help="Delete documents of these inputs that are no longer in a file.")
+    sync: Annotated[
+        bool,
+        typer.Option(
+            "--sync",
+            "--remove-missing",
+            help="Also delete what the inputs no longer hold; --remove-missing is its former name.",
+        ),
+    ] = False,
+    watch: Annotated[bool, typer.Option(help="Go on, and follow every change of the files; implies --sync.")] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB", help="Leave out files and folders by name, or by path below an input; may be repeated."
+        ),
+    ] = None,
+    keep_originals: Annotated[
+        bool, typer.Option(help="Keep copies of the files in the index, so that quotes are shown on their pages.")
     ] = False,
     rebuild: Annotated[bool, typer.Option(help="Replace the index by one of these inputs only.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Report the changes without making them.")] = False,
@@ -87,47 +106,80 @@ def main(
         "index.words.language": language,
         "index.dense.kind": dense,
     }
-    begin = time.monotonic()
+    sync, exclude = sync or watch, exclude or []
+    if watch and (dry_run or rebuild):
+        raise typer.BadParameter("--watch goes with neither --dry-run nor --rebuild")
     with exit_on_error():
         settings, index = load_config(config, **overrides), index_folder(index, config)
         index_overrides = [value for name, value in overrides.items() if name.startswith("index") and value is not None]
-        files = find_files(inputs, allow_none=remove_missing)
+        found = FileList.of(inputs, exclude, allow_none=sync)
         with (
             _encoder(settings.encoder, dry_run, workers) as (text_encoder, passages_per_encode),
             _folder(index, dry_run) as folder,
-            IndexWriter(
-                folder,
-                text_encoder,
-                settings.index if config or index_overrides else None,
-                replace=rebuild,
-                keep_duplicates=keep_duplicates,
-                passages_per_encode=passages_per_encode,
-            ) as writer,
+            BoundedReader(_READ_LIMITS) as reader,
         ):
-            ingest = FileIngest(writer, owner, None if dry_run or rebuild else _PASSAGES_PER_COMMIT)
-            add_files(files, ingest)
-            if remove_missing:
-                ingest.delete_missing([input_root(given) for given in inputs])
-            writer.delete_unseen()
-            ingest.retry_duplicates()
-            writer.flush()
-            others = Counter(path.suffix.lower() or path.name for path in passed_over(inputs))
-            _warn(ingest.report, others)
-            if rebuild and writer.is_empty():
-                raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
-            manifest = None if dry_run else writer.commit()
-    summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin) | {"passed_over": dict(others)}
-    print(json.dumps({"index_dir": str(index), "dry_run": dry_run, **summary}))
+            files = found.files
+            while True:
+                begin = time.monotonic()
+                near = None if keep_duplicates else NearDuplicates(name for _, name in found.files)
+                try:
+                    with IndexWriter(
+                        folder,
+                        text_encoder,
+                        settings.index if config or index_overrides else None,
+                        replace=rebuild,
+                        keep_duplicates=keep_duplicates,
+                        passages_per_encode=passages_per_encode,
+                    ) as writer:
+                        per_commit = None if dry_run or rebuild else _PASSAGES_PER_COMMIT
+                        ingest = FileIngest(writer, reader, owner, near, keep_originals and not dry_run, per_commit)
+                        add_files(files, ingest)
+                        if sync:
+                            ingest.delete_missing([input_root(given) for given in inputs], found.excluded)
+                        ingest.delete_unseen()
+                        ingest.retry_duplicates()
+                        with loading(_console, "encoding the last passages"):
+                            writer.flush()
+                        others = Counter(path.suffix.lower() or path.name for path in passed_over(inputs))
+                        _warn(ingest.report, others, dry_run)
+                        if rebuild and writer.is_empty():
+                            raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
+                        manifest = None if dry_run else writer.commit()
+                except IndexBusy:
+                    if not watch:
+                        raise
+                    time.sleep(_POLL_S)
+                    continue
+                summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin)
+                summary |= {"excluded": len(found.excluded), "passed_over": dict(others)}
+                summary |= {"would": ingest.report.changed} if dry_run else {}
+                print(json.dumps({"index_dir": str(index), "dry_run": dry_run, **summary}), flush=True)
+                if not watch:
+                    break
+                found, before = _changed(found, inputs, exclude), found
+                files = [each for each in found.files if found.differs(each[1], before) or ingest.must_repeat(each[1])]
     if strict and ingest.report.skipped:
         raise typer.Exit(1)
 
 
-def add_files(files: list[tuple[Path, str]], ingest: FileIngest) -> None:
+def add_files(files: Sequence[tuple[Path, str]], ingest: FileIngest) -> None:
     """Raises: SaveError, EngineError."""
+    sizes = [path.stat().st_size if path.exists() else 0 for path, _ in files]
+    done, total = 0, sum(sizes)
     with loading(_console, "reading files") as say:
-        for number, (path, name) in enumerate(files):
-            say("reading and encoding files", number, len(files))
+        for (path, name), size in zip(files, sizes, strict=True):
+            say("reading and encoding files, in KiB", done // 1024, total // 1024)
             ingest.add_file(path, name)
+            done += size
+
+
+def _changed(before: FileList, inputs: Sequence[str], exclude: Sequence[str]) -> FileList:
+    """Waits for a change of the inputs' files. An input that is away is waited for."""
+    while True:
+        time.sleep(_POLL_S)
+        with suppress(InputError):
+            if (now := FileList.of(inputs, exclude, allow_none=True)) != before:
+                return now
 
 
 @contextmanager
@@ -153,22 +205,26 @@ def _encoder(config: EncoderConfig, dry_run: bool, num_workers: int) -> Iterator
             yield pool, pool.texts_at_once
 
 
-def _warn(report: IngestReport, others: Counter[str]) -> None:
+def _warn(report: IngestReport, others: Counter[str], dry_run: bool) -> None:
     """`others`: how many files of each suffix cannot be read."""
-    num_hidden = len(report.duplicates) - _SHOWN_DUPLICATES
     warnings = [f"skipped: {reason}" for reason in report.skipped.values()]
     for name, parts in report.unread.items():
         warnings += [f"read in part: {name}, {part}" for part in parts[:_SHOWN_PARTS]]
         if len(parts) > _SHOWN_PARTS:
             warnings.append(f"read in part: {name}, and {len(parts) - _SHOWN_PARTS} more places")
-    for document_id in list(report.duplicates)[:_SHOWN_DUPLICATES]:
-        warnings.append(f"duplicate: {document_id} has the text of another document and was left out")
-    if num_hidden > 0:
-        warnings.append(f"and {num_hidden} more duplicates (--keep-duplicates indexes them)")
+    left_out = [f"duplicate: {name} has the text of another document and was left out" for name in report.duplicates]
+    for name, original in report.near_duplicates.items():
+        left_out.append(f"near-duplicate: {name} says what {original} says and was left out")
+    warnings += left_out[:_SHOWN_IDS]
+    if len(left_out) > _SHOWN_IDS:
+        warnings.append(f"and {len(left_out) - _SHOWN_IDS} more duplicates (--keep-duplicates indexes them)")
     if others:
         kinds = ", ".join(f"{suffix} ({count})" for suffix, count in others.most_common(_SHOWN_KINDS))
         more = f" and {len(others) - _SHOWN_KINDS} more kinds" if len(others) > _SHOWN_KINDS else ""
         warnings.append(f"passed over: {others.total()} files of kinds that cannot be read: {kinds}{more}")
+    for verb, ids in zip(("add", "update", "delete"), report.changed.values(), strict=True) if dry_run else ():
+        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+        warnings.append(f"would {verb} {len(ids)} documents{': ' * bool(ids)}{', '.join(ids[:_SHOWN_IDS])}{more}")
     for warning in warnings:
         _console.print(Text(safe(warning), "yellow"), soft_wrap=True)
 
@@ -186,113 +242,11 @@ def summary_of(
         **asdict(writer.changes),
         "files": report.num_files,
         "skipped": list(report.skipped),
+        "near_duplicates": report.near_duplicates,
         "unread": {name: [str(part) for part in parts[:_SHOWN_PARTS]] for name, parts in report.unread.items()},
         "seconds": round(elapsed_s, 2),
         "passages_per_s": round(writer.changes.encoded / elapsed_s, 1),
     }
-
-
-@dataclass
-class IngestReport:
-    """`skipped`: file names with the reason. `unread`: parts of indexed files. `duplicates`: ids of documents left out, with
-    their file's path and name."""
-
-    num_files: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
-    unread: dict[str, list[Unread]] = field(default_factory=dict)
-    duplicates: dict[str, tuple[Path, str]] = field(default_factory=dict)
-
-
-class FileIngest:
-    """One run over files. `owner`: the tenant of all documents; empty if the documents name their own."""
-
-    def __init__(self, writer: IndexWriter, owner: str, passages_per_commit: int | None) -> None:
-        """`passages_per_commit` None: the caller commits, at the end."""
-        self.report = IngestReport()
-        self._writer = writer
-        self._owner = owner
-        self._passages_per_commit = passages_per_commit
-        self._committed_passages = 0
-        self._origin_of: dict[str, str] = {}
-        self._read: set[str] = set()
-        self._owners = {owner}
-
-    def add_file(self, path: Path, name: str) -> None:
-        """A file that cannot be read is left out as a whole; the documents that the index has of it stay."""
-        self.report.num_files += 1
-        try:
-            for document in self._valid_documents(path, name):
-                self._add(document, path, name)
-            self._read.add(str(path.resolve()))
-        except InputError as error:
-            self.report.skipped[name] = str(error)
-
-    def delete_missing(self, roots: Sequence[Path]) -> None:
-        """Delete documents below `roots` whose file is gone, or was read in this run without them."""
-        for document_id, owner, origin in list(self._writer.origins()):
-            if document_id in self._origin_of or owner not in self._owners or not _is_below(origin, roots):
-                continue
-            if origin in self._read or not Path(origin).exists():
-                self._writer.delete(document_id)
-
-    def retry_duplicates(self) -> None:
-        """Index the duplicates of documents that this run has changed or deleted since."""
-        for path, name in dict.fromkeys(self.report.duplicates.values()):
-            try:
-                for document in self._documents(path, name):
-                    was_left_out = self.report.duplicates.get(document.id) == (path, name)
-                    if was_left_out and self._writer.duplicate_of(document) is None:
-                        self._writer.upsert(document)
-                        self._writer.changes.duplicate -= 1
-                        del self.report.duplicates[document.id]
-            except InputError as error:  # the file is gone since it was read
-                self.report.skipped[name] = str(error)
-
-    def _valid_documents(self, path: Path, name: str) -> Iterable[Document]:
-        """All documents of a file. Raises: InputError before the first document, so that no file is indexed in part."""
-        before = _size_and_mtime(path)
-        ids: set[str] = set()
-        unread: list[Unread] = []
-        documents = self._new_documents(path, name, ids, unread)
-        is_small = before[0] <= _READ_AT_ONCE_BYTES
-        valid: Iterable[Document] = list(documents) if is_small else deque(documents, maxlen=0)
-        if _size_and_mtime(path) != before:
-            raise InputError(f"{path} was changed while it was read")
-        self._origin_of.update(dict.fromkeys(ids, str(path.resolve())))
-        if unread:
-            self.report.unread[name] = unread
-        return valid if is_small else self._documents(path, name)
-
-    def _new_documents(self, path: Path, name: str, ids: set[str], unread: list[Unread]) -> Iterator[Document]:
-        """Raises: InputError for an id that this run or another existing file has already."""
-        for document in self._documents(path, name, unread):
-            if document.id in ids:
-                raise InputError(f"{path} holds two documents of the id {document.id!r}")
-            ids.add(document.id)
-            is_leaving = document.id in self._writer.unseen  # a rebuild drops it unless a file holds it
-            known = None if is_leaving else self._writer.owner_and_origin(document.id)
-            other = self._origin_of.get(document.id) or (known[1] if known else "")
-            if other not in ("", document.origin) and Path(other).exists():
-                raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")
-            if known and known[0] != document.owner:
-                raise InputError(f"{path}: the id {document.id!r} is that of a document of another owner")
-            yield check_document(document)
-
-    def _documents(self, path: Path, name: str, unread: list[Unread] | None = None) -> Iterator[Document]:
-        """Why the owner is part of the ids: two tenants may have files of the same name."""
-        prefix, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
-        for document in read_file(path, name, unread):
-            owner = self._owner or document.owner
-            yield replace(document, id=prefix + document.id, owner=owner, source=document.source or name, origin=origin)
-
-    def _add(self, document: Document, path: Path, name: str) -> None:
-        self._owners.add(document.owner)
-        if self._writer.upsert(document) is UpsertOutcome.DUPLICATE:
-            self.report.duplicates[document.id] = path, name
-        encoded = self._writer.changes.encoded
-        if self._passages_per_commit and encoded - self._committed_passages >= self._passages_per_commit:
-            self._writer.commit()
-            self._committed_passages = encoded
 
 
 class ZeroEncoder(EncoderWrapper):
@@ -300,20 +254,6 @@ class ZeroEncoder(EncoderWrapper):
 
     def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         return np.zeros((len(texts), self.identity.dimension), np.float32)
-
-
-def _size_and_mtime(path: Path) -> tuple[int, int]:
-    """Bytes and nanoseconds. Raises: InputError."""
-    try:
-        stat = path.stat()
-    except OSError as cause:
-        raise InputError(f"{path} cannot be read: {cause.strerror}") from cause
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _is_below(origin: str, roots: Sequence[Path]) -> bool:
-    path = Path(origin)
-    return bool(origin) and any(path.is_relative_to(root) for root in roots)
 
 
 if __name__ == "__main__":

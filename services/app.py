@@ -32,7 +32,7 @@ from services.stores import routes as stores
 _EXPOSED = ["x-request-id", "retry-after"]
 STATIC = Path(__file__).parent / "web" / "static"
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; frame-src blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 PAGE_HEADERS = SECURITY_HEADERS | {
@@ -74,7 +74,7 @@ async def _raise_validation_error(_: Request, error: Exception) -> NoReturn:
 
 
 def page_routes() -> APIRouter:
-    """`GET /` the chat, `GET /grammar` the editor, `GET /web/...` their files. The pages call the service like any client."""
+    """The chat, the editor, the page of a source and their files. The pages call the service like any client."""
     router, files = APIRouter(include_in_schema=False), StaticFiles(directory=STATIC)
 
     async def respond(name: str, request: Request) -> Response:
@@ -92,6 +92,10 @@ def page_routes() -> APIRouter:
     @router.api_route("/grammar", methods=["GET", "HEAD"])
     async def grammar(request: Request) -> Response:
         return await respond("grammar.html", request)
+
+    @router.api_route("/document", methods=["GET", "HEAD"])
+    async def document(request: Request) -> Response:
+        return await respond("document.html", request)
 
     @router.api_route("/web/{path:path}", methods=["GET", "HEAD"])
     async def static(path: str, request: Request) -> Response:

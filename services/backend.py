@@ -32,10 +32,12 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics, Telemetry
 from services.settings import ServiceConfig
+from services.stores.document_view import DocumentViews
 from services.stores.library import open_library
 
 ENGINE_GAUGES = (
@@ -118,6 +120,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         self.corrector = self.models[config.service.grammar.model or self.model]
         self._watch_load()
         self.library = open_library(config, self.encoder, self._forget)
+        self.documents = DocumentViews(configured_index_dir(config.retriever), self.library, retriever)
         self.dictionaries = DictionaryStore(_database_of(config, "dictionaries"))
         self._closing = [
             self.library.close,

@@ -44,7 +44,7 @@ from services.settings import Limits
 
 log = logging.getLogger(__name__)
 
-PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar"})
+PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/document", "/grammar"})
 """Paths served without a key, beside the pages' files below `/web/`."""
 METRICS = "/metrics"
 ANONYMOUS = Caller("~stranger", "~stranger")

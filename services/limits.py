@@ -27,7 +27,7 @@ Limits that a file of settings can change stand in `services.settings`, fixed on
     time to correct it                         s               grammar.timeout_s                           rest uncorrected
     stored bytes of a tenant                   bytes           stores.records.MAX_BYTES_PER_TENANT,        507
                                                                rag.chat.conversations.MAX_BYTES_PER_TENANT
-    text, rows and time of one uploaded file   bytes, 1, s     stores.parsing.ParseLimits                  failed file
+    text, rows and time of one uploaded file   bytes, 1, s     bounded_reader.ReadLimits                   failed file
 
 Owns the counts of the last minute. Never queues: a request over a limit is refused at once, with the time to retry after. Queues
 are the engine's. `RateLimiter` runs in one event loop, so there is no lock.

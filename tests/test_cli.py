@@ -39,6 +39,7 @@ from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.wording import NOTHING_CLOSE
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
 from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.training import stdlib_corpus
 from ragspec.training.stdlib_corpus import is_held_out
@@ -383,7 +384,8 @@ def test_documents_are_listed_deleted_and_compacted(run: Callable[..., Ended], i
     assert all(row["passages"] == 1 for row in listed["list"])
     table = run("index", "list", *at, "--limit", 2)
     assert table.code == 0 and "d0" in table.out and "and 7 more" in table.out and "9 documents" in table.out
-    assert json.loads(run("index", "delete", "d1", *at, "--dry-run").out)["deleted"] == 1
+    rehearsed = run("index", "delete", "d1", *at, "--dry-run")
+    assert json.loads(rehearsed.out)["would"] == {"delete": ["d1"]} and "would delete d1" in rehearsed.err
     one_error(run("index", "delete", "d1", "nobody", *at), "'nobody'", "nothing was deleted")
     one_error(run("index", "delete", "--source", "nowhere.txt", *at), "'nowhere.txt'")
     assert run("index", "delete", *at).code == 2
@@ -394,6 +396,45 @@ def test_documents_are_listed_deleted_and_compacted(run: Callable[..., Ended], i
     checked = json.loads(run("index", "verify", *at).out)
     assert checked["verified"] is True and checked["word_rules"] == 2
     one_error(run("index", "compact", *at, "--dense", "annoy"), "dense.kind")
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("manual/old", ["manual/a.pdf", "manual/oldest.md"]),
+        ("manual/*.pdf", ["manual/old/b.pdf", "manual/old/c[1].md", "manual/oldest.md"]),
+        ("manual/**/*.pdf", ["manual/old/c[1].md", "manual/oldest.md"]),
+        ("manual/old/c[1].md", ["manual/a.pdf", "manual/old/b.pdf", "manual/oldest.md"]),
+        ("files/?.pdf", ["manual/old/b.pdf", "manual/old/c[1].md", "manual/oldest.md"]),
+    ],
+)
+def test_documents_are_deleted_by_folder_and_glob(
+    run: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, left: list[str]
+) -> None:
+    """A folder of a thousand documents deleted by a thousand ids, or its neighbour with it."""
+    monkeypatch.chdir(tmp_path)
+    ids = ["manual/a.pdf", "manual/old/b.pdf", "manual/old/c[1].md", "manual/oldest.md"]
+    with IndexWriter(tmp_path / "index", HashEncoder()) as writer:
+        for name in ids:
+            origin = str(tmp_path / "files" / "a.pdf") if name == ids[0] else ""
+            writer.upsert(Document(name, f"The text of {name}.", origin=origin))
+        writer.commit()
+    assert run("index", "delete", given, "--index", "index").code == 0
+    assert [row["id"] for row in json.loads(run("index", "list", "--index", "index", "--json").out)["list"]] == left
+    one_error(run("index", "delete", "", "--index", "index"), "nothing was deleted")
+
+
+def test_ids_are_listed_whole(run: Callable[..., Ended], tmp_path: Path) -> None:
+    """An id over two lines, which no command takes."""
+    with IndexWriter(tmp_path / "index", HashEncoder()) as writer:
+        writer.upsert(
+            Document("a/very/long/" + "name/" * 40 + "x.md", "Its text.", title="Its title", source="its source")
+        )
+        writer.commit()
+    line = next(
+        line for line in run("index", "list", "--index", tmp_path / "index").out.splitlines() if "name/" in line
+    )
+    assert "a/very/long/" + "name/" * 40 + "x.md" in line and "Its title" in line
 
 
 def test_verify_finds_what_hashes_cannot_tell(run: Callable[..., Ended], index: Path, tmp_path: Path) -> None:

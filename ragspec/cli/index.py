@@ -8,24 +8,31 @@ command imports what it needs when it runs, so that `ragspec --help` loads neith
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.text import Text
 
 from ragspec.cli.options import PASSED_ON, AsJson, Config, Data, Index, group, index_folder, overrides, pass_on
 from ragspec.cli.terminal import data_folder, note, plain_table, safe, stderr_console, stdout_console
 from ragspec.config import load_config, load_settings
-from ragspec.errors import InputError
+from ragspec.errors import InputError, StoreCorrupt
 
 if TYPE_CHECKING:
     from ragspec.retrieval.index.manifest import Manifest
     from ragspec.retrieval.index.store import Store
+    from ragspec.retrieval.index.writer import IndexWriter
     from services.settings import ServiceSettings
+
+_SHOWN_DOCUMENTS = 20
+_OTHER_COLUMNS = 60
 
 index = group("index", "Documents in, out and checked.")
 
@@ -36,30 +43,64 @@ def add(context: typer.Context) -> None:
     pass_on("pipelines.build_index", context.args, "ragspec index add")
 
 
+@index.command(context_settings=PASSED_ON)
+def sync(context: typer.Context) -> None:
+    """Make the index follow folders: adds, changes and deletes; --watch goes on: ragspec index sync manual/ --index DIR"""
+    pass_on("pipelines.build_index", ["--sync", *context.args], "ragspec index sync")
+
+
+_IDS_HELP = 'Documents by id, by folder (manual/old) or by glob ("manual/**/*.pdf"), of ids or of files.'
+
+
 @index.command()
 def delete(
     index: Index = None,
     config: Config = None,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents by id.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help=_IDS_HELP)] = None,
     source: Annotated[list[str] | None, typer.Option(help="All documents of a source; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Say what would be deleted; change nothing.")] = False,
 ) -> None:
-    """Take documents out, by id or by source."""
+    """Take documents out, by id, folder, glob or source."""
     from ragspec.retrieval.index.writer import IndexWriter
 
     if not ids and not source:
-        raise typer.BadParameter("name documents by id, or a source with --source")
+        raise typer.BadParameter("name documents by id, folder or glob, or a source with --source")
     with IndexWriter(index_folder(index, config)) as writer:  # an unknown id or source raises before the commit
-        for document_id in ids or ():
-            if writer.owner_and_origin(document_id) is None:
-                raise InputError(f"no document has the id {document_id!r}; nothing was deleted")
+        found = {given: _documents_of(writer, given) for given in ids or ()}
+        for given, documents in found.items():
+            if not documents:
+                raise InputError(f"no document has the id {given!r}, nor is any below it; nothing was deleted")
+        before = {document_id for document_id, *_ in writer.origins()}
         for name in dict.fromkeys(source or ()):
             if not writer.delete_source(name):
                 raise InputError(f"no document comes from {name!r}; nothing was deleted")
-        for document_id in ids or ():
+        for document_id in itertools.chain(*found.values()):
             writer.delete(document_id)
+        gone = sorted(before - {document_id for document_id, *_ in writer.origins()})
+        for document_id in gone[:_SHOWN_DOCUMENTS]:
+            note(stderr_console(), f"{'would delete' if dry_run else 'deleted'} {document_id}")
         manifest = None if dry_run else writer.commit()
-        _print_summary(manifest, {"deleted": writer.changes.deleted, "dry_run": dry_run})
+        would = {"would": {"delete": gone}} if dry_run else {}
+        _print_summary(manifest, {"deleted": writer.changes.deleted, "dry_run": dry_run, **would})
+
+
+def _documents_of(writer: IndexWriter, given: str) -> list[str]:
+    """The ids of the document of that id; without one, of all below that folder or glob, by their ids or their files."""
+    if writer.owner_and_origin(given) is not None:
+        return [given]
+    if not given:
+        return []
+    of_ids, of_files = _glob(given), _glob(str(Path(given).resolve()))
+    return [name for name, _, origin in writer.origins() if of_ids.fullmatch(name) or of_files.fullmatch(origin)]
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """Matches what a shell's glob matches, with `**` for any number of folders, and everything below that."""
+    rules = {r"\*\*/": "(?:.*/)?", r"\*\*": ".*", r"\*": "[^/]*", r"\?": "[^/]"}
+    regex = re.escape(pattern.rstrip("/"))
+    for sign, rule in rules.items():
+        regex = regex.replace(sign, rule)
+    return re.compile(f"{regex}(?:/.*)?", re.DOTALL)
 
 
 @index.command("list")
@@ -82,6 +123,9 @@ def list_documents(
     table = plain_table("id", "title", "source", "owner", "passages", right=("passages",))
     for row in rows[:limit]:
         table.add_row(*(Text(safe(str(value))) for value in row.values()))
+    table.columns[0].no_wrap = True  # Why: `index delete` takes an id that was copied
+    width = max((cell_len(safe(row["id"])) for row in rows[:limit]), default=0) + _OTHER_COLUMNS
+    console.width = max(console.width, width)
     console.print(table)
     if len(rows) > limit:
         console.print(Text(f"and {len(rows) - limit} more (--limit {len(rows)} shows all)", "dim"))
@@ -90,16 +134,25 @@ def list_documents(
 @index.command()
 def verify(index: Index = None, config: Config = None) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
+    from ragspec.retrieval.index.index_directory import ORIGINALS
+    from ragspec.retrieval.index.manifest import file_checksum
     from ragspec.retrieval.index.store import Store, check_segment
     from ragspec.retrieval.search.analysis import RULES, rules_of
 
     store = Store.open(index_folder(index, config))
     for live in store.segments:
         check_segment(live.segment)
+    for path in (store.index_dir / ORIGINALS).glob("[!.]*"):
+        if file_checksum(path).sha256 != path.name:
+            raise StoreCorrupt(f"{path} is not the file that was kept: its sha256 differs")
     rules = rules_of(store.manifest.analyzer)
     if rules < RULES:
         note(stderr_console(), f"texts are cut into words by rules {rules}; `index add --rebuild` uses rules {RULES}")
-    _print_summary(store.manifest, {"verified": True, "word_rules": rules})
+    if former := store.former_documents():
+        shown = ", ".join(former[:_SHOWN_DOCUMENTS]) + (" and more" if len(former) > _SHOWN_DOCUMENTS else "")
+        which = f"{len(former)} of {store.manifest.num_documents} documents"
+        note(stderr_console(), f"{which} have no blocks and pages; `index add` of their files adds them: {shown}")
+    _print_summary(store.manifest, {"verified": True, "word_rules": rules, "former_documents": former})
 
 
 @index.command()

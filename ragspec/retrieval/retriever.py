@@ -97,6 +97,11 @@ class Retriever:
         return self._current().store.generation
 
     @property
+    def store(self) -> Store:
+        """The current generation; without segments where these are searched elsewhere."""
+        return self._current().store
+
+    @property
     def is_elsewhere(self) -> bool:
         return False
 

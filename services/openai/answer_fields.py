@@ -16,34 +16,48 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ragspec.core import Citation, Passage, TokenLogprob
+from ragspec.core import Citation, Passage, TokenLogprob, blocks_in
 from ragspec.rag.answer import Answer
 
 CitationFormat = Literal["openai", "anthropic", "cohere"]
 
-_SCHEME = re.compile(r"[\x00-\x20]*([A-Za-z][A-Za-z0-9+.\-\x00-\x20]*):")
+_WEB = re.compile(r"https?://", re.IGNORECASE)
 _SPAN_FIELDS = ("passage_start", "passage_end", "document_id", "document_start", "document_end", "source")
-_PASSAGE_FIELDS = ("id", "document_id", "title", "heading", "source", "text", "start", "end", "score")
+_PASSAGE_FIELDS = (
+    "id",
+    "document_id",
+    "title",
+    "heading",
+    "headings",
+    "anchor",
+    "source",
+    "text",
+    "start",
+    "end",
+    "score",
+)
 _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SPACE = bytes_to_unicode()[ord(" ")]
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-def citation_fields(answer: Answer, citation_format: CitationFormat) -> dict[str, Any]:
-    """The fields of a message beside its content."""
-    return _FORMATS[citation_format](answer)
+def citation_fields(answer: Answer, citation_format: CitationFormat, base_url: str = "") -> dict[str, Any]:
+    """The fields of a message beside its content. `base_url`: of the service, for addresses."""
+    return _FORMATS[citation_format](answer, base_url)
 
 
 def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
     """The passages of the prompt, with their numbers there."""
     return [
-        {"number": number} | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
+        {"number": number}
+        | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
+        | {"page": passage.page or None, "url": view_url(passage.document_id, passage.start, passage.end)}
         for number, passage in enumerate(passages, 1)
     ]
 
@@ -55,12 +69,22 @@ def support_of(answer: Answer) -> dict[str, list[dict[str, Any]]]:
 
 
 def citations_of(answer: Answer) -> list[dict[str, Any]]:
-    """Every citation, with its spans in the answer, in the passage and in the document."""
+    """Every citation, with its spans in the answer, in the passage and in the document, and where a person can read it."""
     return [
         {"start": each.start, "end": each.end, "passage": index + 1}
         | {name: getattr(each, name) for name in _SPAN_FIELDS}
-        for each, index, _ in _with_passages(answer)
+        | {"page": _page_of(each, passage), "headings": passage.headings, "url": _view_of(each)}
+        for each, index, passage in _with_passages(answer)
     ]
+
+
+def _page_of(citation: Citation, passage: Passage) -> int | None:
+    blocks = blocks_in(passage.blocks, citation.passage_start, citation.passage_end)
+    return (blocks[0].page or None) if blocks else None
+
+
+def _view_of(citation: Citation) -> str:
+    return view_url(citation.document_id, citation.document_start, citation.document_end)
 
 
 def sentences_of(answer: Answer) -> list[dict[str, Any]]:
@@ -79,7 +103,7 @@ def _with_passages(answer: Answer) -> list[tuple[Citation, int, Passage]]:
     return [(each, index := indices[each.passage_id], answer.passages[index]) for each in answer.citations]
 
 
-def _openai(answer: Answer) -> dict[str, Any]:
+def _openai(answer: Answer, base_url: str) -> dict[str, Any]:
     """Citations as OpenAI writes them. Why no other types: LiteLLM refuses an answer with an annotation that OpenAI has not."""
     annotations = [
         {
@@ -88,7 +112,7 @@ def _openai(answer: Answer) -> dict[str, Any]:
                 "start_index": citation.start,
                 "end_index": citation.end,
                 "title": passage.title or passage.document_id,
-                "url": link_of(passage.source or passage.document_id),
+                "url": url_of(passage, base_url + _view_of(citation)),
             },
         }
         for citation, _, passage in _with_passages(answer)
@@ -96,7 +120,7 @@ def _openai(answer: Answer) -> dict[str, Any]:
     return {"annotations": annotations}
 
 
-def _anthropic(answer: Answer) -> dict[str, Any]:
+def _anthropic(answer: Answer, _: str) -> dict[str, Any]:
     """Text blocks, cut where citations begin and end. `document_index` is the passage's index in `ragspec.passages`."""
     blocks: list[dict[str, Any]] = []
     position = 0
@@ -119,10 +143,11 @@ def _anthropic(answer: Answer) -> dict[str, Any]:
     return {"content_blocks": blocks}
 
 
-def _cohere(answer: Answer) -> dict[str, Any]:
+def _cohere(answer: Answer, base_url: str) -> dict[str, Any]:
     citations = []
     for citation, _, passage in _with_passages(answer):
-        document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": link_of(passage.source)}
+        url = url_of(passage, base_url + _view_of(citation))
+        document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": url}
         citations.append(
             {
                 "start": citation.start,
@@ -136,20 +161,25 @@ def _cohere(answer: Answer) -> dict[str, Any]:
     return {"citations": citations}
 
 
-_FORMATS: Mapping[CitationFormat, Callable[[Answer], dict[str, Any]]] = {
+_FORMATS: Mapping[CitationFormat, Callable[[Answer, str], dict[str, Any]]] = {
     "openai": _openai,
     "anthropic": _anthropic,
     "cohere": _cohere,
 }
 
 
-def link_of(source: str) -> str:
-    """A source as the address of a link. Sources with another scheme than the web's, as `javascript:`, become relative ones.
+def view_url(document_id: str, start: int, end: int) -> str:
+    """The service's page of a document, with a span of it marked, in characters."""
+    return f"/document?{urlencode({'id': document_id, 'start': start, 'end': end})}"
 
-    Why without blanks: browsers leave out tabs and line ends within a scheme.
-    """
-    scheme = _SCHEME.match("".join(source.split()))
-    return source if scheme is None or scheme[1].lower() in ("http", "https") else quote(source, safe="")
+
+def url_of(passage: Passage, view: str) -> str:
+    """Where a person can read a passage: at its own address on the web, or else on the service's page."""
+    if not _WEB.match(passage.source):
+        return view
+    return (
+        passage.source if "#" in passage.source or not passage.anchor else f"{passage.source}#{quote(passage.anchor)}"
+    )
 
 
 class TextOffsets:

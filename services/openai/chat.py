@@ -199,7 +199,7 @@ class ChatFormat(AnswerFormat):
         return {"kept": self._is_kept} if self._ready.turn.conversation else {}
 
     def _citations(self, answer: Answer) -> dict[str, Any]:
-        return citation_fields(answer, self._body.citations or "openai")
+        return citation_fields(answer, self._body.citations or "openai", self.context.base_url)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None

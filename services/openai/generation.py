@@ -44,7 +44,7 @@ _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
 
 @dataclass(frozen=True)
 class RequestContext:
-    """`begin_s`: when the request came, of time.perf_counter. `created`: the same as Unix time."""
+    """`begin_s`: when the request came, of time.perf_counter. `created`: the same as Unix time. `base_url`: of the service."""
 
     backend: ServiceBackend
     model: ServedModel
@@ -55,6 +55,7 @@ class RequestContext:
     id: str
     created: int
     params: SamplingParams
+    base_url: str
 
     @classmethod
     def of(
@@ -68,7 +69,8 @@ class RequestContext:
             reason = f"{name} is {given}, but the context has {context_tokens} tokens, the prompt included"
             raise ApiError(400, reason, param=name, code="context_length_exceeded")
         caller, begin_s = request.state.caller, request.state.begin
-        context = cls(backend, model, mailbox, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
+        name, base_url = secrets.token_hex(16), str(request.base_url).rstrip("/")
+        context = cls(backend, model, mailbox, body, caller, begin_s, name, int(time.time()), params, base_url)
         if context.is_strict and body.stream and params.logprobs is not None:
             reason = "a stream with log-probabilities shows each token, which strict privacy forbids"
             raise ApiError(400, reason, param="logprobs")

@@ -212,7 +212,8 @@ class ResponsesFormat(ChatFormat):
         is_cut = answer.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
         annotations = [
-            {"type": each["type"], **each[each["type"]]} for each in citation_fields(answer, "openai")["annotations"]
+            {"type": each["type"], **each[each["type"]]}
+            for each in citation_fields(answer, "openai", self.context.base_url)["annotations"]
         ]
         told = self._envelope(status, [self._item(status, [_part(answer.text, annotations)])])
         ragspec = self._turn_fields() | self._support(answer, 0) | self._kept_field()

@@ -28,7 +28,7 @@ from typing import Any
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
 from ragspec.errors import IndexBusy, InputError, StoreCorrupt
-from ragspec.retrieval.index.index_directory import reader_lock
+from ragspec.retrieval.index.index_directory import ORIGINALS, reader_lock
 from ragspec.retrieval.index.manifest import FileChecksum, file_checksum, read_generation, verify_checksums
 from ragspec.retrieval.index.pointer import CURRENT
 from services.settings import ServiceSettings
@@ -54,9 +54,11 @@ def back_up(index_dir: Path, service: ServiceSettings, target: Path) -> dict[str
         for name in (folder.name, *(segment.name for segment in manifest.segments)):
             shutil.copytree(index_dir / name, staged / "index" / name)
         write_atomically(staged / "index" / CURRENT, pointer)
-        for path in sorted((library / "files").glob("*/file-*")):
+        files = dict.fromkeys((library / "files").glob("*/file-*"), "library/files")
+        files |= dict.fromkeys((index_dir / ORIGINALS).glob("[!.]*"), "index")
+        for path, place in sorted(files.items()):
             with contextlib.suppress(FileNotFoundError):  # deleted since
-                make_folder(copy := staged / "library/files" / path.parent.name)
+                make_folder(copy := staged / place / path.parent.name)
                 shutil.copy2(path, copy)
         for name in _DATABASES:
             _copy_database(data / name, staged / "data" / name)

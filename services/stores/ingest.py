@@ -22,9 +22,10 @@ from pathlib import Path
 from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, RetrievalError, SaveError
 from ragspec.numerics.threads import compute_threads, num_processors
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.tenants import FairQueue
 from services.stores.index_updater import Forget, IndexUpdater, PartsMissing
-from services.stores.parsing import ParseLimits, UnsupportedFile
+from services.stores.parsing import UnsupportedFile
 from services.stores.records import FileRecord, Records, StoreMember
 from services.stores.uploads import Upload, UploadQueue, yield_to_answers
 
@@ -69,11 +70,11 @@ class IngestWorker:
         forget: Forget,
         *,
         max_waiting: int = 10_000,
-        limits: ParseLimits | None = None,
+        limits: ReadLimits | None = None,
     ) -> None:
         self._records, self._path_of = records, path_of
         self._index = IndexUpdater(index_dir, encoder, forget)
-        self._max_waiting, self._limits = max_waiting, limits or ParseLimits()
+        self._max_waiting, self._limits = max_waiting, limits or ReadLimits()
         self.wake = threading.Condition()
         self.uploads = UploadQueue(self._read, self.wake)
         self.members_due_s = 0.0

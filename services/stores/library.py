@@ -32,10 +32,10 @@ from ragspec.errors import InputError, NoRoom, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.reading import SUFFIXES
+from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from services.settings import ServiceConfig, ServiceSettings
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
-from services.stores.parsing import ParseLimits
 from services.stores.records import (
     MAX_BYTES_PER_TENANT,
     RECORD_BYTES,
@@ -83,7 +83,7 @@ class Library(AbstractContextManager["Library"]):
         *,
         max_bytes_per_tenant: int = MAX_BYTES_PER_TENANT,
         max_waiting: int = 10_000,
-        parse_limits: ParseLimits | None = None,
+        parse_limits: ReadLimits | None = None,
     ) -> None:
         """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
         self.records = Records(data_dir / "library.sqlite")

@@ -7,10 +7,11 @@ FastAPI runs in threads. Deletions wait for the index, which may take long, and 
 from __future__ import annotations
 
 import contextlib
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Query, UploadFile
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, HTMLResponse
 
 from ragspec.core import Message
 from ragspec.errors import InputError, NotFound
@@ -21,6 +22,7 @@ from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.stores import schemas
+from services.stores.document_view import POLICY
 from services.stores.parsing import STORE
 from services.stores.records import StoreMember, StoreRecord
 from services.stores.schemas import Fields, Name, Tenant
@@ -28,7 +30,15 @@ from services.stores.schemas import Fields, Name, Tenant
 
 def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter()
-    for part in (_file_routes, _store_routes, _member_routes, _batch_routes, _search_routes, _conversation_routes):
+    for part in (
+        _file_routes,
+        _document_routes,
+        _store_routes,
+        _member_routes,
+        _batch_routes,
+        _search_routes,
+        _conversation_routes,
+    ):
         router.include_router(part(backend))
     return router
 
@@ -64,6 +74,26 @@ def _file_routes(backend: ServiceBackend) -> APIRouter:
     async def delete(tenant: Tenant, file_id: Name) -> Fields:
         await library.delete_file(tenant, file_id)
         return schemas.deleted("file", file_id)
+
+    return router
+
+
+def _document_routes(backend: ServiceBackend) -> APIRouter:
+    router, views = APIRouter(), backend.documents
+
+    @router.get("/v1/documents/view")
+    def view(tenant: Tenant, query: Annotated[schemas.SpanQuery, Query()]) -> Any:
+        """A page without scripts: the document's text as it was read, with a span of it marked."""
+        page = views.html(views.find(tenant, query.id), query.start, query.end)
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+
+    @router.get("/v1/documents/content")
+    def content(tenant: Tenant, query: Annotated[schemas.SpanQuery, Query()]) -> Any:
+        """The file that the document was read from, if it is kept."""
+        document = views.find(tenant, query.id)
+        if (path := views.original(document)) is None:
+            raise ApiError(404, f"the file of {query.id!r} is not kept")
+        return FileResponse(path, media_type="application/octet-stream", filename=PurePath(document.source).name)
 
     return router
 

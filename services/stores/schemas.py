@@ -139,6 +139,14 @@ class NewConversation(RequestBody):
     metadata: Metadata | None = None
 
 
+class SpanQuery(BaseModel):
+    """A document, and a span of its text in characters."""
+
+    id: Annotated[str, Field(min_length=1, max_length=4096)]
+    start: int = Field(0, ge=0, le=2**40)
+    end: int = Field(0, ge=0, le=2**40)
+
+
 class PageQuery(BaseModel):
     """Query parameters of a list. `after` and `before` are ids; `before` is for vector stores and their files."""
 

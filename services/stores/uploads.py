@@ -19,8 +19,9 @@ from typing import TextIO
 from ragspec.core import Document
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
 from ragspec.retrieval.reading import has_rows
+from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.tenants import FairQueue
-from services.stores.parsing import ParseLimits, documents, parsed
+from services.stores.parsing import documents, parsed
 from services.stores.records import FileRecord, StoreMember
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _MAX_AHEAD = 16
 _LARGE_BYTES = 2**23
 """A parsed text of more bytes is large."""
 _MAX_LARGE = 4
-"""Large texts whose passages are in memory at once, over all tenants: each may have `ParseLimits.max_text_bytes`."""
+"""Large texts whose passages are in memory at once, over all tenants: each may have `ReadLimits.max_text_bytes`."""
 _STOP_S = 10.0
 _NICENESS = 5
 """Why not more: a query waits for the forward that the encoder has begun."""
@@ -80,7 +81,7 @@ class Upload:
         """Characters of the part's passages that must be encoded."""
         return sum(each.num_missing_chars for each in self.passages)
 
-    def parse(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
+    def parse(self, path: Path, file: FileRecord, limits: ReadLimits) -> None:
         """Raises: InputError."""
         self._lines = parsed(path, file.filename, limits)
         is_long = os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES

@@ -12,12 +12,13 @@ from letter_encoder import LetterEncoder
 from typer.testing import CliRunner
 
 import pipelines.build_index as build_index_job
+from pipelines import file_ingest
 from ragspec.config import EncoderConfig
 from ragspec.core import Document
 from ragspec.errors import SaveError, StoreError
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.reading import Unread
+from ragspec.retrieval.reading import Unread, bounded_reader, read_file
 
 
 class Ended(NamedTuple):
@@ -136,6 +137,100 @@ def test_a_dry_run_changes_nothing_and_tells_the_truth(
     assert (tmp_path / "index" / "CURRENT").read_text() == before
 
 
+PAGE = (
+    "The mill was built in {year}. It grinds the corn of four villages, and it stands still when the river is low. " * 3
+)
+
+
+def test_one_text_in_two_formats_is_indexed_once(run: Callable[..., Ended], tmp_path: Path) -> None:
+    """Every passage of a manual found twice, once with its markup; or the prices of another year left out."""
+    for name, text in {
+        "page.html": f"<h1>The mill</h1><p>{PAGE.format(year=1874)}",
+        "_sources/page.rst.txt": f".. _mill-2:\n\nThe mill\n========\n\n{PAGE.format(year=1874)}",
+        "prices.html": PAGE.format(year=2023),
+        "prices.md": PAGE.format(year=2024),
+        "install/index.html": PAGE.format(year=1900),
+        "install.md": PAGE.format(year=1900) + "## Two words",
+        "other.txt": PAGE.format(year=1874).replace("It", "\n\nIt"),
+    }.items():
+        (tmp_path / "docs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "docs" / name).write_text(text)
+    near = {"docs/_sources/page.rst.txt": "docs/page.html", "docs/install.md": "docs/install/index.html"}
+    for expected in ((5, 0, 0, 0, 0), (0, 0, 5, 0, 0)):
+        ended = run()
+        assert ended.summary["near_duplicates"] == near and counts(ended.summary) == expected
+        assert "near-duplicate: docs/install.md says what docs/install/index.html says" in ended.err
+    (tmp_path / "docs" / "page.html").unlink()
+    assert counts(run("--sync").summary) == (1, 0, 4, 0, 1)
+    assert "docs/_sources/page.rst.txt" in documents(tmp_path)
+    assert counts(run("--keep-duplicates").summary) == (1, 0, 5, 0, 0)
+
+
+def test_what_is_excluded_leaves_the_index_with_a_sync(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """Drafts that answer questions because a folder holds them."""
+    run()
+    excluded = ("--exclude", "sub", "--exclude", "*.jsonl")
+    assert run(*excluded).summary["excluded"] == 2 and len(documents(tmp_path)) == 4
+    ended = run("--sync", "--dry-run", *excluded)
+    assert ended.summary["would"] == {"added": [], "updated": [], "deleted": ["r1", "r2", "docs/sub/b.md"]}
+    assert (
+        "would delete 3 documents: r1, r2, docs/sub/b.md" in " ".join(ended.err.split())
+        and len(documents(tmp_path)) == 4
+    )
+    assert run("--sync", *excluded).code == 0 and sorted(documents(tmp_path)) == ["docs/a.txt"]
+    assert run("--exclude", "*").code == 1
+
+
+def test_a_watched_folder_is_followed(
+    run_on: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that is never read, every file read at each change, or a folder that is away for a moment."""
+    read: list[str] = []
+    real = bounded_reader.read_file
+    monkeypatch.setattr(
+        bounded_reader, "read_file", lambda path, name, *rest: (read.append(name), real(path, name, *rest))[1]
+    )
+    states: list[set[str]] = []
+
+    def changed(number: int) -> None:
+        states.append(set(documents(tmp_path)))
+        read.clear()
+        if number == 0:
+            (docs / "a.txt").write_text("The Danube is long.")
+        elif number == 1:
+            docs.rename(tmp_path / "away")
+        elif number == 2:
+            (tmp_path / "away").rename(docs)
+            (docs / "rows.jsonl").unlink()
+
+    steps = iter(range(4))
+    monkeypatch.setattr(build_index_job.time, "sleep", lambda _: changed(next(steps)))
+    with pytest.raises(StopIteration):
+        raise (
+            CliRunner()
+            .invoke(build_index_job.app, [str(docs), "--index", str(tmp_path / "index"), "--watch"])
+            .exception
+        )  # type: ignore[misc]
+    everything = {"docs/a.txt", "docs/sub/b.md", "r1", "r2"}
+    assert states == [everything] * 3 + [{"docs/a.txt", "docs/sub/b.md"}] and read == []
+    assert documents(tmp_path)["docs/a.txt"].text == "The Danube is long."
+
+
+def test_a_file_beyond_the_limits_of_reading_is_skipped_alone(
+    run: Callable[..., Ended], docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PDF that takes the memory or the night of a whole run."""
+    (docs / "page.html").write_text("The wheel turns." * 9)
+    for limits, reason in (
+        ({"timeout_s": 0.01}, "longer than 0.01 s"),
+        ({"memory_bytes": 2**20}, "fit into the memory"),
+        ({"max_text_bytes": 9}, "9 bytes"),
+    ):
+        monkeypatch.setattr(build_index_job, "_READ_LIMITS", bounded_reader.ReadLimits(**limits))  # type: ignore[arg-type]
+        ended = run()
+        assert ended.summary["skipped"] == ["docs/page.html", "docs/sub/b.md"] and reason in ended.err
+
+
 def test_a_killed_run_goes_on_where_it_stopped(
     run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +248,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert run().code == 1
     monkeypatch.setattr(IndexWriter, "upsert", real)
     ended = run()
-    assert ended.code == 0 and counts(ended.summary) == (2, 0, 2, 0, 0)
+    assert ended.code == 0 and counts(ended.summary) == (3, 0, 1, 0, 0)
 
 
 def test_only_what_the_inputs_answer_for_is_removed(run_on: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
@@ -237,7 +332,7 @@ def test_a_file_that_vanishes_or_changes_is_skipped(
     run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A traceback for a file that was deleted after it was listed; half of one that was being written."""
-    real = build_index_job.read_file
+    real = read_file
 
     def read(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
         if name == "docs/a.txt":
@@ -246,7 +341,7 @@ def test_a_file_that_vanishes_or_changes_is_skipped(
             path.write_text(path.read_text() + "\n")
         return real(path, name, unread)
 
-    monkeypatch.setattr(build_index_job, "read_file", read)
+    monkeypatch.setattr(bounded_reader, "read_file", read)
     ended = run()
     assert ended.code == 0 and ended.summary["skipped"] == ["docs/rows.jsonl", "docs/sub/b.md"]
     assert "was changed while it was read" in ended.err and "b.md cannot be read" in ended.err
@@ -264,7 +359,7 @@ def test_a_large_file_is_read_twice_and_the_same(
     run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that do not fit the memory, taken in half before their bad line is met."""
-    monkeypatch.setattr(build_index_job, "_READ_AT_ONCE_BYTES", 10)
+    monkeypatch.setattr(file_ingest, "_READ_AT_ONCE_BYTES", 10)
     (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
     ended = run()
     assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]

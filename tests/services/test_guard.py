@@ -42,7 +42,7 @@ def test_every_route_but_the_named_ones_needs_a_key(hasty: Service, monkeypatch:
 
 def test_the_public_paths_are_these() -> None:
     """A wildcard lets more through than it was meant for."""
-    assert set(PUBLIC) == {"/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar"}
+    assert set(PUBLIC) == {"/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/document", "/grammar"}
     assert is_public("/web/chat.js") and not is_public("/web/../v1/models")
     assert not any(
         map(is_public, ("/health/", "/healthx", "/v1/models", "/metrics", "//", "/web", "/v2/healthcheck/x"))

@@ -29,13 +29,13 @@ from ragspec.retrieval.index import index_directory as generation
 from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
 from services.stores import index_updater, ingest, parsing, uploads
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
-from services.stores.parsing import ParseLimits
 from services.stores.records import RECORD_BYTES, Records
 
 OLD = Document("old", "The old mill grinds corn.")
@@ -280,14 +280,14 @@ def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("limits", "name", "text", "message"),
     [
-        (ParseLimits(timeout_s=0.01), "zebra.html", "A zebra.", "longer than"),
-        (ParseLimits(max_text_bytes=100), "zebra.txt", "A zebra has stripes. " * 100, "bytes of text"),
-        (ParseLimits(max_text_bytes=100), "zebra.html", "A zebra has stripes. " * 100, "bytes of text"),
-        (ParseLimits(max_documents=2), "rows.csv", "text\na\nb\nc\n", "more than 2 rows"),
+        (ReadLimits(timeout_s=0.01), "zebra.html", "A zebra.", "longer than"),
+        (ReadLimits(max_text_bytes=100), "zebra.txt", "A zebra has stripes. " * 100, "bytes of text"),
+        (ReadLimits(max_text_bytes=100), "zebra.html", "A zebra has stripes. " * 100, "bytes of text"),
+        (ReadLimits(max_documents=2), "rows.csv", "text\na\nb\nc\n", "more than 2 rows"),
     ],
 )
 def test_a_file_beyond_the_limits_of_parsing_fails_alone(
-    opened: Opened, limits: ParseLimits, name: str, text: str, message: str
+    opened: Opened, limits: ReadLimits, name: str, text: str, message: str
 ) -> None:
     """A parser that never ends stopped all others; a small file was unpacked into more text or rows than the memory holds."""
     library = opened(parse_limits=limits)
@@ -415,7 +415,7 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
     begun, go_on, read = threading.Event(), threading.Event(), list[str]()
     write_documents = parsing.write_documents
 
-    def held(path: Path, name: str, output: Path, limits: ParseLimits) -> None:
+    def held(path: Path, name: str, output: Path, limits: ReadLimits) -> None:
         if "slow" in name:
             begun.set()
             go_on.wait(90.0)

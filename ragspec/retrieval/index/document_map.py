@@ -68,6 +68,11 @@ class DocumentMap:
             return getattr(self._unsealed[place.document], name)
         return self.segments[place.segment].segment.documents[name][place.document].as_py()
 
+    def is_former(self, place: DocumentLocation) -> bool:
+        """Whether the document is of the former schema, without blocks."""
+        segment = self.segment(place)
+        return segment is not None and segment.is_former(place.document)
+
     def with_text(self, key: bytes) -> Iterable[str]:
         """The ids of documents with that text key. Needs `with_texts`."""
         assert self._texts is not None
@@ -78,6 +83,11 @@ class DocumentMap:
         for live in self.segments:
             owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
             yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
+
+    def digests(self) -> set[str]:
+        """Of the files of the live sealed documents."""
+        digests = [(live, live.segment.documents["digest"].to_pylist()) for live in self.segments]
+        return {own[number] for live, own in digests for number in live.live_documents()}
 
     def ids_of_source(self, source: str) -> list[str]:
         """Ids of the sealed documents that came from `source`."""

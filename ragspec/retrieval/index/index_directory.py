@@ -20,10 +20,10 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from ragspec.disk import TEMPORARY, fsync, make_folder, write_atomically, writer_lock
+from ragspec.disk import TEMPORARY, atomic_writer, fsync, make_folder, write_atomically, writer_lock
 from ragspec.errors import StoreError
 from ragspec.retrieval.index.manifest import (
     MANIFEST,
@@ -35,6 +35,7 @@ from ragspec.retrieval.index.manifest import (
 )
 from ragspec.retrieval.index.pointer import CURRENT, read_pointer
 
+ORIGINALS = "originals"
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
 GRACE_S = 600.0
 """How long the generation before the current one is kept: a reader may have read CURRENT and not opened its files yet."""
@@ -94,6 +95,23 @@ class IndexDirectory:
         fsync(self.path)
         write_atomically(self.path / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
 
+    def keep_original(self, path: Path, digest: str) -> None:
+        """Copies a file, unless it was changed and its SHA-256 is no longer `digest`."""
+        kept = original_of(self.path, digest)
+        if kept.exists():
+            return
+        make_folder(kept.parent)
+        with atomic_writer(kept) as copy, open(path, "rb") as file:
+            shutil.copyfileobj(file, copy)
+        if file_checksum(kept).sha256 != digest:
+            kept.unlink()
+
+    def keep_originals(self, digests: Collection[str]) -> None:
+        """Removes all originals but these."""
+        for path in (self.path / ORIGINALS).glob("*"):
+            if path.name not in digests:
+                path.unlink()
+
     def _placed(self) -> list[tuple[str, int]]:
         matches = (_PLACED.fullmatch(path.name) for path in self.path.iterdir())
         return [(match[1], int(match[2])) for match in matches if match]
@@ -130,6 +148,11 @@ class IndexDirectory:
         if earlier and keep_previous and is_young:
             kept |= _folders(self.path, f"generation-{max(earlier):06d}")
         return kept
+
+
+def original_of(index_dir: Path, digest: str) -> Path:
+    """Where the original of that SHA-256 is kept, if it is."""
+    return index_dir / ORIGINALS / digest
 
 
 def _folders(index_dir: Path, generation: str) -> set[str]:

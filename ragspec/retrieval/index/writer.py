@@ -150,6 +150,8 @@ class IndexWriter:
     def upsert(self, document: Document, chunked: EmbeddedDocument | None = None) -> UpsertOutcome:
         """Add a document, in place of the document with its id. Passages whose text is unchanged keep their vectors.
 
+        The same document of the former schema is written anew.
+
         `chunked`: the document's passages, of any other session with this encoder; not chunked again if the settings agree.
         Raises: InputError if an index cannot hold the document, or its id is that of another owner's document; SaveError.
         """
@@ -164,7 +166,7 @@ class IndexWriter:
         if may_leave and not self._keep_duplicates and self.duplicate_of(document) is not None:
             self._remove(document.id)
             outcome = UpsertOutcome.DUPLICATE
-        elif is_same:
+        elif is_same and not (location and self._documents.is_former(location)):
             outcome = UpsertOutcome.UNCHANGED
         else:
             fits = chunked is not None and chunked.chunking == self._builder.config.chunking
@@ -178,6 +180,11 @@ class IndexWriter:
         self.unseen.discard(document.id)
         setattr(self.changes, outcome, getattr(self.changes, outcome) + 1)
         return outcome
+
+    def keep_original(self, path: Path, digest: str) -> None:
+        """Keep a file whose SHA-256 is `digest`, as long as a document has that digest. Raises: SaveError."""
+        with self._writing():
+            self._directory.keep_original(path, digest)
 
     def delete(self, document_id: str) -> bool:
         """Delete a document. Returns False if there is none of that id."""
@@ -221,12 +228,14 @@ class IndexWriter:
             return self._builder.publish()
 
     def compact(self, dense: DenseConfig | None = None) -> Manifest:
-        """Commit with all documents in as few segments as possible, and without deleted documents.
+        """Commit with all documents in as few segments as possible, and without deleted documents and their originals.
 
         `dense` changes the index of the vectors. Earlier generations stay on the disk for a while, for their readers.
         Raises: SaveError, ConfigError.
         """
         manifest = self.commit()
+        with self._writing():
+            self._directory.keep_originals(self._documents.digests())
         if dense not in (None, self._builder.config.dense):
             self._builder.config = self._builder.config.model_copy(update={"dense": dense})
         elif self._builder.is_compact():
@@ -236,7 +245,9 @@ class IndexWriter:
             return self._builder.publish()
 
     def scrub(self) -> bool:
-        """Commit, and rewrite one segment that holds deleted documents. Returns whether no such segment is left.
+        """Commit, remove originals of deleted documents, and rewrite one segment that holds deleted documents.
+
+        Returns whether no such segment is left.
 
         Why one: a segment may be large, and other writers wait. An approximate index is never rewritten, since its answers would
         change: deleted documents stay in its segments. Raises: SaveError.
@@ -249,6 +260,7 @@ class IndexWriter:
             if stale:
                 self._builder.merge(stale[:1])
             self._builder.publish()
+            self._directory.keep_originals(self._documents.digests())
         return len(stale) < 2
 
     def purge(self) -> int:
@@ -259,6 +271,7 @@ class IndexWriter:
         self.commit()
         with self._writing():
             self._directory.clean(keep_previous=False)
+            self._directory.keep_originals(self._documents.digests())
         return self._directory.num_earlier()
 
     @contextlib.contextmanager

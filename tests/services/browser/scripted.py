@@ -120,5 +120,5 @@ def scripted(folder: Path, target: Target, **settings: Any) -> Iterator[tuple[Se
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 12, target.vocab_size)
     limits = EngineConfig(max_num_batched_tokens=256, max_kv_tokens=KV_SLOTS)
     engine = Engine(target, planner, Admission(target, "tiny", script), limits)
-    with served(engine, folder, folder / "index", **{"service.served_model_name": "scripted", **settings}) as service:
+    with served(engine, folder, folder / "index", **{"service.model": "scripted", **settings}) as service:
         yield service, script

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlencode
+
 import pytest
 from openai.types.chat.chat_completion_message import Annotation
 
@@ -41,12 +43,14 @@ def answer(text: str) -> Answer:
 def test_openai_annotations_span_what_is_cited(text: str) -> None:
     """Offsets counted bytes or UTF-16 units, so that a citation was shifted behind an emoji."""
     told = answer(text)
-    annotations = citation_fields(told, "openai")["annotations"]
+    annotations = citation_fields(told, "openai", "http://service")["annotations"]
     assert len(annotations) == len(told.citations)
     for annotation, citation in zip(annotations, told.citations, strict=True):
         url = Annotation.model_validate(annotation).url_citation
         assert DOCUMENTS[citation.document_id].count(text[url.start_index : url.end_index]) >= 1
-        assert url.url == (citation.source or citation.document_id)
+        span = {"id": "rain", "start": str(citation.document_start), "end": str(citation.document_end)}
+        page = f"http://service/document?{urlencode(span)}"
+        assert url.url == (citation.source or page)
         assert url.title == f"About {citation.document_id}"
 
 

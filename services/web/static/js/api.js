@@ -36,6 +36,11 @@ export async function call(method, path, body = undefined) {
   }
 }
 
+/** A page of the service as its markup. */
+export async function page(path) {
+  return (await send("GET", path, undefined, undefined)).text();
+}
+
 /** Everything that a list of the service has, page by page. */
 export async function all(path, limit = 100) {
   const found = [];

@@ -13,6 +13,9 @@ export function coloursOf(passages) {
   return new Map(passages.map((passage) => [passage.number, colour(passage)]));
 }
 
+const isView = (url) => String(url).startsWith("/document?");
+const NEW_TAB = { target: "ragspec-source", rel: "opener" }; // the tab gets a copy of this one's key
+
 export class Sources {
   #cards = new Map(); // passage number -> {card, button, text, count, passage, citations}
   #onPressed;
@@ -39,6 +42,7 @@ export class Sources {
       const kind = used.has(number) ? "supports" : "not used";
       entry.count.textContent = entry.citations.length ? plural(entry.citations.length, "quote") : kind;
       entry.card.classList.toggle("quoted", entry.citations.length > 0);
+      if (entry.open && isView(entry.citations[0]?.url)) entry.open.href = entry.citations[0].url;
       this.#render(entry, entry.citations, false);
     }
   }
@@ -90,10 +94,11 @@ export class Sources {
     const text = el("p", { class: "passage-text" });
     const place = el("p", { class: "place" },
       passage.heading && el("span", { class: "heading" }, passage.heading),
-      passage.source && sourceLabel(passage.source));
+      passage.source && sourceLabel(passage.source), passage.page && el("span", {}, `page ${passage.page}`));
+    const open = isView(passage.url) && el("a", { class: "open-source", href: passage.url, ...NEW_TAB }, "Open in the document");
     const card = el("li", { class: `passage ${colour}`, id: `${turnId}-p${passage.number}` },
-      button, (passage.heading || passage.source) && place, text);
-    const entry = { card, button, text, count, passage, citations: [] };
+      button, (passage.heading || passage.source) && place, text, open);
+    const entry = { card, button, text, count, open, passage, citations: [] };
     this.#cards.set(passage.number, entry);
     this.#render(entry, [], false);
     card.addEventListener("click", (event) => {

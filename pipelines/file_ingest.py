@@ -1,0 +1,216 @@
+"""Reads the files of a run into an index: each as a whole or not at all, duplicates once, gone documents out.
+
+Owns which documents a run adds, leaves out and deletes, and its report. Prints nothing; the caller commits the end of the run.
+
+    >>> ingest = FileIngest(writer, reader, "", NearDuplicates(names))
+    >>> ingest.add_file(path, name)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ragspec.core import Document
+from ragspec.errors import InputError
+from ragspec.retrieval.index.content_key import check_document
+from ragspec.retrieval.index.manifest import file_checksum
+from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
+from ragspec.retrieval.reading import Unread, find_files, has_rows
+from ragspec.retrieval.reading.bounded_reader import BoundedReader
+from ragspec.retrieval.reading.near_duplicates import NearDuplicates, is_source
+
+_READ_AT_ONCE_BYTES = 64 * 2**20
+
+
+class FileList(NamedTuple):
+    """The files of the inputs at one moment, sources of pages last. `excluded`: real paths. `stamps`: size and time by name."""
+
+    files: tuple[tuple[Path, str], ...]
+    excluded: frozenset[str]
+    stamps: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, inputs: Sequence[str], exclude: Sequence[str], allow_none: bool) -> FileList:
+        """Raises: InputError."""
+        found = sorted(find_files(inputs, allow_none), key=lambda each: is_source(each[1]))
+        files = tuple(each for each in found if not _is_excluded(each[1], exclude))
+        if found and not files and not allow_none:
+            raise InputError("--exclude leaves no file to index")
+        excluded = frozenset(str(path.resolve()) for path, name in found if _is_excluded(name, exclude))
+        stamps = {name: size_and_mtime(path) for path, name in files if path.exists()}
+        return cls(files, excluded, stamps)
+
+    def differs(self, name: str, before: FileList) -> bool:
+        return self.stamps.get(name) != before.stamps.get(name)
+
+
+@dataclass
+class IngestReport:
+    """`skipped`: file names with the reason. `unread`: parts of indexed files. `changed`: ids by outcome. `duplicates`: ids of
+    documents left out, with their file's path and name. `near_duplicates`: the same, with the id of the document that stays."""
+
+    num_files: int = 0
+    changed: dict[str, list[str]] = field(default_factory=lambda: {"added": [], "updated": [], "deleted": []})
+    near_duplicates: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, list[Unread]] = field(default_factory=dict)
+    duplicates: dict[str, tuple[Path, str]] = field(default_factory=dict)
+
+
+class FileIngest:
+    """One run over files. `owner`: the tenant of all documents; empty if the documents name their own."""
+
+    def __init__(
+        self,
+        writer: IndexWriter,
+        reader: BoundedReader,
+        owner: str,
+        near_duplicates: NearDuplicates | None,
+        keep_originals: bool = False,
+        passages_per_commit: int | None = None,
+    ) -> None:
+        """`near_duplicates` None: they are indexed. `passages_per_commit` None: the caller commits, at the end."""
+        self._keep_originals = keep_originals
+        self.report = IngestReport()
+        self._writer, self._reader, self._near_duplicates = writer, reader, near_duplicates
+        self._owner = owner
+        self._passages_per_commit = passages_per_commit
+        self._committed_passages = 0
+        self._origin_of: dict[str, str] = {}
+        self._read: set[str] = set()
+        self._owners = {owner}
+
+    def add_file(self, path: Path, name: str) -> None:
+        """A file that cannot be read is left out as a whole; the documents that the index has of it stay."""
+        self.report.num_files += 1
+        try:
+            for document in self._valid_documents(path, name):
+                self._add(document, path, name)
+            self._read.add(str(path.resolve()))
+        except InputError as error:
+            self.report.skipped[name] = str(error)
+
+    def must_repeat(self, name: str) -> bool:
+        """Whether a later run must read the file again, although the file has not changed."""
+        names = (name for _, name in self.report.duplicates.values())
+        is_compared = self._near_duplicates is not None and self._near_duplicates.compares(name)
+        return is_compared or name in self.report.skipped or name in names
+
+    def delete_missing(self, roots: Sequence[Path], excluded: Collection[str]) -> None:
+        """Delete documents below `roots` whose file is gone or `excluded`, or was read in this run without them."""
+        for document_id, owner, origin in list(self._writer.origins()):
+            if document_id in self._origin_of or owner not in self._owners or not _is_below(origin, roots):
+                continue
+            if origin in self._read or origin in excluded or not Path(origin).exists():
+                self._delete(document_id)
+
+    def delete_unseen(self) -> None:
+        """Delete the documents that a rebuild has not met."""
+        self.report.changed["deleted"] += sorted(self._writer.unseen)
+        self._writer.delete_unseen()
+
+    def retry_duplicates(self) -> None:
+        """Index the duplicates of documents that this run has changed or deleted since."""
+        for path, name in dict.fromkeys(self.report.duplicates.values()):
+            try:
+                for document in self._documents(path, name, []):
+                    was_left_out = self.report.duplicates.get(document.id) == (path, name)
+                    if was_left_out and self._writer.duplicate_of(document) is None:
+                        self._note(document.id, self._writer.upsert(document))
+                        self._writer.changes.duplicate -= 1
+                        del self.report.duplicates[document.id]
+            except InputError as error:  # the file is gone since it was read
+                self.report.skipped[name] = str(error)
+
+    def _valid_documents(self, path: Path, name: str) -> Iterable[Document]:
+        """All documents of a file. Raises: InputError before the first document, so that no file is indexed in part."""
+        before = size_and_mtime(path)
+        ids: set[str] = set()
+        unread: list[Unread] = []
+        documents = self._new_documents(path, name, ids, unread)
+        is_small = before[0] <= _READ_AT_ONCE_BYTES
+        valid: Iterable[Document] = list(documents) if is_small else deque(documents, maxlen=0)
+        if size_and_mtime(path) != before:
+            raise InputError(f"{path} was changed while it was read")
+        self._origin_of.update(dict.fromkeys(ids, str(path.resolve())))
+        if unread:
+            self.report.unread[name] = unread
+        return valid if is_small else self._documents(path, name, [])
+
+    def _new_documents(self, path: Path, name: str, ids: set[str], unread: list[Unread]) -> Iterator[Document]:
+        """Raises: InputError for an id that this run or another existing file has already."""
+        for document in self._documents(path, name, unread):
+            if document.id in ids:
+                raise InputError(f"{path} holds two documents of the id {document.id!r}")
+            ids.add(document.id)
+            is_leaving = document.id in self._writer.unseen  # a rebuild drops it unless a file holds it
+            known = None if is_leaving else self._writer.owner_and_origin(document.id)
+            other = self._origin_of.get(document.id) or (known[1] if known else "")
+            if other not in ("", document.origin) and Path(other).exists():
+                raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")
+            if known and known[0] != document.owner:
+                raise InputError(f"{path}: the id {document.id!r} is that of a document of another owner")
+            yield check_document(document)
+
+    def _documents(self, path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
+        """Why the owner is part of the ids: two tenants may have files of the same name."""
+        prefix, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
+        # Why not of rows: a change of one would change the documents of all others
+        digest = "" if has_rows(name) or not path.is_file() else file_checksum(path).sha256
+        for document in self._reader.documents(path, name, unread):
+            owner = self._owner or document.owner
+            names = {"id": prefix + document.id, "owner": owner, "source": document.source or name}
+            yield replace(document, **names, origin=origin, digest=digest)
+
+    def _add(self, document: Document, path: Path, name: str) -> None:
+        self._owners.add(document.owner)
+        if self._near_duplicates and (original := self._near_duplicates.original(document, name)):
+            self.report.near_duplicates[document.id] = original
+            self._delete(document.id)
+            return
+        if self._keep_originals and document.digest:
+            self._writer.keep_original(path, document.digest)
+        outcome = self._writer.upsert(document)
+        self._note(document.id, outcome)
+        if outcome is UpsertOutcome.DUPLICATE:
+            self.report.duplicates[document.id] = path, name
+        encoded = self._writer.changes.encoded
+        if self._passages_per_commit and encoded - self._committed_passages >= self._passages_per_commit:
+            self._writer.commit()
+            self._committed_passages = encoded
+
+    def _delete(self, document_id: str) -> None:
+        if self._writer.delete(document_id):
+            self.report.changed["deleted"].append(document_id)
+
+    def _note(self, document_id: str, outcome: UpsertOutcome) -> None:
+        if outcome in (UpsertOutcome.ADDED, UpsertOutcome.UPDATED):
+            self.report.changed[outcome].append(document_id)
+
+
+def size_and_mtime(path: Path) -> tuple[int, int]:
+    """Bytes and nanoseconds. Raises: InputError."""
+    try:
+        stat = path.stat()
+    except OSError as cause:
+        raise InputError(f"{path} cannot be read: {cause.strerror}") from cause
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches a part of the path below the input: `*.log`, `node_modules`, `drafts/2019`."""
+    parts = name.split("/")[1:] or [name]
+    spans = itertools.combinations(range(len(parts) + 1), 2)
+    paths = ["/".join(parts[start:end]) for start, end in spans]
+    return any(fnmatch.fnmatchcase(path, pattern.strip("/")) for path in paths for pattern in patterns)
+
+
+def _is_below(origin: str, roots: Sequence[Path]) -> bool:
+    path = Path(origin)
+    return bool(origin) and any(path.is_relative_to(root) for root in roots)
