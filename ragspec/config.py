@@ -20,6 +20,7 @@ from ragspec.old_keys import section_of, with_new_keys
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
+When = Literal["always", "auto", "never"]
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 DEFAULT_ADAPTER = ASSETS / "adapter"
 DEFAULT_CACHE = "~/.cache/ragspec"
@@ -120,6 +121,9 @@ class RetrieverConfig(ConfigSection):
     """Content of the index's file CURRENT for a generation to stay with; empty: always the current generation."""
     num_passages: int = Field(3, ge=1, le=64)
     """Passages shown to the target. More: more is found, prompts take longer."""
+    when: When = "auto"
+    """Which messages of chats are searched for: "always", "never", or "auto": all but greetings, thanks, texts to correct, small
+    talk and requests about the conversation."""
     mode: Literal["dense", "sparse", "hybrid"] = "hybrid"
     """"dense": nearest in meaning; "sparse": best by words (BM25); "hybrid": both, fused."""
     fusion: Literal["learned", "rank"] = "learned"

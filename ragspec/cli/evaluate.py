@@ -31,6 +31,7 @@ from ragspec.evaluation.question_scores import (
     AnsweredQuestion,
     CorrectedSentence,
     LineResult,
+    RoutedMessage,
     only_right,
     p50_s,
     shares,
@@ -81,7 +82,7 @@ class Measured:
                 settings = self.settings = with_standard_library(settings, encoder, corpus or (), say)
             asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=bool(asked), say=say)
         id_chars = _id_chars(lines)
-        num_asked = len(asked) + sum(isinstance(line, CheckedSentence) for line in lines)
+        num_asked = len(asked) + sum(isinstance(line, CheckedSentence | RoutedText) for line in lines)
         with asker, loading(console, "asking") as say:
             for result in asker.results(lines):
                 self.results.append(result)
@@ -144,8 +145,6 @@ def run_evaluate(
     console.print(table_of(runs))
     kinds = Counter(type(line) for line in lines)
     num_turns = sum(len(line.turns) for line in lines if isinstance(line, Dialogue))
-    if kinds[RoutedText]:
-        note(console, f"texts for routing, which this version does not measure: {kinds[RoutedText]}")
     result = {
         "num_questions": len(questions_of(lines)),
         "num_follow_ups": num_turns - kinds[Dialogue],
@@ -186,7 +185,13 @@ def _answer_file(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]
 
 def result_line(result: LineResult, id_chars: int) -> Text:
     """Mark, id, verdict, seconds, the question or sentence, and its answer or correction."""
-    right, verdict, given, written = _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
+    if isinstance(result, RoutedMessage):
+        verdict = "searched" if result.searched else "not searched"
+        right, given, written = result.is_right, result.message.text, ""
+    else:
+        right, verdict, given, written = (
+            _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
+        )
     mark, style = _MARKS[right]
     return Text.assemble(
         (f"{mark} ", style),

@@ -218,6 +218,18 @@ def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not
     assert off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).question == FOLLOW_UP
 
 
+@pytest.mark.parametrize(("when", "searched"), [("auto", False), ("always", True), ("never", False)])
+def test_thanks_are_answered_without_passages_unless_they_are_asked_for(
+    asking: Asking, when: str, searched: bool
+) -> None:
+    """ "Thanks!" was looked up, and answered with a quotation; the passages before it asked for another."""
+    asking(turn(QUESTION), QUOTE)
+    ready = asking.chat.prepare(turn(QUESTION, QUOTE, "Thanks, that was it!", when=when))
+    assert ready.searched is searched is bool(ready.prompt.passages) and bool(ready.request.grammar) is searched
+    assert any(each.passages for each in ready.prompt.history) is (when != "auto")
+    assert asking.chat.prepare(turn(QUESTION, QUOTE, "Thanks! Who built it?", when="auto")).searched
+
+
 def test_what_does_not_fit_goes_oldest_first_and_is_reported(chat: Chat, prompts: PromptBuilder) -> None:
     """A long conversation was cut without a word, or its question was."""
     texts = [text for n in range(12) for text in (f"Question {n}, what of the mill?", f"Answer {n}. " * 6)]
@@ -346,7 +358,7 @@ def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
     chat = Chat(retriever, prompts, store)
     assert chat.remember(first, _answer(first))
     broken: Any = Broken(RetrievalError("the index does not answer"))
-    follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), retrieve=False)
+    follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), when="never")
     ready = Chat(broken, prompts, store, ChatConfig(answer_without_index=True)).prepare(follow_up)
     assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
     with pytest.raises(RetrievalError):
@@ -385,7 +397,7 @@ def test_what_was_deleted_is_in_no_later_turn(
     assert list(later.prompt.history[0].passages) == kept
     assert "for sale" not in prompts.tokenizer.decode(list(later.request.prompt_ids))
     assert not any("for sale" in source.text for source in later.request.sources)
-    without = chat.prepare(turn(QUESTION, QUOTE, "Xyzzy?", retrieve=False))
+    without = chat.prepare(turn(QUESTION, QUOTE, "Xyzzy?", when="never"))
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 

@@ -52,13 +52,14 @@ class ChatEngine(EngineLike, Protocol):
 @dataclass(frozen=True, slots=True)
 class PreparedTurn(PreparedQuestion):
     """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval. `num_deletions`: of
-    the tenant before it."""
+    the tenant before it. `searched`: whether passages were looked for."""
 
     prompt: ChatPrompt
     turn: ChatTurn
     question: str
     history: ChatHistory = field(repr=False)
     num_deletions: int
+    searched: bool
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -94,9 +95,13 @@ class Chat:
         history = load_history(self.conversations, turn, given, user_question)
         begin = time.perf_counter()
         question = user_question
-        if turn.retrieve and history.pairs:
+        searched = turn.searches(user_question)
+        if searched and history.pairs:
             question = self._rewriter.standalone(user_question, history.pairs, turn.salt)
-        context = self._retriever.retrieve(turn, user_question, question, history)
+        if searched or turn.when == "never":
+            context = self._retriever.retrieve(turn, user_question, question, history)
+        else:  # Why without passages: they bring the instruction to answer from them
+            context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
         prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
@@ -117,7 +122,7 @@ class Chat:
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
         said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
-        own = turn, question, history, num_deletions
+        own = turn, question, history, num_deletions, searched
         return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
@@ -216,7 +221,7 @@ class ChatRetriever:
         Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
         try:
-            if not turn.retrieve:
+            if turn.when == "never":
                 return ChatContext(history=self._confirmed(history, turn.scope))
             result = self._retriever.retrieve([question], turn.num_passages, turn.scope)
             turns = self._confirmed(history, turn.scope, result.generation)
