@@ -48,7 +48,7 @@ from ragspec.evaluation.target_scores import (
     question_scores,
 )
 from ragspec.numerics.threads import num_processors, run_in_thread
-from ragspec.rag.chat.query_rewriter import rewrite_by_rules
+from ragspec.rag.chat.query_rewriter import AskedBefore, rewrite_by_rules
 from ragspec.rag.citations import quote_grammar
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
@@ -269,7 +269,9 @@ def _follow_ups(bench: Answers) -> Row:
     questions = spread(held_out, bench.run.count(1_000, 60))
     queries = {
         "as_asked": [each.question for each in questions],
-        "rules": [rewrite_by_rules(each.question, each.said) for each in questions],
+        "rules": [
+            rewrite_by_rules(each.question, [AskedBefore(turn.question) for turn in each.said]) for each in questions
+        ],
         "people": [each.rewrite for each in questions],
     }
     row: Row = {"num_questions": len(questions)}

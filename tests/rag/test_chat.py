@@ -206,6 +206,16 @@ def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Ask
     assert ids(ready.prompt.passages)[-1] == "bridge"
 
 
+def test_a_follow_up_is_completed_from_questions_and_cited_titles_and_never_from_answers(asking: Asking) -> None:
+    """A wrong answer's words were searched for, and each further answer was about them."""
+    wrong = f"{QUOTE} It was moved to Samarkand by Captain Beefheart."
+    asking(turn("when was it built?"), wrong)
+    ready = asking.chat.prepare(turn("when was it built?", wrong, "and who did that?"))
+    assert ready.question.startswith("and who did that? (") and "Samarkand" not in ready.question
+    titles = {title for asked in ready.history.asked for title in asked.titles}
+    assert titles <= {passage.title for shown in ready.history.shown for passage in shown.passages}
+
+
 def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(
     asking: Asking, retriever: Retriever, prompts: PromptBuilder
 ) -> None:

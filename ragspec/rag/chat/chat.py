@@ -97,7 +97,7 @@ class Chat:
         question = user_question
         searched = turn.searches(user_question)
         if searched and history.pairs:
-            question = self._rewriter.standalone(user_question, history.pairs, turn.salt)
+            question = self._rewriter.standalone(user_question, history.asked, turn.salt)
         if searched or turn.when == "never":
             context = self._retriever.retrieve(turn, user_question, question, history)
         else:  # Why without passages: they bring the instruction to answer from them

@@ -15,7 +15,9 @@ from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, SaveError, StoreError
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.prompt import PastTurn
+from ragspec.rag.chat.query_rewriter import AskedBefore
 from ragspec.rag.chat.routing import needs_documents
+from ragspec.retrieval.search.relevance import unit_relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
@@ -78,6 +80,15 @@ class ChatHistory:
     @property
     def turns(self) -> tuple[PastTurn, ...]:
         return tuple(PastTurn(*pair, shown.passages) for pair, shown in zip(self.pairs, self.shown, strict=True))
+
+    @property
+    def asked(self) -> list[AskedBefore]:
+        """The earlier questions, each with the titles of the passages that its answer cites, if they are close to it."""
+        cited = [
+            [p.title for p in shown.passages if p.id in shown.cited and p.title and unit_relevance(p.score) >= 0.5]
+            for shown in self.shown
+        ]
+        return [AskedBefore(pair.question, tuple(own)) for pair, own in zip(self.pairs, cited, strict=True)]
 
     def passages_of_other_generations(self, generation: str) -> list[Passage]:
         """Passages retrieved in another generation than this one; all of them if it is empty."""
