@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 import json
 import logging
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypedDict
@@ -44,11 +45,12 @@ def log_progress(stage: str, done: int = 0, total: int = 0, /) -> None:
 
 
 class Heading(NamedTuple):
-    """A heading in a document's text, at character `start`; level 1 is the highest."""
+    """A heading in a document's text, at character `start`; level 1 is the highest. `anchor`: its fragment in an address."""
 
     start: int
     level: int
     text: str
+    anchor: str = ""
 
 
 class BlockKind(enum.StrEnum):
@@ -68,13 +70,31 @@ class Block(NamedTuple):
     page: int = 0
 
 
+def blocks_of(rows: Iterable[Sequence[Any]]) -> tuple[Block, ...]:
+    """Blocks from their JSON form."""
+    return tuple(Block(start, end, BlockKind(kind), page) for start, end, kind, page in rows)
+
+
+def blocks_reaching(blocks: Sequence[Block], start: int, end: int) -> Sequence[Block]:
+    """The sorted blocks that have a part inside [start, end)."""
+    first = bisect_right(blocks, start, key=lambda each: each.end)
+    return blocks[first : bisect_left(blocks, end, key=lambda each: each.start)]
+
+
+def blocks_in(blocks: Sequence[Block], start: int, end: int) -> tuple[Block, ...]:
+    """The parts of sorted blocks inside [start, end), with their places counted from `start`."""
+    reaching = blocks_reaching(blocks, start, end)
+    return tuple(
+        each._replace(start=max(each.start, start) - start, end=min(each.end, end) - start) for each in reaching
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A text with an identity, as the user gave it.
 
     `owner`: the tenant whose requests may see the document; empty: all tenants. `headings` are sorted by `start`. `origin`: the
-    file that the document was read from, or empty. `blocks` are sorted and do not overlap; empty: the reader knows none. An
-    index does not store them.
+    file that the document was read from, or empty. `blocks` are sorted and do not overlap; empty: the reader knows none.
     """
 
     id: str
@@ -92,7 +112,10 @@ class Document:
 class Passage:
     """A chunk of a document: `text == document.text[start:end]`, in characters.
 
-    `heading`: the headings above the passage, from the highest level down: "Install > On Linux".
+    `headings`: those above the passage, from the highest level down. `heading`: the same in one line, "Install > On Linux", which
+    is shortened if it is long, and ends with the header of a large table. `anchor`: of the lowest heading that has an anchor.
+    `blocks`: the parts of the document's blocks inside `text`, by their places in `text`; empty: the reader, or the index of an
+    earlier version, knows none, and the passage is one paragraph.
     """
 
     document_id: str
@@ -104,10 +127,18 @@ class Passage:
     source: str = ""
     score: float = 0.0
     heading: str = ""
+    headings: tuple[str, ...] = ()
+    anchor: str = ""
+    blocks: tuple[Block, ...] = ()
 
     @property
     def id(self) -> str:
         return f"{self.document_id}#{self.ordinal}"
+
+    @property
+    def page(self) -> int:
+        """The page on which the passage begins, from 1 on; 0 if the document has no pages."""
+        return self.blocks[0].page if self.blocks else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ragspec.retrieval.index.store import Store
     from services.settings import ServiceSettings
 
+_SHOWN_DOCUMENTS = 20
+
 index = group("index", "Documents in, out and checked.")
 
 
@@ -99,7 +101,11 @@ def verify(index: Index = None, config: Config = None) -> None:
     rules = rules_of(store.manifest.analyzer)
     if rules < RULES:
         note(stderr_console(), f"texts are cut into words by rules {rules}; `index add --rebuild` uses rules {RULES}")
-    _print_summary(store.manifest, {"verified": True, "word_rules": rules})
+    if former := store.former_documents():
+        shown = ", ".join(former[:_SHOWN_DOCUMENTS]) + (" and more" if len(former) > _SHOWN_DOCUMENTS else "")
+        which = f"{len(former)} of {store.manifest.num_documents} documents"
+        note(stderr_console(), f"{which} have no blocks and pages; `index add` of their files adds them: {shown}")
+    _print_summary(store.manifest, {"verified": True, "word_rules": rules, "former_documents": former})
 
 
 @index.command()

@@ -8,10 +8,10 @@ Owns how passages are joined. Knows no index and no budget: a prompt takes the f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from ragspec.core import Passage
+from ragspec.core import Block, Passage, blocks_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,14 @@ class WidePassage(Passage):
     """A hit that can be shown with `num_neighbours` passages on each side.
 
     `around`: the document's text from `around_start`, with one passage more on each side, so that it shows which hits touch.
-    `spans`: of the passages in it, in order, in characters of the document.
+    `spans`: of the passages in it, in order, in characters of the document. `around_blocks`: those that reach into it, likewise.
     """
 
     around: str = ""
     around_start: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     num_neighbours: int = 0
+    around_blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,24 @@ class JoinedPassage(Passage):
 
     @property
     def hit(self) -> Passage:
-        text = self.text[self.hit_start - self.start : self.hit_end - self.start]
-        names = self.title, self.source, self.score, self.heading
-        return Passage(self.document_id, self.ordinal, text, self.hit_start, self.hit_end, *names)
+        start, end = self.hit_start - self.start, self.hit_end - self.start
+        return part(self, self.text[start:end], self.hit_start, self.hit_end, blocks_in(self.blocks, start, end))
+
+
+_FIELDS = tuple(field.name for field in fields(Passage))
+
+
+def part(passage: Passage, text: str, start: int, end: int, blocks: tuple[Block, ...]) -> Passage:
+    """A plain passage at another place of the same document, with the names of `passage`."""
+    names = {name: getattr(passage, name) for name in _FIELDS}
+    return Passage(**names | {"text": text, "start": start, "end": end, "blocks": blocks})
 
 
 class _Region(NamedTuple):
-    """The part [start, end) of a document, which is shown for `hit`. `known`: the document's text from `known_start`."""
+    """The part [start, end) of a document, which is shown for `hit`. `known`: the document's text from `known_start`.
+
+    `blocks`: those known, by their places in the document.
+    """
 
     rank: int
     hit: Passage
@@ -51,22 +63,25 @@ class _Region(NamedTuple):
     end: int
     known: str
     known_start: int
+    blocks: tuple[Block, ...]
 
     @classmethod
     def of(cls, rank: int, hit: Passage, num_neighbours: int) -> _Region:
         if not isinstance(hit, WidePassage):
-            return cls(rank, hit, hit.start, hit.end, hit.text, hit.start)
+            blocks = tuple(each._replace(start=each.start + hit.start, end=each.end + hit.start) for each in hit.blocks)
+            return cls(rank, hit, hit.start, hit.end, hit.text, hit.start, blocks)
         at = hit.spans.index((hit.start, hit.end))
         inside = hit.spans[max(0, at - num_neighbours) : at + num_neighbours + 1]
         end = max(end for _, end in inside)
-        return cls(rank, hit, inside[0][0], end, hit.around, hit.around_start)
+        return cls(rank, hit, inside[0][0], end, hit.around, hit.around_start, hit.around_blocks)
 
     @property
     def passage(self) -> Passage:
-        hit, names = self.hit, (self.hit.title, self.hit.source, self.hit.score, self.hit.heading)
-        shown = hit.document_id, hit.ordinal, self.text(self.start, self.end), self.start, self.end, *names
-        is_joined = (self.start, self.end) != (hit.start, hit.end)
-        return JoinedPassage(*shown, hit.start, hit.end) if is_joined else Passage(*shown)
+        hit, blocks = self.hit, blocks_in(self.blocks, self.start, self.end)
+        shown = part(hit, self.text(self.start, self.end), self.start, self.end, blocks)
+        if (self.start, self.end) == (hit.start, hit.end):
+            return shown
+        return JoinedPassage(**{name: getattr(shown, name) for name in _FIELDS}, hit_start=hit.start, hit_end=hit.end)
 
     def text(self, start: int, end: int) -> str:
         return self.known[start - self.known_start : end - self.known_start]
@@ -111,6 +126,17 @@ def is_part(passage: Passage, others: Iterable[Passage]) -> bool:
     return not own.text(at, own.end).strip()
 
 
+def _merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Blocks in order; parts of a block that overlap become one."""
+    found: list[Block] = []
+    for block in sorted(blocks):
+        if found and block.start < found[-1].end:
+            found[-1] = found[-1]._replace(end=max(found[-1].end, block.end))
+        else:
+            found.append(block)
+    return tuple(found)
+
+
 def _union(one: _Region, other: _Region) -> _Region | None:
     """Both as one region with the better hit; None if they do not touch, or are of another state of the document."""
     if one.hit.document_id != other.hit.document_id:
@@ -127,6 +153,7 @@ def _union(one: _Region, other: _Region) -> _Region | None:
         end=max(one.end, other.end),
         known=known,
         known_start=low.known_start,
+        blocks=_merged(one.blocks + other.blocks),
     )
     between = both.text(min(one.end, other.end), max(one.start, other.start))
     return None if between.strip() else both

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from ragspec.core import Document, Heading
+from ragspec.core import Document, Heading, blocks_of
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import SUFFIXES, format_of, has_rows, read_file
 
@@ -98,7 +98,7 @@ def write_documents(path: Path, name: str, output: Path, limits: ParseLimits) ->
             if number > limits.max_documents:
                 raise InputError(f"it holds more than {limits.max_documents} rows: split it")
             fields: dict[str, Any] = {"text": document.text, "title": document.title, "source": document.source}
-            fields |= {"metadata": dict(document.metadata), "headings": document.headings}
+            fields |= {"metadata": dict(document.metadata), "headings": document.headings, "blocks": document.blocks}
             lines.write(json.dumps(fields) + "\n")
 
 
@@ -114,6 +114,7 @@ def _document(fields: dict[str, Any], file: FileRecord, member: StoreMember, row
         metadata={**fields["metadata"], **member.attributes, STORE: member.store, FILE: member.file},
         owner=member.tenant,
         headings=tuple(Heading(*heading) for heading in fields["headings"]),
+        blocks=blocks_of(fields["blocks"]),
         origin=origin_of(member),
     )
 

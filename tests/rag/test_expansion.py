@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from letter_encoder import LetterEncoder
 from prompt_tokenizers import CHAT
 
 from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverConfig
-from ragspec.core import Document, Heading, Message, Passage, SamplingParams
+from ragspec.core import Block, BlockKind, Document, Heading, Message, Passage, SamplingParams, blocks_in
 from ragspec.rag.chat.chat import ChatRetriever
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn
@@ -40,7 +41,13 @@ TEXTS = {
 }
 DOCUMENTS = {
     name: Document(
-        name, text, headings=(Heading(0, 1, "The mill"),) * (name == "mill"), owner="ann" * (name == "secret")
+        name,
+        text,
+        headings=(Heading(0, 1, "The mill"),) * (name == "mill"),
+        owner="ann" * (name == "secret"),
+        blocks=tuple(
+            Block(*line.span(), BlockKind.PARAGRAPH, 1 + line.start() // 40) for line in re.finditer(".+", text)
+        ),
     )
     for name, text in TEXTS.items()
 }
@@ -104,6 +111,8 @@ def test_what_is_shown_is_verbatim_once_and_readable(
         for passage in shown:
             assert not isinstance(passage, WidePassage) and passage.document_id in {hit.document_id for hit in hits}
             assert passage.text == TEXTS[passage.document_id][passage.start : passage.end]
+            blocks = DOCUMENTS[passage.document_id].blocks
+            assert passage.blocks == blocks_in(blocks, passage.start, passage.end)
         for one, other in combinations(shown, 2):
             if one.document_id == other.document_id:
                 low, high = sorted((one, other), key=lambda each: each.start)

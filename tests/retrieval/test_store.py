@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
+from office_files import write_pdf
 
 from ragspec import disk
 from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig
@@ -27,6 +28,7 @@ from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import VECTORS, read_current
 from ragspec.retrieval.index.store import FILES, Store
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.reading import read_documents
 from ragspec.retrieval.retriever import build_index
 
 CHUNKING = ChunkingConfig(max_chars=40)
@@ -44,6 +46,49 @@ def built(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -
             writer.upsert(document)
         writer.commit()
     return folder
+
+
+FILES_WITH_BLOCKS = {
+    "a.html": (
+        '<section id="install"><h1>Install</h1><p>Unpack the archive.</p><h2 id="linux">On Linux</h2><ol><li>Run it.</ol>'
+        '<pre>make</pre><h2><a name="windows"></a>On Windows</h2><table><tr><th>Step<tr><td>Start it</table></section>'
+    ),
+    "a.md": "# Install\n\nUnpack the archive.\n\n## On *Linux*!\n\n1. Run it.\n\n```\nmake\n```\n\n## On Windows {#windows}\n\n"
+    "| Step |\n|---|\n| Start it |\n",
+}
+
+
+@pytest.mark.parametrize(("name", "linux"), [("a.html", "linux"), ("a.md", "on-linux")])
+def test_passages_keep_headings_anchors_and_kinds_of_their_blocks(tmp_path: Path, name: str, linux: str) -> None:
+    """A quote that cannot be opened at its place, or a heading that is quoted as a sentence."""
+    (tmp_path / name).write_text(FILES_WITH_BLOCKS[name])
+    documents = list(read_documents([tmp_path / name]))
+    build_index(documents, tmp_path / "index", LetterEncoder())
+    store = Store.open(tmp_path / "index")
+    assert list(store.documents()) == documents and store.former_documents() == []
+    passages = [store.segments[0].segment.passage(row) for row in range(3)]
+    assert passages == chunk(documents[0], IndexConfig().chunking)
+    titles = [passage.headings for passage in passages]
+    assert titles == [
+        ("Install",),
+        ("Install", "On *Linux*!" if name == "a.md" else "On Linux"),
+        ("Install", "On Windows"),
+    ]
+    assert [passage.anchor for passage in passages] == ["install", linux, "windows"]
+    kinds = [[block.kind for block in passage.blocks] for passage in passages]
+    assert kinds == [["heading", "paragraph"], ["heading", "list_item", "code"], ["heading", "table"]]
+    assert passages[1].blocks[1].start == passages[1].text.index("1. Run")
+
+
+def test_a_passage_names_the_page_on_which_it_begins(tmp_path: Path) -> None:
+    """A citation of a PDF that opens another page."""
+    write_pdf(tmp_path / "a.pdf", ["The mill was built in 1874."], ["The bridge was built in 1921."])
+    build_index(read_documents([tmp_path / "a.pdf"]), tmp_path / "index", LetterEncoder(), CONFIG)
+    segment = Store.open(tmp_path / "index").segments[0].segment
+    assert [(segment.passage(row).text[:8], segment.passage(row).page) for row in range(2)] == [
+        ("The mill", 1),
+        ("The brid", 2),
+    ]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragspec.core import Passage
+from ragspec.core import Passage, blocks_of
 from ragspec.errors import NoRoom, NotFound, StoreCorrupt
 from ragspec.rag.database import Database
 from ragspec.retrieval.expansion import JoinedPassage
@@ -229,7 +229,7 @@ class ConversationStore:
     def _read(self, passages: str, generation: str, cited: str) -> ShownPassages:
         try:
             kinds = {False: Passage, True: JoinedPassage}
-            read = tuple(kinds["hit_start" in fields](**fields) for fields in json.loads(passages))
+            read = tuple(kinds["hit_start" in fields](**_with_blocks(fields)) for fields in json.loads(passages))
             return ShownPassages(read, generation, tuple(json.loads(cited)))
         except (ValueError, TypeError) as cause:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
@@ -283,6 +283,10 @@ def _steady_clock(least_s: float, most_ahead_s: float) -> Callable[[], float]:
         least_s = min(least_s, now_s + most_ahead_s)
     offset_s = max(now_s, least_s) - time.monotonic()
     return lambda: time.monotonic() + offset_s
+
+
+def _with_blocks(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"headings": tuple(fields.get("headings", ())), "blocks": blocks_of(fields.get("blocks", ()))}
 
 
 def _delete_rows(db: sqlite3.Connection, rows: Sequence[Any]) -> None:

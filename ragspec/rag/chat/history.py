@@ -17,6 +17,7 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.chat.query_rewriter import AskedBefore
 from ragspec.rag.chat.routing import needs_documents
+from ragspec.retrieval.expansion import part
 from ragspec.retrieval.search.relevance import unit_relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
@@ -112,8 +113,7 @@ def _placed(passage: Passage, now: Passage) -> Passage:
     """The passage at its place in the document now, under the document's names now."""
     if passage is now:
         return passage
-    names = now.title, now.source, passage.score, now.heading
-    return Passage(passage.document_id, passage.ordinal, passage.text, now.start, now.end, *names)
+    return replace(part(now, passage.text, now.start, now.end, now.blocks), score=passage.score)
 
 
 def split_messages(messages: Sequence[Message]) -> tuple[str, list[QaPair], str]:

@@ -19,7 +19,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document, Passage
+from ragspec.core import Document, Heading, Passage, blocks_in
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip, sentences
 
@@ -179,7 +179,7 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
     parts = [_part(document, section, config, limit) for section in sections]
     if limit is not None:
         _shorten(document, parts, config, limit)
-    runs = [(part.heading, start, end) for part in parts for start, end in part.runs]
+    runs = [(part, start, end) for part in parts for start, end in part.runs]
     return [
         Passage(
             document_id=document.id,
@@ -189,17 +189,20 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
             end=end,
             title=document.title,
             source=document.source,
-            heading=heading,
+            heading=part.heading,
+            headings=tuple(each.text for each in part.path),
+            anchor=next((each.anchor for each in reversed(part.path) if each.anchor), ""),
+            blocks=blocks_in(document.blocks, start, end),
         )
-        for ordinal, (heading, start, end) in enumerate(runs)
+        for ordinal, (part, start, end) in enumerate(runs)
     ]
 
 
 class _Section(NamedTuple):
-    """`path`: titles from the highest level down. `borders`: offsets that no sentence crosses; the first and last are the
+    """`path`: headings from the highest level down. `borders`: offsets that no sentence crosses; the first and last are the
     section's start and end. `header`: of the table that the section is a part of."""
 
-    path: tuple[str, ...]
+    path: tuple[Heading, ...]
     borders: list[int]
     header: str = ""
 
@@ -212,6 +215,7 @@ class _Section(NamedTuple):
 class _SectionRuns:
     """A section's `sentences`, and the `runs` of them that become passages."""
 
+    path: tuple[Heading, ...]
     heading: str
     sentences: list[Span]
     runs: list[Span]
@@ -235,8 +239,11 @@ class _RunBudget(NamedTuple):
 def _part(document: Document, section: _Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
     spans = [piece for span in section.sentences(text) for piece in short_spans(text, span, config.max_chars)]
-    heading = fit_heading(document.title, section.path, limit, section.header) if spans else ""
-    return _SectionRuns(heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars)))
+    titles = [each.text for each in section.path]
+    heading = fit_heading(document.title, titles, limit, section.header) if spans else ""
+    return _SectionRuns(
+        section.path, heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars))
+    )
 
 
 def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConfig, limit: TokenLimit) -> None:
@@ -332,23 +339,23 @@ def _continues(character: str) -> bool:
 
 def _sections(document: Document) -> Iterator[_Section]:
     """The sections in order, covering the whole text. A title directly above a title of a lower level shares its section."""
-    text, path, borders = document.text, list[tuple[int, str]](), [0]
+    text, path, borders = document.text, list[Heading](), [0]
     headings = sorted(heading for heading in document.headings if heading.start < len(text))
     starts = [max(0, heading.start) for heading in headings] + [len(text)]
     is_bare = _is_blank(text, 0, starts[0])
-    for (_, level, title), start, end in zip(headings, starts, starts[1:], strict=False):
-        if is_bare and (not path or level > path[-1][0]):
+    for heading, start, end in zip(headings, starts, starts[1:], strict=False):
+        if is_bare and (not path or heading.level > path[-1].level):
             borders.append(start)
         else:
-            yield _Section(tuple(above for _, above in path), [*borders, start])
+            yield _Section(tuple(path), [*borders, start])
             borders = [start]
-        while path and path[-1][0] >= level:
+        while path and path[-1].level >= heading.level:
             path.pop()
-        path.append((level, title))
+        path.append(heading)
         found = _TITLE_LINES.match(text, start, end)
         borders.append(found.end() if found else start)
         is_bare = _is_blank(text, borders[-1], end)
-    yield _Section(tuple(above for _, above in path), [*borders, len(text)])
+    yield _Section(tuple(path), [*borders, len(text)])
 
 
 def _tables_apart(text: str, section: _Section, max_chars: int) -> Iterator[_Section]:

@@ -15,7 +15,7 @@ from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.index.manifest import SCHEMA
+from ragspec.retrieval.index.manifest import FORMER
 from ragspec.retrieval.search.analysis import Analyzer
 
 KEY_BYTES = 32
@@ -39,8 +39,11 @@ class ContentSum:
         return f"{self._sum:0{2 * KEY_BYTES}x}"
 
     def key(self, encoder: EncoderIdentity, config: IndexConfig, analyzer: str) -> str:
-        """The content key of an index of these documents. `analyzer`: the id of the index's `Analyzer`."""
-        settings = [SCHEMA, encoder.fingerprint, encoder.dimension, config.model_dump(mode="json"), analyzer, str(self)]
+        """The content key of an index of these documents. `analyzer`: the id of the index's `Analyzer`.
+
+        Why the former schema: the key of an index stays the same until its documents change.
+        """
+        settings = [FORMER, encoder.fingerprint, encoder.dimension, config.model_dump(mode="json"), analyzer, str(self)]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -80,9 +83,9 @@ def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config:
 
 def document_key(document: Document) -> bytes:
     """SHA-256 of all fields of a document."""
-    headings = json.dumps(document.headings)
     names = (document.id, document.title, document.source, document.owner, document.origin)
-    return _digest((*names, metadata_json(document), headings, document.text))
+    blocks = [json.dumps(document.blocks)] if document.blocks else []
+    return _digest((*names, metadata_json(document), headings_json(document), document.text, *blocks))
 
 
 def text_key(document: Document) -> bytes:
@@ -95,7 +98,7 @@ def check_document(document: Document) -> Document:
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")
     names = ("id", "text", "title", "source", "owner", "origin")
-    headings = [("a heading", heading.text) for heading in document.headings]
+    headings = [("a heading", text) for each in document.headings for text in (each.text, each.anchor)]
     for name, value in [*((name, getattr(document, name)) for name in names), *headings]:
         if not isinstance(value, str):
             raise InputError(f"document {document.id!r}: {name} must be a string, not {type(value).__name__}")
@@ -108,6 +111,9 @@ def check_document(document: Document) -> Document:
                 f"document {document.id!r}: {name} holds a lone surrogate at character {cause.start}"
             ) from cause
     metadata_json(document)
+    ends = [0, *(place for block in document.blocks for place in block[:2]), len(document.text)]
+    if ends != sorted(ends):
+        raise InputError(f"document {document.id!r}: its blocks overlap, are out of order or lie outside its text")
     return document
 
 
@@ -117,6 +123,11 @@ def metadata_json(document: Document) -> str:
         return json.dumps(dict(document.metadata), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as cause:
         raise InputError(f"document {document.id!r}: the metadata is not JSON: {cause}") from cause
+
+
+def headings_json(document: Document) -> str:
+    """Headings without an anchor as in the former schema, so that keys stay the same."""
+    return json.dumps([each if each.anchor else each[:3] for each in document.headings])
 
 
 def _digest(fields: Iterable[str]) -> bytes:

@@ -68,6 +68,11 @@ class DocumentMap:
             return getattr(self._unsealed[place.document], name)
         return self.segments[place.segment].segment.documents[name][place.document].as_py()
 
+    def is_former(self, place: DocumentLocation) -> bool:
+        """Whether the document is of the former schema, without blocks."""
+        segment = self.segment(place)
+        return segment is not None and segment.is_former(place.document)
+
     def with_text(self, key: bytes) -> Iterable[str]:
         """The ids of documents with that text key. Needs `with_texts`."""
         assert self._texts is not None

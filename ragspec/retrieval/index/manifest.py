@@ -7,8 +7,8 @@
         deleted-000002.npy     deleted documents of segment 2 (int64, sorted)
       segment-000002/
         vectors.npy            [K, E] float32, L2-normalised
-        passages.arrow         spans inside documents, one row per vector
-        documents.arrow        id, title, source, owner, metadata, headings, keys, UTF-8 text
+        passages.arrow         spans inside documents, headings, anchors and blocks, one row per vector
+        documents.arrow        id, title, source, owner, metadata, headings, keys, UTF-8 text, blocks
         terms.npy, ...         postings of the passages' words (`ragspec.retrieval.search.bm25`)
         dense.faiss            only for an approximate index
 
@@ -32,7 +32,10 @@ from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.index.pointer import CURRENT, POINTER, read_pointer
 
-SCHEMA: Literal[2] = 2
+SCHEMA: Literal[3] = 3
+FORMER: Literal[2] = 2
+"""Without the documents' blocks. Segments of both schemas may be in one index."""
+
 MANIFEST = "manifest.json"
 VECTORS = "vectors.npy"
 PASSAGES = "passages.arrow"
@@ -80,7 +83,7 @@ class Manifest(ManifestRecord):
     of the `Analyzer` that turned texts into terms.
     """
 
-    schema_version: Literal[2] = SCHEMA
+    schema_version: Literal[2, 3] = SCHEMA
     generation: Count
     content_key: str
     content_sum: str
@@ -168,7 +171,7 @@ def _parsed(raw: bytes, path: Path) -> Manifest:
     try:
         fields = json.loads(raw)
         found = fields.get("schema_version") if isinstance(fields, dict) else None
-        if found != SCHEMA:
+        if found not in (SCHEMA, FORMER):
             raise StoreCorrupt.of_schema(path, found, SCHEMA)
         return Manifest.model_validate(fields)
     except (ValueError, ValidationError, RecursionError) as cause:

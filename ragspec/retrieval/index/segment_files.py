@@ -26,11 +26,12 @@ DOCUMENT_SCHEMA = pa.schema(
         ("source", pa.large_string()),
         ("owner", pa.large_string()),
         ("metadata", pa.large_string()),  # JSON
-        ("headings", pa.large_string()),  # JSON: [[start, level, text], ...]
+        ("headings", pa.large_string()),  # JSON: [[start, level, text, anchor], ...]
         ("key", pa.binary(32)),  # of the whole document, see `ragspec.retrieval.index.content_key`
         ("text_key", pa.binary(32)),  # of owner, metadata and text
         ("origin", pa.large_string()),  # the file it was read from
         ("text", pa.large_binary()),
+        ("blocks", pa.large_string()),  # JSON: [[start, end, kind, page], ...]
     ]
 )
 PASSAGE_SCHEMA = pa.schema(
@@ -42,8 +43,16 @@ PASSAGE_SCHEMA = pa.schema(
         ("start_byte", pa.int64()),  # the same span in the document's UTF-8 text
         ("end_byte", pa.int64()),
         ("heading", pa.large_string()),
+        ("headings", pa.large_string()),  # JSON: [text, ...]
+        ("anchor", pa.large_string()),
+        (
+            "blocks",
+            pa.large_string(),
+        ),  # JSON, as the document's blocks, which it repeats: those that reach into the passage
     ]
 )
+_FORMER_WIDTHS = {DOCUMENT_SCHEMA: 10, PASSAGE_SCHEMA: 7}
+"""How many of the columns a segment of schema 2 has."""
 
 
 def npy_header(num_rows: int, dimension: int) -> bytes:
@@ -62,15 +71,21 @@ def mapped_array(path: Path) -> NDArray[Any]:
         raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
 
 
-def mapped_table(path: Path) -> pa.Table:
-    """A whole Arrow file, mapped, except the offsets of texts. Raises: StoreCorrupt.
+def mapped_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """A whole Arrow file of the schema, mapped, except the offsets of texts. Raises: StoreCorrupt.
+
+    Columns that the former schema lacks hold empty texts, which are no JSON.
 
     Why not the offsets: Arrow follows them without a check, and who overwrites them in the open file would crash this process.
     """
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         columns = [pa.chunked_array(map(_with_own_offsets, column.chunks), column.type) for column in table.columns]
-        return pa.table(columns, schema=table.schema)
+        if table.schema not in (schema, pa.schema(list(schema)[: _FORMER_WIDTHS[schema]])):
+            raise ValueError("it holds a table of another kind")
+        no_text = pa.scalar("", pa.large_string())
+        columns += [pa.chunked_array([pa.repeat(no_text, len(table))]) for _ in range(len(columns), len(schema))]
+        return pa.table(columns, schema=schema)
     except (OSError, ValueError, pa.ArrowException) as cause:
         raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
 

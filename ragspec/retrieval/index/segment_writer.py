@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ragspec.core import Document, Passage
+from ragspec.core import Document, Passage, blocks_reaching
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.index.content_key import document_key, metadata_json, text_key
+from ragspec.retrieval.index.content_key import document_key, headings_json, metadata_json, text_key
 from ragspec.retrieval.index.manifest import DOCUMENTS, PASSAGES, VECTORS
 from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, npy_header
 from ragspec.retrieval.index.store import LiveSegment
@@ -104,13 +104,17 @@ class IndexSegmentWriter:
         self._vectors.write(np.ascontiguousarray(vectors).data)
         for passage, (start_byte, end_byte) in zip(passages, byte_spans(document.text, passages), strict=True):
             span = (self.num_documents, passage.ordinal, passage.start, passage.end, start_byte, end_byte)
-            self._passages.append((*span, passage.heading), num_bytes=56 + len(passage.heading))
+            blocks = json.dumps(blocks_reaching(document.blocks, passage.start, passage.end))
+            place = (passage.heading, json.dumps(passage.headings), passage.anchor, blocks)
+            self._passages.append((*span, *place), num_bytes=56 + sum(map(len, place)))
         for words in terms:
             self._postings.add(words)
         raw = document.text.encode("utf-8")
         names = (document.id, document.title, document.source, document.owner, metadata_json(document))
         keys = (document_key(document), text_key(document))
-        self._documents.append((*names, json.dumps(document.headings), *keys, document.origin, raw), num_bytes=len(raw))
+        blocks = json.dumps(document.blocks)
+        row = (*names, headings_json(document), *keys, document.origin, raw, blocks)
+        self._documents.append(row, num_bytes=len(raw) + len(blocks))
         self.num_documents += 1
         self.num_passages += len(passages)
 

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ragspec.config import DenseConfig
-from ragspec.core import Document, Heading, Passage
+from ragspec.core import Block, Document, Heading, Passage, blocks_in, blocks_of
 from ragspec.errors import EncoderMismatch, StoreCorrupt
 from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
@@ -66,9 +66,8 @@ class IndexSegment:
         self.folder, self.record = folder, record
         self._dense = dense
         self.vectors: FloatArray = mapped_array(folder / VECTORS)
-        self.passages, self.documents = mapped_table(folder / PASSAGES), mapped_table(folder / DOCUMENTS)
-        if (self.passages.schema, self.documents.schema) != (PASSAGE_SCHEMA, DOCUMENT_SCHEMA):
-            raise StoreCorrupt(f"{folder} holds tables of another kind")
+        self.passages = mapped_table(folder / PASSAGES, PASSAGE_SCHEMA)
+        self.documents = mapped_table(folder / DOCUMENTS, DOCUMENT_SCHEMA)
         self.postings = Postings.open(folder)
         found = (self.vectors.shape, len(self.passages), len(self.documents), self.postings.num_rows)
         if found != ((record.num_passages, dimension), record.num_passages, record.num_documents, record.num_passages):
@@ -158,6 +157,9 @@ class IndexSegment:
                 source=self.documents["source"][number].as_py(),
                 score=score,
                 heading=self.passages["heading"][row].as_py(),
+                headings=tuple(json.loads(self.passages["headings"][row].as_py() or "[]")),
+                anchor=self.passages["anchor"][row].as_py(),
+                blocks=blocks_in(_blocks(self.passages["blocks"][row].as_py()), start, end),
             )
             return self._widened(passage, row, num_neighbours) if num_neighbours else passage
 
@@ -168,7 +170,18 @@ class IndexSegment:
         text = self._slice(number, int(around[0, 4]), int(around[:, 5].max()))
         fields = {field.name: getattr(passage, field.name) for field in dataclasses.fields(passage)}
         spans = tuple((start, end) for start, end in around[:, 2:4].tolist())
-        return WidePassage(**fields, around=text, around_start=spans[0][0], spans=spans, num_neighbours=num_neighbours)
+        first = max(own.start, row - reach)
+        blocks = {
+            each for near in range(first, first + len(spans)) for each in _blocks(self.passages["blocks"][near].as_py())
+        }
+        return WidePassage(
+            **fields,
+            around=text,
+            around_start=spans[0][0],
+            spans=spans,
+            num_neighbours=num_neighbours,
+            around_blocks=tuple(sorted(blocks)),
+        )
 
     def _slice(self, number: int, start_byte: int, end_byte: int) -> str:
         return str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8")
@@ -183,7 +196,16 @@ class IndexSegment:
             row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
             names = {name: row[name] for name in ("id", "title", "source", "owner", "origin")}
             headings = tuple(Heading(*each) for each in json.loads(row["headings"]))
-            return Document(text=row["text"].decode(), metadata=json.loads(row["metadata"]), headings=headings, **names)
+            text, blocks = row["text"].decode(), _blocks(row["blocks"])
+            return Document(text=text, metadata=json.loads(row["metadata"]), headings=headings, blocks=blocks, **names)
+
+    def is_former(self, number: int) -> bool:
+        """Whether the document is of the former schema, without blocks."""
+        return not self.documents["blocks"][number].as_py()
+
+
+def _blocks(text: str) -> tuple[Block, ...]:
+    return blocks_of(json.loads(text or "[]"))
 
 
 def check_segment(segment: IndexSegment) -> None:
@@ -321,6 +343,15 @@ class Store:
             for number in (number for number in numbers if segment.ids[number] in document_ids):
                 found |= segment.vectors_of(number)
         return found
+
+    def former_documents(self) -> list[str]:
+        """The ids of the documents of the former schema, without blocks."""
+        return [
+            live.segment.ids[number]
+            for live in self.segments
+            for number in live.live_documents()
+            if live.segment.is_former(number)
+        ]
 
     def documents(self) -> Iterator[Document]:
         """All documents, by segment."""

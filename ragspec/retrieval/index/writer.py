@@ -150,6 +150,8 @@ class IndexWriter:
     def upsert(self, document: Document, chunked: EmbeddedDocument | None = None) -> UpsertOutcome:
         """Add a document, in place of the document with its id. Passages whose text is unchanged keep their vectors.
 
+        The same document of the former schema is written anew.
+
         `chunked`: the document's passages, of any other session with this encoder; not chunked again if the settings agree.
         Raises: InputError if an index cannot hold the document, or its id is that of another owner's document; SaveError.
         """
@@ -164,7 +166,7 @@ class IndexWriter:
         if may_leave and not self._keep_duplicates and self.duplicate_of(document) is not None:
             self._remove(document.id)
             outcome = UpsertOutcome.DUPLICATE
-        elif is_same:
+        elif is_same and not (location and self._documents.is_former(location)):
             outcome = UpsertOutcome.UNCHANGED
         else:
             fits = chunked is not None and chunked.chunking == self._builder.config.chunking

@@ -108,7 +108,7 @@ class _Element:
         self.start = start
         self.num_links = num_links
         self.num_children = 0
-        self.level = 0  # of a heading
+        self.level, self.anchor = 0, ""  # of a heading
         self.opens = self.expands = False  # of a button: by its class, by an attribute
 
 
@@ -240,6 +240,7 @@ class _Page:
         self._title: list[str] = []
         self._line: list[str] = []  # text since the last block boundary
         self._lead, self._gap = "", "\n\n"  # the marker of the next block, and the separator before it
+        self._anchor = ""  # the last one since the last block
         self._tables: list[_OpenTable] = []
         self._lists: list[_List] = []
 
@@ -263,6 +264,8 @@ class _Page:
         if tag in _WRITTEN:
             self._line.append(_WRITTEN[tag])
         self._enter(tag, attributes)
+        self._anchor = attributes.get("id") or (attributes.get("name") if tag == "a" else "") or self._anchor
+        self._open[-1].anchor = self._anchor
         if not self._main_depth and (tag == "main" or attributes.get("role") == "main"):
             self.has_main, self._main_depth = True, len(self._open)
 
@@ -357,7 +360,7 @@ class _Page:
         elif len(self._open) == self._button_depth:
             self._end_button(element)
         elif tag in _BLOCKS:
-            self._end_block(element.level, is_code=tag == "pre")
+            self._end_block(element.level, is_code=tag == "pre", anchor=element.anchor or self._anchor)
         if tag == "table":
             self._tables.pop()
             self._gap = "\n\n"
@@ -433,7 +436,7 @@ class _Page:
     def _shows(self) -> bool:
         return self._main_depth > 0 or not self._main_only
 
-    def _end_block(self, level: int = 0, is_code: bool = False) -> None:
+    def _end_block(self, level: int = 0, is_code: bool = False, anchor: str = "") -> None:
         """Turn the line into a block; inside a row of data or a button add a space."""
         if self._in_row() or self._button_depth:
             self._line.append("\n")
@@ -443,8 +446,8 @@ class _Page:
         lines = [text.strip("\n")] if is_code else [" ".join(line.split()) for line in text.split("\n")]
         block = "\n".join(filter(None, lines))
         if block.strip() and self._shows():
-            self._builder.add(self._lead + block, level, self._gap, _kind(is_code, bool(self._lead)))
-            self._lead, self._gap = "", "\n\n"
+            self._builder.add(self._lead + block, level, self._gap, _kind(is_code, bool(self._lead)), anchor=anchor)
+            self._lead, self._gap, self._anchor = "", "\n\n", ""
 
 
 def _kind(is_code: bool = False, is_item: bool = False) -> BlockKind:

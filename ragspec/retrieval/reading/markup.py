@@ -9,6 +9,7 @@ reStructuredText: titles are underlined or framed lines; the level of a title is
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ _MAX_INLINE_CHARS = 100_000
 _ATX = re.compile(r"[ \t]*#{1,6}(?=[ \t]|\Z)")
 _SET_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\[\]]*)\](?:\([^()]*\)|\[[^\[\]]*\])")
+_GIVEN_ANCHOR = re.compile(r"[ \t]\{#([^{}\s]+)[^{}]*\}[ \t#]*\Z")
+_NO_SLUG = re.compile(r"[^\w\- ]")
 _EMPHASIS = re.compile(r"\*\*|__|`+|[ \t]\{#[^{}]*\}\Z")
 
 _RST_SCRIPT = re.compile(r"(?:\\ )?:(?P<script>sup|sub)(?:erscript|script)?:`(?P<text>[^`\n]+)`(?:\\ )?")
@@ -64,6 +67,7 @@ def read_markdown(text: str) -> ParsedFile:
     start = _front_matter_end(text)
     settings = _SET_TITLE.search(text, 0, start)
     lines = text[start:].split("\n")
+    slugs = Counter[str]()
     builder, written = TextBuilder(), 0  # number of the lines that are written or left out
     for leaf in _leaves(lines):
         source = "\n".join(lines[leaf.start : leaf.end])
@@ -71,7 +75,8 @@ def read_markdown(text: str) -> ParsedFile:
         if block.strip():
             lead = block[: len(block) - len(block.lstrip())] if leaf.level else ""
             builder.skip("".join(f"{line}\n" for line in lines[written : leaf.start]) + lead)
-            builder.add(block[len(lead) :], leaf.level, "", leaf.kind, title=_title(source))
+            anchor = _anchor(source, slugs) if leaf.level else ""
+            builder.add(block[len(lead) :], leaf.level, "", leaf.kind, title=_title(source), anchor=anchor)
             builder.skip("\n" if leaf.end < len(lines) else "")
         written = leaf.end
     builder.skip("\n".join(lines[written:]))
@@ -131,6 +136,15 @@ def _title(source: str) -> str:
     """The words of a heading in Markdown."""
     atx = _ATX.match(source)
     return _without_markup(_without_closing(source[atx.end() :]) if atx else source.rsplit("\n", 1)[0])
+
+
+def _anchor(source: str, slugs: Counter[str]) -> str:
+    """As the heading gives it, or else as GitHub makes it. `slugs`: how often each was made."""
+    if given := _GIVEN_ANCHOR.search(source):
+        return given[1]
+    slug = _NO_SLUG.sub("", _title(source).lower()).replace(" ", "-")
+    slugs[slug] += 1
+    return f"{slug}-{slugs[slug] - 1}" if slugs[slug] > 1 else slug
 
 
 def _front_matter_end(text: str) -> int:

@@ -136,10 +136,11 @@ class TextBuilder:
         page: int = 0,
         joins: bool = False,
         title: str = "",
+        anchor: str = "",
     ) -> None:
         """Append a block. `gap` separates it from the previous block; `joins`: it becomes a line of that block.
 
-        `level` 0: no heading. `title`: the heading, if the text holds markup.
+        `level` 0: no heading. `title`: the heading, if the text holds markup; `anchor`: of the heading.
         """
         if not text.isascii() or "\0" in text:
             text = text.translate(_UNWRITABLE)
@@ -147,7 +148,7 @@ class TextBuilder:
             return
         joins = joins and bool(self._blocks)
         self.skip("\n" if joins else gap if self._parts else "")
-        found = heading(self.num_chars, level, title or text) if level else []
+        found = heading(self.num_chars, level, title or text, anchor) if level else []
         self.headings += found
         start = self.num_chars
         self.skip(text)
@@ -218,10 +219,10 @@ class Table:
         ]
 
 
-def heading(start: int, level: int, text: str) -> list[Heading]:
+def heading(start: int, level: int, text: str, anchor: str = "") -> list[Heading]:
     """A list of one heading, or an empty list if the text is empty or too long for a heading."""
     text = one_line(text)
-    return [Heading(start, level, text)] if 0 < len(text) <= _MAX_HEADING_CHARS else []
+    return [Heading(start, level, text, one_line(anchor))] if 0 < len(text) <= _MAX_HEADING_CHARS else []
 
 
 def first_title(headings: Sequence[Heading]) -> str:
