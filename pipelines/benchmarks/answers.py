@@ -122,7 +122,8 @@ def engine_generate(engine: Engine) -> Generate:
     params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
 
     def generate(conversations: list[list[ChatMessage]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
-        grammars = map(quote_grammar, passages) if passages else itertools.repeat("")
+        shown = [[Passage("", n, text, 0, len(text)) for n, text in enumerate(own)] for own in passages]
+        grammars = map(quote_grammar, shown) if passages else itertools.repeat("")
         requests = []
         for number, (said, grammar) in enumerate(zip(conversations, grammars, strict=False)):
             ids = prompts.tokens([Message(m["role"], m["content"]) for m in said])

@@ -141,7 +141,7 @@ _LEANS = re.compile(
 _PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
 _GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)
 _SHORT_WORDS = 2
-_MAX_NAMES = 4
+_MAX_NAMES = 2
 _MAX_READ_CHARS, _MAX_TURNS = 2_000, 100
 """Characters of each text and number of turns that are read: texts may be megabytes, and conversations long."""
 
@@ -206,10 +206,10 @@ def _opening(asked: Sequence[AskedBefore]) -> int:
 
 
 def _topics(question: str, asked: Sequence[AskedBefore]) -> list[str]:
+    opening = extract_names(asked[0].question)
     latest = [name for turn in reversed(asked) for name in extract_names(turn.question)]
-    named = [*extract_names(asked[0].question)[:2], *latest]
     titles = [title for turn in reversed(asked) for title in turn.titles]
-    topics = list(dict.fromkeys(named or titles))[:_MAX_NAMES] or extract_phrases(asked[0].question)
+    topics = list(dict.fromkeys(opening or latest or titles))[:_MAX_NAMES] or extract_phrases(asked[0].question)
     of_a_person = bool(_PERSON.search(question))
     if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):
         topics += extract_phrases(asked[-1].question)
