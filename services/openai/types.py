@@ -204,6 +204,7 @@ class SamplingBody(SamplingFields):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stop | None = None
     logit_bias: LogitBias | None = None
+    first_token_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: bool | dict[str, Any] | None = None
