@@ -190,6 +190,13 @@ class TargetConfig(ConfigSection):
     """"fast" serves even where the self-test fails, and adds up parts of products between ranks on a GPU: faster, but a text
     may depend on its batch."""
 
+    @property
+    def adapter_dir(self) -> Path | None:
+        """The adapter's folder; None: no adapter."""
+        if self.adapter == "auto":
+            return DEFAULT_ADAPTER if self.model == DEFAULT_TARGET else None
+        return None if self.adapter == "none" else Path(self.adapter)
+
     @model_validator(mode="before")
     @classmethod
     def _settle_dtype(cls, given: Any) -> Any:

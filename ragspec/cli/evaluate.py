@@ -34,6 +34,7 @@ from ragspec.evaluation.question_scores import (
     RoutedMessage,
     only_right,
     p50_s,
+    proposed_threshold,
     shares,
     wilson,
 )
@@ -113,6 +114,7 @@ class Measured:
             "seed": settings.generation.seed,
             "temperature": settings.generation.temperature,
             **row,
+            "proposed_abstain_below": proposed_threshold(self.results),
             "p50_s": rounded(p50_s(self.results)),
             "peak_pss_mb": rounded(self.peak_mb),
         }
@@ -251,6 +253,8 @@ def _cells(run: Measured) -> Iterator[tuple[str, str]]:
         yield share.meaning, f"{share.num:>4} of {share.of:<4} {100 * share.num / share.of:>3.0f} % ({low} to {high})"
     for temperature, num in run.changed.items():
         yield f"changed by drafts, temperature {temperature:g}", f"{num:>4} of {run.num_questions}"
+    if threshold := proposed_threshold(run.results):
+        yield "proposed abstain_below", f"{threshold:>8.3f}"
     if seconds := p50_s(run.results):
         yield "seconds of a question, median", f"{seconds:>4.1f}"
     yield "peak memory, MB", f"{run.peak_mb:>4,.0f}"

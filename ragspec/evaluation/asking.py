@@ -72,7 +72,7 @@ class Asker(Closeable):
         """Load the target and, if it `retrieves`, index and encoder. Raises: ConfigError, StoreError, ModelError."""
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder) if retrieves else None
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
+        prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config)
         return cls(retriever, engine, prompts, config, chat)
 
     def results(self, lines: Sequence[Line]) -> Iterator[LineResult]:
@@ -96,7 +96,10 @@ class Asker(Closeable):
         texts = [each.question.question for each in answered]
         changed = dict.fromkeys(CHECKED_TEMPERATURES, 0)
         words = self._config.wording.model_copy(update={"require_support": False})
-        pipeline = self._pipeline(PromptBuilder(self._prompts.tokenizer, self._prompts.max_context_tokens, words))
+        prompts = self._prompts
+        pipeline = self._pipeline(
+            PromptBuilder(prompts.tokenizer, prompts.max_context_tokens, words, prompts.abstention)
+        )
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)
             for begin in range(0, len(texts), _CHECKED_TOGETHER):

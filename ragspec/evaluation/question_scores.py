@@ -144,6 +144,23 @@ def _label_shares(asked: Sequence[AnsweredQuestion]) -> list[Share]:
     ]
 
 
+_LEAST_CASES = 5
+_MOST_LOST = 0.05
+
+
+def proposed_threshold(results: Sequence[LineResult]) -> float | None:
+    """The highest `retriever.abstain_below` that loses 1 in 20 questions whose passage was shown at most; None if it catches no
+    unanswerable question, or if there are fewer than 5 of either kind."""
+    asked = [each for each in results if isinstance(each, AnsweredQuestion) and not each.is_follow_up]
+    scored = [(each, each.answer.closeness) for each in asked if each.answer is not None]
+    good = sorted(close for each, close in scored if close is not None and each.verdict.shown)
+    bad = [close for each, close in scored if close is not None and not each.question.answerable]
+    if min(len(good), len(bad)) < _LEAST_CASES:
+        return None
+    threshold = math.floor(1000 * good[int(_MOST_LOST * len(good))]) / 1000
+    return threshold if any(close < threshold for close in bad) else None
+
+
 def wilson(num: int, of: int) -> tuple[float, float]:
     """The 95 % interval of a share. Source: Wilson 1927, the score interval."""
     if not of:

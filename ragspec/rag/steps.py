@@ -101,7 +101,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class RetrievedQuestion:
     """A question with its passages, best first. `generation`: the index generation; `missing`: segments not searched;
-    `closeness`: the calibrated score of the best passage, None if it was not asked for."""
+    `closeness`: the calibrated score of the best passage, None but in mode hybrid."""
 
     question: Question
     passages: Sequence[Passage]
@@ -125,6 +125,7 @@ class PreparedQuestion:
     prompt_s: float
     prompts: PromptBuilder = field(repr=False)
     said: str
+    closeness: float | None
 
     @property
     def require_support(self) -> bool:
@@ -159,7 +160,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     request = Request(
         question.id,
         prompt.prompt_ids,
-        question.params,
+        prompts.biased(question.params, prompt.passages, retrieved.closeness),
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
@@ -170,7 +171,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
-    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said)
+    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
 
 
 def abstention(
@@ -235,6 +236,7 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
         support.sentences,
         support.unknown_quotations,
+        prepared.closeness if passages else None,
     )
 
 

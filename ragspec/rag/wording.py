@@ -36,6 +36,8 @@ NOTHING_CLOSE = "Nothing in your documents is close to this question."
 NOT_SUPPORTED = "Nothing in your documents supports an answer to this question."
 GRAMMAR_REQUEST = "Correct the grammar: "
 QUESTION = "Question: "
+LEAST_FOUND = 0.5
+"""Calibrated score of the best passage from which a quote counts as the answer."""
 _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
@@ -81,6 +83,13 @@ def nothing_close(titles: Sequence[str]) -> str:
     """What is said in place of an answer where no passage is close to the question."""
     nearest = "; ".join(dict.fromkeys(filter(None, titles)))
     return f"{NOTHING_CLOSE} The nearest: {nearest}." if nearest else NOTHING_CLOSE
+
+
+def found_words(closeness: float | None) -> str:
+    """How a quote is introduced, by the calibrated score of the best passage; empty without one."""
+    if closeness is None:
+        return ""
+    return "found in" if closeness >= LEAST_FOUND else "closest passage"
 
 
 def system_text(own: str = "", instruction: str = INSTRUCTION) -> str:

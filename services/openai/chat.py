@@ -22,6 +22,7 @@ from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import PreparedTurn
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import build_answer, parse_scope
+from ragspec.rag.wording import found_words
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
@@ -191,6 +192,8 @@ class ChatFormat(AnswerFormat):
             "dropped_turns": ready.prompt.num_dropped_turns,
             "missing_segments": list(ready.missing),
             "abstained": bool(ready.said),
+            "closeness": ready.closeness,
+            "found": found_words(ready.closeness),
             "index_generation": ready.generation,
             "seed": self.context.params.seed,
         }

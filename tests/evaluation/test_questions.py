@@ -32,6 +32,7 @@ from ragspec.evaluation.question_scores import (
     CorrectedSentence,
     only_right,
     p50_s,
+    proposed_threshold,
     shares,
     wilson,
 )
@@ -356,6 +357,22 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ended(end.value.code, *capsys.readouterr())  # type: ignore[arg-type]
 
     return call
+
+
+def test_a_threshold_of_retrieval_is_proposed_from_the_users_own_questions() -> None:
+    """A threshold from other people's documents loses answers, or catches nothing."""
+
+    def asked(closeness: float, answerable: bool, shown: bool = True) -> AnsweredQuestion:
+        given = question(answerable=answerable, **({"fact": "1874" if shown else "1999"} if answerable else {}))
+        replied = replace(answer("It was built in 1874."), closeness=closeness)
+        return AnsweredQuestion("a", given, False, replied, judge(given, replied), 0.1)
+
+    right = [asked(0.5 + number / 100, True) for number in range(20)]
+    missed = [asked(0.01, True, shown=False)] * 20
+    far = [asked(0.1 * number, False) for number in range(5)]
+    assert proposed_threshold([*right, *missed, *far]) == 0.51  # one of 20 is lost
+    assert proposed_threshold([*right, *far[:4]]) is None
+    assert proposed_threshold([*right, *[asked(0.9, False)] * 5]) is None
 
 
 def test_two_configurations_stand_side_by_side(

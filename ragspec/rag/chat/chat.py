@@ -110,7 +110,7 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            turn.params,
+            self._prompts.biased(turn.params, prompt.passages, context.closeness),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
@@ -121,8 +121,11 @@ class Chat:
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
-        said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
-        own = turn, question, history, num_deletions, searched
+        close = (
+            None if context.num_carried else context.closeness
+        )  # a carried passage may answer where no other is close
+        said = abstention(turn.params, context.passages, close, turn.abstain_below)
+        own = context.closeness, turn, question, history, num_deletions, searched
         return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
@@ -202,13 +205,14 @@ _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
 @dataclass(frozen=True, slots=True)
 class ChatContext:
     """The passages of a turn, and the earlier turns without passages that no longer exist. `closeness`: the calibrated score of
-    the best passage; None if it was not asked for, or if passages of earlier turns were carried over."""
+    the best passage; None but in mode hybrid. `num_carried`: passages of earlier turns."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
     generation: str = ""
     missing: tuple[str, ...] = ()
     closeness: float | None = None
+    num_carried: int = 0
 
 
 class ChatRetriever:
@@ -234,9 +238,9 @@ class ChatRetriever:
         own_ids = {passage.id for passage in own}
         is_follow_up = question != user_question or self._config.rewriter == "off"
         carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
-        closeness = result.closeness[0] if result.closeness and not carried else None
-        passages = (*own, *carried[: self._config.max_carried])
-        return ChatContext(passages, turns, result.generation, result.missing, closeness)
+        carried = carried[: self._config.max_carried]
+        closeness = result.closeness[0] if result.closeness else None
+        return ChatContext((*own, *carried), turns, result.generation, result.missing, closeness, len(carried))
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index, the others at their places there.
