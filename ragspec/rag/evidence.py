@@ -69,6 +69,19 @@ class Evidence:
         best = max(self._windows, key=lambda each: self._overlap(each.stems, stems, asked) - cost * each.num_units)
         return best.place if self._covers(best, statement, stems) else None
 
+    def lead(self, quote: str) -> float:
+        """By how much of the question's words, by weight, a quote holds more than any other span that may be quoted; -1 to 1."""
+        others = (each for each in self._windows if each.num_units == 1)
+        texts = ((each.place.passage.text[each.place.start : each.place.end], each.stems) for each in others)
+        best = max(
+            (self._share(stems) for text, stems in texts if text not in quote and quote not in text), default=0.0
+        )
+        return self._share(_stems(quote)) - best
+
+    def _share(self, stems: frozenset[str]) -> float:
+        total = sum(map(self._weight, self._question))
+        return sum(map(self._weight, stems & self._question)) / total if total else 0.0
+
     def _overlap(self, held: frozenset[str], stems: frozenset[str], asked: frozenset[str]) -> float:
         return sum(map(self._weight, held & stems)) + _QUESTION_WEIGHT * sum(map(self._weight, held & asked))
 

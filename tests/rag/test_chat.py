@@ -206,6 +206,18 @@ def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Ask
     assert ids(ready.prompt.passages)[-1] == "bridge"
 
 
+def test_a_quote_just_given_answers_another_question_only_if_it_is_the_closest(asking: Asking) -> None:
+    """Each follow-up was answered with the first quote again."""
+    asking(turn("When was the mill built?"), QUOTE)
+    for follow_up, is_left in (
+        ("When was the mill built?", True), ("Who owns the bridge near it?", False), ("In which year was the mill built?", True)
+    ):  # fmt: skip
+        ready = asking.chat.prepare(turn("When was the mill built?", QUOTE, follow_up, num_passages=3))
+        quote = QUOTE.split('"')[1]
+        assert any(quote in passage.text for passage in ready.prompt.passages) and ready.request.grammar
+        assert (quote in ready.request.grammar) is is_left, follow_up
+
+
 def test_a_follow_up_is_completed_from_questions_and_cited_titles_and_never_from_answers(asking: Asking) -> None:
     """A wrong answer's words were searched for, and each further answer was about them."""
     wrong = f"{QUOTE} It was moved to Samarkand by Captain Beefheart."

@@ -28,8 +28,10 @@ from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.citations import answer_grammar
+from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
+from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 
 _PREDICTED_CHARS = 16
 """Characters of a prediction that are read for each token that may be written: four times as many as most texts have."""
+_LEAST_LEAD = -0.1
+"""Of a quote that is given again, as in `Evidence.lead`. Fitted to the follow-ups of `dialogues.jsonl` in
+`pipelines/benchmarks/documentation/tuning`: no quote of an earlier question had it there, and half of the right ones have."""
 _MAX_COPIED_TURNS = 4
 """Earlier turns that may be copied from when the prompt has none."""
 
@@ -115,7 +120,11 @@ class Chat:
             turn.salt,
             turn.speculation,
             grammar=answer_grammar(
-                turn.params, turn.speculation, prompt.passages, quotes_first=self._prompts.quotes_first
+                turn.params,
+                turn.speculation,
+                prompt.passages,
+                quotes_first=self._prompts.quotes_first,
+                left_out=_used_quotes(user_question, history.pairs[-1:], prompt.passages),
             ),
             affinity=turn.conversation or history.keys[0],
         )
@@ -175,6 +184,13 @@ class Chat:
             return prompt
         passages = tuple(passage for turn in context.history for passage in turn.passages)
         return replace(prompt, num_dropped_turns=len(context.history), dropped_history=passages)
+
+
+def _used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage]) -> list[str]:
+    """The quote of the latest answer, unless it is as close to another question as any other span of the passages."""
+    quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
+    evidence = Evidence(passages if quotes else (), question)
+    return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
 
 
 def _history_texts(history: Sequence[PastTurn]) -> list[str]:
