@@ -12,16 +12,17 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 
-from ragspec.config import PipelineConfig, PromptConfig
+from ragspec.config import DEFAULT_ADAPTER, PipelineConfig, PromptConfig
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.abstention import AbstentionFit
+from ragspec.rag.languages import ENGLISH, guess_language
 from ragspec.rag.wording import (
     ABSTENTION,
     GRAMMAR_REQUEST,
@@ -70,8 +71,11 @@ class PromptBuilder:
         max_context_tokens: int,
         words: PromptConfig | None = None,
         abstention: AbstentionFit | None = None,
+        languages: Collection[str] = (),
     ) -> None:
+        """`languages`: codes of those that the target answers in; empty: not known."""
         words, self.abstention = words or PromptConfig(), abstention or AbstentionFit()
+        self.languages = languages
         self.quotes_first = words.layout != "short"
         """Whether answers begin with a verbatim quote."""
         self.require_support = words.require_support
@@ -91,7 +95,15 @@ class PromptBuilder:
     @classmethod
     def of(cls, tokenizer: Any, max_context_tokens: int, config: PipelineConfig) -> PromptBuilder:
         """In the words of a configuration, with the abstention that was fitted to its adapter. Raises: ModelError."""
-        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(config.target.adapter_dir))
+        adapter = config.target.adapter_dir
+        languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
+        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(adapter), languages)
+
+    def unknown_language(self, question: str) -> str:
+        """The name of the question's language if the target does not know it, or an empty text."""
+        if not self.languages or (found := guess_language(question)).code in self.languages:
+            return ""
+        return found.name
 
     def biased(self, params: SamplingParams, passages: Sequence[Passage], closeness: float | None) -> SamplingParams:
         """The parameters of an answer from passages, with the fitted bias on abstention unless they have a bias of their own."""

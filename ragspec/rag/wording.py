@@ -33,6 +33,7 @@ SHORT_INSTRUCTION = (
     f"the answer, reply: {ABSTENTION}"
 )
 NOTHING_CLOSE = "Nothing in your documents is close to this question."
+OTHER_LANGUAGE = "This question seems to be in a language that the model in use does not know"
 NOT_SUPPORTED = "Nothing in your documents supports an answer to this question."
 GRAMMAR_REQUEST = "Correct the grammar: "
 QUESTION = "Question: "
@@ -68,7 +69,7 @@ class QuotedAnswer(NamedTuple):
 def abstains(text: str) -> bool:
     """Whether an answer's first sentence says that the passages hold no answer, and nothing else, in any known words."""
     text = text.strip()
-    if text.startswith((NOTHING_CLOSE, NOT_SUPPORTED)):
+    if text.startswith((NOTHING_CLOSE, NOT_SUPPORTED, OTHER_LANGUAGE)):
         return True
     sentence = _SENTENCE_END.split(text, 1)[0]
     if _GOES_ON.search(sentence):
@@ -83,6 +84,11 @@ def nothing_close(titles: Sequence[str]) -> str:
     """What is said in place of an answer where no passage is close to the question."""
     nearest = "; ".join(dict.fromkeys(filter(None, titles)))
     return f"{NOTHING_CLOSE} The nearest: {nearest}." if nearest else NOTHING_CLOSE
+
+
+def other_language(name: str) -> str:
+    """What is said in place of an answer to a question in a language that the target does not know."""
+    return f"{OTHER_LANGUAGE}: {name}. It answers in English; ragspec models lists models that know more languages."
 
 
 def found_words(closeness: float | None) -> str:

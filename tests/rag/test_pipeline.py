@@ -259,6 +259,23 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     assert len(recording.requests) == 2 and not structured.text.startswith(NOTHING_CLOSE)
 
 
+def test_a_question_in_a_language_that_the_target_does_not_know_is_named_so(
+    retriever: Retriever, engine: Engine, target: Target
+) -> None:
+    """A question in German was answered with an English quote that had nothing to do with it."""
+    recording = Recording(engine)
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, languages=("en",))
+    asked = "Wann wurde die alte Mühle gebaut, und wer hat sie gebaut?"
+    answer = Pipeline(retriever, recording, prompts).ask(asked)
+    assert "German" in answer.text and answer.abstained and not recording.requests
+    for pipeline, question in (
+        (Pipeline(retriever, recording, prompts), "When was the Mühle in Los Angeles built?"),
+        (Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT)), asked),
+    ):
+        assert "seems to be" not in pipeline.ask(question, max_tokens=2).text
+    assert len(recording.requests) == 2
+
+
 async def test_questions_in_flight_abstain_too(abstaining_retriever: Retriever, engine: Engine, target: Target) -> None:
     """A batch job that answers what a single question would not be answered."""
     flow = AsyncPipeline(abstaining_retriever, engine, PromptBuilder(target.tokenizer, CONTEXT))

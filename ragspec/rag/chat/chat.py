@@ -133,7 +133,8 @@ class Chat:
         close = (
             None if context.num_carried else context.closeness
         )  # a carried passage may answer where no other is close
-        said = abstention(turn.params, context.passages, close, turn.abstain_below)
+        language = self._prompts.unknown_language(user_question)
+        said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = context.closeness, turn, question, history, num_deletions, searched
         return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
 
