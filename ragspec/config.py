@@ -20,6 +20,7 @@ from ragspec.old_keys import section_of, with_new_keys
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
+When = Literal["always", "auto", "never"]
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 DEFAULT_ADAPTER = ASSETS / "adapter"
 DEFAULT_CACHE = "~/.cache/ragspec"
@@ -120,6 +121,9 @@ class RetrieverConfig(ConfigSection):
     """Content of the index's file CURRENT for a generation to stay with; empty: always the current generation."""
     num_passages: int = Field(3, ge=1, le=64)
     """Passages shown to the target. More: more is found, prompts take longer."""
+    when: When = "auto"
+    """Which messages of chats are searched for: "always", "never", or "auto": all but greetings, thanks, texts to correct, small
+    talk and requests about the conversation."""
     mode: Literal["dense", "sparse", "hybrid"] = "hybrid"
     """"dense": nearest in meaning; "sparse": best by words (BM25); "hybrid": both, fused."""
     fusion: Literal["learned", "rank"] = "learned"
@@ -185,6 +189,13 @@ class TargetConfig(ConfigSection):
     exactness: Literal["bitwise", "fast"] = "bitwise"
     """"fast" serves even where the self-test fails, and adds up parts of products between ranks on a GPU: faster, but a text
     may depend on its batch."""
+
+    @property
+    def adapter_dir(self) -> Path | None:
+        """The adapter's folder; None: no adapter."""
+        if self.adapter == "auto":
+            return DEFAULT_ADAPTER if self.model == DEFAULT_TARGET else None
+        return None if self.adapter == "none" else Path(self.adapter)
 
     @model_validator(mode="before")
     @classmethod

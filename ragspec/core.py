@@ -15,7 +15,7 @@ import json
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypedDict
 
@@ -175,7 +175,8 @@ class SamplingParams:
     log-probability, of the logits before any warp; None: no log-probabilities. Neither an end token nor a stop string ends an
     output of `min_tokens` tokens or fewer. `json_schema`: a JSON schema as text, which the output follows; empty: none. Where
     `max_tokens` ends such an output, it is the beginning of a valid one. `verbatim_quotes`: an answer from passages that begins
-    with a quote begins with words of a passage, character by character; without effect on other outputs.
+    with a quote begins with words of a passage, character by character; without effect on other outputs. `first_token_bias`:
+    takes the place of `logit_bias` for its token ids at the first output token, and there alone.
     """
 
     temperature: float = _in_range(0.0, float, 0.0, 100.0)
@@ -186,6 +187,7 @@ class SamplingParams:
     presence_penalty: float = _in_range(0.0, float, -100.0, 100.0)
     frequency_penalty: float = _in_range(0.0, float, -100.0, 100.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    first_token_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     max_tokens: int = _in_range(128, int, 1, 2**31)
     min_tokens: int = _in_range(0, int, 0, 2**31)
@@ -212,7 +214,8 @@ class SamplingParams:
         for name in ("ignore_eos", "verbatim_quotes"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        self._check_bias()
+        for name in ("logit_bias", "first_token_bias"):
+            self._check_bias(name)
         self._check_schema()
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
@@ -231,14 +234,21 @@ class SamplingParams:
                 "min_tokens and ignore_eos mean nothing beside json_schema: the output ends where its value does"
             )
 
-    def _check_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise InputError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-        for token, bias in self.logit_bias.items():
+    def _check_bias(self, name: str) -> None:
+        biases = getattr(self, name)
+        if not isinstance(biases, Mapping):
+            raise InputError(f"{name} must map token ids to numbers, not {biases!r}")
+        for token, bias in biases.items():
             if isinstance(token, bool) or not isinstance(token, int):
-                raise InputError(f"logit_bias must map token ids to numbers, and {token!r} is no token id")
+                raise InputError(f"{name} must map token ids to numbers, and {token!r} is no token id")
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100.0 <= bias <= 100.0:
-                raise InputError(f"logit_bias of token {token} must be a number from -100 to 100, not {bias!r}")
+                raise InputError(f"{name} of token {token} must be a number from -100 to 100, not {bias!r}")
+
+    def at(self, index: int) -> SamplingParams:
+        """The parameters of output token `index`, the first of which may have other biases."""
+        if index or not self.first_token_bias:
+            return self
+        return replace(self, logit_bias={**self.logit_bias, **self.first_token_bias}, first_token_bias={})
 
     @property
     def greedy(self) -> bool:
@@ -265,6 +275,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    first_token_bias: Mapping[int, float]
     stop: tuple[str, ...]
     max_tokens: int
     min_tokens: int

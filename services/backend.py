@@ -169,8 +169,8 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
                     model.metrics.watch(name, text, partial(_load_of, model.engine, field))
 
     def _served(self, name: str, loaded: LoadedModel) -> ServedModel:
-        engine, wording = loaded.engine, self.config.for_model(name).wording
-        prompts = PromptBuilder(loaded.tokenizer, engine.max_context_tokens, wording)
+        engine = loaded.engine
+        prompts = PromptBuilder.of(loaded.tokenizer, engine.max_context_tokens, self.config.for_model(name))
         chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
         return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name))
 

@@ -53,7 +53,8 @@ def warped(
         x[v] = x[v] / repetition if x[v] > 0 else x[v] * repetition
     for v in set(output):
         x[v] -= presence + frequency * np.float32(list(output).count(v))
-    for v, bias in params.logit_bias.items():
+    biases = {**params.logit_bias, **params.first_token_bias} if not output else params.logit_bias
+    for v, bias in biases.items():
         x[v] += np.float32(bias)
     if len(output) < params.min_tokens:
         x[list(eos_ids)] = -np.inf

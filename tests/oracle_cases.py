@@ -36,6 +36,7 @@ PARAMS = {
         presence_penalty=0.4,
         frequency_penalty=0.7,
         logit_bias={1: 6.0, 40: 3.0, 41: -50.0},
+        first_token_bias={40: -9.0, 77: 12.0},
         min_tokens=6,
         seed=0,
         max_tokens=14,

@@ -84,6 +84,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (-1, 21, True),
     "stop": ("end", ("",), ("end", 3), None, 5),
     "logit_bias": (None, {1: math.nan}, {1: math.inf}, {"1": 1.0}),
+    "first_token_bias": (None, {1: math.nan}, {1: 101}, {"1": 1.0}),
     "ignore_eos": ("no",),
 }
 

@@ -48,7 +48,7 @@ from ragspec.evaluation.target_scores import (
     question_scores,
 )
 from ragspec.numerics.threads import num_processors, run_in_thread
-from ragspec.rag.chat.query_rewriter import rewrite_by_rules
+from ragspec.rag.chat.query_rewriter import AskedBefore, rewrite_by_rules
 from ragspec.rag.citations import quote_grammar
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
@@ -122,7 +122,8 @@ def engine_generate(engine: Engine) -> Generate:
     params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
 
     def generate(conversations: list[list[ChatMessage]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
-        grammars = map(quote_grammar, passages) if passages else itertools.repeat("")
+        shown = [[Passage("", n, text, 0, len(text)) for n, text in enumerate(own)] for own in passages]
+        grammars = map(quote_grammar, shown) if passages else itertools.repeat("")
         requests = []
         for number, (said, grammar) in enumerate(zip(conversations, grammars, strict=False)):
             ids = prompts.tokens([Message(m["role"], m["content"]) for m in said])
@@ -269,7 +270,9 @@ def _follow_ups(bench: Answers) -> Row:
     questions = spread(held_out, bench.run.count(1_000, 60))
     queries = {
         "as_asked": [each.question for each in questions],
-        "rules": [rewrite_by_rules(each.question, each.said) for each in questions],
+        "rules": [
+            rewrite_by_rules(each.question, [AskedBefore(turn.question) for turn in each.said]) for each in questions
+        ],
         "people": [each.rewrite for each in questions],
     }
     row: Row = {"num_questions": len(questions)}

@@ -155,7 +155,9 @@ def print_sources(console: Console, answer: Answer) -> None:
     cited = sorted(answer.citations, key=lambda c: (numbers[c.passage_id], c.passage_start))
     for passage_id, group in groupby(cited, key=lambda c: c.passage_id):
         passage = answer.passages[numbers[passage_id]]
-        heading = Text.assemble("  ", (f"[{numbers[passage_id] + 1}] ", "bold"), (safe(_name(passage)), "bold cyan"))
+        found = f"{answer.found} " if answer.found else ""
+        number = f"[{numbers[passage_id] + 1}] "
+        heading = Text.assemble("  ", (found, "dim"), (number, "bold"), (safe(_name(passage)), "bold cyan"))
         console.print(heading, overflow="ellipsis", no_wrap=True)
         text = excerpt(passage, list(group), marks=console.no_color or not console.is_terminal)
         for line in text.wrap(console, max(20, console.width - 6)):

@@ -115,7 +115,7 @@ def run_demo(
         engine = load_engine(settings.target, config, settings.drafting, say=shown)
         millions = engine.target.num_parameters / 1e6
         shown.detail = f"{millions:.1f}M parameters, {engine.target.config.weight_dtype}; bitwise self-test passed"
-    prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
+    prompts = PromptBuilder.of(engine.target.tokenizer, engine.target.max_context_tokens, settings)
     with Pipeline(retriever, engine, prompts, abstain_below=_RETRIEVAL.abstain_below) as pipeline:
         demo = _Comparison(console, pipeline, params)
         with stage(console, "ready", "warming up") as shown:

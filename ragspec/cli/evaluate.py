@@ -31,8 +31,10 @@ from ragspec.evaluation.question_scores import (
     AnsweredQuestion,
     CorrectedSentence,
     LineResult,
+    RoutedMessage,
     only_right,
     p50_s,
+    proposed_threshold,
     shares,
     wilson,
 )
@@ -81,7 +83,7 @@ class Measured:
                 settings = self.settings = with_standard_library(settings, encoder, corpus or (), say)
             asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=bool(asked), say=say)
         id_chars = _id_chars(lines)
-        num_asked = len(asked) + sum(isinstance(line, CheckedSentence) for line in lines)
+        num_asked = len(asked) + sum(isinstance(line, CheckedSentence | RoutedText) for line in lines)
         with asker, loading(console, "asking") as say:
             for result in asker.results(lines):
                 self.results.append(result)
@@ -112,6 +114,7 @@ class Measured:
             "seed": settings.generation.seed,
             "temperature": settings.generation.temperature,
             **row,
+            "proposed_abstain_below": proposed_threshold(self.results),
             "p50_s": rounded(p50_s(self.results)),
             "peak_pss_mb": rounded(self.peak_mb),
         }
@@ -144,8 +147,6 @@ def run_evaluate(
     console.print(table_of(runs))
     kinds = Counter(type(line) for line in lines)
     num_turns = sum(len(line.turns) for line in lines if isinstance(line, Dialogue))
-    if kinds[RoutedText]:
-        note(console, f"texts for routing, which this version does not measure: {kinds[RoutedText]}")
     result = {
         "num_questions": len(questions_of(lines)),
         "num_follow_ups": num_turns - kinds[Dialogue],
@@ -186,7 +187,13 @@ def _answer_file(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]
 
 def result_line(result: LineResult, id_chars: int) -> Text:
     """Mark, id, verdict, seconds, the question or sentence, and its answer or correction."""
-    right, verdict, given, written = _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
+    if isinstance(result, RoutedMessage):
+        verdict = "searched" if result.searched else "not searched"
+        right, given, written = result.is_right, result.message.text, ""
+    else:
+        right, verdict, given, written = (
+            _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
+        )
     mark, style = _MARKS[right]
     return Text.assemble(
         (f"{mark} ", style),
@@ -246,6 +253,8 @@ def _cells(run: Measured) -> Iterator[tuple[str, str]]:
         yield share.meaning, f"{share.num:>4} of {share.of:<4} {100 * share.num / share.of:>3.0f} % ({low} to {high})"
     for temperature, num in run.changed.items():
         yield f"changed by drafts, temperature {temperature:g}", f"{num:>4} of {run.num_questions}"
+    if threshold := proposed_threshold(run.results):
+        yield "proposed abstain_below", f"{threshold:>8.3f}"
     if seconds := p50_s(run.results):
         yield "seconds of a question, median", f"{seconds:>4.1f}"
     yield "peak memory, MB", f"{run.peak_mb:>4,.0f}"

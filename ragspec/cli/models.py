@@ -26,7 +26,8 @@ models = group("models", "Models that ragspec knows: list them, fetch them, chec
 
 _CAPTION = (
     "GB: memory in int8, measured or by formula. right: answers of 50 over documentation, two cores. "
-    "ragspec models get NAME fetches a model."
+    "ragspec models get NAME fetches a model. Qwen, Llama and gemma know many languages, the others English alone; an "
+    "encoder for many languages: encoder: {model: sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2}."
 )
 _TEXT = ASSETS / "perplexity.txt"
 NUM_TOKENS = 2048

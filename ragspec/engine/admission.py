@@ -65,9 +65,10 @@ class ModelLimits(NamedTuple):
                 raise InputError(f"the {what} holds a token id that is no whole number")
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InputError(f"the {what} holds a token id outside [0, {self.vocab_size})")
-        wrong = [token for token in request.params.logit_bias if not 0 <= token < self.vocab_size]
-        if wrong:
-            raise InputError(f"logit_bias names token {wrong[0]}, outside [0, {self.vocab_size})")
+        for name in ("logit_bias", "first_token_bias"):
+            wrong = [token for token in getattr(request.params, name) if not 0 <= token < self.vocab_size]
+            if wrong:
+                raise InputError(f"{name} names token {wrong[0]}, outside [0, {self.vocab_size})")
 
 
 class Admission:

@@ -25,8 +25,8 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.evaluation.measures import Tick, no_tick
-from ragspec.evaluation.question_scores import AnsweredQuestion, CorrectedSentence, LineResult
-from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, judge
+from ragspec.evaluation.question_scores import AnsweredQuestion, CorrectedSentence, LineResult, RoutedMessage
+from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, RoutedText, judge
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
@@ -72,11 +72,11 @@ class Asker(Closeable):
         """Load the target and, if it `retrieves`, index and encoder. Raises: ConfigError, StoreError, ModelError."""
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder) if retrieves else None
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
+        prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config)
         return cls(retriever, engine, prompts, config, chat)
 
     def results(self, lines: Sequence[Line]) -> Iterator[LineResult]:
-        """The result of each question, turn and sentence, in order, as it is there. Raises: RagspecError, except InputError."""
+        """The result of each line and turn, in order, as it is there. Raises: RagspecError, except InputError."""
         for line in lines:
             if isinstance(line, AskedQuestion):
                 yield _timed(str(line.id), line, False, partial(self._pipeline().ask, line.question))
@@ -84,6 +84,8 @@ class Asker(Closeable):
                 yield from self._converse(line)
             elif isinstance(line, CheckedSentence):
                 yield self._corrected(line)
+            else:
+                yield self._routed(line)
 
     def num_changed_by_drafts(self, results: Sequence[LineResult], seed: int, tick: Tick = no_tick) -> dict[float, int]:
         """How many answers have other tokens with speculation than without, by temperature; 0 everywhere unless there is a bug.
@@ -94,7 +96,10 @@ class Asker(Closeable):
         texts = [each.question.question for each in answered]
         changed = dict.fromkeys(CHECKED_TEMPERATURES, 0)
         words = self._config.wording.model_copy(update={"require_support": False})
-        pipeline = self._pipeline(PromptBuilder(self._prompts.tokenizer, self._prompts.max_context_tokens, words))
+        prompts = self._prompts
+        pipeline = self._pipeline(
+            PromptBuilder(prompts.tokenizer, prompts.max_context_tokens, words, prompts.abstention, prompts.languages)
+        )
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)
             for begin in range(0, len(texts), _CHECKED_TOGETHER):
@@ -144,6 +149,7 @@ class Asker(Closeable):
             self._params,
             conversation=conversation,
             num_passages=settings.num_passages,
+            when=settings.when,
             abstain_below=settings.abstain_below,
         )
         prepared = chat.prepare(turn)
@@ -160,6 +166,11 @@ class Asker(Closeable):
         except InputError as error:
             refused = str(error)
         return CorrectedSentence(str(sentence.id), sentence, output, perf_counter() - begin, refused)
+
+    def _routed(self, line: RoutedText) -> RoutedMessage:
+        begin = perf_counter()
+        turn = ChatTurn("", (), self._params, when=self._config.retriever.when)
+        return RoutedMessage(str(line.id), line, turn.searches(line.text), perf_counter() - begin)
 
 
 def _timed(name: str, asked: AskedQuestion, is_follow_up: bool, ask: Callable[[], Answer]) -> AnsweredQuestion:

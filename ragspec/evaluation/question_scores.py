@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Verdict
+from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, RoutedText, Verdict
 from ragspec.rag.answer import Answer
 
 _NORMAL_95 = 1.959964
@@ -71,7 +71,25 @@ class CorrectedSentence:
         return row | ({"error": self.refused} if self.output is None else {"corrected": self.output})
 
 
-LineResult = AnsweredQuestion | CorrectedSentence
+@dataclass(frozen=True, slots=True)
+class RoutedMessage:
+    """`searched`: whether a chat searches for the message."""
+
+    id: str
+    message: RoutedText
+    searched: bool
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.message.passes(self.searched)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a line of JSON."""
+        return {"id": self.id, "text": self.message.text, "searched": self.searched, "right": self.is_right}
+
+
+LineResult = AnsweredQuestion | CorrectedSentence | RoutedMessage
 
 
 class Share(NamedTuple):
@@ -95,6 +113,7 @@ def shares(results: Sequence[LineResult]) -> list[Share]:
     answerable = [each for each in asked if each.question.answerable]
     first, later = ([each.verdict for each in answerable if each.is_follow_up is late] for late in (False, True))
     sentences = [each for each in results if isinstance(each, CorrectedSentence)]
+    refusable = [*asked, *sentences]
     counts = [
         Share.over("shown", "passage shown", (each.shown for each in first)),
         Share.over("right", "answers right", (each.right for each in first)),
@@ -106,7 +125,8 @@ def shares(results: Sequence[LineResult]) -> list[Share]:
         *_label_shares(asked),
         Share.over("corrected", "mistakes corrected", (e.is_right for e in sentences if not e.sentence.right)),
         Share.over("changed", "right sentences changed", (not e.is_right for e in sentences if e.sentence.right)),
-        Share("refused", "refused", sum(bool(each.refused) for each in results), len(results)),
+        Share.over("routed", "messages routed right", (e.is_right for e in results if isinstance(e, RoutedMessage))),
+        Share("refused", "refused", sum(bool(each.refused) for each in refusable), len(refusable)),
     ]
     return [share for share in counts if share.of and (share.num or share.key != "refused")]
 
@@ -122,6 +142,23 @@ def _label_shares(asked: Sequence[AnsweredQuestion]) -> list[Share]:
         Share("sentences_unsupported", "sentences unsupported", labels["unsupported"], labels.total()),
         Share.over("all_supported", "answers, no sentence unsupported", (not own["unsupported"] for own in said)),
     ]
+
+
+_LEAST_CASES = 5
+_MOST_LOST = 0.05
+
+
+def proposed_threshold(results: Sequence[LineResult]) -> float | None:
+    """The highest `retriever.abstain_below` that loses 1 in 20 questions whose passage was shown at most; None if it catches no
+    unanswerable question, or if there are fewer than 5 of either kind."""
+    asked = [each for each in results if isinstance(each, AnsweredQuestion) and not each.is_follow_up]
+    scored = [(each, each.answer.closeness) for each in asked if each.answer is not None]
+    good = sorted(close for each, close in scored if close is not None and each.verdict.shown)
+    bad = [close for each, close in scored if close is not None and not each.question.answerable]
+    if min(len(good), len(bad)) < _LEAST_CASES:
+        return None
+    threshold = math.floor(1000 * good[int(_MOST_LOST * len(good))]) / 1000
+    return threshold if any(close < threshold for close in bad) else None
 
 
 def wilson(num: int, of: int) -> tuple[float, float]:

@@ -7,6 +7,7 @@ Owns the format of the lines and the judgement of one answer; asks nothing. A li
     {"turns": [{"question": ...}, ...]}                              a conversation: each turn may need the earlier turns
     {"text": "He go home.", "wrong": "He go\\\\b", "corrected": "He goes"}    a sentence to correct
     {"text": "He goes home.", "right": true}                         a sentence to leave as it is
+    {"text": "Hello!", "route": "chat"}                              a message that needs no document; "search": one that does
 
 and may have an `id`. `answer` is a fact given as plain text; `document` is the end of the path or id of the document that holds
 the answer. Regular expressions are searched, of facts without regard to case and to the kind of white space.
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -103,10 +104,11 @@ class CheckedSentence(_Line):
 
 
 class RoutedText(_Line):
-    """Its route is not measured."""
-
     text: str
-    route: str
+    route: Literal["chat", "search"]
+
+    def passes(self, searched: bool) -> bool:
+        return searched == (self.route == "search")
 
 
 Line = AskedQuestion | Dialogue | CheckedSentence | RoutedText

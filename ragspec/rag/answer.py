@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
-from ragspec.rag.wording import abstains
+from ragspec.rag.wording import abstains, found_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Answer:
     `dropped_passages` were retrieved but did not fit the context. For every citation `c`, `text[c.start:c.end]` equals the
     passage's `text[c.passage_start:c.passage_end]`. `sentences`: every sentence with its label, except one that says that the
     passages hold no answer; empty without passages. `unknown_quotations`: [start, end) of text inside quotation marks that
-    stands in no passage.
+    stands in no passage. `closeness`: the calibrated score of the best passage; None if there is none, or but in mode hybrid.
     """
 
     question: str
@@ -99,11 +99,17 @@ class Answer:
     stats: AnswerStats
     sentences: tuple[AnswerSentence, ...] = ()
     unknown_quotations: tuple[tuple[int, int], ...] = ()
+    closeness: float | None = None
 
     @property
     def abstained(self) -> bool:
         """Whether it says that the documents hold no answer."""
         return abstains(self.text)
+
+    @property
+    def found(self) -> str:
+        """What the quotes are to the question: the answer, by the calibrated score, or only the nearest words."""
+        return found_words(self.closeness) if self.citations else ""
 
     @property
     def is_partial(self) -> bool:

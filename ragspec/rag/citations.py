@@ -1,9 +1,9 @@
 """Quotes: the spans of an answer that stand verbatim in a passage, and a grammar under which quotes can be nothing else.
 
 A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
-Under the grammar, the quote at the beginning of an answer is a run of whole words of a passage, followed by that passage's
-number. Everything behind the number is free, and so is an answer that begins in another way. Drafts change no token: the grammar
-holds with speculation and without.
+Under the grammar, the quote at the beginning of an answer is what `ragspec.rag.quotable` allows of a passage, followed by that
+passage's number. Everything behind the number is free, and so is an answer that begins in another way. Drafts change no token:
+the grammar holds with speculation and without.
 
     >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
     >>> Request(..., grammar=answer_grammar(params, speculation, prompt.passages))
@@ -17,10 +17,11 @@ import json
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ragspec.core import Citation, Passage, SamplingParams
+from ragspec.rag.quotable import quotable_runs
 from ragspec.speculation import AcceptanceRule, Speculation
 
 _END_OF_MARKS = 0x20000
@@ -88,11 +89,6 @@ def find_citations(
             insort(taken, (start, end))
             citations.append(citation)
     return sorted(citations, key=lambda citation: citation.start)
-
-
-def pieces(text: str) -> list[str]:
-    """Words, white spaces and other grapheme clusters, one after another; an ideograph is a word."""
-    return [match[0] for match in _piece().finditer(text)]
 
 
 @functools.cache
@@ -275,13 +271,19 @@ def find_words(text: str, span: str) -> int | None:
 _FREE = r"""
 FREE: /(\s*[^"\s](.|\n)*)?/
 REST: /(.|\n)*/
+NO_SPACE_AT_ENDS: /\S((.|\n)*\S)?/
 """
 
 
 def answer_grammar(
-    params: SamplingParams, speculation: Speculation, passages: Sequence[Passage], *, quotes_first: bool = True
+    params: SamplingParams,
+    speculation: Speculation,
+    passages: Sequence[Passage],
+    *,
+    quotes_first: bool = True,
+    left_out: Collection[str] = (),
 ) -> str:
-    """The grammar of an answer from passages; empty where quotes are free.
+    """The grammar of an answer from passages; empty where quotes are free. `left_out`: texts that are not quoted.
 
     They are free if they are asked to be, where answers do not begin with quotes, beside a JSON schema or `ignore_eos`, and under
     the published acceptance rules.
@@ -291,12 +293,25 @@ def answer_grammar(
     )
     if is_free or not params.verbatim_quotes or not passages:
         return ""
-    return quote_grammar([passage.text for passage in passages])
+    return quote_grammar(passages, left_out)
 
 
-def quote_grammar(passages: Sequence[str]) -> str:
+def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = ()) -> str:
     """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt."""
-    numbered = list(enumerate(passages, start=1))
-    rules = [f'/\\s*/ "\\"" PASSAGE_{number} "\\" [{number}]" REST' for number, _ in numbered]
-    words = [f'PASSAGE_{n}: %regex {{ "substring_chunks": {json.dumps(pieces(text))} }}' for n, text in numbered]
-    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(words)
+    runs = {f"PASSAGE_{number}": _chunk_runs(passage, left_out) for number, passage in enumerate(passages, start=1)}
+    runs = {name: own for name, own in runs.items() if own}
+    rules = [f'/\\s*/ "\\"" {name} "\\" [{name.removeprefix("PASSAGE_")}]" REST' for name in runs]
+    spans = []
+    for name, own in runs.items():
+        each = [f'{name}_{n}: %regex {{ "substring_chunks": {json.dumps(run)} }}' for n, run in enumerate(own)]
+        spans += [f"{name}: ({' | '.join(f'{name}_{n}' for n in range(len(own)))}) & NO_SPACE_AT_ENDS", *each]
+    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(spans)
+
+
+def _chunk_runs(passage: Passage, left_out: Collection[str]) -> list[list[str]]:
+    """The runs of quotable spans, each span and each gap between two a text."""
+    runs = []
+    for run in quotable_runs(passage, left_out):
+        borders = [at for span in run for at in span]
+        runs.append([passage.text[start:end] for start, end in pairwise(borders) if start < end])
+    return runs

@@ -1,8 +1,8 @@
 """Finds the words of a passage that a free sentence of an answer rests on: the exact text that a reader checks it against.
 
 Owns the choice by overlap. A word counts by how rare it is in the passages; words of the question count less. Evidence is a run
-of at most `_MAX_UNITS` sentences, table rows or list items of one passage, and a sentence that ends in a colon brings the block
-that it announces. Evidence is no proof: whether it says the same as the sentence is for the reader to judge.
+of at most `_MAX_UNITS` neighbours that `ragspec.rag.quotable` lets an answer quote. Evidence is no proof: whether it says the
+same as the sentence is for the reader to judge.
 
     >>> Evidence(passages, "When does the mill open?").find("At nine o'clock.")
     Place(passage=..., start=0, end=34)
@@ -11,15 +11,14 @@ that it announces. Evidence is no proof: whether it says the same as the sentenc
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ragspec.core import Passage
+from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.restatement import content_words, is_negation, words_of
-from ragspec.retrieval.chunking import Span, sentences
-from ragspec.retrieval.chunking.sentence_boundaries import lstrip, rstrip
+from ragspec.retrieval.chunking import Span
 
 _MAX_UNITS = 3
 _QUESTION_WEIGHT = 0.4
@@ -28,9 +27,6 @@ _UNIT_COST = 0.5
 """What another sentence must add to the overlap, in the weight of a word that stands in one sentence only."""
 _LEAST_COVERED = 0.6
 """The share of the statement's words, by weight, that evidence and question hold together."""
-_BLOCK_END = re.compile(r"\n[ \t]*\n")
-_MAX_BLOCK_CHARS = 2000
-"""A longer block is not shown with the sentence before it."""
 _STEM_CHARS = 6
 
 
@@ -52,14 +48,16 @@ class Evidence:
     """The sentences of some passages, as evidence for answers to one question."""
 
     def __init__(self, passages: Sequence[Passage], question: str = "") -> None:
-        units = [[(span, _stems(passage.text[slice(*span)])) for span in _units(passage.text)] for passage in passages]
-        holding = Counter(stem for own in units for _, stems in own for stem in stems)
-        self._num_units = sum(map(len, units))
+        units = [
+            (passage, [(span, _stems(passage.text[slice(*span)])) for span in run])
+            for passage in passages
+            for run in quotable_runs(passage)
+        ]
+        holding = Counter(stem for _, run in units for _, stems in run for stem in stems)
+        self._num_units = sum(len(run) for _, run in units)
         self._holding, self._weights = holding, dict[str, float]()
         self._question = _stems(question)
-        self._windows = [
-            window for passage, own in zip(passages, units, strict=True) for window in _windows(passage, own)
-        ]
+        self._windows = [window for passage, run in units for window in _windows(passage, run)]
 
     def find(self, statement: str) -> Place | None:
         """The window of greatest overlap; None where it lacks a number, a negation or too many words of the statement."""
@@ -70,6 +68,19 @@ class Evidence:
         asked = self._question - stems
         best = max(self._windows, key=lambda each: self._overlap(each.stems, stems, asked) - cost * each.num_units)
         return best.place if self._covers(best, statement, stems) else None
+
+    def lead(self, quote: str) -> float:
+        """By how much of the question's words, by weight, a quote holds more than any other span that may be quoted; -1 to 1."""
+        others = (each for each in self._windows if each.num_units == 1)
+        texts = ((each.place.passage.text[each.place.start : each.place.end], each.stems) for each in others)
+        best = max(
+            (self._share(stems) for text, stems in texts if text not in quote and quote not in text), default=0.0
+        )
+        return self._share(_stems(quote)) - best
+
+    def _share(self, stems: frozenset[str]) -> float:
+        total = sum(map(self._weight, self._question))
+        return sum(map(self._weight, stems & self._question)) / total if total else 0.0
 
     def _overlap(self, held: frozenset[str], stems: frozenset[str], asked: frozenset[str]) -> float:
         return sum(map(self._weight, held & stems)) + _QUESTION_WEIGHT * sum(map(self._weight, held & asked))
@@ -89,17 +100,6 @@ class Evidence:
         if (weight := self._weights.get(stem)) is None:
             weight = self._weights[stem] = math.log(1 + self._num_units / max(1, self._holding[stem]))
         return weight
-
-
-def _units(text: str) -> Iterator[Span]:
-    """Sentences; one that ends in a colon reaches to the end of the block behind it."""
-    for start, end in sentences(text):
-        if text[end - 1] == ":":
-            begins, limit = lstrip(text, end, len(text)), min(len(text), end + _MAX_BLOCK_CHARS)
-            found = _BLOCK_END.search(text, begins, limit)
-            if found or limit == len(text):
-                end = rstrip(text, end, found.start() if found else limit)
-        yield start, end
 
 
 def _windows(passage: Passage, units: Sequence[tuple[Span, frozenset[str]]]) -> Iterator[_Window]:

@@ -84,7 +84,7 @@ def normalize_parameter(name: str, value: Any) -> Any:
         return None if name == "seed" else 0
     if name == "stop":
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    if name == "logit_bias" and isinstance(value, dict):
+    if name in ("logit_bias", "first_token_bias") and isinstance(value, dict):
         return {_token_id(token): bias for token, bias in value.items() if bias is not None}
     if name == "json_schema" and isinstance(value, dict):
         return _schema_text(value)

@@ -101,7 +101,7 @@ class Pipeline(Closeable):
         config = settings_of(config)
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
+        prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config)
         settings = config.retriever
         return cls(
             retriever,

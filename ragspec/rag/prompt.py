@@ -12,16 +12,19 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 
-from ragspec.config import PromptConfig
-from ragspec.core import Message, Passage, check_text
+from ragspec.config import DEFAULT_ADAPTER, PipelineConfig, PromptConfig
+from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
+from ragspec.rag.abstention import AbstentionFit
+from ragspec.rag.languages import ENGLISH, guess_language
 from ragspec.rag.wording import (
+    ABSTENTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
     QUESTION,
@@ -62,8 +65,17 @@ class PromptBuilder:
     changes, which takes a third of the time. The first other text makes the second copy, which a lock protects.
     """
 
-    def __init__(self, tokenizer: Any, max_context_tokens: int, words: PromptConfig | None = None) -> None:
-        words = words or PromptConfig()
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_context_tokens: int,
+        words: PromptConfig | None = None,
+        abstention: AbstentionFit | None = None,
+        languages: Collection[str] = (),
+    ) -> None:
+        """`languages`: codes of those that the target answers in; empty: not known."""
+        words, self.abstention = words or PromptConfig(), abstention or AbstentionFit()
+        self.languages = languages
         self.quotes_first = words.layout != "short"
         """Whether answers begin with a verbatim quote."""
         self.require_support = words.require_support
@@ -79,6 +91,27 @@ class PromptBuilder:
         self._layout: dict[str, Any] = {"sanitize_control_tokens": True, "return_dict": False}
         self._layout |= _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
         self._has_system_role = self._accepts_system_message()
+
+    @classmethod
+    def of(cls, tokenizer: Any, max_context_tokens: int, config: PipelineConfig) -> PromptBuilder:
+        """In the words of a configuration, with the abstention that was fitted to its adapter. Raises: ModelError."""
+        adapter = config.target.adapter_dir
+        languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
+        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(adapter), languages)
+
+    def unknown_language(self, question: str) -> str:
+        """The name of the question's language if the target does not know it, or an empty text."""
+        if not self.languages or (found := guess_language(question)).code in self.languages:
+            return ""
+        return found.name
+
+    def biased(self, params: SamplingParams, passages: Sequence[Passage], closeness: float | None) -> SamplingParams:
+        """The parameters of an answer from passages, with the fitted bias on abstention unless they have a bias of their own."""
+        is_free = params.first_token_bias or params.json_schema or not self.quotes_first
+        if is_free or not any(self.abstention) or not passages or closeness is None:
+            return params
+        (first, *_) = self.plain_ids([ABSTENTION])[0]
+        return replace(params, first_token_bias={first: self.abstention.bias(closeness)})
 
     def build(
         self,

@@ -35,7 +35,7 @@ from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
-from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
+from ragspec.rag.wording import NOT_SUPPORTED, nothing_close, other_language
 from ragspec.retrieval.retriever import RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
@@ -101,7 +101,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class RetrievedQuestion:
     """A question with its passages, best first. `generation`: the index generation; `missing`: segments not searched;
-    `closeness`: the calibrated score of the best passage, None if it was not asked for."""
+    `closeness`: the calibrated score of the best passage, None but in mode hybrid."""
 
     question: Question
     passages: Sequence[Passage]
@@ -125,6 +125,7 @@ class PreparedQuestion:
     prompt_s: float
     prompts: PromptBuilder = field(repr=False)
     said: str
+    closeness: float | None
 
     @property
     def require_support(self) -> bool:
@@ -159,7 +160,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     request = Request(
         question.id,
         prompt.prompt_ids,
-        question.params,
+        prompts.biased(question.params, prompt.passages, retrieved.closeness),
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
@@ -169,16 +170,25 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
-    said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
-    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said)
+    language = prompts.unknown_language(question.text)
+    said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language)
+    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
 
 
 def abstention(
-    params: SamplingParams, passages: Sequence[Passage], closeness: float | None, abstain_below: float
+    params: SamplingParams,
+    passages: Sequence[Passage],
+    closeness: float | None,
+    abstain_below: float,
+    unknown_language: str = "",
 ) -> str:
-    """What is said where no passage is close to the question; empty where the target answers, as always with a JSON schema,
-    which this sentence would not follow."""
-    is_far = closeness is not None and closeness < abstain_below and not params.json_schema
+    """What is said where the target does not know the question's language, or no passage is close to the question; empty where
+    the target answers, as always with a JSON schema, which this sentence would not follow."""
+    if params.json_schema:
+        return ""
+    if unknown_language and passages:
+        return other_language(unknown_language)
+    is_far = closeness is not None and closeness < abstain_below
     return nothing_close([passage.title for passage in passages]) if is_far else ""
 
 
@@ -235,6 +245,7 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
         support.sentences,
         support.unknown_quotations,
+        prepared.closeness if passages else None,
     )
 
 

@@ -33,9 +33,12 @@ SHORT_INSTRUCTION = (
     f"the answer, reply: {ABSTENTION}"
 )
 NOTHING_CLOSE = "Nothing in your documents is close to this question."
+OTHER_LANGUAGE = "This question seems to be in a language that the model in use does not know"
 NOT_SUPPORTED = "Nothing in your documents supports an answer to this question."
 GRAMMAR_REQUEST = "Correct the grammar: "
 QUESTION = "Question: "
+LEAST_FOUND = 0.5
+"""Calibrated score of the best passage from which a quote counts as the answer."""
 _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
@@ -66,7 +69,7 @@ class QuotedAnswer(NamedTuple):
 def abstains(text: str) -> bool:
     """Whether an answer's first sentence says that the passages hold no answer, and nothing else, in any known words."""
     text = text.strip()
-    if text.startswith((NOTHING_CLOSE, NOT_SUPPORTED)):
+    if text.startswith((NOTHING_CLOSE, NOT_SUPPORTED, OTHER_LANGUAGE)):
         return True
     sentence = _SENTENCE_END.split(text, 1)[0]
     if _GOES_ON.search(sentence):
@@ -81,6 +84,18 @@ def nothing_close(titles: Sequence[str]) -> str:
     """What is said in place of an answer where no passage is close to the question."""
     nearest = "; ".join(dict.fromkeys(filter(None, titles)))
     return f"{NOTHING_CLOSE} The nearest: {nearest}." if nearest else NOTHING_CLOSE
+
+
+def other_language(name: str) -> str:
+    """What is said in place of an answer to a question in a language that the target does not know."""
+    return f"{OTHER_LANGUAGE}: {name}. It answers in English; ragspec models lists models that know more languages."
+
+
+def found_words(closeness: float | None) -> str:
+    """How a quote is introduced, by the calibrated score of the best passage; empty without one."""
+    if closeness is None:
+        return ""
+    return "found in" if closeness >= LEAST_FOUND else "closest passage"
 
 
 def system_text(own: str = "", instruction: str = INSTRUCTION) -> str:

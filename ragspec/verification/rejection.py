@@ -318,4 +318,4 @@ class RejectionSampler(ChoiceSampler):
         """The target's probabilities after a path; penalties and minimum length count the path's tokens."""
         counts = self._counts.after(tokens) if self._counts is not None else None
         forbidden = self._eos_ids if self._index + len(tokens) < self._params.min_tokens else ()
-        return row_probs(logits, row, self._params, counts, forbidden)
+        return row_probs(logits, row, self._params.at(self._index + len(tokens)), counts, forbidden)

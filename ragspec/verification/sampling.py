@@ -242,7 +242,7 @@ class KeyedSampler(ChoiceSampler):
 
     def warped(self, logits: Logits) -> Logits:
         """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
-        return warp(logits, self._params, self._counts, self._forbidden(self._index))
+        return warp(logits, self._params.at(self._index), self._counts, self._forbidden(self._index))
 
     def take(self, token: int) -> int:
         """Count a token as decided; returns it."""
@@ -261,7 +261,7 @@ class KeyedSampler(ChoiceSampler):
         if counts is not None and node:
             counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
         key = None if params.greedy else int(output_key(self._seed, self._choice, index))
-        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
+        return KeyedDraw(params, key, logit_edits(params.at(index), counts, self._forbidden(index)))
 
     def _forbidden(self, index: int) -> tuple[int, ...]:
         return self._eos_ids if index < self._params.min_tokens else ()

@@ -1,18 +1,15 @@
 """The corrected languages, and the correction of one text for one caller.
 
-`detect_language` compares a text's script and its most common words, so that a request with "auto" gets an error for other
-languages than English instead of random corrections. `Corrector` owns the limits of one correction, the caller's dictionaries,
-and the test that warns of a model that leaves mistakes. Knows no HTTP format.
+`detect_language` lets a request with "auto" get an error for other languages than English instead of random corrections.
+`Corrector` owns the limits of one correction, the caller's dictionaries, and the test that warns of a model that leaves mistakes.
+Knows no HTTP format.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,7 +18,7 @@ from ragspec.errors import RagspecError
 from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText
-from ragspec.retrieval.search.analysis import COMMON_WORDS
+from ragspec.rag.languages import ENGLISH, guess_language
 from services.backend import ServedModel, ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
@@ -38,20 +35,6 @@ LANGUAGES = {
 }
 DEFAULT = "en-US"
 AUTO = "auto"
-_CODES = dict(zip(COMMON_WORDS, "en de fr es it pt nl sv da no fi hu ro tr".split(), strict=True))
-_SCRIPTS = {
-    "CYRILLIC": ("ru", "Russian"),
-    "GREEK": ("el", "Greek"),
-    "ARABIC": ("ar", "Arabic"),
-    "CJK": ("zh", "Chinese"),
-    "HIRAGANA": ("ja", "Japanese"),
-    "KATAKANA": ("ja", "Japanese"),
-    "HANGUL": ("ko", "Korean"),
-}
-_WORDS = {language: frozenset(words.split()) for language, words in COMMON_WORDS.items()}
-_WORD = re.compile(r"[^\W\d_]+")
-_MAX_CHARS = 20_000
-_MIN_WORDS = 4
 
 
 class Corrected(NamedTuple):
@@ -143,23 +126,7 @@ class DetectedLanguage(NamedTuple):
 
 def detect_language(text: str, variant: str = DEFAULT) -> DetectedLanguage:
     """`variant` for English, and for texts too short to tell."""
-    text = text[:_MAX_CHARS]
-    if (script := _script(text)) != "LATIN":
-        return DetectedLanguage(*_SCRIPTS.get(script, ("unknown", "another language")), 0.9)
-    words = [word.casefold() for word in _WORD.findall(text)]
-    counts = Counter({language: sum(word in common for word in words) for language, common in _WORDS.items()})
-    (best, most), english = counts.most_common(1)[0], counts["english"]
-    if best == "english" or most < 2 * english + _MIN_WORDS // 2 or len(words) < _MIN_WORDS:
-        share = english / max(1, counts.total())
-        return DetectedLanguage(variant, LANGUAGES[variant], round(0.5 + share / 2, 3))
-    return DetectedLanguage(_CODES[best], best.capitalize(), round(most / counts.total(), 3))
-
-
-def _script(text: str) -> str:
-    """The script of most letters; LATIN if there is none."""
-    letters = [char for char in text if char.isalpha()][:400]
-    scripts = Counter(unicodedata.name(char, "?").split()[0] for char in letters)
-    script, count = scripts.most_common(1)[0] if scripts else ("LATIN", 0)
-    if 2 * count <= len(letters):
-        return "LATIN"
-    return "HIRAGANA" if script == "CJK" and scripts["HIRAGANA"] + scripts["KATAKANA"] else script
+    found = guess_language(text)
+    if found.code == ENGLISH:
+        return DetectedLanguage(variant, LANGUAGES[variant], found.confidence)
+    return DetectedLanguage(*found)

@@ -22,6 +22,7 @@ from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import PreparedTurn
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import build_answer, parse_scope
+from ragspec.rag.wording import found_words
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
@@ -68,7 +69,7 @@ async def write(
     else:
         call = partial(copy_context().run, prepare, body, context)
         ready = await asyncio.get_running_loop().run_in_executor(parts.threads, call)
-    if body.retrieval_options is not None:
+    if ready.searched:
         context.model.metrics.retrieved(ready.retrieve_s)
     async with context.generate([ready.request], ready.retrieve_s, said=ready.said) as stream:
         await form(body, context, ready, stream, parts.token_texts[context.model.name]).send(sender)
@@ -77,23 +78,23 @@ async def write(
 def is_inline(body: ChatBody) -> bool:
     """Whether the turn needs no retrieval and so little reading that a thread would cost more time than it saves."""
     num_chars = sum(len(message.content) for message in body.messages)
-    has_lookup = body.retrieval_options is not None or body.conversation
+    has_lookup = body.retrieval_options.when != "never" or body.conversation
     return not has_lookup and len(body.messages) == 1 and num_chars <= _INLINE_CHARS
 
 
 def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
     options = body.retrieval_options
-    for store_id in (options and options.vector_store_ids) or ():
+    for store_id in options.vector_store_ids or ():
         context.backend.library.records.store(context.caller.tenant, store_id)  # NotFound for another tenant's
     turn = ChatTurn(
         id=context.id,
         messages=tuple(message.message for message in body.messages),
         params=context.params,
-        scope=_scope(context.caller.tenant, options or RetrievalOptions()),
+        scope=_scope(context.caller.tenant, options),
         conversation=body.conversation or "",
-        num_passages=(options and options.num_passages) or context.backend.config.retriever.num_passages,
-        retrieve=options is not None,
+        num_passages=options.num_passages or context.backend.config.retriever.num_passages,
+        when=options.when or context.backend.config.retriever.when,
         speculation=ON if body.speculation is None else Speculation.of(body.speculation),
         prediction=body.prediction.content if body.prediction else "",
         cache_salt=body.cache_salt or "",
@@ -185,11 +186,14 @@ class ChatFormat(AnswerFormat):
             "conversation": ready.turn.conversation or None,
             "question": ready.question,
             "rewritten": ready.question != ready.user_question,
+            "searched": ready.searched,
             "passages": passages_of(ready.prompt.passages),
             "dropped_passages": len(ready.dropped_passages),
             "dropped_turns": ready.prompt.num_dropped_turns,
             "missing_segments": list(ready.missing),
             "abstained": bool(ready.said),
+            "closeness": ready.closeness,
+            "found": found_words(ready.closeness),
             "index_generation": ready.generation,
             "seed": self.context.params.seed,
         }

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ragspec.config import When
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
@@ -170,11 +171,12 @@ class ResponseFormat(Body):
 
 
 class RetrievalOptions(Body):
-    """Which documents are searched, and for how many passages. Default: all documents that the caller may see."""
+    """When and which documents are searched, and for how many passages. Default: all documents that the caller may see."""
 
     vector_store_ids: Annotated[list[ShortText], at_most(64), Field(min_length=1, max_length=64)] | None = None
     num_passages: int | None = Field(None, ge=1, le=64)
     filter: dict[str, Any] | None = None
+    when: When | None = None
 
 
 def _switch_or_options(value: Any) -> str:
@@ -202,6 +204,7 @@ class SamplingBody(SamplingFields):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stop | None = None
     logit_bias: LogitBias | None = None
+    first_token_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: bool | dict[str, Any] | None = None
@@ -277,11 +280,10 @@ class ChatBody(SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def retrieval_options(self) -> RetrievalOptions | None:
-        """None: without retrieval."""
-        if self.retrieval is False:
-            return None
-        return self.retrieval if isinstance(self.retrieval, RetrievalOptions) else RetrievalOptions()
+    def retrieval_options(self) -> RetrievalOptions:
+        if isinstance(self.retrieval, bool):
+            return RetrievalOptions(when="always" if self.retrieval else "never")
+        return self.retrieval or RetrievalOptions()
 
 
 class CompletionBody(SamplingBody):

@@ -32,6 +32,7 @@ from ragspec.evaluation.question_scores import (
     CorrectedSentence,
     only_right,
     p50_s,
+    proposed_threshold,
     shares,
     wilson,
 )
@@ -93,7 +94,7 @@ def test_lines_have_ids_that_name_them(tmp_path: Path) -> None:
     """Two answers under one id cannot be told apart; a number counted without the blank lines is another line's in the editor."""
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_text('\ufeff{"id": "x", "question": "a?"}\n\n{"question": "b\u2028?", "fact": null}\n')
-    second.write_text('{"text": "He go", "route": "grammar"}\n{"id": 7, "question": "c?", "evidence": {"page": 3}}')
+    second.write_text('{"text": "He go", "route": "chat"}\n{"id": 7, "question": "c?", "evidence": {"page": 3}}')
     assert [line.id for line in read_lines([first])] == ["x", "3"]
     assert [line.id for line in read_lines([first, second])] == ["x", "a:3", "b:1", "7"]
     second.write_text('{"id": "x", "question": "d?"}')
@@ -358,6 +359,22 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+def test_a_threshold_of_retrieval_is_proposed_from_the_users_own_questions() -> None:
+    """A threshold from other people's documents loses answers, or catches nothing."""
+
+    def asked(closeness: float, answerable: bool, shown: bool = True) -> AnsweredQuestion:
+        given = question(answerable=answerable, **({"fact": "1874" if shown else "1999"} if answerable else {}))
+        replied = replace(answer("It was built in 1874."), closeness=closeness)
+        return AnsweredQuestion("a", given, False, replied, judge(given, replied), 0.1)
+
+    right = [asked(0.5 + number / 100, True) for number in range(20)]
+    missed = [asked(0.01, True, shown=False)] * 20
+    far = [asked(0.1 * number, False) for number in range(5)]
+    assert proposed_threshold([*right, *missed, *far]) == 0.51  # one of 20 is lost
+    assert proposed_threshold([*right, *far[:4]]) is None
+    assert proposed_threshold([*right, *[asked(0.9, False)] * 5]) is None
+
+
 def test_two_configurations_stand_side_by_side(
     run: Callable[..., Ended], model: Path, index: Path, tmp_path: Path
 ) -> None:
@@ -370,7 +387,7 @@ def test_two_configurations_stand_side_by_side(
             "turns": [{"question": "Is there a bridge?"}, {"question": "Who may cross it?", "fact": "carts"}],
         },
         {"text": "The mill is old.", "right": True},
-        {"text": "Where is it?", "route": "documents"},
+        {"text": "Where is it?", "route": "search"},
     ]
     asked.write_text("\n".join(map(json.dumps, rows)))
     for name, k in (("one", 1), ("two", 2)):
@@ -389,9 +406,9 @@ def test_two_configurations_stand_side_by_side(
     assert not any(found[f"changed_by_drafts_t{t}{end}"] for t in (0, 1) for end in ("", "_second"))
     assert not any(isinstance(value, dict | list) for value in found.values())
     kept = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["id"] for row in kept] == 2 * ["1", "talk.1", "talk.2", "3"]
+    assert [row["id"] for row in kept] == 2 * ["1", "talk.1", "talk.2", "3", "4"]
     assert [len(row["passages"]) for row in kept if row["id"] == "1"] == [1, 2]
-    assert "texts for routing, which this version does not measure: 1" in ended.err
+    assert found["routed"] == found["routed_of"] == 1 and "searched" in ended.err
     assert "\x1b" not in ended.err and max(map(len, ended.err.replace(str(tmp_path), "").splitlines())) <= 100
     alone = run(*call, "--limit", 1)
     assert alone.code == 0 and json.loads(alone.out)["num_questions"] == 1 and "config_second" not in alone.out

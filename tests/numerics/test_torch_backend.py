@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 
 from ragspec.config import TargetConfig
-from ragspec.core import CopySource, Request, SamplingParams, Segment, SourceKind
+from ragspec.core import CopySource, Passage, Request, SamplingParams, Segment, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.draft_model import ModelDrafter
 from ragspec.drafting.drafter import Drafter
@@ -331,7 +331,8 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, n
     sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate([*SENTENCES, schema]))
     prompts = [tuple(target.tokenizer(text).input_ids) for text in SENTENCES[:3]]
     mark = tuple(target.tokenizer('"', add_special_tokens=False).input_ids)
-    quotes = {"grammar": quote_grammar(SENTENCES), "segment": Segment(mark)} if name == "quotes" else {}
+    quotable = [Passage("", 0, text, 0, len(text)) for text in SENTENCES]
+    quotes = {"grammar": quote_grammar(quotable), "segment": Segment(mark)} if name == "quotes" else {}
     requests = [Request(f"r{i}", p, params, sources, speculation=speculation, **quotes) for i, p in enumerate(prompts)]
     with tiny_engine(target, [some_drafter(drafter, target, tmp_path)], max_nodes=6) as engine:
         completions = engine.generate(requests)

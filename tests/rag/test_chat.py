@@ -206,6 +206,28 @@ def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Ask
     assert ids(ready.prompt.passages)[-1] == "bridge"
 
 
+def test_a_quote_just_given_answers_another_question_only_if_it_is_the_closest(asking: Asking) -> None:
+    """Each follow-up was answered with the first quote again."""
+    asking(turn("When was the mill built?"), QUOTE)
+    for follow_up, is_left in (
+        ("When was the mill built?", True), ("Who owns the bridge near it?", False), ("In which year was the mill built?", True)
+    ):  # fmt: skip
+        ready = asking.chat.prepare(turn("When was the mill built?", QUOTE, follow_up, num_passages=3))
+        quote = QUOTE.split('"')[1]
+        assert any(quote in passage.text for passage in ready.prompt.passages) and ready.request.grammar
+        assert (quote in ready.request.grammar) is is_left, follow_up
+
+
+def test_a_follow_up_is_completed_from_questions_and_cited_titles_and_never_from_answers(asking: Asking) -> None:
+    """A wrong answer's words were searched for, and each further answer was about them."""
+    wrong = f"{QUOTE} It was moved to Samarkand by Captain Beefheart."
+    asking(turn("when was it built?"), wrong)
+    ready = asking.chat.prepare(turn("when was it built?", wrong, "and who did that?"))
+    assert ready.question.startswith("and who did that? (") and "Samarkand" not in ready.question
+    titles = {title for asked in ready.history.asked for title in asked.titles}
+    assert titles <= {passage.title for shown in ready.history.shown for passage in shown.passages}
+
+
 def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(
     asking: Asking, retriever: Retriever, prompts: PromptBuilder
 ) -> None:
@@ -216,6 +238,18 @@ def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not
     assert second.user_question == FOLLOW_UP and "Old Mill" in second.question
     off = Chat(retriever, prompts, None, ChatConfig(rewriter="off"))
     assert off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).question == FOLLOW_UP
+
+
+@pytest.mark.parametrize(("when", "searched"), [("auto", False), ("always", True), ("never", False)])
+def test_thanks_are_answered_without_passages_unless_they_are_asked_for(
+    asking: Asking, when: str, searched: bool
+) -> None:
+    """ "Thanks!" was looked up, and answered with a quotation; the passages before it asked for another."""
+    asking(turn(QUESTION), QUOTE)
+    ready = asking.chat.prepare(turn(QUESTION, QUOTE, "Thanks, that was it!", when=when))
+    assert ready.searched is searched is bool(ready.prompt.passages) and bool(ready.request.grammar) is searched
+    assert any(each.passages for each in ready.prompt.history) is (when != "auto")
+    assert asking.chat.prepare(turn(QUESTION, QUOTE, "Thanks! Who built it?", when="auto")).searched
 
 
 def test_what_does_not_fit_goes_oldest_first_and_is_reported(chat: Chat, prompts: PromptBuilder) -> None:
@@ -346,7 +380,7 @@ def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
     chat = Chat(retriever, prompts, store)
     assert chat.remember(first, _answer(first))
     broken: Any = Broken(RetrievalError("the index does not answer"))
-    follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), retrieve=False)
+    follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), when="never")
     ready = Chat(broken, prompts, store, ChatConfig(answer_without_index=True)).prepare(follow_up)
     assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
     with pytest.raises(RetrievalError):
@@ -385,7 +419,7 @@ def test_what_was_deleted_is_in_no_later_turn(
     assert list(later.prompt.history[0].passages) == kept
     assert "for sale" not in prompts.tokenizer.decode(list(later.request.prompt_ids))
     assert not any("for sale" in source.text for source in later.request.sources)
-    without = chat.prepare(turn(QUESTION, QUOTE, "Xyzzy?", retrieve=False))
+    without = chat.prepare(turn(QUESTION, QUOTE, "Xyzzy?", when="never"))
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 

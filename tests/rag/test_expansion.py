@@ -207,7 +207,7 @@ def test_earlier_passages_are_confirmed_after_a_change(tmp_path: Path, later: in
     _, shown = shown_in_a_turn(built(tmp_path))
     config = RetrieverConfig(index_dir=str(tmp_path), mode="dense", expand_passages=later)
     index = Retriever(LetterEncoder(), Store.open(tmp_path), config)
-    turn = ChatTurn("id", (Message("user", "Who?"),), SamplingParams(), retrieve=False)
+    turn = ChatTurn("id", (Message("user", "Who?"),), SamplingParams(), when="never")
     with IndexWriter(tmp_path, LetterEncoder()) as writer:
         writer.upsert(Document("river", "The river was moved. Nothing of it is left."))
         writer.commit()

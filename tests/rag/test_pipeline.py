@@ -243,7 +243,7 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     """A confident answer from stock prices to a question about a deleted document."""
     near, far = abstaining_retriever.retrieve([QUESTION, FAR], 2).closeness
     assert near > 0.9 and far < 0.1
-    assert retriever.retrieve([QUESTION], 2).closeness == ()
+    assert retriever.retrieve([QUESTION], 2).closeness == (near,)
     prompts, recording = PromptBuilder(target.tokenizer, CONTEXT), Recording(engine)
     pipeline = Pipeline(abstaining_retriever, recording, prompts, num_passages=2, abstain_below=0.2)
     answered, abstained = pipeline.ask_many([QUESTION, FAR], GREEDY)
@@ -257,6 +257,23 @@ def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
     assert len(recording.requests) == 1
     structured = pipeline.ask(FAR, max_tokens=24, json_schema='{"type": "object"}')  # which that sentence is not
     assert len(recording.requests) == 2 and not structured.text.startswith(NOTHING_CLOSE)
+
+
+def test_a_question_in_a_language_that_the_target_does_not_know_is_named_so(
+    retriever: Retriever, engine: Engine, target: Target
+) -> None:
+    """A question in German was answered with an English quote that had nothing to do with it."""
+    recording = Recording(engine)
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, languages=("en",))
+    asked = "Wann wurde die alte Mühle gebaut, und wer hat sie gebaut?"
+    answer = Pipeline(retriever, recording, prompts).ask(asked)
+    assert "German" in answer.text and answer.abstained and not recording.requests
+    for pipeline, question in (
+        (Pipeline(retriever, recording, prompts), "When was the Mühle in Los Angeles built?"),
+        (Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT)), asked),
+    ):
+        assert "seems to be" not in pipeline.ask(question, max_tokens=2).text
+    assert len(recording.requests) == 2
 
 
 async def test_questions_in_flight_abstain_too(abstaining_retriever: Retriever, engine: Engine, target: Target) -> None:

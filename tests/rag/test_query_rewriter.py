@@ -19,33 +19,29 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
 from ragspec.rag.chat import query_rewriter
-from ragspec.rag.chat.conversations import QaPair
-from ragspec.rag.chat.query_rewriter import QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
+from ragspec.rag.chat.query_rewriter import AskedBefore, QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
-ZAPPA = [
-    QaPair("When was Frank Zappa born?", "On December 21, 1940."),
-    QaPair("Which group did he lead?", "The Mothers of Invention."),
-]
+ZAPPA = [AskedBefore("When was Frank Zappa born?"), AskedBefore("Which group did he lead?")]
 
 
 @pytest.mark.parametrize(
     ("question", "said", "added"),
     [
         ("Why did he leave it?", ZAPPA, "Frank Zappa"),
-        ("And in 1977?", [QaPair("How many people lived in Lyon in 1968?", "About 500,000.")], "Lyon"),
-        ("What about France?", [QaPair("How does the old mill grind corn?", "With water.")], "old mill grind corn"),
+        ("And in 1977?", [AskedBefore("How many people lived in Lyon in 1968?")], "Lyon"),
+        ("What about France?", [AskedBefore("How does the old mill grind corn?")], "old mill grind corn"),
         (
             "How do I read one from a file?",
-            [QaPair("What does json.dumps() do?", "It writes a string.")],
+            [AskedBefore("What does json.dumps() do?")],
             "json.dumps()",
         ),
-        ("is it thread safe?", [QaPair("what is a memory pool?", "A list of blocks.")], "memory pool"),
-        ("What is their address?", [QaPair("Where can I eat?", "Do you like Sino in San Jose?")], "Sino in San Jose"),
-        ("Who wrote it?", [QaPair("what did you read?", '"War and Peace" was the book.')], "War and Peace"),
+        ("is it thread safe?", [AskedBefore("what is a memory pool?")], "memory pool"),
+        ("What is their address?", [AskedBefore("Where can I eat?", ("Sino in San Jose",))], "Sino in San Jose"),
+        ("Who wrote it?", [AskedBefore("what did you read?", ("War and Peace",))], "War and Peace"),
     ],
 )
-def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[QaPair], added: str) -> None:
+def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[AskedBefore], added: str) -> None:
     """A search for "Why did he leave it?" finds anything."""
     rewritten = rewrite_by_rules(question, said)
     assert rewritten.startswith(question) and added in rewritten[len(question) :]
@@ -63,8 +59,8 @@ def test_a_question_that_stands_alone_stays_as_it_is(question: str) -> None:
 def test_after_a_change_of_subject_the_old_one_is_not_added() -> None:
     """What sort_keys does was looked up among iterators, which another question had been about."""
     said = [
-        QaPair("What does itertools.batched do with a short batch?", "It yields it."),
-        QaPair("What does json.dumps do with keys that are not strings?", "It converts them."),
+        AskedBefore("What does itertools.batched do with a short batch?"),
+        AskedBefore("What does json.dumps do with keys that are not strings?"),
     ]
     rewritten = rewrite_by_rules("And what does sort_keys do?", said)
     assert "json.dumps" in rewritten and "itertools" not in rewritten
@@ -74,14 +70,8 @@ def test_after_a_change_of_subject_the_old_one_is_not_added() -> None:
 def test_nothing_is_added_that_the_question_says_already() -> None:
     """Repetition moves the question's own words into the background."""
     assert rewrite_by_rules("Why did he, Frank Zappa, leave?", ZAPPA).count("Zappa") == 1
-    said = [QaPair("Who was Frank Zappa?", "A composer."), QaPair("Was Zappa a guitarist?", "Yes.")]
+    said = [AskedBefore("Who was Frank Zappa?"), AskedBefore("Was Zappa a guitarist?")]
     assert rewrite_by_rules("Where was he born?", said) == "Where was he born? (Frank Zappa)"
-
-
-def test_names_in_a_quoted_answer_are_not_what_the_next_question_is_about() -> None:
-    """Each answer's side figures were searched for instead of the subject."""
-    said = [QaPair("Who was Frank Zappa?", '"He worked with Captain Beefheart in Lancaster." [1]')]
-    assert "Beefheart" not in rewrite_by_rules("Where was he born?", said)
 
 
 def test_names_are_runs_of_capitals_and_identifiers() -> None:
@@ -99,9 +89,9 @@ def test_names_are_runs_of_capitals_and_identifiers() -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     question=st.text(max_size=200),
-    said=st.lists(st.builds(QaPair, st.text(max_size=200), st.text(max_size=200)), max_size=4),
+    said=st.lists(st.builds(AskedBefore, st.text(max_size=200), st.tuples(st.text(max_size=200))), max_size=4),
 )
-def test_any_text_is_taken(question: str, said: list[QaPair]) -> None:
+def test_any_text_is_taken(question: str, said: list[AskedBefore]) -> None:
     """A question nobody had thought of broke the request."""
     assert rewrite_by_rules(question, said).startswith(question)
 
@@ -154,7 +144,7 @@ def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str, siz
     """Patterns that look from every place to the end held the whole service for hours."""
     long = text * (size // len(text))
     question = f"tell me about {long}"
-    assert rewrite_by_rules(question, [QaPair("What is X?", "Y."), QaPair(long, long)]).startswith(question)
+    assert rewrite_by_rules(question, [AskedBefore("What is X?"), AskedBefore(long, (long,))]).startswith(question)
     extract_names(text * (size // 10))
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pipelines.benchmarks.cases.labels import alterations, is_equal, measure_alterations, statements
 from ragspec.core import Passage
-from ragspec.rag import evidence
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.support import find_support
 from ragspec.rag.wording import abstains
@@ -291,10 +290,3 @@ def test_a_claim_behind_an_abstention_is_labelled() -> None:
         "The passages do not say. It was built in 1850.",
     ):
         assert [each.label for each in find_support(answer, MANUAL, "When?").sentences] == ["unsupported"]
-
-
-def test_many_announced_blocks_take_time_in_proportion() -> None:
-    """A list of items that end in colons was read to its end for each item."""
-    text = "".join(f"- word{number}:\n" for number in range(3000))
-    units = list(evidence._units(text))
-    assert sum(end - start for start, end in units) <= len(units) * 2100

@@ -65,7 +65,7 @@ def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]
             params=params,
             scope=scope,
             num_passages=backend.config.retriever.num_passages,
-            retrieve=body.get("retrieval") is not False,
+            when="never" if body.get("retrieval") is False else backend.config.retriever.when,
         )
         prompt = backend.target.chat.prepare(turn).request.prompt_ids
         options = {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}

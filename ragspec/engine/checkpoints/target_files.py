@@ -20,7 +20,7 @@ import shutil
 import time
 from pathlib import Path
 
-from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
+from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving, turn
 from ragspec.engine.checkpoints.catalogue import MODELS, known
@@ -110,10 +110,8 @@ def _model_file(config: TargetConfig) -> str:
 
 def _adapter_folder(config: TargetConfig) -> Path | None:
     """Raises: ModelError for a folder without an adapter."""
-    if config.adapter in ("auto", "none"):
-        return DEFAULT_ADAPTER if config.adapter == "auto" and config.model == DEFAULT_TARGET else None
-    folder = Path(config.adapter)
-    if not (folder / "adapter_config.json").is_file():
+    folder = config.adapter_dir
+    if folder is not None and not (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} is not an adapter's directory: it has no adapter_config.json")
     return folder
 

@@ -28,8 +28,10 @@ from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.citations import answer_grammar
+from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
+from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 
 _PREDICTED_CHARS = 16
 """Characters of a prediction that are read for each token that may be written: four times as many as most texts have."""
+_LEAST_LEAD = -0.1
+"""Of a quote that is given again, as in `Evidence.lead`. Fitted to the follow-ups of `dialogues.jsonl` in
+`pipelines/benchmarks/documentation/tuning`: no quote of an earlier question had it there, and half of the right ones have."""
 _MAX_COPIED_TURNS = 4
 """Earlier turns that may be copied from when the prompt has none."""
 
@@ -52,13 +57,14 @@ class ChatEngine(EngineLike, Protocol):
 @dataclass(frozen=True, slots=True)
 class PreparedTurn(PreparedQuestion):
     """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval. `num_deletions`: of
-    the tenant before it."""
+    the tenant before it. `searched`: whether passages were looked for."""
 
     prompt: ChatPrompt
     turn: ChatTurn
     question: str
     history: ChatHistory = field(repr=False)
     num_deletions: int
+    searched: bool
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -94,9 +100,13 @@ class Chat:
         history = load_history(self.conversations, turn, given, user_question)
         begin = time.perf_counter()
         question = user_question
-        if turn.retrieve and history.pairs:
-            question = self._rewriter.standalone(user_question, history.pairs, turn.salt)
-        context = self._retriever.retrieve(turn, user_question, question, history)
+        searched = turn.searches(user_question)
+        if searched and history.pairs:
+            question = self._rewriter.standalone(user_question, history.asked, turn.salt)
+        if searched or turn.when == "never":
+            context = self._retriever.retrieve(turn, user_question, question, history)
+        else:  # Why without passages: they bring the instruction to answer from them
+            context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
         prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
@@ -105,19 +115,27 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            turn.params,
+            self._prompts.biased(turn.params, prompt.passages, context.closeness),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
             grammar=answer_grammar(
-                turn.params, turn.speculation, prompt.passages, quotes_first=self._prompts.quotes_first
+                turn.params,
+                turn.speculation,
+                prompt.passages,
+                quotes_first=self._prompts.quotes_first,
+                left_out=_used_quotes(user_question, history.pairs[-1:], prompt.passages),
             ),
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
-        said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
-        own = turn, question, history, num_deletions
+        close = (
+            None if context.num_carried else context.closeness
+        )  # a carried passage may answer where no other is close
+        language = self._prompts.unknown_language(user_question)
+        said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
+        own = context.closeness, turn, question, history, num_deletions, searched
         return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
@@ -169,6 +187,13 @@ class Chat:
         return replace(prompt, num_dropped_turns=len(context.history), dropped_history=passages)
 
 
+def _used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage]) -> list[str]:
+    """The quote of the latest answer, unless it is as close to another question as any other span of the passages."""
+    quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
+    evidence = Evidence(passages if quotes else (), question)
+    return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
+
+
 def _history_texts(history: Sequence[PastTurn]) -> list[str]:
     """The texts of earlier turns, the latest first: answers, then passages, then questions."""
     turns = history[::-1]
@@ -197,13 +222,14 @@ _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
 @dataclass(frozen=True, slots=True)
 class ChatContext:
     """The passages of a turn, and the earlier turns without passages that no longer exist. `closeness`: the calibrated score of
-    the best passage; None if it was not asked for, or if passages of earlier turns were carried over."""
+    the best passage; None but in mode hybrid. `num_carried`: passages of earlier turns."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
     generation: str = ""
     missing: tuple[str, ...] = ()
     closeness: float | None = None
+    num_carried: int = 0
 
 
 class ChatRetriever:
@@ -216,7 +242,7 @@ class ChatRetriever:
         Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
         try:
-            if not turn.retrieve:
+            if turn.when == "never":
                 return ChatContext(history=self._confirmed(history, turn.scope))
             result = self._retriever.retrieve([question], turn.num_passages, turn.scope)
             turns = self._confirmed(history, turn.scope, result.generation)
@@ -229,9 +255,9 @@ class ChatRetriever:
         own_ids = {passage.id for passage in own}
         is_follow_up = question != user_question or self._config.rewriter == "off"
         carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
-        closeness = result.closeness[0] if result.closeness and not carried else None
-        passages = (*own, *carried[: self._config.max_carried])
-        return ChatContext(passages, turns, result.generation, result.missing, closeness)
+        carried = carried[: self._config.max_carried]
+        closeness = result.closeness[0] if result.closeness else None
+        return ChatContext((*own, *carried), turns, result.generation, result.missing, closeness, len(carried))
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index, the others at their places there.

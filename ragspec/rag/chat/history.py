@@ -10,11 +10,15 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ragspec.config import When
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, SaveError, StoreError
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.prompt import PastTurn
+from ragspec.rag.chat.query_rewriter import AskedBefore
+from ragspec.rag.chat.routing import needs_documents
 from ragspec.retrieval.expansion import part
+from ragspec.retrieval.search.relevance import unit_relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
@@ -28,7 +32,8 @@ class ChatTurn:
 
     `messages` have the roles system, user and assistant; the last is the user's. `conversation`: the id of a stored conversation
     that precedes the messages; earlier turns in `messages` replace its turns. `prediction`: text that the answer may repeat.
-    `cache_salt` separates caches within the tenant. `abstain_below` as in `RetrieverConfig`.
+    `when` it is searched for: "auto" leaves out what `routing` says needs no documents. `cache_salt` separates caches within the
+    tenant. `abstain_below` as in `RetrieverConfig`.
     """
 
     id: str
@@ -37,7 +42,7 @@ class ChatTurn:
     scope: SearchScope = PUBLIC_SCOPE
     conversation: str = ""
     num_passages: int = 3
-    retrieve: bool = True
+    when: When = "always"
     speculation: Speculation = ON
     prediction: str = ""
     cache_salt: str = ""
@@ -46,6 +51,10 @@ class ChatTurn:
     def __post_init__(self) -> None:
         if self.num_passages < 1:
             raise InputError(f"num_passages must be at least 1, not {self.num_passages}")
+
+    def searches(self, question: str) -> bool:
+        """Whether passages are retrieved for the question."""
+        return self.when == "always" or (self.when == "auto" and needs_documents(question))
 
     @property
     def salt(self) -> str:
@@ -72,6 +81,15 @@ class ChatHistory:
     @property
     def turns(self) -> tuple[PastTurn, ...]:
         return tuple(PastTurn(*pair, shown.passages) for pair, shown in zip(self.pairs, self.shown, strict=True))
+
+    @property
+    def asked(self) -> list[AskedBefore]:
+        """The earlier questions, each with the titles of the passages that its answer cites, if they are close to it."""
+        cited = [
+            [p.title for p in shown.passages if p.id in shown.cited and p.title and unit_relevance(p.score) >= 0.5]
+            for shown in self.shown
+        ]
+        return [AskedBefore(pair.question, tuple(own)) for pair, own in zip(self.pairs, cited, strict=True)]
 
     def passages_of_other_generations(self, generation: str) -> list[Passage]:
         """Passages retrieved in another generation than this one; all of them if it is empty."""

@@ -3,14 +3,13 @@
 The rules append the names from earlier turns that a question refers to. They also replace an unusable output of the target. Time
 and load play no role in the choice, so the same conversation always retrieves with the same question.
 
-    >>> QueryRewriter(ChatConfig(), prompts, engine).standalone("Who designed it?", pairs)
-    >>> rewrite_by_rules("Why did it fail?", [QaPair("What was the Apollo Guidance Computer?", "A computer.")])
+    >>> QueryRewriter(ChatConfig(), prompts, engine).standalone("Who designed it?", asked)
+    >>> rewrite_by_rules("Why did it fail?", [AskedBefore("What was the Apollo Guidance Computer?")])
     'Why did it fail? (Apollo Guidance Computer)'
 
 The question's own words stay, so a wrong guess adds a little noise and loses nothing. The added names are the topic: names in
-the user's questions, the opening question first, or names in an answer that addresses the user, such as a proposal. Names in
-other answers are seldom the topic of the next question. The suite `answers` measures the rules on
-`pipelines.benchmarks.cases.follow_ups`.
+the user's questions, the opening question first, or else the titles of the passages that were quoted. Words of answers are never
+added, because an answer may be wrong. The suite `answers` measures the rules on `pipelines.benchmarks.cases.follow_ups`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ragspec.config import ChatConfig
 from ragspec.core import FinishReason, Message, Request, SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
 
@@ -32,16 +31,15 @@ _SYSTEM = (
 )
 _EXAMPLES = (
     (
-        "User: What was the Apollo Guidance Computer?\nAssistant: A computer built for NASA's Apollo programme.\n"
-        "Last question: Who designed it?",
+        "Question: What was the Apollo Guidance Computer?\nPage: Apollo programme\nLast question: Who designed it?",
         "Who designed the Apollo Guidance Computer?",
     ),
     (
-        "User: How many people lived in Lyon in 1999?\nAssistant: About 445,000.\nLast question: And in Marseille?",
+        "Question: How many people lived in Lyon in 1999?\nLast question: And in Marseille?",
         "How many people lived in Marseille in 1999?",
     ),
     (
-        "User: When did the Beatles break up?\nAssistant: In 1970.\nLast question: What is the capital of Peru?",
+        "Question: When did the Beatles break up?\nPage: The Beatles\nLast question: What is the capital of Peru?",
         "What is the capital of Peru?",
     ),
 )
@@ -54,6 +52,13 @@ _MAX_CHARS = 400
 """Characters of each earlier text, and of the rewritten question beyond the original."""
 
 
+class AskedBefore(NamedTuple):
+    """An earlier question, and the titles of the passages that its answer quoted, if they are close to it."""
+
+    question: str
+    titles: tuple[str, ...] = ()
+
+
 class QueryRewriter:
     """Without an `engine` only the rules rewrite."""
 
@@ -61,18 +66,18 @@ class QueryRewriter:
         self._config, self._prompts = config, prompts
         self._engine = engine if _uses_target(config, engine) else None
 
-    def standalone(self, question: str, pairs: Sequence[QaPair], salt: str = "") -> str:
-        """The question to retrieve with, given the earlier turns. Raises: EngineError if the target fails."""
-        if not pairs or self._config.rewriter == "off":
+    def standalone(self, question: str, asked: Sequence[AskedBefore], salt: str = "") -> str:
+        """The question to retrieve with, given the earlier ones. Raises: EngineError if the target fails."""
+        if not asked or self._config.rewriter == "off":
             return question
-        written = self._rewrite(question, pairs, salt) if self._engine is not None else ""
-        return written or rewrite_by_rules(question, pairs)
+        written = self._rewrite(question, asked, salt) if self._engine is not None else ""
+        return written or rewrite_by_rules(question, asked)
 
-    def _rewrite(self, question: str, pairs: Sequence[QaPair], salt: str) -> str:
+    def _rewrite(self, question: str, asked: Sequence[AskedBefore], salt: str) -> str:
         """The target's question; empty if the output is unusable, or if its context or template does not take the turns."""
         assert self._engine is not None
         try:
-            request = self._request(question, pairs, salt)
+            request = self._request(question, asked, salt)
         except InputError:
             return ""
         (completion,) = self._engine.generate([request])
@@ -81,10 +86,12 @@ class QueryRewriter:
         is_line = bool(text) and not {"\n", "\0"} & set(text)
         return text if ended and is_line and len(text) <= _MAX_CHARS + len(question) else ""
 
-    def _request(self, question: str, pairs: Sequence[QaPair], salt: str) -> Request:
+    def _request(self, question: str, asked: Sequence[AskedBefore], salt: str) -> Request:
         turns = [
-            f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}"
-            for turn in pairs[-_LATEST_TURNS:]
+            "\n".join(
+                [f"Question: {turn.question[:_MAX_CHARS]}", *(f"Page: {title[:_MAX_CHARS]}" for title in turn.titles)]
+            )
+            for turn in asked[-_LATEST_TURNS:]
         ]
         task = "\n".join([*turns, f"Last question: {question}"])
         messages = [Message("system", _SYSTEM)]
@@ -133,21 +140,22 @@ _LEANS = re.compile(
 )
 _PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
 _GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)
-_TO_THE_USER = re.compile(r"\b(?:I|you|your|we|us)\b|\?\s*$")
-_QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”")
 _SHORT_WORDS = 2
-_MAX_ASKED, _MAX_PROPOSED, _MAX_ANSWERED = 4, 4, 4
+_MAX_NAMES = 2
 _MAX_READ_CHARS, _MAX_TURNS = 2_000, 100
 """Characters of each text and number of turns that are read: texts may be megabytes, and conversations long."""
 
 
-def rewrite_by_rules(question: str, pairs: Sequence[QaPair]) -> str:
+def rewrite_by_rules(question: str, asked: Sequence[AskedBefore]) -> str:
     """The question with the names it refers to; unchanged if it is the first or stands alone."""
-    pairs = [QaPair(*(text[:_MAX_READ_CHARS] for text in turn)) for turn in pairs[-_MAX_TURNS:]]
+    asked = [
+        AskedBefore(turn.question[:_MAX_READ_CHARS], tuple(title[:_MAX_CHARS] for title in turn.titles))
+        for turn in asked[-_MAX_TURNS:]
+    ]
     seen = question[:_MAX_READ_CHARS]
-    if not pairs or _stands_alone(seen):
+    if not asked or _stands_alone(seen):
         return question
-    terms = _without_known(_topics(seen, pairs[_opening(pairs) :]), seen)
+    terms = _without_known(_topics(seen, asked[_opening(asked) :]), seen)
     return f"{question} ({'; '.join(terms)})" if terms else question
 
 
@@ -184,36 +192,28 @@ def _stands_alone(question: str) -> bool:
     return whole and bool(extract_names(question)) and not _LEANS.search(question)
 
 
-def _opening(pairs: Sequence[QaPair]) -> int:
+def _opening(asked: Sequence[AskedBefore]) -> int:
     """The index of the turn that began the current topic: the latest turn whose question stands alone and shares no word with
     earlier turns, or else the first."""
     known: set[str] = set()
     opening = 0
-    for number, turn in enumerate(pairs):
+    for number, turn in enumerate(asked):
         words = set(_content(turn.question))
         if _stands_alone(turn.question) and not words & known:
             opening = number
-        known |= words | set(_content(turn.answer))
+        known |= words.union(*map(_content, turn.titles))
     return opening
 
 
-def _topics(question: str, pairs: Sequence[QaPair]) -> list[str]:
-    latest = [name for turn in reversed(pairs) for name in extract_names(turn.question)]
-    named = [*extract_names(pairs[0].question)[:2], *latest]
-    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or extract_phrases(pairs[0].question)
+def _topics(question: str, asked: Sequence[AskedBefore]) -> list[str]:
+    opening = extract_names(asked[0].question)
+    latest = [name for turn in reversed(asked) for name in extract_names(turn.question)]
+    titles = [title for turn in reversed(asked) for title in turn.titles]
+    topics = list(dict.fromkeys(opening or latest or titles))[:_MAX_NAMES] or extract_phrases(asked[0].question)
     of_a_person = bool(_PERSON.search(question))
     if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):
-        asked += extract_phrases(pairs[-1].question)
-    if named and of_a_person:
-        return asked
-    answers = [_QUOTED.sub("", turn.answer) for turn in reversed(pairs)]
-    if proposals := [answer for answer in answers if _TO_THE_USER.search(answer)]:
-        return [*asked, *_first(proposals, _MAX_PROPOSED)]
-    return asked if named else [*asked, *_first((turn.answer for turn in reversed(pairs)), _MAX_ANSWERED)]
-
-
-def _first(texts: Iterable[str], most: int) -> list[str]:
-    return list(dict.fromkeys(name for text in texts for name in extract_names(text)))[:most]
+        topics += extract_phrases(asked[-1].question)
+    return topics
 
 
 def _without_known(terms: Iterable[str], question: str) -> list[str]:

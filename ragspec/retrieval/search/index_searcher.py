@@ -87,20 +87,27 @@ class IndexSearcher:
         passages = [list(islice(texts, len(some[:k]))) for some in best]
         candidates = self._candidates((hit for some in best for hit in some[:width]), known)
         statistics = self._statistics(candidates.values(), scope) if width else TermStatistics()
-        closeness = tuple(self._closeness(queries, best, k, scope)) if self._config.abstain_below else ()
+        is_calibrated = self._config.mode == "hybrid"
+        closeness = tuple(self._closeness(queries, best, passages, scope)) if is_calibrated and k else ()
         return SearchResult(passages, candidates, statistics, self.store.generation, closeness=closeness)
 
     def _closeness(
-        self, queries: Sequence[Query], best: Sequence[Sequence[SearchHit]], k: int, scope: SearchScope
+        self,
+        queries: Sequence[Query],
+        best: Sequence[Sequence[SearchHit]],
+        passages: Sequence[Sequence[Passage]],
+        scope: SearchScope,
     ) -> Iterator[float]:
         """A logistic model of the nearest passage's cosine, and of the share of the query's words that one passage holds, rare
         words weighing more. Its weights were fitted on questions of SQuAD with and without their article in the index."""
         terms = [frozenset(self.terms(query.text, own_only=True)) for query in queries]
         counts = self._shard.statistics(sorted(frozenset().union(*terms)), scope.tenant)
-        for query, own, hits in zip(queries, terms, best, strict=True):
+        for query, own, hits, found in zip(queries, terms, best, passages, strict=True):
             weights = {term: idf(counts.num_rows, counts.frequencies.get(term, 0)) for term in own}
-            cosine = max((float(vector @ _vector(query)) for vector in self._shard.vectors(hits[:k])), default=0.0)
-            held = [own & frozenset(self._passage_terms(embedded_text(p))) for p in self._shard.passages(hits[:k])]
+            cosine = max(
+                (float(vector @ _vector(query)) for vector in self._shard.vectors(hits[: len(found)])), default=0.0
+            )
+            held = [own & frozenset(self._passage_terms(embedded_text(passage))) for passage in found]
             covered = max((sum(weights[term] for term in sorted(some)) for some in held), default=0.0)
             share = covered / (sum(weights[term] for term in sorted(own)) or 1.0)
             yield 1.0 / (1.0 + math.exp(-(_COSINE * cosine + _COVERED * share + _INTERCEPT)))

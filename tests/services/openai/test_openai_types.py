@@ -139,13 +139,25 @@ def test_parts_and_roles_become_messages() -> None:
 def test_parameters_mean_what_they_say() -> None:
     """A parameter was accepted and did nothing."""
     given: dict[str, Any] = {"temperature": 1, "top_p": 0.5, "top_k": 4, "min_p": 0.125, "seed": 3, "n": 2}
-    given |= {"presence_penalty": 0.25, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"5": -100}}
+    given |= {
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": -100},
+        "first_token_bias": {"6": 4},
+    }
     given |= {"stop": ["x", "y"], "max_completion_tokens": 7, "min_tokens": 1, "ignore_eos": True}
     given |= {"verbatim_quotes": False}
     assert given.keys() | {"max_tokens", "response_format"} == SAMPLING_FIELDS.keys()  # a schema has tests of its own
     params = chat(**given, logprobs=True, top_logprobs=2).params(SamplingParams())
     del given["max_completion_tokens"]
-    others = {"logit_bias": {5: -100.0}, "stop": ("x", "y"), "max_tokens": 7, "logprobs": 2}
+    others = {
+        "logit_bias": {5: -100.0},
+        "first_token_bias": {6: 4.0},
+        "stop": ("x", "y"),
+        "max_tokens": 7,
+        "logprobs": 2,
+    }
     assert params == SamplingParams(**{**given, **others})
 
 

@@ -18,6 +18,7 @@ export class Reply {
   droppedPassages = 0;
   droppedTurns = 0;
   missing = [];
+  found = ""; // what the quotes are to the question: "found in", "closest passage"
   #begin = performance.now();
 
   /** Asks and gives itself at every piece. Throws: Failure. */
@@ -87,5 +88,6 @@ export class Reply {
     this.droppedPassages = said.dropped_passages ?? this.droppedPassages;
     this.droppedTurns = said.dropped_turns ?? this.droppedTurns;
     this.missing = said.missing_segments ?? this.missing;
+    this.found = said.found ?? this.found;
   }
 }

@@ -4,6 +4,8 @@ import { el, plural } from "./dom.js";
 import { Characters } from "./points.js";
 
 const MOST_SHOWN = 6;
+/** Whether the quotes answer, by the calibrated score of the best passage. */
+const LEADS = { "found in": "Found in", "closest passage": "Perhaps no answer: the closest passage, quoted from" };
 
 /** The numbers of the passages that the answer quotes or that support it. */
 export function usedPassages(reply) {
@@ -19,7 +21,7 @@ export function verdictText(reply, numQuotes) {
   const unsupported = count("unsupported");
   const unknown = (reply.unknownQuotations ?? []).length;
   const said = [
-    numQuotes ? `Quoted from ${plural(quoted, "source")}.` : "Nothing in this answer is quoted word for word.",
+    numQuotes ? `${LEADS[reply.found] ?? "Quoted from"} ${plural(quoted, "source")}.` : "Nothing in this answer is quoted word for word.",
     supported && `${plural(supported, "sentence")} supported by a source.`,
     related && `${plural(related, "sentence")} to compare with a source.`,
     unsupported && `${plural(unsupported, "sentence")} not found in the sources.`,

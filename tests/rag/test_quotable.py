@@ -1,0 +1,99 @@
+"""What may be quoted: whole sentences, items, rows and lines of code, and never what only announces them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragspec.config import ChunkingConfig
+from ragspec.core import Passage
+from ragspec.rag.quotable import quotable_runs
+from ragspec.retrieval.chunking import chunk
+from ragspec.retrieval.reading import read_file
+
+PAGE = """# How do I start the mill?
+
+The mill starts at once. Run this command:
+
+    mill --start
+
+Is it safe? Yes, it is safe.
+
+Default value:
+
+9
+
+Options:
+
+- `-f`: the file to read
+- `-n`: the number of stones
+
+| Part | Weight |
+|---|---|
+| Stone | 500 kg |
+| Wheel | 900 kg |
+
+## What is a sluice?
+
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    path = tmp_path_factory.mktemp("page") / "page.md"
+    path.write_text(PAGE)
+    (document,) = read_file(path, path.name)
+    passages = chunk(document, ChunkingConfig(), None)
+    return [[p.text[start:end] for start, end in run] for p in passages for run in quotable_runs(p)]
+
+
+def test_no_heading_question_or_announcement_stands_alone(runs: list[list[str]]) -> None:
+    """Quotes were headings, the question again, or a sentence that ends in a colon without the command behind it."""
+    spans = [span for run in runs for span in run]
+    assert not [span for span in spans if span.rstrip("*`").endswith((":", "?")) or "#" in span or "sluice" in span]
+    assert not [span for span in spans if span in ("9", "Default value:", "| Part | Weight |")]
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        "The mill starts at once.",
+        "Run this command:\n\n    mill --start",
+        "mill --start",
+        "Is it safe? Yes, it is safe.",
+        "Yes, it is safe.",
+        "Default value:\n\n9",
+        "Options:\n\n- `-f`: the file to read\n- `-n`: the number of stones",
+        "`-n`: the number of stones",
+        "| Wheel | 900 kg |",
+    ],
+)
+def test_whole_sentences_items_rows_and_what_is_announced_may_be_quoted(runs: list[list[str]], whole: str) -> None:
+    """A rule that forbids headings forbids an answer, too."""
+    assert any(whole in run for run in runs), runs
+
+
+def test_a_passage_without_blocks_is_a_paragraph_whose_titles_are_known() -> None:
+    """Indexes of earlier versions know no headings but the passage's own."""
+    text = "7.8 What is a package\n\nA package holds files. It is one file."
+    passage = Passage("d", 0, text, 0, len(text), heading="7 Basics > 7.8 What is a package")
+    assert [[text[start:end] for start, end in run] for run in quotable_runs(passage)] == [
+        ["A package holds files.", "It is one file."]
+    ]
+    assert quotable_runs(Passage("d", 0, "What is it?", 0, 11)) == quotable_runs(Passage("d", 0, "", 0, 0)) == []
+
+
+def test_texts_that_are_left_out_are_not_quoted_and_end_a_run() -> None:
+    """A quote just given was given again as the answer to the next question."""
+    text = "It opens at nine. It closes at ten. It rests on Sundays."
+    runs = quotable_runs(Passage("d", 0, text, 0, len(text)), {"It closes at ten."})
+    assert [[text[start:end] for start, end in run] for run in runs] == [
+        ["It opens at nine."],
+        ["It rests on Sundays."],
+    ]
+
+
+@pytest.mark.parametrize("text", ["- word:\n" * 3000 + "It is so.", "word:\n\nIt is so.\n\n" * 2000, "| a |\n" * 3000])
+def test_many_announced_blocks_take_space_in_proportion(text: str) -> None:
+    """A list of items that end in colons was read to its end for each item."""
+    runs = quotable_runs(Passage("d", 0, text, 0, len(text)))
+    assert runs and sum(end - start for run in runs for start, end in run) <= 2 * len(text)
