@@ -163,8 +163,8 @@ class Engine(EngineClient):
             part.keep(result.path)
             results.append(result)
         kept = batch.features(features, [result.path for result in results])
-        for sequence, part, result, own in zip(self._in_step, batch.sequences, results, kept, strict=True):
-            self._planner.observe(sequence, result, own)
+        self._planner.observe(self._in_step, results, kept)
+        for sequence, part, result in zip(self._in_step, batch.sequences, results, strict=True):
             if result.tree is None:
                 continue
             if part.num_known > 1:
