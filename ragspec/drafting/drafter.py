@@ -48,9 +48,9 @@ class SequenceView(Protocol):
 class Budget(NamedTuple):
     """What a draft may cost: at most `max_nodes` nodes beside its likeliest path, and no more time than it is likely to save.
 
-    `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `depths`: the most levels of each sequence's
-    draft, the step's free rows at most. `least_prob`: no less probable path pays, so a drafter may leave it out; 0 beside other
-    drafters' nodes, below which probabilities may rise.
+    `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `depths`: the most levels of each
+    sequence's draft, the step's free rows at most. `least_prob`: no less probable path pays, so a drafter may leave it out; 0
+    beside other drafters' nodes, below which probabilities may rise.
     """
 
     max_nodes: int

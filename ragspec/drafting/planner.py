@@ -131,7 +131,7 @@ class Planner:
         for head in heads:
             places = np.flatnonzero(allowed[:, head])
             cost_s = self._drafters[head].cost_s([asked.step.sequences[i] for i in places]) if len(places) else math.inf
-            gains = self._trust.gains(asked.rows[places], head, 1.0 - asked.step.trees.covered[places])
+            gains = self._trust.gains(asked.rows[places], head, asked.step.trees.covered[places])
             worth[head] = self._trial_s[head] >= cost_s, gains.sum() * asked.step.token_s() - cost_s
         return sorted(heads, key=worth.__getitem__, reverse=True)
 
@@ -139,7 +139,7 @@ class Planner:
         """Of these sequences the ones for which a drafter that takes time is asked: where its drafts save more, and all of them
         when the time since the last trial has earned its cost. `cost_s`: seconds of a draft for all."""
         drafter, step, rows = self._drafters[number], asked.step, asked.rows
-        gains = self._trust.gains(rows[places], number, 1.0 - step.trees.covered[places])
+        gains = self._trust.gains(rows[places], number, step.trees.covered[places])
         nodes = self._trust.nodes_a_draft[number]
 
         def needed_s(chosen: SequenceOf[int]) -> float:
@@ -158,7 +158,7 @@ class Planner:
     def _merge(self, number: int, places: list[int], asked: _Asked) -> None:
         """Ask a drafter for these sequences, and merge its proposals into their trees."""
         sequences, trees, drafter = asked.step.sequences, asked.step.trees, self._drafters[number]
-        asked.left[number] = 1.0 - trees.covered[places]
+        asked.covered[number] = trees.covered[places]
         longest = [sequences[i].most_tokens - 1 for i in places]  # the last token of a step is the target's own
         levels = [min(most, asked.spare_rows) for most in longest]
         least_prob = 0.0 if (trees.counts > 1).any() else asked.least_prob
@@ -202,9 +202,9 @@ class Planner:
         known = np.array([len(own) > 0 for own in tokens])
         self._trust.learn(rows[known], step.trees.figures[known])
         for number in asked.costly:
-            places, left = asked.places[number], asked.left[number]
+            places, covered = asked.places[number], asked.covered[number]
             own = known[places]
-            self._trust.learn_gains(rows[places[own]], number, left[own], step.trees.figures[places[own], number])
+            self._trust.learn_gains(rows[places[own]], number, covered[own], step.trees.figures[places[own], number])
 
     def finish(self, sequence: SequenceView) -> None:
         self._trust.finish(sequence.key)
@@ -266,14 +266,14 @@ class _Own(NamedTuple):
 
 
 class _Asked:
-    """A step's drafts until the target has decided. By drafter: `places`, the sequences that it drafted for; `left`, the
-    probability that earlier drafters left the next token there."""
+    """A step's drafts until the target has decided. By drafter: `places`, the sequences that it drafted for; `covered`,
+    the probability that an earlier drafter's node there holds the next token."""
 
     def __init__(self, step: StepPlan, owns: list[_Own], rows: Rows, spare_rows: int, least_prob: float) -> None:
         self.step, self.owns, self.rows = step, owns, rows
         self.spare_rows, self.least_prob = spare_rows, least_prob
         self.places: dict[int, Rows] = {}
-        self.left: dict[int, NDArray[np.float64]] = {}
+        self.covered: dict[int, NDArray[np.float64]] = {}
         self.costly: set[int] = set()
 
 

@@ -2,8 +2,8 @@
 
 A drafter estimates the probabilities of its nodes over all requests. A sequence scales them by the ratio of accepted to expected
 tokens that the drafter had there, which begins at the ratio of the tenant's other sequences and is 1 at most. After some misses
-in a row a drafter is asked again after 1, 2, 4 and then every 8 steps. A drafter that takes time has a gain beside: accepted
-tokens that a draft adds, for each unit of probability that cheaper drafters leave the next token. Only counts are kept, never
+in a row a drafter is asked again after 1, 2, 4 and then every 8 steps. A drafter that takes time has a gain beside, the accepted
+tokens that a draft adds: where cheaper drafters probably have the next token, and where they do not. Only counts are kept, never
 text.
 """
 
@@ -28,7 +28,8 @@ _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-_EXPECTED, _ACCEPTED, _PRIOR, _NUM_MISSES, _WAIT, _GAINED, _ASKED, _NUM_FIGURES = range(8)
+_EXPECTED, _ACCEPTED, _PRIOR, _NUM_MISSES, _WAIT, _GAINED = range(6)
+_NUM_FIGURES = _GAINED + 4  # tokens gained and drafts, alone and beside a cheaper drafter's token
 
 
 class Trust:
@@ -37,7 +38,7 @@ class Trust:
     def __init__(self, num_drafters: int) -> None:
         self._state = np.zeros((8, num_drafters, _NUM_FIGURES))
         self._tenants = Experience(lambda: np.zeros((num_drafters, 2)))
-        self._overall = np.full((num_drafters, 2), [_PRIOR_GAIN * _PRIOR_DRAFTS, _PRIOR_DRAFTS])
+        self._overall = np.full((num_drafters, 4), 2 * [_PRIOR_GAIN * _PRIOR_DRAFTS, _PRIOR_DRAFTS])
         self.nodes_a_draft = np.full(num_drafters, 3.0)
         """Mean number of rows that a draft takes of the step."""
         self._rows: dict[tuple[str, int], tuple[int, str]] = {}
@@ -53,13 +54,12 @@ class Trust:
             expected, accepted = self._tenants.of(salt).T
             self._state[known[0]] = 0.0
             self._state[known[0], :, _PRIOR] = (_PRIOR_TOKENS + accepted) / (_PRIOR_TOKENS + expected)
-            self._state[known[0], :, _GAINED], self._state[known[0], :, _ASKED] = (
-                self._overall.T * _PRIOR_DRAFTS / self._overall[:, 1]
-            )
+            scale = _PRIOR_DRAFTS / self._overall[:, [1, 1, 3, 3]]
+            self._state[known[0], :, _GAINED:] = self._overall * scale
         return known[0]
 
     def finish(self, key: tuple[str, int]) -> None:
-        """Add the sequence to its tenant's, with no more than was expected: an answer that repeats itself says nothing of others."""
+        """Add the sequence to its tenant's, with no more than was expected: answers that repeat themselves are no rule."""
         row, salt = self._rows.pop(key, (-1, ""))
         if row >= 0:
             self._free.append(row)
@@ -90,19 +90,22 @@ class Trust:
         self._state[rows, drafter, _NUM_MISSES] = misses
         self._state[rows, drafter, _WAIT] = np.where(beyond > 0, np.minimum(_MAX_WAIT_STEPS, 2 ** (beyond - 1)) + 1, 0)
 
-    def gains(self, rows: Rows, drafter: int, left: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Accepted tokens that a draft is expected to add. `left`: the probability that no other node holds the next token."""
-        return left * self._state[rows, drafter, _GAINED] / self._state[rows, drafter, _ASKED]
+    def gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Accepted tokens that a draft is expected to add. `covered`: the probability that a node so far holds the next token."""
+        at = _GAINED + 2 * (covered >= 0.5)
+        return self._state[rows, drafter, at] / self._state[rows, drafter, at + 1]
 
-    def learn_gains(self, rows: Rows, drafter: int, left: NDArray[np.float64], figures: Any) -> None:
+    def learn_gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64], figures: Any) -> None:
         """Count a draft that took time in each of these sequences. Shape: figures [B, figures], of this drafter."""
-        if not len(rows):
-            return
-        counted = np.column_stack([figures[:, NUM_ADDED], left])
-        own = slice(_GAINED, _ASKED + 1)
-        self._state[rows, drafter, own] = self._state[rows, drafter, own] * _MEMORY + counted
-        self._overall[drafter] = self._overall[drafter] * _MEMORY + counted.mean(0)
-        self.nodes_a_draft[drafter] += (1.0 - _MEMORY) * (figures[:, NUM_NODES].mean() - self.nodes_a_draft[drafter])
+        own = self._overall[drafter]
+        for row, at, added in zip(rows, 2 * (covered >= 0.5), figures[:, NUM_ADDED], strict=True):
+            for counts in (self._state[row, drafter, _GAINED + at : _GAINED + at + 2], own[at : at + 2]):
+                counts *= _MEMORY
+                counts += added, 1.0
+        if len(rows):
+            self.nodes_a_draft[drafter] += (1.0 - _MEMORY) * (
+                figures[:, NUM_NODES].mean() - self.nodes_a_draft[drafter]
+            )
 
     def learn(self, rows: Rows, figures: NDArray[np.float64]) -> None:
         """Count the judged nodes of a step. Shape: figures [B, drafters, figures] of `StepTrees`."""

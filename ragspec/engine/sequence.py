@@ -61,6 +61,7 @@ class Sequence:
         self.request = request
         self.prepared = prepared
         self.choice = choice
+        self.key = request.id, choice
         self.sampler = sampler
         self.limits = limits
         self.tokens = [*request.prompt_ids, *request.segment.output_ids]
@@ -81,10 +82,6 @@ class Sequence:
         self._submitted_s = time.perf_counter()
         self._admitted_s = 0.0
         self._first_token_s = 0.0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request.id, self.choice
 
     @property
     def num_output(self) -> int:
@@ -172,16 +169,18 @@ class Sequence:
             stats.num_first_tokens = self.num_written
             stats.prompt_draft_s += draft_s + tree.num_drafted * node_s
         stats.num_steps += 1
+        stats.draft_s += draft_s
+        if not tree.num_drafted:
+            return
         stats.num_drafted += tree.num_drafted
         stats.num_accepted += len(path)
         stats.expected_accepted += sum(tree.path_probs[1:])
-        stats.draft_s += draft_s
         for node in path:
             name = tree.origins[node].drafter
             stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
         self._count_sources(tree, range(1, len(tree)), stats.drafted_by_source)
         self._count_sources(tree, path, stats.accepted_by_source)
-        for depth, parent in enumerate([0, *path[: _COUNTED_DEPTHS - 1]] if tree.num_drafted else ()):
+        for depth, parent in enumerate([0, *path[: _COUNTED_DEPTHS - 1]]):
             accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
             for name in {tree.origins[node].drafter for node in tree.children(parent)}:
                 counts = self._positions.setdefault(name, [])

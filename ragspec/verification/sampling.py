@@ -253,13 +253,17 @@ class KeyedSampler(ChoiceSampler):
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """How the token after each node is sampled, for a backend that samples all nodes at once."""
-        return [self._draw(tree, node) for node in range(len(tree))]
+        if self._counts is not None:
+            return [self._draw(tree.depths[node], self._counts_at(tree, node)) for node in range(len(tree))]
+        of_depth = {depth: self._draw(depth, None) for depth in dict.fromkeys(tree.depths)}
+        return [of_depth[depth] for depth in tree.depths]
 
-    def _draw(self, tree: DraftTree, node: int) -> KeyedDraw:
-        params, index = self._params, self._index + tree.depths[node]
+    def _counts_at(self, tree: DraftTree, node: int) -> TokenCounts | None:
         counts = self._counts
-        if counts is not None and node:
-            counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
+        return counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]]) if counts and node else counts
+
+    def _draw(self, depth: int, counts: TokenCounts | None) -> KeyedDraw:
+        params, index = self._params, self._index + depth
         key = None if params.greedy else int(output_key(self._seed, self._choice, index))
         return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
 

@@ -74,8 +74,8 @@ def test_each_request_is_drafted_for_by_the_head_that_is_right_in_it() -> None:
     """The head named first drafted for all requests, since a second head adds little beside it; or both took their time."""
     heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
     planner, one, other = Planner(heads, FREE, 12), Running("one"), Running("other")
-    for _ in range(NUM_STEPS):
-        for sequence, right_tokens in ((one, range(10, 14)), (other, range(20, 24))):
+    for sequence, right_tokens in ((one, range(10, 14)), (other, range(20, 24))):
+        for _ in range(NUM_STEPS):
             (tree,) = plan(planner, sequence)
             assert tree.num_drafted <= 4  # of one head
             accept(planner, sequence, tree, right_tokens)
@@ -87,12 +87,13 @@ def test_each_request_is_drafted_for_by_the_head_that_is_right_in_it() -> None:
 def test_requests_side_by_side_share_the_head_that_is_right_in_most() -> None:
     """Half of a batch drafted by each of two heads saves no step, and takes the time of both."""
     heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
-    planner, sequences = Planner(heads, FREE, 12), [Running(name) for name in "abc"]
+    costs = CostTable({64: [1.0, 1.6, 1.7]}, rows=(1, 3, 20))  # a row less is worth something, nodes are cheap
+    planner, sequences = Planner(heads, costs, 12), [Running(name) for name in "abc"]
     for _ in range(NUM_STEPS):
         for number, tree in enumerate(plan(planner, *sequences)):
             accept(planner, sequences[number], tree, range(10, 14) if number == 0 else range(20, 25))
     assert sum(heads[1].asked_for.values()) > 4 * sum(heads[0].asked_for.values())
-    assert heads[1].asked_for["a"] == heads[1].asked_for["b"]
+    assert heads[1].asked_for["b"] == heads[1].asked_for["c"] > 0.8 * NUM_STEPS
 
 
 def test_a_request_may_name_its_head() -> None:
@@ -110,7 +111,7 @@ def test_what_others_guessed_too_is_no_gain_of_a_costly_drafter(num_known: int, 
     planner, sequence = Planner([cheap, costly], FREE, 12), Running()
     run(planner, sequence, range(10, 14), NUM_STEPS)
     share = costly.asked_for["a"] / NUM_STEPS
-    assert share > 0.8 if is_asked else share < 0.3
+    assert share > 0.9 if is_asked else share < 0.3
 
 
 def test_a_head_that_does_not_pay_is_tried_for_a_hundredth_of_the_time() -> None:
