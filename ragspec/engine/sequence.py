@@ -77,6 +77,10 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
+        self._num_text = self._num_read = (
+            self._num_given
+        )  # output tokens that belong to the text; that are in it already
+        self._uncounted: list[tuple[DraftTree, list[int], float, float]] = []  # steps since the last delta
         self._positions: dict[str, list[list[int]]] = {}  # by drafter and depth: [proposed, accepted]
         self._kinds = [source.kind.name.lower() for source in request.sources]
         self._submitted_s = time.perf_counter()
@@ -148,7 +152,7 @@ class Sequence:
             num_kept += 1
             if token in self.limits.eos_ids and not params.ignore_eos:
                 reason = FinishReason.STOP
-            elif self._text.push(token, may_stop=self.num_output > params.min_tokens):
+            elif self._has_stopped():
                 reason = FinishReason.STOP
             elif self.num_output >= self.limits.max_tokens:
                 reason = FinishReason.LENGTH
@@ -160,8 +164,21 @@ class Sequence:
                 logits, [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
             )
         self.finish_reason = reason
-        self._count(tree, result.path, draft_s, node_s)
+        self._uncounted.append((tree, result.path, draft_s, node_s))
         return result
+
+    def _has_stopped(self) -> bool:
+        """Count the last token as text. Whether it completes a stop string; without stop strings `emit` decodes it later."""
+        self._num_text += 1
+        return bool(self.request.params.stop) and self._read_text()
+
+    def _read_text(self) -> bool:
+        """Decode tokens of the text. Whether one completes a stop string."""
+        first, has_stopped = self.num_prompt + self._num_read, False
+        for token in self.tokens[first : self.num_prompt + self._num_text]:
+            self._num_read += 1
+            has_stopped = self._text.push(token, may_stop=self._num_read > self.request.params.min_tokens)
+        return has_stopped
 
     def _count(self, tree: DraftTree, path: list[int], draft_s: float, node_s: float) -> None:
         stats = self.stats
@@ -197,6 +214,9 @@ class Sequence:
     def emit(self, error: str = "") -> bool:
         """Send the new tokens and text to the listener; the last delta carries the statistics. False: the listener failed."""
         done = self.finish_reason is not None
+        for step in self._uncounted:
+            self._count(*step)
+        self._uncounted = []
         try:
             text = self._certain_text()
         except Exception as cause:
@@ -220,6 +240,7 @@ class Sequence:
 
     def _certain_text(self) -> str:
         """Text that is certain and not sent yet; at the end of the output all the rest."""
+        self._read_text()
         pauses = self.limits.pauses and self.finish_reason is FinishReason.LENGTH
         if self.finish_reason is not None and not pauses:
             self._text.finish()

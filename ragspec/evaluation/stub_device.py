@@ -113,7 +113,7 @@ class _StubLogits:
 
 
 class _StubBackend:
-    name = "stub"
+    name, runs_ahead = "stub", True
 
     def wait(self) -> None:
         """Nothing runs beside."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ragspec.core import LEAST_TEMPERATURE, Request, SamplingParams, TokenLogprob
 from ragspec.numerics.backend import KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
-from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
+from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key, output_keys
 from ragspec.tree import DraftTree
 
 Logits = NDArray[np.float32]
@@ -253,19 +253,22 @@ class KeyedSampler(ChoiceSampler):
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """How the token after each node is sampled, for a backend that samples all nodes at once."""
-        if self._counts is not None:
-            return [self._draw(tree.depths[node], self._counts_at(tree, node)) for node in range(len(tree))]
-        of_depth = {depth: self._draw(depth, None) for depth in dict.fromkeys(tree.depths)}
-        return [of_depth[depth] for depth in tree.depths]
+        params, index, num_levels = self._params, self._index, max(tree.depths) + 1
+        keys: list[int | None] = [None] * num_levels
+        if not params.greedy:
+            keys = [*output_keys(self._seed, self._choice, index, num_levels)]
+        if self._counts is None:
+            levels = [KeyedDraw(params, key, self._edits(None, index + n)) for n, key in enumerate(keys)]
+            return [levels[depth] for depth in tree.depths]
+        paths = ([tree.token_ids[n] for n in tree.ancestors(node)[1:]] for node in range(len(tree)))
+        counts = [self._counts.after(path) if path else self._counts for path in paths]
+        return [
+            KeyedDraw(params, keys[depth], self._edits(own, index + depth))
+            for own, depth in zip(counts, tree.depths, strict=True)
+        ]
 
-    def _counts_at(self, tree: DraftTree, node: int) -> TokenCounts | None:
-        counts = self._counts
-        return counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]]) if counts and node else counts
-
-    def _draw(self, depth: int, counts: TokenCounts | None) -> KeyedDraw:
-        params, index = self._params, self._index + depth
-        key = None if params.greedy else int(output_key(self._seed, self._choice, index))
-        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
+    def _edits(self, counts: TokenCounts | None, index: int) -> LogitEdits | None:
+        return logit_edits(self._params, counts, self._forbidden(index))
 
     def _forbidden(self, index: int) -> tuple[int, ...]:
         return self._eos_ids if index < self._params.min_tokens else ()

@@ -429,13 +429,13 @@ def test_side_by_side_the_slowest_decides_what_a_draft_saves() -> None:
         drafter = Chain(range(10, 14), 0.9, "costly")
         drafter.cost_s = lambda sequences: 0.7  # type: ignore[method-assign]
         planner, running = Planner([drafter], costs, 12), [Running(f"{i}") for i in range(8)]
-        for _ in range(150):
+        for _ in range(300):
             for i, (sequence, tree) in enumerate(zip(running, plan(planner, *running), strict=True)):
                 right = i >= num_hopeless
                 path = list(range(1, len(tree))) if right else []
                 tokens = [*(tree.token_ids[n] for n in path), 99]
                 planner.observe([sequence], [StepResult(tree, path, tokens)], [{}])
-        assert (drafter.asked > 8 * 75) == is_asked, drafter.asked
+        assert (drafter.asked > 8 * 150) == is_asked, drafter.asked
 
 
 def test_requests_that_break_a_drafter_do_not_end_drafting_for_others() -> None:
