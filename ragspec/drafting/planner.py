@@ -101,18 +101,16 @@ class Planner:
 
     def _ask(self, asked: _Asked) -> None:
         """Ask the drafters, and merge their proposals into the step's trees."""
-        allowed = np.zeros((len(asked.owns), len(self._drafters)), np.bool_)
-        for i, own in enumerate(asked.owns):
-            allowed[i, own.drafters] = True
+        allowed, trees = self._trust.allowed(asked.rows), asked.step.trees
+        chains = np.array([own.needs_chain for own in asked.owns])
         heads = [d for d, drafter in enumerate(self._drafters) if drafter.is_head]
         others = [d for d in range(len(self._drafters)) if d not in heads]
         self._trial_s += allowed.any(0) * _TRIAL_SHARE * asked.step.step_s
         taken = np.zeros(len(asked.owns), np.bool_)  # by a head in this step
         for number in [*others, *(self._ranked(heads, allowed, asked) if len(heads) > 1 else heads)]:
-            drafter, trees = self._drafters[number], asked.step.trees
-            ready = allowed[:, number] & self.due(asked.rows, number) & ~(taken & drafter.is_head)
-            for i in np.flatnonzero(ready & (trees.counts > 1)):
-                ready[i] = not asked.owns[i].needs_chain
+            drafter = self._drafters[number]
+            ready = allowed[:, number] & self.due(asked.rows, number)
+            ready &= ~(taken & drafter.is_head) & ~(chains & (trees.counts > 1))
             places = [] if drafter.disabled else np.flatnonzero(ready).tolist()
             cost_s = drafter.cost_s([asked.step.sequences[i] for i in places]) if places else math.inf
             if cost_s == math.inf:
@@ -151,9 +149,9 @@ class Planner:
         chosen = select_paying(gains.tolist(), step.saved_s, needed_s)
         all_s = needed_s(range(len(places)))
         if len(chosen) == len(places) or self._trial_s[number] + (needed_s(chosen) if chosen else 0.0) >= all_s:
-            self._trial_s[number] = 0.0
-            return places
-        return [places[n] for n in chosen]
+            self._trial_s[number], chosen = 0.0, [*range(len(places))]
+        found = [places[n] for n in chosen]
+        return [i for i in found if len(places) == 1 or drafter.cost_s([step.sequences[i]]) < math.inf]
 
     def _merge(self, number: int, places: list[int], asked: _Asked) -> None:
         """Ask a drafter for these sequences, and merge its proposals into their trees."""
@@ -172,15 +170,20 @@ class Planner:
 
     def _cut(self, asked: _Asked) -> list[DraftTree]:
         step, trust = asked.step, self._trust
-        limits = [self.limits(own, bool(step.trees.draws[i])) for i, own in enumerate(asked.owns)]
-        step.fit(limits, trust.factors(asked.rows), asked.spare_rows)
-        found = step.trees.trees(self._names)
+        if step.trees.counts.max() > 1:
+            limits = [self.limits(own, bool(step.trees.draws[i])) for i, own in enumerate(asked.owns)]
+            step.fit(limits, trust.factors(asked.rows), asked.spare_rows)
+            found = step.trees.trees(self._names)
+            self._step = asked
+        else:
+            found = [DraftTree(sequence.tokens[-1]) for sequence in step.sequences]
         figures = step.trees.figures
         for number, places in asked.places.items():
             if number not in asked.costly:
                 missed = places[(figures[places, number, NUM_NODES] + figures[places, number, NUM_SHARED]) == 0.0]
                 trust.note(asked.rows[missed], number, np.zeros(len(missed), np.bool_))
-        self._step = asked
+            elif self._step is None:
+                trust.learn_gains(asked.rows[places], number, asked.covered[number], figures[places, number])
         return found
 
     def observe(
@@ -249,7 +252,7 @@ class Planner:
     def _own_of(self, sequence: SequenceView) -> _Own:
         request = sequence.request
         drafters, most = self._drafters_of(request), request.speculation.max_nodes
-        row = self._trust.row(sequence.key, request.salt)
+        row = self._trust.row(sequence.key, request.salt, drafters)
         own = _Own(row, drafters, 2**31 if most is None else most, draws_children(sequence), needs_chain(sequence))
         self._own[sequence.key] = own
         return own

@@ -307,8 +307,9 @@ class SuffixIndex:
         while end + len(token_ids) > len(self.text):
             self.text = np.concatenate([self.text, np.full(len(self.opens), SEPARATOR, np.int32)])
             self.opens = np.concatenate([self.opens, np.zeros(len(self.opens), np.bool_)])
-        for at, token in enumerate(token_ids, end):
-            self.text[at], self.opens[at - begin] = token, self._opens_quote(token)
+        self.text[end : end + len(token_ids)] = token_ids
+        if len(self.base.quotes):  # else no point depends on it
+            self.opens[end - begin : end - begin + len(token_ids)] = [self._opens_quote(token) for token in token_ids]
         self.place[1] = end + len(token_ids)
 
     def matches(self, max_length: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Trust:
 
     def __init__(self, num_drafters: int) -> None:
         self._state = np.zeros((8, num_drafters, _NUM_FIGURES))
+        self._allowed = np.zeros((8, num_drafters), np.bool_)
         self._tenants = Experience(lambda: np.zeros((num_drafters, 2)))
         self._overall = np.full((num_drafters, 4), 2 * [_PRIOR_GAIN * _PRIOR_DRAFTS, _PRIOR_DRAFTS])
         self.nodes_a_draft = np.full(num_drafters, 3.0)
@@ -44,15 +46,18 @@ class Trust:
         self._rows: dict[tuple[str, int], tuple[int, str]] = {}
         self._free = list(range(8))
 
-    def row(self, key: tuple[str, int], salt: str) -> int:
+    def row(self, key: tuple[str, int], salt: str, drafters: SequenceOf[int] = ()) -> int:
+        """`drafters`: the numbers of those that the request allows."""
         if (known := self._rows.get(key)) is None:
             if not self._free:
                 count = len(self._state)
                 self._free = list(range(count, 2 * count))
                 self._state = np.concatenate([self._state, np.zeros_like(self._state)])
+                self._allowed = np.concatenate([self._allowed, self._allowed])
             known = self._rows[key] = self._free.pop(), salt
             expected, accepted = self._tenants.of(salt).T
-            self._state[known[0]] = 0.0
+            self._state[known[0]], self._allowed[known[0]] = 0.0, False
+            self._allowed[known[0], [*drafters]] = True
             self._state[known[0], :, _PRIOR] = (_PRIOR_TOKENS + accepted) / (_PRIOR_TOKENS + expected)
             scale = _PRIOR_DRAFTS / self._overall[:, [1, 1, 3, 3]]
             self._state[known[0], :, _GAINED:] = self._overall * scale
@@ -70,6 +75,10 @@ class Trust:
 
     def purge(self, salt: str) -> None:
         self._tenants.purge(salt)
+
+    def allowed(self, rows: Rows) -> Mask:
+        """Which drafters may draft. Shape: [B] -> [B, drafters]."""
+        return self._allowed[rows]
 
     def factors(self, rows: Rows) -> NDArray[np.float64]:
         """Shape: [B] -> [B, drafters]."""

@@ -15,6 +15,7 @@ import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Container
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.tenants import FairQueue, fair_shares, tenant_of
+from ragspec.tenants import FairQueue, fair_shares
 
 _DRAFT_ROWS = 64
 """Draft rows of a sequence that pages are kept free for."""
@@ -329,5 +330,4 @@ class Scheduler:
         self.num_preemptions += 1
 
 
-def _tenant(sequence: Sequence) -> str:
-    return tenant_of(sequence.request.salt)
+_tenant = attrgetter("tenant")

@@ -20,6 +20,7 @@ from ragspec.engine.text import IncrementalDetokenizer
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.tenants import tenant_of
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler, log_probs
@@ -61,7 +62,7 @@ class Sequence:
         self.request = request
         self.prepared = prepared
         self.choice = choice
-        self.key = request.id, choice
+        self.key, self.tenant = (request.id, choice), tenant_of(request.salt)
         self.sampler = sampler
         self.limits = limits
         self.tokens = [*request.prompt_ids, *request.segment.output_ids]

@@ -238,9 +238,10 @@ class SequenceSlots:
             self.pages.append(self.pool.take_page())
             first = (len(self.pages) - 1) * PAGE
             self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
-        index = np.array(self._spare[: -num_slots - 1 : -1], np.int32)
+        index, pages = self._spare[: -num_slots - 1 : -1], self.pages
         del self._spare[len(self._spare) - num_slots :]
-        return self.page_array[index // PAGE] * PAGE + index % PAGE, index
+        slots = [pages[at // PAGE] * PAGE + at % PAGE for at in index]
+        return np.array(slots, np.int32), np.array(index, np.int32)
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
         """Keep `chosen` of one step's reserved slots, in this order, as the next positions; all others are spare again."""
