@@ -1,6 +1,7 @@
 """Measure ragspec by one of six suites; every suite takes any target.
 
     python -m pipelines.benchmark --suite speculation --quick     drafts against plain decoding, transformers and llama.cpp
+    python -m pipelines.benchmark --suite speculation --device stub    what a step costs the host, without a model
     python -m pipelines.benchmark --suite answers                 what answers, citations and abstentions are worth
     python -m pipelines.benchmark --suite iterative               retrieval while an answer is written, speculated
     python -m pipelines.benchmark --suite load                    the service under users
@@ -75,6 +76,9 @@ def main(
     peers: Annotated[bool, typer.Option(help="Run transformers and llama.cpp beside.")] = True,
     minutes: Annotated[float, typer.Option(min=0, help="Faults: further rounds until the time is over.")] = 0.0,
     heads: Annotated[Path | None, typer.Option(help="A folder with a folder for each trained head.")] = None,
+    device: Annotated[
+        Literal["stub"] | None, typer.Option(help="Speculation: the host's time a step, on a device of tables.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Read rows back that were measured at this commit.")] = False,
 ) -> None:
     """Run one suite and print its figures."""
@@ -98,6 +102,7 @@ def main(
                 peers=peers,
                 minutes=minutes,
                 heads=heads,
+                device=device,
                 tick=tick,
             )
             run = run.resumed(suite, measured_commit) if resume else run

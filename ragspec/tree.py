@@ -11,7 +11,8 @@ the drafts of several drafters merge into one tree.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,9 @@ class Origin(NamedTuple):
     source: int = -1
     offset: int = -1
     feedback: object = None
+
+
+_ROOT = Origin("root")
 
 
 class DeviceProbs(Protocol):
@@ -92,6 +96,55 @@ class Proposal(NamedTuple):
     draw: Draw | None = None
 
 
+TOKEN, PARENT, SOURCE, OFFSET, FEEDBACK, NUM_GIVEN = range(6)
+"""Columns of proposals as arrays."""
+
+
+class ProposalArrays(SequenceOf[Proposal]):
+    """One drafter's proposals for one sequence. Shapes: nodes int64 [P, columns], probs float64 [P].
+
+    `feedback` makes of a node's column, or of an array of such columns, the feedback that its drafter gets back. `draws`: by
+    proposal, how it and its siblings were drawn.
+    """
+
+    def __init__(
+        self,
+        drafter: str,
+        nodes: NDArray[np.int64],
+        probs: NDArray[np.float64],
+        feedback: Callable[[Any], object],
+        draws: Mapping[int, Draw] | None = None,
+    ) -> None:
+        self.drafter, self.nodes, self.probs, self.feedback, self.draws = drafter, nodes, probs, feedback, draws or {}
+        self.in_arrays = draws is None
+
+    @classmethod
+    def of(cls, drafter: str, proposals: SequenceOf[Proposal]) -> ProposalArrays:
+        """Raises: TypeError, ValueError, OverflowError for anything but proposals whose parents precede them."""
+        rows, feedback = list[tuple[int, ...]](), list[object]()
+        for at, proposal in enumerate(proposals):
+            if not (isinstance(proposal, Proposal) and isinstance(proposal.origin, Origin)):
+                raise TypeError(f"{drafter} proposed {type(proposal).__name__}, which is no proposal")
+            token_id, parent, path_prob, (_, source, offset, own), _ = proposal
+            if not all(isinstance(number, int | np.integer) for number in (token_id, source, offset)):
+                raise TypeError(f"{drafter} proposed a node whose token or origin is no whole number")
+            if not (-1 <= parent < at and isinstance(path_prob, float | int)):
+                raise ValueError(f"{drafter} proposed a node below {parent!r}, which does not precede it")
+            rows.append((token_id, parent, source, offset, at))
+            feedback.append(own)
+        draws = {at: proposal.draw for at, proposal in enumerate(proposals) if proposal.draw is not None}
+        nodes = np.array(rows, np.int64).reshape(-1, NUM_GIVEN)
+        return cls(drafter, nodes, np.array([p.path_prob for p in proposals], np.float64), feedback.__getitem__, draws)
+
+    def __len__(self) -> int:
+        return len(self.probs)
+
+    def __getitem__(self, at: Any) -> Any:
+        token_id, parent, source, offset, feedback = self.nodes[at].tolist()
+        origin = Origin(self.drafter, source, offset, self.feedback(feedback))
+        return Proposal(token_id, parent, float(self.probs[at]), origin, self.draws.get(at))
+
+
 class DraftTree:
     """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
 
@@ -102,11 +155,11 @@ class DraftTree:
         self.parents = [-1]
         self.depths = [0]
         self.path_probs = [1.0]
-        self.origins = [Origin("root")]
+        self.origins = [_ROOT]
         self.shared = [False]  # whether several drafters proposed the node
         self.draws: dict[int, Draw] = {}
         """By node, how its children were drawn; all other children were chosen deterministically."""
-        self._children: list[dict[int, int]] = [{}]
+        self._children: list[dict[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -115,128 +168,41 @@ class DraftTree:
     def num_drafted(self) -> int:
         return len(self.token_ids) - 1
 
+    @property
+    def _by_token(self) -> list[dict[int, int]]:
+        """The children of each node by their tokens, in the order in which they were added."""
+        if self._children is None:
+            self._children = [{} for _ in self.token_ids]
+            for node in range(1, len(self)):
+                self._children[self.parents[node]][self.token_ids[node]] = node
+        return self._children
+
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that holds `token_id`, if any."""
-        return self._children[node].get(token_id)
+        return self._by_token[node].get(token_id) if len(self.token_ids) > 1 else None
 
     def add(self, parent: int, token_id: int, path_prob: float, origin: Origin) -> int:
         """Add a node, or find the same node; returns its number. The origin of the more probable proposal is kept."""
         path_prob = min(path_prob, self.path_probs[parent])
-        present = self._children[parent].get(token_id)
+        present = self._by_token[parent].get(token_id)
         if present is not None:
             if path_prob > self.path_probs[present]:
                 self.path_probs[present], self.origins[present] = path_prob, origin
             return present
         node = len(self.token_ids)
+        self._by_token[parent][token_id] = node
+        self._by_token.append({})
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.path_probs.append(path_prob)
         self.origins.append(origin)
         self.shared.append(False)
-        self._children.append({})
-        self._children[parent][token_id] = node
         return node
-
-    def merge(self, proposals: Iterable[Proposal], max_depth: int = 2**31, vocab_size: int = 2**31) -> None:
-        """Add one drafter's proposals; parents precede their children.
-
-        Below a node that other drafters proposed too, probabilities are rescaled to that node's. A new sibling of other drafters'
-        nodes gets the probability that they leave. A node that is too deep, no token of the target or without a probability is
-        left out with all nodes below it.
-        """
-        first_new = len(self)
-        numbers: list[int | None] = []
-        factors: list[float] = []  # of each proposal's probability, and of those below it
-        proposals = list(proposals)
-        for proposal in proposals:
-            token_id, above, given, origin, draw = proposal
-            parent = 0 if above < 0 else numbers[above]
-            usable = 0 <= token_id < vocab_size and given >= 0.0
-            if parent is not None and draw is not None:
-                self.draws[parent] = draw
-            if parent is None or self.depths[parent] >= max_depth or not usable:
-                numbers.append(None)
-                factors.append(1.0)
-                continue
-            factor = factors[above] if above >= 0 else 1.0
-            if 0 < parent < first_new:
-                factor = self._below(parent, given, proposals[above].path_prob) / given if given else 1.0
-            present = self._children[parent].get(token_id, first_new)
-            if present < first_new:
-                self.shared[present] = True
-            else:
-                factor *= self._left_by_others(parent, first_new)
-            factors.append(factor)
-            numbers.append(self.add(parent, token_id, given * factor, origin))
-
-    def _below(self, parent: int, path_prob: float, given: float) -> float:
-        """A path probability rescaled to this tree's `parent`, whose probability in the list is `given`."""
-        return min(1.0, path_prob / given) * self.path_probs[parent] if given > 0.0 else path_prob
-
-    def _left_by_others(self, parent: int, first_new: int) -> float:
-        if parent >= first_new:
-            return 1.0
-        taken = sum(self.path_probs[child] for child in self._children[parent].values() if child < first_new)
-        return max(0.0, 1.0 - taken / self.path_probs[parent]) if taken else 1.0
-
-    def best(self, num_nodes: int, besides: Container[int] = ()) -> DraftTree:
-        """The root, the nodes `besides` and the `num_nodes` most probable others; ties to the lower number.
-
-        Parents stay with their children where `besides` holds the parents of its nodes.
-        """
-        if num_nodes >= self.num_drafted:
-            return self
-        others = [node for node in range(1, len(self)) if node not in besides]
-        ranked = sorted(others, key=lambda node: (-self.path_probs[node], node))
-        dropped = frozenset(ranked[num_nodes:])
-        return self._subtree(node for node in range(1, len(self)) if node not in dropped)
-
-    def likeliest_path(self) -> list[int]:
-        """The nodes, without the root, of the path with the most expected tokens; of equal paths the one added first."""
-        expected = self.path_probs.copy()  # from the node on, down its best child
-        best_child = [0] * len(self)
-        for node in range(len(self) - 1, 0, -1):
-            parent = self.parents[node]
-            through = self.path_probs[parent] + expected[node]
-            if through >= expected[parent]:
-                expected[parent], best_child[parent] = through, node
-        path = [0]
-        while best_child[path[-1]]:
-            path.append(best_child[path[-1]])
-        return path[1:]
-
-    def first_path(self) -> DraftTree:
-        """The root, its first child, the first child of that child, and so on."""
-        path = [0]
-        while self._children[path[-1]]:
-            path.append(next(iter(self._children[path[-1]].values())))
-        chain = self._subtree(path[1:])
-        chain.draws.pop(len(chain) - 1, None)  # no child of the last node is in the chain
-        return chain
-
-    def _subtree(self, nodes: Iterable[int]) -> DraftTree:
-        """The root and these nodes, in rising order; a node without its parent is left out."""
-        kept = DraftTree(self.token_ids[0])
-        numbers = {0: 0}
-        for node in nodes:
-            parent = numbers.get(self.parents[node])
-            if parent is not None:
-                numbers[node] = kept.add(parent, self.token_ids[node], self.path_probs[node], self.origins[node])
-                kept.shared[numbers[node]] = self.shared[node]
-        kept.draws = {numbers[node]: draw for node, draw in self.draws.items() if node in numbers}
-        return kept
-
-    def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply every node's probability by the least factor of the drafters on its path."""
-        least = [1.0]
-        for node in range(1, len(self)):
-            least.append(min(least[self.parents[node]], factors.get(self.origins[node].drafter, 1.0)))
-            self.path_probs[node] *= least[node]
 
     def children(self, node: int) -> list[int]:
         """In the order in which they were added."""
-        return list(self._children[node].values())
+        return list(self._by_token[node].values())
 
     def ancestors(self, node: int) -> list[int]:
         """The path from the root down to `node`, both included."""

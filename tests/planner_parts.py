@@ -87,7 +87,7 @@ def plan(planner: Planner, *sequences: Running, spare: int = 100) -> list[DraftT
 def accept(planner: Planner, sequence: Running, tree: DraftTree, right_tokens: Collection[int]) -> None:
     """The target agrees with the nodes of the tree, a chain, that hold these tokens."""
     path = [n for n in range(1, len(tree)) if tree.token_ids[n] in right_tokens]
-    planner.observe(sequence, StepResult(tree, path, [*(tree.token_ids[n] for n in path), 50]), {})
+    planner.observe([sequence], [StepResult(tree, path, [*(tree.token_ids[n] for n in path), 50])], [{}])
 
 
 def run(planner: Planner, sequence: Running, right_tokens: Collection[int], num_steps: int) -> list[int]:

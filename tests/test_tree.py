@@ -1,12 +1,19 @@
-"""Draft trees: merging, cutting, and what a careless drafter may hand in."""
+"""Draft trees: merging, cutting, judging, and what a careless drafter may hand in."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragspec.tree import DraftTree, Draw, Origin, Proposal
+from ragspec.drafting.step_trees import ACCEPTED, EXPECTED, Limits, StepTrees
+from ragspec.tree import DraftTree, Draw, Origin, Proposal, ProposalArrays
+
+ANY = 2**31
 
 A, B = Origin("a"), Origin("b")
 
@@ -15,15 +22,26 @@ def chain(tokens: list[int], prob: float, origin: Origin) -> list[Proposal]:
     return [Proposal(token, i - 1, prob ** (i + 1), origin) for i, token in enumerate(tokens)]
 
 
+def merged(*drafts: Sequence[Proposal], max_depth: int = ANY, vocab_size: int = ANY) -> StepTrees:
+    trees = StepTrees([9], 2)
+    for number, proposals in enumerate(drafts):
+        trees.merge(0, ProposalArrays.of("ab"[number], list(proposals)), number, max_depth, vocab_size)
+    return trees
+
+
+def cut(trees: StepTrees, factors: Sequence[float] = (1.0, 1.0), **limits: Any) -> DraftTree:
+    every = {"most_besides": ANY, "most": ANY, "is_chain": False, "is_whole": True} | limits
+    trees.limit([Limits(**every)], np.array([factors]))
+    return trees.trees(["a", "b"])[0]
+
+
 def paths(tree: DraftTree) -> set[tuple[int, ...]]:
     return {tuple(tree.token_ids[n] for n in tree.ancestors(node)[1:]) for node in range(1, len(tree))}
 
 
 def test_common_prefixes_are_one_path() -> None:
     """Two drafters that agree cost two rows a token, and siblings hold the same token."""
-    tree = DraftTree(9)
-    tree.merge(chain([1, 2, 3], 0.5, A))
-    tree.merge(chain([1, 2, 4], 0.9, B))
+    tree = cut(merged(chain([1, 2, 3], 0.5, A), chain([1, 2, 4], 0.9, B)))
     assert paths(tree) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4)}
     assert tree.depths == [0, 1, 2, 3, 3]
     assert [origin.drafter for origin in tree.origins] == ["root", "b", "b", "a", "b"]
@@ -33,8 +51,9 @@ def test_common_prefixes_are_one_path() -> None:
 
 def test_duplicate_siblings_of_one_drafter_are_merged() -> None:
     """A token drafted twice under one parent was verified as two different guesses."""
-    tree = DraftTree(9)
-    tree.merge([Proposal(1, -1, 0.2, A), Proposal(1, -1, 0.6, B), Proposal(2, 0, 0.1, A), Proposal(3, 1, 0.6, B)])
+    tree = cut(
+        merged([Proposal(1, -1, 0.2, A), Proposal(1, -1, 0.6, A), Proposal(2, 0, 0.1, A), Proposal(3, 1, 0.6, A)])
+    )
     assert paths(tree) == {(1,), (1, 2), (1, 3)}
     assert tree.path_probs == [1.0, 0.6, 0.1, 0.6]
 
@@ -45,9 +64,8 @@ def test_duplicate_siblings_of_one_drafter_are_merged() -> None:
 )
 def test_any_proposals_make_a_valid_tree(proposals: list[tuple[int, int, float, Origin]], num_nodes: int) -> None:
     """A node without its parent, a path more probable than its beginning, siblings alike, or a node lost in the cut."""
-    tree = DraftTree(9)
-    tree.merge(Proposal(t, min(parent, i - 1), prob, origin) for i, (t, parent, prob, origin) in enumerate(proposals))
-    kept = tree.best(num_nodes)
+    drafts = [Proposal(t, min(parent, i - 1), prob, origin) for i, (t, parent, prob, origin) in enumerate(proposals)]
+    tree, kept = cut(merged(drafts)), cut(merged(drafts), most=num_nodes)
     for any_tree in (tree, kept):
         assert any_tree.token_ids[0] == 9
         for node in range(1, len(any_tree)):
@@ -65,18 +83,15 @@ def test_any_proposals_make_a_valid_tree(proposals: list[tuple[int, int, float, 
 
 def test_the_cut_keeps_the_most_probable_nodes() -> None:
     """The budget was spent in the order of drafters instead of by probability."""
-    tree = DraftTree(9)
-    tree.merge(chain([1, 2, 3], 0.5, A))
-    tree.merge(chain([4, 5], 0.9, B))
-    assert paths(tree.best(3)) == {(4,), (4, 5), (1,)}
-    assert tree.best(99) is tree
-    assert len(tree.best(0)) == 1
+    drafts = chain([1, 2, 3], 0.5, A), chain([4, 5], 0.9, B)
+    assert paths(cut(merged(*drafts), most=3)) == {(4,), (4, 5), (1,)}
+    assert len(cut(merged(*drafts))) == 6
+    assert len(cut(merged(*drafts), most=0)) == 1
 
 
 def test_what_cannot_be_verified_is_left_out_with_all_below() -> None:
     """A token that the model does not have, or a position past the end of the context, reached the forward."""
-    tree = DraftTree(9)
-    tree.merge(
+    trees = merged(
         [
             Proposal(100, -1, 0.9, A),
             Proposal(1, 0, 0.9, A),
@@ -89,23 +104,20 @@ def test_what_cannot_be_verified_is_left_out_with_all_below() -> None:
         max_depth=2,
         vocab_size=100,
     )
-    assert paths(tree) == {(3,), (3, 4)}
-    empty = DraftTree(9)
-    empty.merge(chain([1, 2], 0.5, A), max_depth=0)
-    assert len(empty) == 1
+    assert paths(cut(trees)) == {(3,), (3, 4)}
+    assert len(cut(merged(chain([1, 2], 0.5, A), max_depth=0))) == 1
 
 
 def test_a_parent_that_does_not_exist_is_an_error() -> None:
     """A malformed list was silently hung somewhere else."""
-    with pytest.raises(IndexError):
-        DraftTree(9).merge([Proposal(1, 5, 0.9, A)])
+    with pytest.raises(ValueError, match="does not precede"):
+        merged([Proposal(1, 5, 0.9, A)])
 
 
 def test_siblings_of_two_drafters_exclude_each_other() -> None:
     """Drafters that disagree were both believed in full, and the budget went to tokens of which one at most is right."""
-    tree = DraftTree(9)
-    tree.merge([Proposal(1, -1, 0.6, A), Proposal(2, 0, 0.3, A)])
-    tree.merge([Proposal(1, -1, 0.6, B), Proposal(3, 0, 0.4, B), Proposal(4, 0, 0.2, B), Proposal(5, -1, 0.4, B)])
+    second = [Proposal(1, -1, 0.6, B), Proposal(3, 0, 0.4, B), Proposal(4, 0, 0.2, B), Proposal(5, -1, 0.4, B)]
+    tree = cut(merged([Proposal(1, -1, 0.6, A), Proposal(2, 0, 0.3, A)], second))
     assert tree.token_ids == [9, 1, 2, 3, 4, 5]
     assert tree.path_probs == pytest.approx([1.0, 0.6, 0.3, 0.2, 0.1, 0.16])
 
@@ -115,51 +127,59 @@ def test_below_a_node_of_others_a_guess_is_as_sure_as_it_was_of_its_parent(
     theirs: float, own: float, below: float
 ) -> None:
     """A drafter's doubt about a token that another one is sure of went on to all it proposed below."""
-    tree = DraftTree(9)
-    tree.merge([Proposal(1, -1, theirs, A)])
-    tree.merge([Proposal(1, -1, own, B), Proposal(2, 0, own / 2, B)])
+    tree = cut(merged([Proposal(1, -1, theirs, A)], [Proposal(1, -1, own, B), Proposal(2, 0, own / 2, B)]))
     assert tree.path_probs == pytest.approx([1.0, max(theirs, own), below])
 
 
 def test_what_several_drafters_guessed_is_marked_in_every_cut() -> None:
     """A drafter was paid for what another had guessed too, or lost the pay for its own token that it listed twice."""
-    tree = DraftTree(9)
-    tree.merge([*chain([1, 2], 0.9, A), Proposal(2, 0, 0.5, A)])
-    tree.merge([*chain([1, 3], 0.5, B), Proposal(4, -1, 0.1, B)])
-    for cut in (tree, tree.best(3), tree.best(1), tree.first_path()):
-        assert [token for token, shared in zip(cut.token_ids, cut.shared, strict=True) if shared] == [1]
+    drafts = [*chain([1, 2], 0.9, A), Proposal(2, 0, 0.5, A)], [*chain([1, 3], 0.5, B), Proposal(4, -1, 0.1, B)]
+    for limits in ({}, {"most": 3}, {"most": 1}, {"is_chain": True}):
+        tree = cut(merged(*drafts), **limits)
+        assert [token for token, shared in zip(tree.token_ids, tree.shared, strict=True) if shared] == [1]
 
 
 def test_a_path_is_trusted_no_more_than_its_least_trusted_drafter() -> None:
     """A node became more probable than its parent, and was chosen where the parent was not."""
-    tree = DraftTree(9)
-    for parent, (prob, origin) in enumerate([(0.8, A), (0.6, B), (0.4, A), (0.2, Origin("unknown"))]):
-        tree.add(parent, 1, prob, origin)
-    tree.add(0, 2, 0.2, A)
-    tree.add(0, 3, 0.1, Origin("unknown"))
-    tree.scale({"a": 0.5, "b": 0.25})
-    assert tree.path_probs == pytest.approx([1.0, 0.4, 0.15, 0.1, 0.05, 0.1, 0.1])
+    trees = merged(chain([1, 2], 0.8, A), [Proposal(1, -1, 0.8, B), Proposal(2, 0, 0.64, B), Proposal(3, 1, 0.4, B)])
+    assert cut(trees, (0.5, 0.25)).path_probs == pytest.approx([1.0, 0.4, 0.32, 0.1])
+    trees = merged(chain([1, 2], 0.5, A), [Proposal(3, -1, 0.4, B)])
+    assert cut(trees, (0.5, 0.25)).path_probs == pytest.approx([1.0, 0.25, 0.125, 0.05])
 
 
 def test_a_chain_keeps_how_its_nodes_were_drawn() -> None:
     """A chain drawn by chance was verified as if it were chosen, or by the draws of a branch beside it."""
     first, second, aside = Draw((1, 4)), Draw((2,)), Draw((5,))
-    tree = DraftTree(9)
-    tree.merge([Proposal(1, -1, 0.5, A, first), Proposal(4, -1, 0.4, A, first), Proposal(5, 1, 0.3, A, aside)])
-    tree.merge([Proposal(1, -1, 0.5, A, first), Proposal(2, 0, 0.3, A, second)])
-    assert tree.draws == {0: first, 1: second, 2: aside}
-    path = tree.first_path()
+    one = [Proposal(1, -1, 0.5, A, first), Proposal(4, -1, 0.4, A, first), Proposal(5, 1, 0.3, A, aside)]
+    other = [Proposal(1, -1, 0.5, B, first), Proposal(2, 0, 0.3, B, second)]
+    assert cut(merged(one, other)).draws == {0: first, 1: second, 2: aside}
+    path = cut(merged(one, other), is_chain=True)
     assert path.token_ids == [9, 1, 2]
     assert path.draws == {0: first, 1: second}
 
 
 def test_below_what_was_made_less_probable_everything_is() -> None:
     """Only the first node of a branch was scaled: deeper ones kept what they were worth alone."""
-    tree = DraftTree(9)
-    tree.merge([Proposal(1, -1, 0.6, A)])
-    tree.merge([Proposal(2, -1, 0.4, B), Proposal(3, 0, 0.2, B), Proposal(4, 1, 0.1, B)])
+    second = [Proposal(2, -1, 0.4, B), Proposal(3, 0, 0.2, B), Proposal(4, 1, 0.1, B)]
+    tree = cut(merged([Proposal(1, -1, 0.6, A)], second))
     assert tree.path_probs == pytest.approx([1.0, 0.6, 0.16, 0.08, 0.04])
-    tree = DraftTree(9)
-    tree.merge([Proposal(1, -1, 0.9, A)])
-    tree.merge([Proposal(1, -1, 0.2, B), Proposal(2, 0, 0.1, B), Proposal(3, 1, 0.05, B)])
+    second = [Proposal(1, -1, 0.2, B), Proposal(2, 0, 0.1, B), Proposal(3, 1, 0.05, B)]
+    tree = cut(merged([Proposal(1, -1, 0.9, A)], second))
     assert tree.path_probs == pytest.approx([1.0, 0.9, 0.45, 0.225])
+
+
+def test_the_likeliest_path_is_that_with_the_most_expected_tokens() -> None:
+    """The more probable first token, of a branch that ends there, was taken for the path that may be long."""
+    drafts = [Proposal(5, -1, 0.5, A), *(Proposal(n + 10, n if n else -1, 0.4, A) for n in range(10))]
+    tree = cut(merged(drafts), most_besides=0, is_whole=False)
+    assert tree.token_ids == [9, *range(10, 20)]
+
+
+def test_a_node_without_probability_is_judged() -> None:
+    """A draft drawn by chance whose siblings were certain, accepted, and its child left out: the step divided by zero."""
+    trees = merged([Proposal(5, -1, 0.0, Origin("a", feedback=5)), Proposal(6, 0, 0.0, Origin("a", feedback=6))])
+    cut(trees, most=1)
+    trees.limited[:] = True
+    ((drafter, given, columns, right),) = trees.judge([[5, 6]])
+    assert (drafter, right.tolist()) == (0, [1, 1]) and [given.feedback(c) for c in columns.tolist()] == [5, 6]
+    assert trees.figures[0, 0, [EXPECTED, ACCEPTED]].tolist() == [0.0, 2.0]

@@ -101,6 +101,7 @@ class Run:
 
     `num_runs`: timed repetitions, whose median counts. `num_prompts`: shortens every list. `peers`: run other programs beside.
     `minutes`: how long the suite `faults` goes on with further rounds. `heads`: a folder with a folder for each trained head.
+    `device`: "stub" measures the host's time on a device of tables; None: the target's own.
     """
 
     target: TargetConfig
@@ -113,6 +114,7 @@ class Run:
     peers: bool = True
     minutes: float = 0.0
     heads: Path | None = None
+    device: str | None = None
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     tick: Tick = no_tick
     kept: RowFile = field(default_factory=RowFile)
@@ -161,7 +163,7 @@ class Run:
         if commit == "unknown" or commit.endswith("-dirty"):
             return self
         choices = [self.target.model_dump_json(), self.encoder.model_dump_json(), self.data_dir, self.heads, machine()]
-        choices += [self.quick, self.num_runs, self.num_prompts, self.seed, self.peers]
+        choices += [self.quick, self.num_runs, self.num_prompts, self.seed, self.peers, self.device]
         digest = hashlib.sha256("\n".join(map(str, choices)).encode()).hexdigest()[:12]
         return replace(self, kept=RowFile(self.cache_dir / "rows" / f"{suite}-{commit[:12]}-{digest}.jsonl"))
 

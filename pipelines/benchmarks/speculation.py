@@ -7,6 +7,8 @@ Four kinds of rows, one request at a time unless the row says otherwise:
 * drafters: each drafter alone and its useful combinations, beside plain decoding
 * step:     a forward of 16 rows over a forward of one row, and one row over the time to read the weights
 
+With `--device stub` the rows are of the host alone: its processor time a step on a device of tables (`stub_device`).
+
 Every row counts whether the tokens equal plain decoding's. Speed-ups are ratios of decode time, first to last token.
 """
 
@@ -67,6 +69,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.measurements import forward_s
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
+from ragspec.evaluation.stub_device import StubDevice, StubTarget, read_devices, stub_engine, stub_requests
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.speculation import OFF, ON, Speculation
 
@@ -77,6 +80,7 @@ _COPY, _DATASTORE = "copy", "copy + datastore"
 _WORKLOADS = (RAG, GRAMMAR, CHAT, PROSE)
 _BATCHED = (RAG, GRAMMAR, CHAT)
 _STEP_CONTEXT, _TREE_ROWS, _NUM_STEPS = 500, 16, 40
+_STUB_SLOTS, _STUB_TOKENS = 65_536, 160
 _LEAST_NOTHING_RUNS = 5
 """No difference is expected where nothing can be copied, and single runs scatter by several percent."""
 _HEAD_SECTIONS = {"eagle": EagleConfig, "medusa": HeadConfig, "hydra": HeadConfig}
@@ -211,6 +215,9 @@ class Speculations(ExitStack):
 
 def run_speculation(run: Run) -> Iterator[Row]:
     """Raises: InputError, ModelError, SaveError."""
+    if run.device == "stub":
+        yield from _host_rows(run)
+        return
     with Speculations(run) as bench:
         workloads = [*_WORKLOADS, *(_SPEC_BENCH + task for task in SPEC_BENCH_TASKS)]
         for workload in workloads if run.data_dir else [RAG]:
@@ -225,6 +232,43 @@ def run_speculation(run: Run) -> Iterator[Row]:
             for workload in _drafted_workloads(run, drafters):
                 yield run.row(f"{name}: {workload}", partial(_drafter_row, bench, name, drafters, workload))
         yield run.row("steps", partial(_step_row, bench))
+
+
+def _host_rows(run: Run) -> Iterator[Row]:
+    """A row for each stub device, share of copyable tokens, temperature and number of sequences."""
+    devices = list(read_devices().items())[: 1 if run.quick else None]
+    kinds = [(0.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.9, 0.0), (0.9, 1.0)]
+    for name, device in devices:
+        for copyable, temperature in kinds:
+            for count in (1, 32) if run.quick else (1, 8, 32, 64):
+                row = f"{name}, {copyable:.0%} copyable, T={temperature:g}, {count} side by side"
+                yield run.row(row, partial(_host_row, run, device, copyable, temperature, count))
+
+
+def _host_row(run: Run, device: StubDevice, copyable: float, temperature: float, count: int) -> Row:
+    """Processor milliseconds a step that the device waits for the host; tokens a second of modelled time, on over off."""
+    target = StubTarget(device, copyable, _STUB_SLOTS)
+    config = EngineConfig(max_kv_tokens=_STUB_SLOTS, max_num_batched_tokens=2048, max_num_seqs=64)
+    runs: dict[bool, list[tuple[float, float, int, int]]] = {False: [], True: []}
+    outputs, clock = list[list[tuple[int, ...]]](), target.clock
+    with stub_engine(target, config) as engine:
+        engine.generate(stub_requests(count, 16, temperature, speculation=True))  # compiles
+        for _ in range(run.num_runs):
+            for speculation, taken in runs.items():
+                clock.clear()
+                done = engine.generate(stub_requests(count, _STUB_TOKENS, temperature, speculation))
+                outputs.append([completion.token_ids for completion in done])
+                taken.append((clock.host_s, clock.device_s, clock.num_steps, clock.num_drafted))
+    (off_s, off_device_s, off_steps, _), (on_s, device_s, steps, num_drafted) = (min(taken) for taken in runs.values())
+    return {
+        "side_by_side": count,
+        "temperature": temperature,
+        "identical": all(output == outputs[0] for output in outputs),
+        "host_ms": 1e3 * on_s / steps,
+        "plain_host_ms": 1e3 * off_s / off_steps,
+        "nodes_a_tree": num_drafted / steps / count,
+        "on_over_off": (off_s + off_device_s) / (on_s + device_s),
+    }
 
 
 def _drafted_workloads(run: Run, drafters: Drafters) -> list[str]:
@@ -380,6 +424,9 @@ def summarise(rows: Sequence[Row]) -> Result:
         result[f"{workload}_speedup_vs_plain"] = named.get(f"{workload}, T=0", {}).get("speedup_vs_plain")
     for key in ("step16_over_step1", "step_over_roofline"):
         result[key] = named.get("steps", {}).get(key)
+    for key, share in (("stub_nothing_to_copy", " 0%"), ("stub_copies", " 90%")):
+        ratios = [row["on_over_off"] for row in rows if f"{share} copyable" in row["row"]]
+        result |= {key: min(ratios)} if ratios else {}
     return result | _spec_bench(rows)
 
 
@@ -428,6 +475,8 @@ METRICS = (
     Metric("prefill_vs_llama_best", "time to the first token, llama.cpp's best over ours", at_least(1.2)),
     Metric("default_over_best_single_min", "default drafters over the best single drafter, worst workload", at_least(1.0)),
     Metric("worst_single_over_off", "each drafter alone over plain decoding, worst workload", at_least(0.97)),
+    Metric("stub_nothing_to_copy", "stub device, nothing to copy: tokens a second, on over off, worst", at_least(0.985)),
+    Metric("stub_copies", "stub device, 90 % copyable: tokens a second, on over off, worst", at_least(1.0)),
     Metric("step16_over_step1", "a forward of 16 rows over a forward of one row", at_most(1.6)),
     Metric("step_over_roofline", "a forward of one row over the time to read the weights", at_most(1.35)),
 )  # fmt: skip

@@ -7,16 +7,26 @@ that no tenant's drafts show what others wrote; a network's drafts are alike for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragspec.numerics.compiled import compiled
 from ragspec.tenants import tenant_of
+
+Ints = NDArray[np.int64]
 
 MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
 _MAX_TENANTS = 256
 _NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
+
+
+@compiled(nogil=True)
+def _learn(accepted: Any, seen: Any, keep: float, cells: Any, outcomes: Any) -> None:
+    for n in range(len(cells)):
+        seen[cells[n]] = seen[cells[n]] * keep + 1.0
+        accepted[cells[n]] = accepted[cells[n]] * keep + outcomes[n]
 
 
 class Cell(int):
@@ -26,29 +36,30 @@ class Cell(int):
 class AcceptanceCells:
     """One estimate a cell: a Beta prior of a given weight, and outcomes that weigh 1/e after `memory` further ones.
 
-    Plain lists: reading one number of a NumPy array takes longer than computing the estimate.
+    `accepted` and `seen` are weights of outcomes. Shapes: float64 [cells] each.
     """
 
     def __init__(self, prior: Iterable[float], prior_weight: float, memory: float) -> None:
-        self._accepted = [prior_weight * probability for probability in prior]
-        self._seen = [prior_weight] * len(self._accepted)
+        self.accepted = prior_weight * np.fromiter(prior, np.float64)
+        self.seen = np.full(len(self.accepted), prior_weight)
         self._keep = 1.0 - 1.0 / memory
 
     def probability(self, cell: Cell) -> float:
-        return self._accepted[cell] / self._seen[cell]
+        return self.accepted.item(cell) / self.seen.item(cell)
 
-    def learn(self, cell: Cell, accepted: bool) -> None:
-        self._seen[cell] = self._seen[cell] * self._keep + 1.0
-        self._accepted[cell] = self._accepted[cell] * self._keep + accepted
+    def learn(self, cells: Cell | Ints, accepted: bool | Ints) -> None:
+        """The outcome of a node, or of several in order. Shapes: int64 [N] each."""
+        _learn(self.accepted, self.seen, self._keep, np.atleast_1d(np.int64(cells)), np.atleast_1d(np.int64(accepted)))
 
 
 class Guess(NamedTuple):
-    """A node's feedback where a drafter has several tables of acceptance: the cell and its table."""
+    """A node's feedback where a drafter has several tables of acceptance: the cell and its table. Several nodes have an array of
+    cells, int64 [N]."""
 
     acceptance: AcceptanceCells
-    cell: Cell
+    cell: Cell | Ints
 
-    def learn(self, accepted: bool) -> None:
+    def learn(self, accepted: bool | Ints) -> None:
         self.acceptance.learn(self.cell, accepted)
 
 
@@ -63,7 +74,8 @@ class Experience(Generic[T]):
 
     def of(self, salt: str) -> T:
         tenant = tenant_of(salt)
-        table = self._tables.pop(tenant, None) or self._make()
+        table = self._tables.pop(tenant, None)
+        table = self._make() if table is None else table
         self._tables[tenant] = table
         if len(self._tables) > _MAX_TENANTS:
             del self._tables[next(iter(self._tables))]
@@ -84,7 +96,11 @@ class CopyAcceptance(AcceptanceCells):
         self._rows = {kind: i * (max_length + 1) for i, kind in enumerate(priors)}
         share = 1.0 - 0.6 ** np.arange(max_length + 1)
         rows = [short + (long - short) * share for short, long in priors.values()]
-        super().__init__(np.concatenate(rows).tolist(), prior_weight=4.0, memory=400.0)
+        super().__init__(np.concatenate(rows), prior_weight=4.0, memory=400.0)
+
+    def row(self, kind: str) -> int:
+        """The cell of length 0; the next cells have the next lengths."""
+        return self._rows[kind]
 
     def cell(self, kind: str, length: int) -> Cell:
         return Cell(self._rows[kind] + min(length, self._max_length))
@@ -104,7 +120,7 @@ class ChildAcceptance(AcceptanceCells):
         for rank in range(1, _NUM_RANKS):
             prior[:, :, rank] = 0.4 / rank**0.5 * np.exp(-0.6 * margin)
         self._strides = [int(np.prod(prior.shape[i + 1 :])) for i in range(3)]
-        super().__init__(prior.ravel().tolist(), prior_weight=2.0, memory=600.0)
+        super().__init__(prior.ravel(), prior_weight=2.0, memory=600.0)
         self.typical = 0.7
         """Recent mean chance that one of an accepted node's children is accepted."""
 
@@ -122,10 +138,10 @@ class ChildAcceptance(AcceptanceCells):
 
     def chances(self, modes: Iterable[int]) -> NDArray[np.float64]:
         """The probability of every cell of these modes, 0 in other cells. Shape: [cells]."""
-        chances = np.zeros(len(self._seen))
+        chances = np.zeros(len(self.seen))
         for mode in set(modes):
             own = slice(mode * self._strides[0], (mode + 1) * self._strides[0])
-            chances[own] = np.array(self._accepted[own]) / np.array(self._seen[own])
+            chances[own] = self.accepted[own] / self.seen[own]
         return chances
 
     def note_children(self, chance: float, weight: float) -> None:

@@ -23,21 +23,23 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind, salt_belongs_to
-from ragspec.drafting.acceptance import Cell, CopyAcceptance, Experience, Guess
+from ragspec.drafting.acceptance import CopyAcceptance, Experience, Guess
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
-from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex, compile_searches
-from ragspec.numerics.attention import Ints
+from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex, longest_matches
+from ragspec.numerics.compiled import compiled, inner
 from ragspec.tenants import TenantStates
-from ragspec.tree import Origin, Proposal
+from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, ProposalArrays
 
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
@@ -62,20 +64,196 @@ _PRIORS = {
 }
 
 
-class _CopyPoint(NamedTuple):
-    """A point to copy from. `at`: position of the first token to copy in the suffix index."""
+_ROWS = {kind: n * (_MAX_MATCH + 1) for n, kind in enumerate(_PRIORS)}
+"""The cell of each kind's length 0 (`CopyAcceptance.row`)."""
+_START_QUOTE, _QUOTE, _QUOTED, _TAIL = (_ROWS[kind] for kind in ("start:quote", "quote:0", "quoted", "tail"))
+_REALIGN = _ROWS["realign:replaced"]
+_START_ROWS = tuple(_ROWS.get(f"start:{kind.name.lower()}", 0) for kind in SourceKind)
+_INPUT, _PREDICTION, _OUTPUT = (int(kind) for kind in (SourceKind.INPUT, SourceKind.PREDICTION, SourceKind.OUTPUT))
+_KIND, _SOURCE, _CHARACTER, _TAIL_AT, _SENTENCE_AT = range(5)  # columns of `ReferenceIndex.facts`
+_BEGIN, _END, _EXPECTED, _NUM_OFF = range(4)  # of `SuffixIndex.place`
+_MOST_POINTS, _SPARE_NODES = 48, 1024
 
-    at: int
-    kind: str
-    length: int
+
+@inner
+def _matches(text: Any, order: Any, facts: Any, opens: Any, place: Any, points: Any) -> int:
+    """Points behind the longest matches whose next tokens differ. Returns how many."""
+    begin, end, num = place[_BEGIN], place[_END], 0
+    for n, (at, length) in enumerate(longest_matches(text, order, begin, end, _MAX_MATCH)):
+        if n >= 4 * _MAX_BRANCHES or num >= _MAX_BRANCHES:
+            break
+        met = text[at] == SEPARATOR
+        for m in range(num):
+            met = met or text[points[m, 0]] == text[at]
+        if met:
+            continue
+        row, before = (_OUTPUT if at >= begin else facts[at, _KIND]) * (_MAX_MATCH + 1), end - length - 1
+        if at < begin and facts[at, _SENTENCE_AT] == at - length and before >= begin and opens[before - begin]:
+            row = _QUOTED  # the match is a sentence's beginning, behind a mark that opens a quote
+        points[num, 0], points[num, 1], points[num, 2] = at, row, length
+        num += 1
+    return num
 
 
-class _Limits(NamedTuple):
-    """The most tokens of any branch, and of a likely branch. A copied path less probable than `least_prob` is left out."""
+@inner
+def _find_points(
+    text: Any, order: Any, facts: Any, opens: Any, place: Any, quotes: Any, starts: Any, points: Any
+) -> int:
+    """Points to copy from, best first: each is judged given that no earlier point is the right one. Returns how many.
 
-    num_any: int
-    num_likely: int
-    least_prob: float
+    Shapes: quotes int32 [Q], starts int32 [S, 2], points int64 [most, 3]: the place of the first token to copy, its kind's row of
+    acceptance, the length of the match.
+    """
+    begin, end, off = place[_BEGIN], place[_END], place[_NUM_OFF]
+    if end == begin:
+        for n in range(min(len(starts), _MOST_POINTS)):
+            points[n, 0], points[n, 1], points[n, 2] = starts[n, 0], _START_ROWS[starts[n, 1]], 0
+        return min(len(starts), _MOST_POINTS)
+    first = 3  # room for realignments
+    num = first + _matches(text, order, facts, opens, place, points[first:])
+    if off and place[_EXPECTED] >= 0 and (num == first or points[first, 2] <= 2):
+        last = place[_EXPECTED]
+        while last < begin and text[last] != SEPARATOR:
+            last += 1
+        for n, skip in ((2, off + 1), (1, 0), (0, off)):
+            if place[_EXPECTED] + skip < last:
+                first -= 1
+                points[first, 0], points[first, 1] = place[_EXPECTED] + skip, _REALIGN + n * (_MAX_MATCH + 1)
+                points[first, 2] = min(off, 4) - 1
+    if opens[end - 1 - begin]:
+        keep = first
+        for n in range(first, num):
+            if points[n, 2] > 3:
+                points[keep] = points[n]
+                keep += 1
+        num = keep + _quote_points(quotes, points[keep:])
+    points[: num - first] = points[first:num].copy()
+    return num - first
+
+
+@inner
+def _quote_points(quotes: Any, points: Any) -> int:
+    num = min(len(quotes), _MAX_QUOTES)
+    for rank in range(num):
+        points[rank, 0], points[rank, 1], points[rank, 2] = quotes[rank], _QUOTE + rank * (_MAX_MATCH + 1), 0
+    return num
+
+
+@inner
+def _copy(
+    text: Any,
+    facts: Any,
+    place: Any,
+    points: Any,
+    chances: Any,
+    limits: Any,
+    least_prob: float,
+    root: int,
+    left: float,
+    nodes: Any,
+    probs: Any,
+    count: int,
+) -> Any:
+    """Append a branch for each point below node `root`. `left`: the probability that all earlier branches fail. Returns the
+    probability that the new branches fail, too, and the number of nodes.
+
+    Shapes: chances float64 [cells]; limits int64 [2]: the most tokens of any branch, and of a likely branch.
+    """
+    begin, end = place[_BEGIN], place[_END]
+    for at, row, length in points:
+        if text[at] == SEPARATOR:
+            continue
+        tail = facts[at, _TAIL_AT] - at if at < begin else limits[1]
+        prob, parent = left, root
+        left *= 1.0 - chances[row + min(length, _MAX_MATCH) if tail > 0 else _TAIL]
+        if prob - left < least_prob:
+            continue
+        for i in range(min(limits[1], len(nodes) - count)):
+            source = at + i if at < begin else at + i % (end - at)  # the copied end of the output repeats itself
+            if text[source] == SEPARATOR:
+                break
+            cell = row + min(length + i, _MAX_MATCH) if i < tail else _TAIL + min(i - tail, _MAX_MATCH)
+            prob *= chances[cell]
+            if prob < (least_prob if i < limits[0] else max(least_prob, _LIKELY)):
+                break
+            nodes[count, TOKEN], nodes[count, PARENT], nodes[count, FEEDBACK] = text[source], parent, cell
+            nodes[count, SOURCE] = facts[source, _SOURCE] if at < begin else -1
+            nodes[count, OFFSET] = facts[source, _CHARACTER] if at < begin else -1
+            probs[count], parent = prob, count
+            count += 1
+    return left, count
+
+
+@compiled(nogil=True)
+def _propose(
+    text: Any,
+    order: Any,
+    facts: Any,
+    opens: Any,
+    place: Any,
+    quotes: Any,
+    starts: Any,
+    marks: Any,
+    accepted: Any,
+    seen: Any,
+    limits: Any,
+    least_prob: float,
+    nodes: Any,
+    probs: Any,
+) -> Any:
+    """Copies for one sequence: their number, the probability that all fail, and the longest match.
+
+    `marks`: the tokens that open a quotation, before an output whose passages have sentences.
+    Shapes: nodes int64 [most, 5], probs float64 [most].
+    """
+    chances, points = accepted / seen, np.empty((_MOST_POINTS, 3), np.int64)
+    count, parent, left = 0, -1, 1.0
+    if place[_END] == place[_BEGIN] and len(quotes):
+        left = chances[_START_QUOTE]
+        for token in marks:
+            nodes[count, TOKEN], nodes[count, PARENT], nodes[count, FEEDBACK] = token, parent, _START_QUOTE
+            nodes[count, SOURCE] = nodes[count, OFFSET] = -1
+            probs[count], parent = left, count
+            count += 1
+        num = _quote_points(quotes, points)
+        _, count = _copy(
+            text, facts, place, points[:num], chances, limits, least_prob, parent, left, nodes, probs, count
+        )
+        left = 1.0 - left
+    num, longest = _find_points(text, order, facts, opens, place, quotes, starts, points), 0
+    for n in range(num):
+        longest = max(longest, points[n, 2])
+    left, count = _copy(text, facts, place, points[:num], chances, limits, least_prob, -1, left, nodes, probs, count)
+    return count, left, longest
+
+
+@compiled(nogil=True)
+def _follow(text: Any, order: Any, facts: Any, opens: Any, place: Any, num_new: int, start: int) -> None:
+    """Advance the position in the input by the last output tokens. Where the output left the input, follow it again from the only
+    match of the last tokens in it, near or after the point where copying stopped.
+
+    `start`: the place where an input begins, -1 for none. Source: the uniqueness rule of SAD.
+    """
+    begin, end, points = place[_BEGIN], place[_END], np.empty((_MAX_BRANCHES, 3), np.int64)
+    for at in range(end - num_new, end):
+        if place[_EXPECTED] >= 0:
+            follows = place[_NUM_OFF] == 0 and text[place[_EXPECTED]] == text[at]
+            place[_EXPECTED if follows else _NUM_OFF] += 1
+    if place[_EXPECTED] >= 0 and place[_NUM_OFF] == 0:
+        return
+    if place[_NUM_OFF] > 8:
+        place[_EXPECTED], place[_NUM_OFF] = -1, 0
+    num_inputs, num_ahead, ahead = 0, 0, 0
+    expected = place[_EXPECTED]
+    for n in range(_matches(text, order, facts, opens, place, points)):
+        if points[n, 1] == _INPUT * (_MAX_MATCH + 1) or points[n, 1] == _PREDICTION * (_MAX_MATCH + 1):
+            num_inputs += 1
+            if expected < 0 or expected - 1 <= points[n, 0] <= expected + 8:
+                num_ahead, ahead = num_ahead + 1, n
+    if num_ahead == 1 and (points[ahead, 2] > 1 or expected >= 0):
+        place[_EXPECTED], place[_NUM_OFF] = points[ahead, 0], 0
+    elif expected < 0 and num_inputs == 0 and end - begin <= 4 and start >= 0:
+        place[_EXPECTED], place[_NUM_OFF] = start, end - begin
 
 
 class CopyDrafter(Drafter):
@@ -94,13 +272,17 @@ class CopyDrafter(Drafter):
         least_prob: float = 0.02,
     ) -> None:
         self._reader = ReferenceReader(tokenizer, eos_ids)
+        self._marks = np.array(self._reader.quote_ids, np.int64)
         self._earlier = TenantStates(_MAX_TENANTS, lambda: GrowingSuffixes(earlier_tokens))
         self._least_prob = least_prob
         self._acceptance = Experience(lambda: CopyAcceptance(_PRIORS, _MAX_MATCH))
         self._counts = CountedDrafts(self.name, least_match=2) if earlier_tokens else None
         self._counted_acceptance = Experience(CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
-        compile_searches()
+        self._nodes, self._probs = np.empty((_SPARE_NODES, NUM_GIVEN), np.int64), np.empty(_SPARE_NODES)  # of one call
+        index = SuffixIndex(ReferenceIndex([]), [], "", self._acceptance.of(""), self._reader.opens_quote)
+        self._copies(index, 0, 0, 1.0)  # compiles the search, for which the first answer would otherwise wait
+        self._observe(index, [])
 
     def prepare(self, request: Request) -> ReferenceIndex:
         """The references of a request. Why the last output tokens precede a given draft: the longest match then leads to it."""
@@ -114,22 +296,27 @@ class CopyDrafter(Drafter):
         index = sequence.prepared.get(self.name)
         if index is None:  # preparing failed
             return
-        self._indexes[sequence.key] = SuffixIndex(index, sequence, self._acceptance.of(sequence.request.salt))
+        acceptance = self._acceptance.of(sequence.request.salt)
+        output_ids, salt = sequence.tokens[sequence.num_prompt :], sequence.request.salt
+        self._indexes[sequence.key] = SuffixIndex(index, output_ids, salt, acceptance, self._reader.opens_quote)
 
-    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
         least_prob = max(self._least_prob, budget.least_prob)
-        limits = [_Limits(min(budget.max_nodes, depth), depth, least_prob) for depth in budget.depths]
-        return [self._propose(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+        return [
+            self._propose(sequence, min(budget.max_nodes, depth), depth, least_prob)
+            for sequence, depth in zip(sequences, budget.depths, strict=True)
+        ]
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
-        index = self._indexes.get(sequence.key)
-        if index is None:
-            return
-        for token in tokens:
-            index.append(token)
-            index.follow(token)
-        if index.follows_input:
-            self._realign(index, sequence)
+        if tokens and (index := self._indexes.get(sequence.key)) is not None:
+            self._observe(index, tokens)
+
+    def _observe(self, index: SuffixIndex, tokens: SequenceOf[int]) -> None:
+        index.append(tokens)
+        base = index.base
+        if base.follows_input or not tokens:
+            start = int(base.starts[0, 0]) if len(base.starts) else -1
+            _follow(index.text, base.order, base.facts, index.opens, index.place, len(tokens), start)
 
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
@@ -147,29 +334,34 @@ class CopyDrafter(Drafter):
         for index in self._indexes.values():
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
-    def _propose(self, sequence: SequenceView, limits: _Limits) -> list[Proposal]:
-        index = self._indexes.get(sequence.key)
-        proposals: list[Proposal] = []
-        if index is None:
-            return proposals
-        parent, left = -1, 1.0
-        if sequence.num_output == 0 and any(r.is_sentence for r in index.references):
-            guess = Guess(index.acceptance, index.acceptance.cell("start:quote", 0))
-            left, origin = index.acceptance.probability(guess.cell), Origin(self.name, feedback=guess)
-            for token in self._reader.quote_ids:
-                proposals.append(Proposal(token, parent, left, origin))
-                parent = len(proposals) - 1
-            self._copy(index, self._quotes(index), parent, left, limits, proposals)
-            parent, left = -1, 1.0 - left
-        points = self._points(index, sequence)
-        recalled, length = self._recalled(sequence, limits.num_any)
-        comes_first = length > max((point.length for point in points), default=0)
-        if comes_first:
-            left = _append(recalled, left, proposals)
-        left = self._copy(index, points, parent, left, limits, proposals)
-        if not comes_first:
-            _append(recalled, left, proposals)
-        return proposals
+    def _propose(self, sequence: SequenceView, num_any: int, num_likely: int, least_prob: float) -> ProposalArrays:
+        """`num_any`: the most tokens of any branch; `num_likely`: of a likely branch."""
+        if (index := self._indexes.get(sequence.key)) is None:
+            return ProposalArrays.of(self.name, [])
+        copies, left, longest = self._copies(index, num_any, num_likely, least_prob)
+        recalled, length = self._recalled(sequence, num_any)
+        if not recalled:
+            return copies
+        if length > longest:
+            left = 1.0 - sum(node.path_prob for node in recalled if node.parent < 0)
+            both = [*recalled, *_below(copies, left, len(recalled))]
+        else:
+            both = [*copies, *_below(recalled, left, len(copies))]
+        return ProposalArrays.of(self.name, both)
+
+    def _copies(
+        self, index: SuffixIndex, num_any: int, num_likely: int, least_prob: float
+    ) -> tuple[ProposalArrays, float, int]:
+        """Copies of the references, the probability that all fail, and the longest match."""
+        if (size := num_likely + _SPARE_NODES) > len(self._probs):
+            self._nodes, self._probs = np.empty((size, NUM_GIVEN), np.int64), np.empty(size)
+        base, table, limits = index.base, index.acceptance, np.array([num_any, num_likely])
+        searched = index.text, base.order, base.facts, index.opens, index.place, base.quotes, base.starts, self._marks
+        count, left, longest = _propose(
+            *searched, table.accepted, table.seen, limits, least_prob, self._nodes, self._probs
+        )
+        nodes, probs = self._nodes[:count].copy(), self._probs[:count].copy()
+        return ProposalArrays(self.name, nodes, probs, partial(Guess, table)), left, longest
 
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
         """What followed in the tenant's earlier answers, and the length of the match there."""
@@ -178,142 +370,8 @@ class CopyDrafter(Drafter):
             return [], 0
         return self._counts.grow(answers.runs, sequence.tokens, most, most, self._counted_acceptance.of(salt))
 
-    def _copy(
-        self,
-        index: SuffixIndex,
-        points: list[_CopyPoint],
-        root: int,
-        left: float,
-        limits: _Limits,
-        proposals: list[Proposal],
-    ) -> float:
-        """Append a branch for each point below node `root`. `left`: the probability that all earlier branches fail. Returns the
-        probability that the new branches fail, too."""
-        for point in points:
-            number = index.reference_at(point.at)
-            reference = index.references[number] if number < len(index.references) else None
-            begin = int(index.begin[number]) if reference else 0
-            tail = begin + reference.tail - point.at if reference else limits.num_likely
-            if index.tokens[point.at] == SEPARATOR:
-                continue
-            prob, parent = left, root
-            left *= 1.0 - self._chance(index, point, tail, 0)[1]
-            if prob - left < limits.least_prob:
-                continue
-            for i, token in enumerate(self._copyable(index, point, limits.num_likely).tolist()):
-                cell, given = self._chance(index, point, tail, i)
-                prob *= given
-                if prob < (limits.least_prob if i < limits.num_any else max(limits.least_prob, _LIKELY)):
-                    break
-                source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
-                guess = Guess(index.acceptance, cell)
-                proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, guess)))
-                parent = len(proposals) - 1
-        return left
 
-    @staticmethod
-    def _chance(index: SuffixIndex, point: _CopyPoint, tail: int, i: int) -> tuple[Cell, float]:
-        """The acceptance cell of token i to copy, and its probability given the token before.
-
-        `tail`: how many tokens from the point on are the reference's own text; tail tokens follow.
-        """
-        kind, length = (point.kind, point.length + i) if i < tail else ("tail", i - tail)
-        cell = index.acceptance.cell(kind, length)
-        return cell, index.acceptance.probability(cell)
-
-    def _copyable(self, index: SuffixIndex, point: _CopyPoint, most: int) -> Ints:
-        """Tokens from the point up to the next separator; what is copied from the output's end repeats itself."""
-        run = index.tokens[point.at : point.at + most]
-        stop = np.flatnonzero(run == SEPARATOR)
-        return run[: stop[0]] if len(stop) else np.resize(run, most if len(run) else 0)
-
-    def _points(self, index: SuffixIndex, sequence: SequenceView) -> list[_CopyPoint]:
-        """Points to copy from, best first: each is judged given that no earlier point is the right one."""
-        if sequence.num_output == 0:
-            return self._starts(index)
-        points = self._matches(index)
-        if index.num_off and index.expected >= 0 and (not points or points[0].length <= 2):
-            points = [*self._realignments(index), *points]
-        if self._reader.opens_quote(sequence.tokens[-1]):
-            points = [*(p for p in points if p.length > 3), *self._quotes(index)]
-        return points
-
-    def _quotes(self, index: SuffixIndex) -> list[_CopyPoint]:
-        return [_CopyPoint(at, f"quote:{rank}", 0) for rank, at in enumerate(index.quotes[:_MAX_QUOTES])]
-
-    def _starts(self, index: SuffixIndex) -> list[_CopyPoint]:
-        return [
-            _CopyPoint(int(index.begin[number]), f"start:{kind.name.lower()}", 0)
-            for kind in (SourceKind.DRAFT, SourceKind.PREDICTION, SourceKind.INPUT)
-            for number, reference in enumerate(index.references)
-            if reference.kind is kind
-        ]
-
-    def _matches(self, index: SuffixIndex) -> list[_CopyPoint]:
-        points: list[_CopyPoint] = []
-        met: set[int] = set()
-        for at, length in index.matches(_MAX_MATCH)[: 4 * _MAX_BRANCHES]:
-            following = int(index.tokens[at])
-            if following == SEPARATOR or following in met:
-                continue
-            met.add(following)
-            number = index.reference_at(at)
-            own = number >= len(index.references)
-            kind = SourceKind.OUTPUT if own else index.references[number].kind
-            is_quoted = not own and self._is_quoted(index, number, at, length)
-            points.append(_CopyPoint(at, "quoted" if is_quoted else f"match:{kind.name.lower()}", length))
-            if len(points) == _MAX_BRANCHES:
-                break
-        return points
-
-    def _is_quoted(self, index: SuffixIndex, number: int, at: int, length: int) -> bool:
-        """Whether the matched tokens are a sentence's first ones, behind a mark that opens a quote."""
-        before = index.end - length - 1
-        return (
-            index.references[number].is_sentence
-            and at - length == index.begin[number]
-            and before >= index.begin[-1]
-            and self._reader.opens_quote(int(index.tokens[before]))
-        )
-
-    def _realignments(self, index: SuffixIndex) -> list[_CopyPoint]:
-        off = index.num_off
-        last = self._end_of_reference(index, index.expected)
-        steps = (("realign:replaced", off), ("realign:inserted", 0), ("realign:removed", off + 1))
-        return [
-            _CopyPoint(index.expected + skip, kind, min(off, 4) - 1)
-            for kind, skip in steps
-            if index.expected + skip < last
-        ]
-
-    def _realign(self, index: SuffixIndex, sequence: SequenceView) -> None:
-        """Follow the input again from the only match of the last tokens in it, near or after the point where copying stopped.
-
-        Source: the uniqueness rule of SAD.
-        """
-        if index.expected >= 0 and index.num_off == 0:
-            return
-        if index.num_off > 8:
-            index.expected, index.num_off = -1, 0
-        matches = [p for p in self._matches(index) if p.kind in ("match:input", "match:prediction")]
-        ahead = [p for p in matches if index.expected < 0 or index.expected - 1 <= p.at <= index.expected + 8]
-        if len(ahead) == 1 and (ahead[0].length > 1 or index.expected >= 0):
-            index.expected, index.num_off = ahead[0].at, 0
-        elif index.expected < 0 and len(matches) == 0 and sequence.num_output <= 4:
-            starts = self._starts(index)
-            if starts:
-                index.expected, index.num_off = starts[0].at, sequence.num_output
-
-    def _end_of_reference(self, index: SuffixIndex, at: int) -> int:
-        number = index.reference_at(at)
-        return int(index.begin[number + 1]) - 1 if number < len(index.references) else index.end
-
-
-def _append(tree: list[Proposal], left: float, proposals: list[Proposal]) -> float:
-    """Append another tree below the root. The tree's probabilities are conditional on all earlier branches failing, which has
-    probability `left`. Returns the probability that the tree fails, too."""
-    first = len(proposals)
-    for node in tree:
-        parent = node.parent + first if node.parent >= 0 else -1
-        proposals.append(node._replace(parent=parent, path_prob=node.path_prob * left))
-    return left * (1.0 - sum(node.path_prob for node in tree if node.parent < 0))
+def _below(proposals: SequenceOf[Proposal], left: float, first: int) -> Iterator[Proposal]:
+    """Proposals behind `first` others, which all fail with probability `left`."""
+    for node in proposals:
+        yield node._replace(parent=node.parent + first if node.parent >= 0 else -1, path_prob=node.path_prob * left)

@@ -27,12 +27,14 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ragspec.drafting.drafter import SequenceView
-from ragspec.tree import DraftTree
+from ragspec.drafting.step_trees import Limits, StepTrees
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _MOST_MEASURED = 128
@@ -93,6 +95,13 @@ class CostTable:
         low, high = self._rows[at - 1], self._rows[at]
         share = (num_rows - low) / (high - low)
         return (column[at - 1] + (column[at] - column[at - 1]) * share) * self._machine
+
+    def costs_s(self, num_rows: NDArray[np.int64], context: int) -> NDArray[np.float64]:
+        """As `cost_s`, of rising numbers of rows. Shape: int64 [N] -> float64 [N]."""
+        inside = np.interp(num_rows, self._rows, self._seconds[self._nearest(context)]) * self._machine
+        first = int(np.searchsorted(num_rows, self._rows[-1], "right"))
+        inside[first:] = [self.cost_s(int(rows), context) for rows in num_rows[first:]]
+        return inside
 
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
@@ -158,28 +167,34 @@ class StepPlan:
     `share`: as in the module."""
 
     def __init__(
-        self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int, share: float = 1.0
+        self,
+        costs: CostTable,
+        sequences: SequenceOf[SequenceView],
+        num_prompt_rows: int,
+        share: float = 1.0,
+        num_drafters: int = 1,
     ) -> None:
         self.sequences = sequences
-        self.trees = [DraftTree(s.tokens[-1]) for s in sequences]
+        self.trees = StepTrees([s.tokens[-1] for s in sequences], num_drafters)
         self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
         self._context = max(len(s.tokens) for s in sequences)
-        self._step_s = costs.cost_s(self._num_rows, self._context)
+        self.step_s = costs.cost_s(self._num_rows, self._context)
+        """Of the step without drafts."""
         self._alone_s = costs.cost_s(len(sequences), self._context)
         self._own_s = share * self._alone_s
 
     def nodes_s(self, num_nodes: int) -> float:
         """Seconds that so many nodes add to the step."""
-        return self._costs.cost_s(self._num_rows + num_nodes, self._context) - self._step_s
+        return self._costs.cost_s(self._num_rows + num_nodes, self._context) - self.step_s
 
     def token_s(self) -> float:
         """Seconds a token takes with the trees so far."""
-        return self._own_s / (len(self.trees) + sum(sum(tree.path_probs[1:]) for tree in self.trees))
+        return float(self._own_s / (len(self.sequences) + self.trees.expected.sum()))
 
     def least_prob(self, spare_rows: int) -> float:
         """The probability below which a node's path raises no rate, whatever else is drafted. `spare_rows`: the most nodes."""
         row_s = self._costs.least_row_s(self._num_rows, self._num_rows + spare_rows, self._context)
-        return row_s * len(self.trees) / self._own_s
+        return row_s * len(self.sequences) / self._own_s
 
     def saved_s(self, gains: SequenceOf[float]) -> float:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
@@ -187,50 +202,33 @@ class StepPlan:
         All sequences wait for the slowest: whole steps are saved only where every unfinished sequence gains, and then by the
         least gain. Otherwise a sequence saves its own row alone. Steps that read prompts anyway are not saved, only rows.
         """
-        count = len(self.trees)
+        count = len(self.sequences)
         one_s = self._costs.cost_s(1, self._context)
         row_s = min(self._own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
         together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
-        expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in self.trees) / count
-        return (sum(gains) * row_s + together * (self._own_s - count * row_s)) / expected
+        expected = 1.0 + self.trees.expected.sum() / count
+        return float((sum(gains) * row_s + together * (self._own_s - count * row_s)) / expected)
 
-    def fit(self, spare_rows: int) -> list[DraftTree]:
-        """The trees, cut to the best set of at most `spare_rows` nodes.
+    def fit(self, limits: list[Limits], factors: NDArray[np.float64], spare_rows: int) -> None:
+        """Cut the trees to the best set of at most `spare_rows` nodes. Shape: factors float64 [B, drafters].
 
-        Trees drawn by chance keep all their nodes: to leave a node out because of the tokens drawn below it would change the
-        distribution of the output.
+        Trees drawn by chance keep all their nodes, their share of the rows at most: to leave a node out because of the tokens
+        drawn below it would change the distribution of the output.
         """
-        trees = self.trees
-        drawn = [i for i, tree in enumerate(trees) if tree.draws]
-        if not drawn:
-            return self._cut(spare_rows)
-        for i in drawn:
-            trees[i] = trees[i].best(spare_rows // len(drawn))
-        num_drawn = sum(trees[i].num_drafted for i in drawn)
-        others = [i for i in range(len(trees)) if i not in drawn]
-        if others:
-            paid_rows = self._num_rows - len(trees) + num_drawn + len(drawn)
-            rest = StepPlan(self._costs, [self.sequences[i] for i in others], paid_rows, self._share)
-            rest.trees = [trees[i] for i in others]
-            for i, tree in zip(others, rest._cut(spare_rows - num_drawn), strict=True):
-                trees[i] = tree
-        return trees
-
-    def _cut(self, spare_rows: int) -> list[DraftTree]:
-        """Maximises the module's objective; of equal nodes those of the first trees are kept."""
-        nodes = sorted((-p, i) for i, tree in enumerate(self.trees) for p in tree.path_probs[1:])[:spare_rows]
-        expected = float(len(self.sequences))
-        best_rate, best = expected / self._own_s, 0
-        row_s = self._costs.least_row_s(self._num_rows, self._num_rows + len(nodes), self._context)
-        for n, (negative_prob, _) in enumerate(nodes, 1):
-            if -negative_prob < best_rate * row_s:
-                break  # neither this node nor a later one raises the rate
-            expected -= negative_prob
-            rate = expected / (self._own_s + self.nodes_s(n))
-            if rate > best_rate:
-                best_rate, best = rate, n
-        sizes = Counter(i for _, i in nodes[:best])
-        return [tree.best(sizes[i]) for i, tree in enumerate(self.trees)]
+        trees, whole = self.trees, np.array([limit.is_whole for limit in limits])
+        if whole.any():
+            most = spare_rows // int(whole.sum())
+            limits = [each._replace(most=min(each.most, most)) if each.is_whole else each for each in limits]
+        trees.limit(limits, factors)
+        rest = np.flatnonzero(~whole)
+        num_drafted = int(trees.kept[whole].sum() - whole.sum())
+        num_rows, spare_rows = self._num_rows + num_drafted, spare_rows - num_drafted
+        num_nodes = min(int(trees.kept[rest].sum()) - len(rest), spare_rows)
+        if len(rest):
+            costs, context = self._costs, self._context
+            seconds = costs.costs_s(num_rows + np.arange(num_nodes + 1), context)
+            row_s = costs.least_row_s(num_rows, num_rows + num_nodes, context)
+            trees.cut(rest, self._share * costs.cost_s(len(rest), context), seconds - seconds[0], row_s)
 
 
 def _extrapolated(rows: SequenceOf[int], seconds: SequenceOf[float], further: SequenceOf[int]) -> list[float]:

@@ -12,7 +12,7 @@ from ragspec.core import Request
 from ragspec.drafting.acceptance import Guess
 from ragspec.numerics.batch import NODES as NODES
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.tree import DraftTree, Proposal
+from ragspec.tree import Proposal
 
 Features = Mapping[int, Tensor]
 """Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
@@ -48,14 +48,13 @@ class SequenceView(Protocol):
 class Budget(NamedTuple):
     """What a draft may cost: at most `max_nodes` nodes beside its likeliest path, and no more time than it is likely to save.
 
-    `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `trees`: the proposals of earlier drafters
-    for the same sequences. `depths`: the most levels of each sequence's draft, the step's free rows at most. `least_prob`: no
-    less probable path pays, so a drafter may leave it out; 0 beside other drafters' nodes, below which probabilities may rise.
+    `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `depths`: the most levels of each
+    sequence's draft, the step's free rows at most. `least_prob`: no less probable path pays, so a drafter may leave it out; 0
+    beside other drafters' nodes, below which probabilities may rise.
     """
 
     max_nodes: int
     token_s: float
-    trees: SequenceOf[DraftTree]
     depths: SequenceOf[int]
     least_prob: float = 0.0
 
@@ -82,7 +81,7 @@ class Drafter:
         """Expected seconds of `propose`: 0.0 if negligible, infinity if nothing can be proposed."""
         return 0.0
 
-    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> SequenceOf[SequenceOf[Proposal]]:
         """Nodes for each sequence, parents before children, with the probability that each node's path is accepted."""
         raise NotImplementedError
 
@@ -92,8 +91,11 @@ class Drafter:
         `tokens` is empty after a chunk of a prompt that goes on.
         """
 
-    def learn(self, feedback: object, accepted: bool) -> None:
-        """The fate of one proposed node whose parent was accepted. `feedback` comes from the node's origin."""
+    def learn(self, feedback: object, accepted: Any) -> None:
+        """The fate of one proposed node whose parent was accepted. `feedback` comes from the node's origin.
+
+        A drafter that proposes arrays gets feedback and fates as arrays.
+        """
         if isinstance(feedback, Guess):
             feedback.learn(accepted)
 

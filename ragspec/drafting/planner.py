@@ -1,52 +1,45 @@
 """How much to draft: one tree for each sequence, sized so that the step's expected tokens a second are greatest.
 
-`ragspec.drafting.cost_model` writes the objective as a formula. Drafters estimate over all requests how probable each of their
-nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, which begins with that of the
-tenant's other sequences. It merges all proposals into one tree and cuts the trees to the best size. Nodes that were cut are
-judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. The likeliest path
-may be as long as it pays; beside it stand at most `max_tree_nodes` nodes. A drafter that takes time itself is asked only where
-its drafts save more time; while none do, that is computed in every fifth step only. Of several trained heads one is asked: that
-whose drafts save most time, by its record in the sequences at hand and in other requests.
+`ragspec.drafting.cost_model` writes the objective as a formula, `ragspec.drafting.trust` the rule by which drafters are believed.
+The planner merges all proposals into one tree for each sequence and cuts the trees to the best size (`step_trees`). Nodes that
+were cut are judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. The
+likeliest path may be as long as it pays; beside it stand at most `max_tree_nodes` nodes. A drafter that takes time itself is
+asked only where its drafts save more time; where they do not, it is asked when a hundredth of the time since its last trial
+pays for another. Of several trained heads one drafts for a sequence in a step: the head whose drafts save most.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
-    >>> planner.observe(sequence, result, features)             # after verification, for each sequence
+    >>> planner.observe(sequences, results, features)             # after verification
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ragspec.core import Request
-from ragspec.drafting.acceptance import Experience
 from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, OwnShare, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
-from ragspec.drafting.drafter_stats import (
-    TRIAL_HIT_GAIN,
-    DrafterStats,
-    FirstSteps,
-    HeadChoice,
-    Pause,
-    PendingDraft,
-    SequenceStats,
-    select_paying,
-)
 from ragspec.drafting.safe_drafter import SafeDrafter
+from ragspec.drafting.step_trees import NUM_NODES, NUM_SHARED, Limits, StepTrees
+from ragspec.drafting.trust import Mask, Rows, Trust
 from ragspec.errors import InputError, RagspecError
-from ragspec.tree import DraftTree, Origin, StepResult
+from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
 
 log = logging.getLogger(__name__)
 
-_ANY_DEPTH = 2**31
-_HEADS = ""
 _SUREST = 0.98
 """Hardly any draft is surer: where only a surer draft pays, drafters are not asked."""
+_TRIAL_SHARE = 0.01
+"""Share of the time for drafts that do not seem to pay. More: a drafter that has become right is found sooner."""
 
 
 class Planner:
@@ -58,15 +51,12 @@ class Planner:
         self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
     ) -> None:
         self._drafters = [SafeDrafter(drafter) for drafter in drafters]
+        self._names = [drafter.name for drafter in drafters]
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
-        self._sequence_stats: dict[tuple[str, int], dict[str, SequenceStats]] = {}
-        self._stats: defaultdict[str, DrafterStats] = defaultdict(DrafterStats)
-        self._first_steps: Experience[defaultdict[str, FirstSteps]] = Experience(lambda: defaultdict(FirstSteps))
-        self._num_heads = sum(drafter.is_head for drafter in drafters)
-        self._choices: dict[tuple[str, int], HeadChoice] = {}
-        self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
-        self._proposed: dict[tuple[str, int], DraftTree] = {}  # of this step, before the trees were cut
-        self._pauses: defaultdict[str, Pause] = defaultdict(Pause)  # by group; of drafters that take time
+        self._trust = Trust(len(drafters))
+        self._own: dict[tuple[str, int], _Own] = {}
+        self._trial_s = np.zeros(len(drafters))  # time for a trial of each drafter that takes time
+        self._step: _Asked | None = None
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs, self._share = costs, OwnShare()
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
@@ -78,91 +68,157 @@ class Planner:
 
     def prepare(self, request: Request) -> dict[str, Any]:
         """By drafter, what it prepares for a request. Callable from any thread. Raises: InputError for an unknown drafter."""
-        known = [drafter.name for drafter in self._drafters]
-        unknown = [name for name in request.speculation.drafters or () if name not in known]
+        unknown = [name for name in request.speculation.drafters or () if name not in self._names]
         if unknown:
-            raise InputError(f"there is no drafter {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
-        return {drafter.name: drafter.prepare(request) for drafter in self._drafters_of(request)}
+            raise InputError(f"there is no drafter {unknown[0]!r}; there are: {', '.join(self._names) or 'none'}")
+        return {self._names[d]: self._drafters[d].prepare(request) for d in self._drafters_of(request)}
 
     def start(self, sequence: SequenceView) -> None:
         self._note_open(self._open | {sequence.key})
         for drafter in self._drafters_of(sequence.request):
-            drafter.start(sequence)
+            self._drafters[drafter].start(sequence)
 
     def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
         """One tree for each sequence, at most `spare_rows` nodes together.
 
         `num_prompt_rows`: rows of prompts in the same step.
         """
-        self._pending.clear()
-        self._proposed.clear()
-        if not sequences:
-            return []
-        self._share.learn(self.costs, sequences, num_prompt_rows)
-        step = self.step_plan(self.costs, sequences, num_prompt_rows, self._share.value)
-        wanted = [sequence for sequence in sequences if sequence.request.speculation]
-        # Why 0: a drawn tree is never left out for what it costs
-        least_prob = 0.0 if any(map(draws_children, wanted)) else step.least_prob(spare_rows)
-        if spare_rows <= 0 or not wanted or least_prob >= _SUREST:
-            return step.trees
-        proposing = self._ask(step, spare_rows, least_prob)
-        for i, drafters in proposing.items():
-            tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
-            step.trees[i] = self.limited(tree, sequences[i])
-            step.trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
-            self._proposed[sequences[i].key] = step.trees[i]
-        if not proposing:
-            return step.trees
-        trees = step.fit(spare_rows)
-        for i, drafters in proposing.items():
-            for drafter in drafters:
-                if not _has_nodes_of(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._pending:
-                    self._stats_in(sequences[i], drafter.name).backoff.note(False)
-        return trees
+        self._step = None
+        owns = [self._own.get(sequence.key) or self._own_of(sequence) for sequence in sequences]
+        wanted = [i for i, own in enumerate(owns) if own.drafters]
+        if wanted:
+            self._share.learn(self.costs, sequences, num_prompt_rows)
+        if wanted and spare_rows > 0:
+            step = self.step_plan(self.costs, sequences, num_prompt_rows, self._share.value, len(self._drafters))
+            # Why 0: a drawn tree is never left out for what it costs
+            least_prob = 0.0 if any(owns[i].draws_children for i in wanted) else step.least_prob(spare_rows)
+            if least_prob < _SUREST:
+                asked = _Asked(step, owns, np.array([own.row for own in owns]), spare_rows, least_prob)
+                self._ask(asked)
+                if asked.places:
+                    return self._cut(asked)
+        return [DraftTree(sequence.tokens[-1]) for sequence in sequences]
 
-    def _ask(self, step: StepPlan, spare_rows: int, least_prob: float) -> dict[int, list[SafeDrafter]]:
-        """Ask drafters, and merge their proposals into the step's trees. Returns the drafters of each sequence, by number."""
-        proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
-        chosen: dict[int, str] = {}
-        paused: dict[str, bool] = {}  # by group
-        for drafter in sorted(self._drafters, key=lambda d: d.is_head and self._num_heads > 1):  # heads last
-            if (group := _group(drafter)) in self._pauses and group not in paused:
-                paused[group] = not self._pauses[group].begin_step(self._expected_of_others(group, step))
-            if drafter.disabled or paused.get(group, False):
+    def _ask(self, asked: _Asked) -> None:
+        """Ask the drafters, and merge their proposals into the step's trees."""
+        allowed, trees = self._trust.allowed(asked.rows), asked.step.trees
+        chains = np.array([own.needs_chain for own in asked.owns])
+        heads = [d for d, drafter in enumerate(self._drafters) if drafter.is_head]
+        others = [d for d in range(len(self._drafters)) if d not in heads]
+        self._trial_s += allowed.any(0) * _TRIAL_SHARE * asked.step.step_s
+        taken = np.zeros(len(asked.owns), np.bool_)  # by a head in this step
+        for number in [*others, *(self._ranked(heads, allowed, asked) if len(heads) > 1 else heads)]:
+            drafter = self._drafters[number]
+            ready = allowed[:, number] & self.due(asked.rows, number)
+            ready &= ~(taken & drafter.is_head) & ~(chains & (trees.counts > 1))
+            places = [] if drafter.disabled else np.flatnonzero(ready).tolist()
+            cost_s = drafter.cost_s([asked.step.sequences[i] for i in places]) if places else math.inf
+            if cost_s == math.inf:
                 continue
-            if drafter.is_head and self._num_heads > 1 and not chosen:
-                chosen = self._choose_heads(step)
-            depths = self._depths(drafter, step, chosen)
-            for i in depths:
-                proposing[i].append(drafter)
-            self._merge(drafter, depths, step, spare_rows, least_prob)
-        return proposing
+            if cost_s:
+                places = self._paying(number, places, cost_s, asked)
+                asked.costly |= {number} if places else set()
+            if places:
+                taken[places] |= drafter.is_head
+                asked.places[number] = np.array(places)
+                self._merge(number, places, asked)
 
-    def observe(self, sequence: SequenceView, result: StepResult, features: Features) -> None:
+    def _ranked(self, heads: list[int], allowed: Mask, asked: _Asked) -> list[int]:
+        """Heads in the order to ask: one that is due for a trial, then the one whose drafts save most, to all sequences."""
+        worth = {}
+        for head in heads:
+            places = np.flatnonzero(allowed[:, head])
+            cost_s = self._drafters[head].cost_s([asked.step.sequences[i] for i in places]) if len(places) else math.inf
+            gains = self._trust.gains(asked.rows[places], head, asked.step.trees.covered[places])
+            worth[head] = self._trial_s[head] >= cost_s, gains.sum() * asked.step.token_s() - cost_s
+        return sorted(heads, key=worth.__getitem__, reverse=True)
+
+    def _paying(self, number: int, places: list[int], cost_s: float, asked: _Asked) -> list[int]:
+        """Of these sequences the ones for which a drafter that takes time is asked: where its drafts save more, and all of them
+        when the time since the last trial has earned its cost. `cost_s`: seconds of a draft for all."""
+        drafter, step, rows = self._drafters[number], asked.step, asked.rows
+        gains = self._trust.gains(rows[places], number, step.trees.covered[places])
+        nodes = self._trust.nodes_a_draft[number]
+
+        def needed_s(chosen: SequenceOf[int]) -> float:
+            draft_s = (
+                cost_s if len(chosen) == len(places) else drafter.cost_s([step.sequences[places[n]] for n in chosen])
+            )
+            return draft_s + step.nodes_s(round(len(chosen) * nodes))
+
+        chosen = select_paying(gains.tolist(), step.saved_s, needed_s)
+        all_s = needed_s(range(len(places)))
+        if len(chosen) == len(places) or self._trial_s[number] + (needed_s(chosen) if chosen else 0.0) >= all_s:
+            self._trial_s[number], chosen = 0.0, [*range(len(places))]
+        found = [places[n] for n in chosen]
+        return [i for i in found if len(places) == 1 or drafter.cost_s([step.sequences[i]]) < math.inf]
+
+    def _merge(self, number: int, places: list[int], asked: _Asked) -> None:
+        """Ask a drafter for these sequences, and merge its proposals into their trees."""
+        sequences, trees, drafter = asked.step.sequences, asked.step.trees, self._drafters[number]
+        asked.covered[number] = trees.covered[places]
+        longest = [sequences[i].most_tokens - 1 for i in places]  # the last token of a step is the target's own
+        levels = [min(most, asked.spare_rows) for most in longest]
+        least_prob = 0.0 if (trees.counts > 1).any() else asked.least_prob
+        budget = Budget(self._max_nodes, asked.step.token_s(), levels, least_prob)
+        for i, most, proposals in zip(
+            places, longest, drafter.propose([sequences[i] for i in places], budget), strict=True
+        ):
+            trees.merge(i, proposals, number, most, self._vocab_size)
+            if trees.draws[i] and not _is_sound(sequences[i], trees, i, self._vocab_size):
+                trees.drop(i)
+
+    def _cut(self, asked: _Asked) -> list[DraftTree]:
+        step, trust = asked.step, self._trust
+        if step.trees.counts.max() > 1:
+            limits = [self.limits(own, bool(step.trees.draws[i])) for i, own in enumerate(asked.owns)]
+            step.fit(limits, trust.factors(asked.rows), asked.spare_rows)
+            found = step.trees.trees(self._names)
+            self._step = asked
+        else:
+            found = [DraftTree(sequence.tokens[-1]) for sequence in step.sequences]
+        figures = step.trees.figures
+        for number, places in asked.places.items():
+            if number not in asked.costly:
+                missed = places[(figures[places, number, NUM_NODES] + figures[places, number, NUM_SHARED]) == 0.0]
+                trust.note(asked.rows[missed], number, np.zeros(len(missed), np.bool_))
+            elif self._step is None:
+                trust.learn_gains(asked.rows[places], number, asked.covered[number], figures[places, number])
+        return found
+
+    def observe(
+        self, sequences: SequenceOf[SequenceView], results: SequenceOf[StepResult], features: SequenceOf[Features]
+    ) -> None:
         """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
-        drafters = self._drafters_of(sequence.request)
-        proposed = self._proposed.get(sequence.key, result.tree)
-        if proposed is not None and result.tree is not None and (proposed.num_drafted or self._pending):
-            judged = _judged(proposed, result)
-            for drafter in drafters:
-                self._learn(sequence, result.tree, result, judged, drafter.name)
-                for node in judged:
-                    if node.origin.drafter == drafter.name:
-                        drafter.learn(node.origin.feedback, node.is_right)
-        for drafter in drafters:
-            drafter.observe(sequence, result.token_ids, features)
+        if (asked := self._step) is not None:
+            self._judge(asked, {s.key: r.token_ids for s, r in zip(sequences, results, strict=True)})
+        for sequence, result, own in zip(sequences, results, features, strict=True):
+            for drafter in (self._own.get(sequence.key) or self._own_of(sequence)).drafters:
+                self._drafters[drafter].observe(sequence, result.token_ids, own)
+
+    def _judge(self, asked: _Asked, decided: Mapping[tuple[str, int], list[int]]) -> None:
+        """Count the nodes of the sequences whose tokens are decided."""
+        step, rows = asked.step, asked.rows
+        tokens = [decided.get(sequence.key, []) for sequence in step.sequences]
+        for number, given, columns, right in step.trees.judge(tokens):
+            self._drafters[number].learn_nodes(given, columns, right)
+        known = np.array([len(own) > 0 for own in tokens])
+        self._trust.learn(rows[known], step.trees.figures[known])
+        for number in asked.costly:
+            places, covered = asked.places[number], asked.covered[number]
+            own = known[places]
+            self._trust.learn_gains(rows[places[own]], number, covered[own], step.trees.figures[places[own], number])
 
     def finish(self, sequence: SequenceView) -> None:
-        for stats in self._sequence_stats.pop(sequence.key, {}).values():
-            stats.ratio.finish()
-        self._choices.pop(sequence.key, None)
+        self._trust.finish(sequence.key)
+        self._own.pop(sequence.key, None)
         for drafter in self._drafters_of(sequence.request):
-            drafter.finish(sequence)
+            self._drafters[drafter].finish(sequence)
         self._note_open(self._open - {sequence.key})
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's text."""
-        self._first_steps.purge(salt)
+        self._trust.purge(salt)
         for drafter in self._drafters:
             drafter.purge(salt)
 
@@ -171,9 +227,13 @@ class Planner:
         for drafter in self._drafters:
             drafter.close()
 
-    def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
+    def due(self, rows: Rows, number: int) -> Mask:
         """Whether recent misses allow a drafter to be asked in this step."""
-        return self._stats_in(sequence, drafter.name).backoff.due()
+        return self._trust.due(rows, number)
+
+    def limits(self, own: _Own, is_drawn: bool) -> Limits:
+        """Why no path beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it."""
+        return Limits(self._max_nodes, own.most_nodes, own.needs_chain, is_drawn)
 
     def _note_open(self, keys: set[tuple[str, int]]) -> None:
         """Drafters may learn while nothing waits or runs. What comes after says nothing about the prompts before."""
@@ -184,211 +244,70 @@ class Planner:
                 drafter.note_idle(not keys)
         self._open = keys
 
-    def _drafters_of(self, request: Request) -> list[SafeDrafter]:
+    def _drafters_of(self, request: Request) -> list[int]:
         speculation = request.speculation
         names = speculation.drafters
-        return [d for d in self._drafters if speculation and (names is None or d.name in names)]
+        return [d for d, name in enumerate(self._names) if speculation and (names is None or name in names)]
 
-    def limited(self, tree: DraftTree, sequence: SequenceView) -> DraftTree:
-        """The likeliest path and the best nodes beside it; of a request with a limit of its own at most so many nodes.
-
-        Why no path of a tree drawn by chance: it would keep a node because of the tokens drawn below it.
-        """
-        own = sequence.request.speculation.max_nodes
-        tree = tree.best(self._max_nodes, besides=() if tree.draws else frozenset(tree.likeliest_path()))
-        return tree if own is None else tree.best(own)
-
-    def _stats_in(self, sequence: SequenceView, name: str) -> SequenceStats:
-        stats = self._sequence_stats.setdefault(sequence.key, {})
-        if name not in stats:
-            first_steps = self._first_steps.of(sequence.request.salt)[name]
-            stats[name] = SequenceStats(first_steps, self._stats[name].first_trial_steps)
-        return stats[name]
-
-    def _expected_of_others(self, group: str, step: StepPlan) -> dict[tuple[str, int], float]:
-        """Accepted tokens of the trees so far, of the sequences that drafters of the group may draft for."""
-        names = {drafter.name for drafter in self._drafters if _group(drafter) == group}
-        found = {}
-        for sequence, tree in zip(step.sequences, step.trees, strict=True):
-            speculation = sequence.request.speculation
-            if speculation and (speculation.drafters is None or not names.isdisjoint(speculation.drafters)):
-                found[sequence.key] = sum(tree.path_probs[1:])
-        return found
-
-    def _choose_heads(self, step: StepPlan) -> dict[int, str]:
-        """The head for each sequence, by number: of most worth to all of them together, since two heads take twice the time.
-
-        Other drafters have proposed.
-        """
-        worths: dict[int, dict[str, float]] = {}
-        for i, sequence in enumerate(step.sequences):
-            others = sum(step.trees[i].path_probs[1:])
-            for head in self._drafters_of(sequence.request):
-                if head.is_head and not head.disabled and (cost_s := head.cost_s([sequence])) < math.inf:
-                    gain = self._stats[head.name].gain(others) * self._stats_in(sequence, head.name).factor
-                    worths.setdefault(i, {})[head.name] = gain * step.token_s() - cost_s
-        if not worths:
-            return {}
-        total = {
-            name: sum(worth.get(name, 0.0) for worth in worths.values()) for worth in worths.values() for name in worth
-        }
-        first = step.sequences[min(worths)].key
-        choice = self._choices.setdefault(first, HeadChoice())
-        leader = choice.pick(
-            {name: total[name] for name in worths[min(worths)]}, self._pauses[_HEADS].num_steps_of(first)
-        )
-        return {i: leader if leader in worth else max(worth, key=worth.__getitem__) for i, worth in worths.items()}
-
-    def _depths(self, drafter: SafeDrafter, step: StepPlan, chosen: dict[int, str]) -> dict[int, int]:
-        """The sequences to ask a drafter for, by number, and how many levels each draft may have. `chosen`: heads."""
-        ready = {
-            i: cost_s
-            for i, sequence in enumerate(step.sequences)
-            if drafter in self._drafters_of(sequence.request)
-            and (not drafter.is_head or chosen.get(i, drafter.name) == drafter.name)
-            and self.is_due(drafter, sequence)
-            and not (needs_chain(sequence) and step.trees[i].num_drafted)
-            and (cost_s := drafter.cost_s([sequence])) < math.inf
-        }
-        return self._paying(drafter, ready, step) if any(ready.values()) else dict.fromkeys(ready, _ANY_DEPTH)
-
-    def _paying(self, drafter: SafeDrafter, alone_s: dict[int, float], step: StepPlan) -> dict[int, int]:
-        """As `_depths`, of a drafter that takes time: the sequences whose drafts pay, and now and then a trial of one level.
-
-        `alone_s`: seconds of a draft for each sequence that may be asked for, alone.
-        """
-        ready = list(alone_s)
-        overall, pause = self._stats[drafter.name], self._pauses[_group(drafter)]
-        stats = {i: self._stats_in(step.sequences[i], drafter.name) for i in ready}
-        others = {i: sum(step.trees[i].path_probs[1:]) for i in ready}
-        gains = [overall.gain(others[i]) * stats[i].factor for i in ready]
-        gains = [max(gain, TRIAL_HIT_GAIN * stats[i].trial_hit) for gain, i in zip(gains, ready, strict=True)]
-
-        def cost_s(chosen: SequenceOf[int]) -> float:
-            nodes_s = step.nodes_s(round(len(chosen) * overall.num_nodes))
-            if len(chosen) == 1:
-                return alone_s[ready[chosen[0]]] + nodes_s
-            return drafter.cost_s([step.sequences[ready[n]] for n in chosen]) + nodes_s
-
-        full = {ready[n] for n in select_paying(gains, step.saved_s, cost_s)}
-        hit_s = step.saved_s([TRIAL_HIT_GAIN])
-        hopeful = [i for n, i in enumerate(ready) if i not in full and hit_s > cost_s([n])]
-        trials = {i for i in hopeful if stats[i].trial_due(pause.num_steps_of(step.sequences[i].key))}
-        if not full and not hopeful and overall.joint_trial_due(pause.num_steps):
-            all_hit_s = step.saved_s([TRIAL_HIT_GAIN] * len(ready))
-            trials = set(ready) if all_hit_s > cost_s(range(len(ready))) else set()
-        pause.note(bool(full or trials))
-        for i in full | trials:
-            self._pending[step.sequences[i].key, drafter.name] = PendingDraft(
-                others[i], i in trials, stats[i].trial_hit
-            )
-        return {i: 1 if i in trials else _ANY_DEPTH for i in ready if i in full | trials}
-
-    def _merge(
-        self, drafter: SafeDrafter, depths: dict[int, int], step: StepPlan, spare_rows: int, least_prob: float
-    ) -> None:
-        """Ask a drafter for these sequences, and merge its proposals into their trees."""
-        if not depths:
-            return
-        sequences, trees = step.sequences, step.trees
-        longest = {i: sequences[i].most_tokens - 1 for i in depths}  # the last token of a step is the target's own
-        levels = [min(depth, longest[i], spare_rows) for i, depth in depths.items()]
-        if any(tree.num_drafted for tree in trees):
-            least_prob = 0.0
-        budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], levels, least_prob)
-        lists = drafter.propose([sequences[i] for i in depths], budget)
-        for i, proposals in zip(depths, lists, strict=False):
-            if (pending := self._pending.get((sequences[i].key, drafter.name))) is not None:
-                first_tokens = frozenset(p.token_id for p in proposals if p.parent < 0)
-                self._pending[sequences[i].key, drafter.name] = pending._replace(first_tokens=first_tokens)
-            trees[i].merge(proposals, longest[i], self._vocab_size)
-            if trees[i].draws:
-                trees[i] = _without_unsound_draws(sequences[i], trees[i], self._vocab_size)
-
-    def _learn(
-        self, sequence: SequenceView, tree: DraftTree, result: StepResult, judged: list[Judged], name: str
-    ) -> None:
-        """Count a drafter's nodes of this step for and against the drafter."""
-        stats, overall, path = self._stats_in(sequence, name), self._stats[name], result.accepted
-        own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
-        cut = [node for node in judged if node.is_cut and node.origin.drafter == name]
-        scaled = sum(tree.path_probs[n] for n in own) + sum(node.chance for node in cut if node.is_first)
-        expected = scaled / stats.ratio.factor + sum(node.chance for node in cut if not node.is_first)
-        num_accepted = sum(tree.origins[n].drafter == name for n in path) + sum(node.is_right for node in cut)
-        if own or cut:
-            stats.ratio.learn(expected, num_accepted)
-        pending = self._pending.pop((sequence.key, name), None)
-        if pending is None:
-            if _has_nodes_of(tree, name):
-                stats.backoff.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
-        elif pending.is_trial:
-            known = bool(path) and (tree.origins[path[0]].drafter != name or tree.shared[path[0]])
-            stats.trial_hit = result.token_ids[0] in pending.first_tokens and not known
-            if not stats.trial_hit:
-                overall.note_trial(False)
-        else:
-            num_added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
-            stats.learn(overall.gain(pending.expected_of_others), num_added)
-            overall.learn(pending, num_added, len(own))
+    def _own_of(self, sequence: SequenceView) -> _Own:
+        request = sequence.request
+        drafters, most = self._drafters_of(request), request.speculation.max_nodes
+        row = self._trust.row(sequence.key, request.salt, drafters)
+        own = _Own(row, drafters, 2**31 if most is None else most, draws_children(sequence), needs_chain(sequence))
+        self._own[sequence.key] = own
+        return own
 
 
-class Judged(NamedTuple):
-    """A proposed node of which the step told whether it is right. `chance`: given its parent; that of a first node, a child of
-    the root, is scaled by the drafter's record. `is_cut`: it took no row."""
+class _Own(NamedTuple):
+    """What a sequence's request says about drafts, and the row of its records."""
 
-    origin: Origin
-    chance: float
-    is_first: bool
-    is_cut: bool
-    is_right: bool
+    row: int
+    drafters: list[int]
+    most_nodes: int
+    draws_children: bool
+    needs_chain: bool
 
 
-def _judged(proposed: DraftTree, result: StepResult) -> list[Judged]:
-    """The proposed nodes that the step's tokens judge, drafted or cut: the children of every node on the tokens' path.
+class _Asked:
+    """A step's drafts until the target has decided. By drafter: `places`, the sequences that it drafted for; `covered`,
+    the probability that an earlier drafter's node there holds the next token."""
 
-    Siblings count in order up to the right one: a later sibling's probability is given that no earlier one is right.
+    def __init__(self, step: StepPlan, owns: list[_Own], rows: Rows, spare_rows: int, least_prob: float) -> None:
+        self.step, self.owns, self.rows = step, owns, rows
+        self.spare_rows, self.least_prob = spare_rows, least_prob
+        self.places: dict[int, Rows] = {}
+        self.covered: dict[int, NDArray[np.float64]] = {}
+        self.costly: set[int] = set()
+
+
+def select_paying(
+    gains: SequenceOf[float], saved_s: Callable[[SequenceOf[float]], float], cost_s: Callable[[SequenceOf[int]], float]
+) -> list[int]:
+    """The sequences whose drafts together save the most time: of the greatest gains the first 1, 2, 4 and so on, or all.
+
+    `saved_s`: seconds that some gains, in tokens, save together. `cost_s`: seconds that drafts for some sequences take.
     """
-    tree, found = result.tree, list[Judged]()
-    assert tree is not None
-    node: int | None = 0
-    drafted: int | None = 0
-    for token in result.token_ids:
-        if node is None:
-            break
-        for child in proposed.children(node):
-            token_id = proposed.token_ids[child]
-            is_cut = drafted is None or tree.child(drafted, token_id) is None
-            chance = proposed.path_probs[child] / proposed.path_probs[node] if proposed.path_probs[node] else 0.0
-            found.append(Judged(proposed.origins[child], chance, node == 0, is_cut, token_id == token))
-            if token_id == token:
-                break
-        node = proposed.child(node, token)
-        drafted = None if drafted is None else tree.child(drafted, token)
-    return found
+    order = sorted(range(len(gains)), key=lambda i: -gains[i])
+    counts = {len(order), *(2**n for n in range(len(order).bit_length()))} - {0}
+    best, best_s = 0, 0.0
+    for count in sorted(counts):
+        if (saved := saved_s([gains[i] for i in order[:count]])) > best_s and saved - cost_s(order[:count]) > best_s:
+            best, best_s = count, saved - cost_s(order[:count])
+    return sorted(order[:best])
 
 
-def _group(drafter: SafeDrafter) -> str:
-    """Drafters that pause together: all heads, of which one at most drafts, or a drafter alone."""
-    return _HEADS if drafter.is_head else drafter.name
-
-
-def _has_nodes_of(tree: DraftTree, name: str) -> bool:
-    """Whether a drafter proposed a node of the tree, alone or with other drafters."""
-    return any(tree.origins[n].drafter == name or tree.shared[n] for n in range(1, len(tree)))
-
-
-def _without_unsound_draws(sequence: SequenceView, tree: DraftTree, vocab_size: int) -> DraftTree:
-    """The tree, or its root alone if its children cannot have been drawn as declared: no rule could accept them."""
+def _is_sound(sequence: SequenceView, trees: StepTrees, tree: int, vocab_size: int) -> bool:
+    """Whether children can have been drawn as declared: else no rule could accept them."""
     try:
-        check_draft(sequence.request.speculation.rule, tree, tree.draws, vocab_size)
+        check_draft(sequence.request.speculation.rule, trees.whole(tree), trees.draws[tree], vocab_size)
     except RagspecError as error:
         log.warning("a draft for request %r is left out: %s", sequence.request.id, error)
-        return DraftTree(tree.token_ids[0])
-    return tree
+        return False
+    return True
 
 
 class _FreeStep(StepPlan):
-    """Time does not count: every draft saves time, and no tree is cut for its cost."""
+    """Time does not count: every draft saves time."""
 
     def token_s(self) -> float:
         return 0.0
@@ -399,17 +318,14 @@ class _FreeStep(StepPlan):
     def least_prob(self, spare_rows: int) -> float:
         return 0.0
 
-    def fit(self, spare_rows: int) -> list[DraftTree]:
-        return [tree.best(min(tree.num_drafted, spare_rows // len(self.trees))) for tree in self.trees]
-
 
 class FixedTreePlanner(Planner):
     """Asks every drafter in every step and keeps the best `max_tree_nodes` nodes of each tree, whatever they cost."""
 
     step_plan = _FreeStep
 
-    def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
-        return True
+    def due(self, rows: Rows, number: int) -> Mask:
+        return np.ones(len(rows), np.bool_)
 
-    def limited(self, tree: DraftTree, sequence: SequenceView) -> DraftTree:
-        return tree.best(self._max_nodes)
+    def limits(self, own: _Own, is_drawn: bool) -> Limits:
+        return Limits(self._max_nodes, 2**31, own.needs_chain, is_whole=True)

@@ -13,9 +13,10 @@ from collections.abc import Sequence as SequenceOf
 from typing import ParamSpec, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
-from ragspec.tree import Origin, Proposal
+from ragspec.tree import ProposalArrays
 
 log = logging.getLogger(__name__)
 
@@ -49,45 +50,41 @@ class SafeDrafter:
         cost_s = self._safe_cost_s(sequences)
         return math.inf if cost_s is None or math.isnan(cost_s) else cost_s
 
-    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        """One list a sequence. If the call for all sequences fails, each sequence gets a call of its own."""
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
+        """One array a sequence. If the call for all sequences fails, each sequence gets a call of its own."""
         lists = self._safe_propose(sequences, budget)
         if lists is None and len(sequences) > 1:
             alone = [
-                self._safe_propose([sequence], budget._replace(trees=[tree], depths=[depth]))
-                for sequence, tree, depth in zip(sequences, budget.trees, budget.depths, strict=True)
+                self._safe_propose([sequence], budget._replace(depths=[depth]))
+                for sequence, depth in zip(sequences, budget.depths, strict=True)
             ]
             has_failed = all(lists is None for lists in alone)
-            lists = [lists[0] if lists else [] for lists in alone]
+            lists = [lists[0] if lists else ProposalArrays.of(self.name, []) for lists in alone]
         else:
             has_failed = lists is None
         self._num_in_a_row = self._num_in_a_row + 1 if has_failed else 0
         if self.disabled:
             log.warning("the drafter %s is disabled: it has failed %d times in a row", self.name, _MAX_FAILURES)
-        return lists or [[] for _ in sequences]
+        return lists or [ProposalArrays.of(self.name, []) for _ in sequences]
 
     def _checked_cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         return max(0.0, float(self._drafter.cost_s(sequences)))
 
-    def _checked_propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        """Raises: TypeError, ValueError for anything but proposals whose parents precede them."""
-        lists = [list(proposals) for proposals in self._drafter.propose(sequences, budget)]
-        for proposals in lists:
-            for at, proposal in enumerate(proposals):
-                if not (isinstance(proposal, Proposal) and isinstance(proposal.origin, Origin)):
-                    raise TypeError(f"{self.name} proposed {type(proposal).__name__}, which is no proposal")
-                token_id, origin, whole = proposal.token_id, proposal.origin, (int, np.integer)
-                if not (
-                    isinstance(token_id, whole)
-                    and isinstance(origin.source, whole)
-                    and isinstance(origin.offset, whole)
-                ):
-                    raise TypeError(f"{self.name} proposed a node whose token or origin is no whole number")
-                if not (-1 <= proposal.parent < at and isinstance(proposal.path_prob, float | int)):
-                    raise ValueError(
-                        f"{self.name} proposed a node below {proposal.parent!r}, which does not precede it"
-                    )
-        return [*lists, *([] for _ in range(len(sequences) - len(lists)))]
+    def _checked_propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
+        """Raises: TypeError, ValueError, OverflowError for anything but proposals whose parents precede them."""
+        lists = [
+            own if isinstance(own, ProposalArrays) else ProposalArrays.of(self.name, list(own))
+            for own in self._drafter.propose(sequences, budget)
+        ]
+        return [*lists, *(ProposalArrays.of(self.name, []) for _ in range(len(sequences) - len(lists)))]
+
+    def learn_nodes(self, given: ProposalArrays, columns: NDArray[np.int64], right: NDArray[np.int64]) -> None:
+        """The fate of proposed nodes, by their columns of feedback."""
+        if given.in_arrays:
+            self.learn(given.feedback(columns), right)
+        else:
+            for column, is_right in zip(columns.tolist(), right.tolist(), strict=True):
+                self.learn(given.feedback(column), bool(is_right))
 
     def _safe(self, call: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(call)

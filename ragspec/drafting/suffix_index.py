@@ -8,6 +8,7 @@ token occurs, not with the texts. The others are searched for counts: how often 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from ragspec.core import SourceKind
 from ragspec.drafting.acceptance import CopyAcceptance
-from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.references import Reference
 from ragspec.numerics.compiled import compiled, inner
 
@@ -107,13 +107,19 @@ def _followers(tokens: Any, order: Any, visible: Any, low: int, high: int, depth
 
 
 @compiled(nogil=True)
-def _longest_matches(tokens: Any, known: Any, output_begin: int, end: int, suffix: Any, most: int) -> Any:
-    """(position after the match, its length) of at most `most` earlier occurrences of the suffix's end, longest and latest first.
+def longest_matches(tokens: Any, order: Any, output_begin: int, end: int, max_length: int) -> Any:
+    """(position after the match, its length) of at most `_MOST_MATCHES` earlier occurrences of the output's end, at most so long;
+    the longest and latest first.
 
-    Shapes: tokens int32 [T]; known int32 [K]: the places before `output_begin` that hold the last token, ascending; suffix int32
-    [M] -> int32 [<= most, 2].
+    Shapes: tokens int32 [T], the output at [output_begin, end); order int32 [output_begin]: the places before it in the order of
+    their tokens -> int32 [<= most, 2].
     """
+    most, suffix = _MOST_MATCHES, tokens[max(output_begin, end - max_length) : end]
     last = suffix.shape[0] - 1
+    if last < 0:
+        return np.empty((0, 2), np.int32)
+    low = _bound(tokens, order, 0, order.shape[0], 0, suffix[last])
+    known = order[low : _bound(tokens, order, low, order.shape[0], 0, suffix[last] + 1)]
     ends = np.empty((last + 1, most), np.int32)
     counts = np.zeros(last + 1, np.int64)
     at, left = end - 2, known.shape[0]
@@ -232,86 +238,95 @@ class GrowingSuffixes:
         return earlier <= 2 * later and earlier + later <= self._max_tokens / _NUM_RUNS
 
 
-def compile_searches() -> None:
-    """Compile the search for matches, for which the first answer would otherwise wait."""
-    tokens = np.zeros(2, np.int32)
-    _longest_matches(tokens, _read_only(tokens[:0]), 0, 1, tokens[:1], _MOST_MATCHES)
-
-
 class ReferenceIndex:
-    """The references of one request with separators between them, and the places of every token. Sequences share it."""
+    """The references of one request with separators between them, and the order of their tokens. Sequences share it.
+
+    `facts` has for every token the kind of its reference, its source and character there (-1: none), the place where its
+    reference's tail begins, and the place where its reference begins if that is a sentence, else -1. Shape: int32 [T, 5].
+    """
 
     def __init__(self, references: list[Reference]) -> None:
         self.references = references
         sizes = [len(r.token_ids) + 1 for r in references]
         self.begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.tokens = np.full(int(self.begin[-1]), SEPARATOR, np.int32)
-        for reference, start in zip(references, self.begin, strict=False):
-            self.tokens[start : start + len(reference.token_ids)] = reference.token_ids
+        self.facts = np.full((len(self.tokens), 5), -1, np.int32)
+        for reference, start in zip(references, self.begin.tolist(), strict=False):
+            end, tail = start + len(reference.token_ids), start + reference.tail
+            self.tokens[start:end] = reference.token_ids
+            self.facts[start : end + 1, [0, 3, 4]] = reference.kind, tail, start if reference.is_sentence else -1
+            if reference.offsets:
+                self.facts[start:tail, 1], self.facts[start:tail, 2] = (
+                    reference.source,
+                    reference.offsets[: reference.tail],
+                )
         self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
-        self.quotes = _ranked_quotes(references, self.begin)
-        self._order = SortedSuffixes.build(self.tokens, 1).order
-        self._sorted = self.tokens[self._order]
+        self.starts = _starts(references, self.begin)
+        self.quotes = np.array(_ranked_quotes(references, self.begin), np.int32)
+        self.order = SortedSuffixes.build(self.tokens, 1).order
 
     def places(self, token: int) -> Ints:
         """Where a token stands, ascending."""
-        # Why not `find`: this is in everyone's first answer, and `find` would first have to be compiled
-        first, last = self._sorted.searchsorted(np.array([token, token + 1], np.int32))
-        return self._order[first:last]
+        first, last = _find(_read_only(self.tokens), self.order, np.array([token], np.int32), 0, len(self.order), 0)
+        return self.order[first:last]
 
 
 class SuffixIndex:
     """The references of one sequence, then the output, which grows.
 
-    `acceptance`: of its tenant. Also follows an input beside the output: `expected` is the input's next position, -1 for none;
-    `num_off` counts output tokens since the output left the input.
+    `acceptance`: of its tenant. `place` holds where the output begins and ends, and where it follows an input: the input's next
+    position, -1 for none, and the output tokens since the output left the input. Shape: int64 [4].
     """
 
-    def __init__(self, base: ReferenceIndex, sequence: SequenceView, acceptance: CopyAcceptance) -> None:
-        self._base, self.acceptance = base, acceptance
-        self.references, self.begin, self.quotes = base.references, base.begin, base.quotes
-        self.follows_input = base.follows_input
-        self.salt = sequence.request.salt
+    def __init__(
+        self,
+        base: ReferenceIndex,
+        output_ids: SequenceOf[int],
+        salt: str,
+        acceptance: CopyAcceptance,
+        opens_quote: Callable[[int], bool],
+    ) -> None:
+        """`opens_quote`: whether a token ends with a mark that opens a quotation."""
+        self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
         self.remembered = True
-        self._tokens = np.concatenate([base.tokens, np.full(256, SEPARATOR, np.int32)])
-        self.end = int(self.begin[-1])
-        self.expected = -1
-        self.num_off = 0
-        for token in sequence.tokens[sequence.num_prompt :]:
-            self.append(token)
+        begin = len(base.tokens)
+        self.place = np.array([begin, begin, -1, 0])
+        self.text, self.opens = (
+            np.concatenate([base.tokens, np.full(256, SEPARATOR, np.int32)]),
+            np.zeros(256, np.bool_),
+        )
+        self.append(output_ids)
 
     @property
     def tokens(self) -> Ints:
-        return self._tokens[: self.end]
+        """References and output. Shape: int32 [T]."""
+        return self.text[: self.place[1]]
 
-    def append(self, token: int) -> None:
-        if self.end == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.full(len(self._tokens), SEPARATOR, np.int32)])
-        self._tokens[self.end] = token
-        self.end += 1
+    def append(self, token_ids: SequenceOf[int]) -> None:
+        begin, end = self.place[:2].tolist()
+        while end + len(token_ids) > len(self.text):
+            self.text = np.concatenate([self.text, np.full(len(self.opens), SEPARATOR, np.int32)])
+            self.opens = np.concatenate([self.opens, np.zeros(len(self.opens), np.bool_)])
+        self.text[end : end + len(token_ids)] = token_ids
+        if len(self.base.quotes):  # else no point depends on it
+            self.opens[end - begin : end - begin + len(token_ids)] = [self._opens_quote(token) for token in token_ids]
+        self.place[1] = end + len(token_ids)
 
     def matches(self, max_length: int) -> list[tuple[int, int]]:
         """(position after the match, its length) of every earlier occurrence of the output's end; longest first, then latest."""
-        begin = int(self.begin[-1])
-        suffix = self._tokens[max(begin, self.end - max_length) : self.end]
-        if not len(suffix):
-            return []
-        places = self._base.places(int(suffix[-1]))
-        found: list[list[int]] = _longest_matches(self._tokens, places, begin, self.end, suffix, _MOST_MATCHES).tolist()
-        return [(end, length) for end, length in found]
+        begin, end = self.place[:2].tolist()
+        return [
+            (at, length) for at, length in longest_matches(self.text, self.base.order, begin, end, max_length).tolist()
+        ]
 
-    def reference_at(self, at: int) -> int:
-        """Number of the reference that contains position `at`; len(references) for the output."""
-        return int(self.begin.searchsorted(at, "right")) - 1
 
-    def follow(self, token: int) -> None:
-        """Advance the position in the input by one output token."""
-        if self.expected < 0:
-            return
-        if self.num_off == 0 and self.tokens[self.expected] == token:
-            self.expected += 1
-        else:
-            self.num_off += 1
+def _starts(references: list[Reference], begin: NDArray[np.int64]) -> Ints:
+    """Where an output may begin that repeats a text from its first token: place and kind, drafts first. Shape: int32 [S, 2]."""
+    kinds = (SourceKind.DRAFT, SourceKind.PREDICTION, SourceKind.INPUT)
+    found = [
+        (at, kind) for kind in kinds for at, each in zip(begin.tolist(), references, strict=False) if each.kind is kind
+    ]
+    return np.array(found, np.int32).reshape(-1, 2)
 
 
 def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:

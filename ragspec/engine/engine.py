@@ -58,6 +58,7 @@ class Engine(EngineClient):
         self._taps, self._costs, self.load = planner.taps, planner.costs, self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
         self._sequences, self._in_step, self._size = dict[str, list[Sequence]](), list[Sequence](), (1, 1)
+        self._undelivered = list[Sequence]()  # of the last step
         self._lock, self._ids = threading.Lock(), set[str]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -151,6 +152,7 @@ class Engine(EngineClient):
         """One decode step for every scheduled sequence."""
         self._in_step = []
         if not (scheduled := self._scheduler.schedule()):
+            self._deliver()
             return
         self._in_step = [sequence for sequence, _ in scheduled]
         trees, draft_s = self._draft(scheduled)
@@ -163,15 +165,24 @@ class Engine(EngineClient):
             part.keep(result.path)
             results.append(result)
         kept = batch.features(features, [result.path for result in results])
-        for sequence, part, result, own in zip(self._in_step, batch.sequences, results, kept, strict=True):
-            self._planner.observe(sequence, result, own)
+        self._planner.observe(self._in_step, results, kept)
+        for sequence, part, result in zip(self._in_step, batch.sequences, results, strict=True):
             if result.tree is None:
                 continue
             if part.num_known > 1:
                 self._scheduler.remember_prompt(sequence)
             if sequence.finish_reason is not None:
                 self._end(sequence, sequence.finish_reason)
-            elif not sequence.emit():
+            else:
+                self._undelivered.append(sequence)
+        if not self.target.backend.runs_ahead or any(not each.stats.num_steps for each in self._undelivered):
+            self._deliver()  # a first token does not wait
+
+    def _deliver(self) -> None:
+        """Hand the last step's tokens to the listeners: on a device that runs ahead, while it computes the next step."""
+        sequences, self._undelivered = self._undelivered, []
+        for sequence in sequences:
+            if sequence.finish_reason is None and not sequence.emit():
                 self.cancel(sequence.request.id)
 
     def _draft(self, scheduled: list[tuple[Sequence, int]]) -> tuple[list[DraftTree | None], float]:
@@ -189,6 +200,7 @@ class Engine(EngineClient):
         begin, num_nodes = time.perf_counter(), sum(tree.num_drafted for tree in trees if tree is not None)
         self._threads.begin(num_rows)
         logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
+        self._deliver()
         sampled = sample_ahead(logits, self._in_step, trees)
         self.target.backend.wait()
         seconds = time.perf_counter() - begin

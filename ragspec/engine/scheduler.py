@@ -15,6 +15,7 @@ import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Container
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.tenants import FairQueue, fair_shares, tenant_of
+from ragspec.tenants import FairQueue, fair_shares
 
 _DRAFT_ROWS = 64
 """Draft rows of a sequence that pages are kept free for."""
@@ -114,15 +115,16 @@ class Scheduler:
             self.offload.begin_step(self._cost_s(self._config.max_num_batched_tokens, 0))
         self._admit()
         demands, chosen = self._demands(), list[tuple[Sequence, int]]()
-        shares = fair_shares(demands, self._most_rows(demands))
+        shares, promised = fair_shares(demands, self._most_rows(demands)), 0  # pages for what was chosen so far
         for sequence in sorted(self.running, key=lambda each: self._turn(each, demands)):
             tenant = _tenant(sequence)
             num_tokens = min(sequence.num_pending, shares[tenant])
             if num_tokens <= 0 or sequence.slots is None:
                 continue
-            if self._make_room(sequence, num_tokens, [s for s, _ in chosen]):
-                if not self._restore(sequence, num_tokens, [s for s, _ in chosen]):
+            if self._make_room(sequence, num_tokens, chosen, promised):
+                if not self._restore(sequence, num_tokens, promised):
                     chosen.append((sequence, num_tokens))
+                    promised += sequence.slots.num_new_pages(sequence.num_pending)
                 sequence.last_step = self._num_steps
                 shares[tenant] -= num_tokens
         return [(s, n) for s, n in chosen if s.slots is not None]
@@ -263,13 +265,13 @@ class Scheduler:
                 slots.share(known)
         return slots
 
-    def _restore(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
+    def _restore(self, sequence: Sequence, num_tokens: int, promised: int) -> bool:
         """Read positions back from outside the pool in the place of `num_tokens` rows, and more if that is done in less than the
         seconds of these rows. False: the next position must be computed."""
         slots, begin = sequence.slots, time.perf_counter()
         if self.offload is None or slots is None or slots.length >= sequence.num_restorable:
             return False
-        limit_s, promised = self._cost_s(num_tokens, len(sequence.tokens)), self._promised(chosen)
+        limit_s = self._cost_s(num_tokens, len(sequence.tokens))
         while (count := min(num_tokens, sequence.num_restorable - slots.length)) > 0:
             if not self._free(promised + slots.num_new_pages(count)):
                 break
@@ -284,14 +286,15 @@ class Scheduler:
             self._remember(sequence, slots.length)
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
-        """Free pages for this sequence's rows beside the pages of `chosen`. May preempt other sequences, or this one."""
+    def _make_room(
+        self, sequence: Sequence, num_tokens: int, chosen: list[tuple[Sequence, int]], promised: int
+    ) -> bool:
+        """Free pages for this sequence's rows beside the `promised` pages of `chosen`. May preempt others, or this one."""
         assert sequence.slots is not None
         while True:
-            needed = self._promised(chosen) + sequence.slots.num_new_pages(num_tokens)
-            if self._free(needed):
+            if self._free(promised + sequence.slots.num_new_pages(num_tokens)):
                 return True
-            victim = self._victim(chosen) or sequence
+            victim = self._victim([s for s, _ in chosen]) or sequence
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -327,5 +330,4 @@ class Scheduler:
         self.num_preemptions += 1
 
 
-def _tenant(sequence: Sequence) -> str:
-    return tenant_of(sequence.request.salt)
+_tenant = attrgetter("tenant")

@@ -20,6 +20,7 @@ from ragspec.engine.text import IncrementalDetokenizer
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.tenants import tenant_of
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler, log_probs
@@ -61,6 +62,7 @@ class Sequence:
         self.request = request
         self.prepared = prepared
         self.choice = choice
+        self.key, self.tenant = (request.id, choice), tenant_of(request.salt)
         self.sampler = sampler
         self.limits = limits
         self.tokens = [*request.prompt_ids, *request.segment.output_ids]
@@ -76,15 +78,15 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
+        self._num_text = self._num_read = (
+            self._num_given
+        )  # output tokens that belong to the text; that are in it already
+        self._uncounted: list[tuple[DraftTree, list[int], float, float]] = []  # steps since the last delta
         self._positions: dict[str, list[list[int]]] = {}  # by drafter and depth: [proposed, accepted]
         self._kinds = [source.kind.name.lower() for source in request.sources]
         self._submitted_s = time.perf_counter()
         self._admitted_s = 0.0
         self._first_token_s = 0.0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request.id, self.choice
 
     @property
     def num_output(self) -> int:
@@ -151,7 +153,7 @@ class Sequence:
             num_kept += 1
             if token in self.limits.eos_ids and not params.ignore_eos:
                 reason = FinishReason.STOP
-            elif self._text.push(token, may_stop=self.num_output > params.min_tokens):
+            elif self._has_stopped():
                 reason = FinishReason.STOP
             elif self.num_output >= self.limits.max_tokens:
                 reason = FinishReason.LENGTH
@@ -163,8 +165,21 @@ class Sequence:
                 logits, [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
             )
         self.finish_reason = reason
-        self._count(tree, result.path, draft_s, node_s)
+        self._uncounted.append((tree, result.path, draft_s, node_s))
         return result
+
+    def _has_stopped(self) -> bool:
+        """Count the last token as text. Whether it completes a stop string; without stop strings `emit` decodes it later."""
+        self._num_text += 1
+        return bool(self.request.params.stop) and self._read_text()
+
+    def _read_text(self) -> bool:
+        """Decode tokens of the text. Whether one completes a stop string."""
+        first, has_stopped = self.num_prompt + self._num_read, False
+        for token in self.tokens[first : self.num_prompt + self._num_text]:
+            self._num_read += 1
+            has_stopped = self._text.push(token, may_stop=self._num_read > self.request.params.min_tokens)
+        return has_stopped
 
     def _count(self, tree: DraftTree, path: list[int], draft_s: float, node_s: float) -> None:
         stats = self.stats
@@ -172,16 +187,18 @@ class Sequence:
             stats.num_first_tokens = self.num_written
             stats.prompt_draft_s += draft_s + tree.num_drafted * node_s
         stats.num_steps += 1
+        stats.draft_s += draft_s
+        if not tree.num_drafted:
+            return
         stats.num_drafted += tree.num_drafted
         stats.num_accepted += len(path)
         stats.expected_accepted += sum(tree.path_probs[1:])
-        stats.draft_s += draft_s
         for node in path:
             name = tree.origins[node].drafter
             stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
         self._count_sources(tree, range(1, len(tree)), stats.drafted_by_source)
         self._count_sources(tree, path, stats.accepted_by_source)
-        for depth, parent in enumerate([0, *path[: _COUNTED_DEPTHS - 1]] if tree.num_drafted else ()):
+        for depth, parent in enumerate([0, *path[: _COUNTED_DEPTHS - 1]]):
             accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
             for name in {tree.origins[node].drafter for node in tree.children(parent)}:
                 counts = self._positions.setdefault(name, [])
@@ -198,6 +215,9 @@ class Sequence:
     def emit(self, error: str = "") -> bool:
         """Send the new tokens and text to the listener; the last delta carries the statistics. False: the listener failed."""
         done = self.finish_reason is not None
+        for step in self._uncounted:
+            self._count(*step)
+        self._uncounted = []
         try:
             text = self._certain_text()
         except Exception as cause:
@@ -221,6 +241,7 @@ class Sequence:
 
     def _certain_text(self) -> str:
         """Text that is certain and not sent yet; at the end of the output all the rest."""
+        self._read_text()
         pauses = self.limits.pauses and self.finish_reason is FinishReason.LENGTH
         if self.finish_reason is not None and not pauses:
             self._text.finish()

@@ -16,7 +16,6 @@ gathered into logical order, where the softmax and the weighted sum run.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,12 +95,11 @@ def padded(head_dim: int) -> int:
 
 def make_tiles(row_start: Ints) -> Ints:
     """Cut every sequence's rows into tiles of at most ROWS_A_TILE. Shapes: [B + 1] -> [tiles, 3]."""
-    tiles = [
-        (first, min(first + ROWS_A_TILE, int(end)), b)
-        for b, (start, end) in enumerate(itertools.pairwise(row_start))
-        for first in range(int(start), int(end), ROWS_A_TILE)
-    ]
-    return np.asarray(tiles, np.int32).reshape(-1, 3)
+    counts = -(-np.diff(row_start) // ROWS_A_TILE)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = row_start[:-1][owners] + within * ROWS_A_TILE
+    return np.column_stack([first, np.minimum(first + ROWS_A_TILE, row_start[1:][owners]), owners]).astype(np.int32)
 
 
 def attend(

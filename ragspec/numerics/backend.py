@@ -142,12 +142,14 @@ class LayerModule(Protocol):
 
 
 class Backend(Protocol):
-    """See the module. `least_rows`: a forward of fewer rows doubles its row. `kv_itemsize`: bytes of a number in the pool."""
+    """See the module. `least_rows`: a forward of fewer rows doubles its row. `kv_itemsize`: bytes of a number in the pool.
+    `runs_ahead`: a forward returns while the device still computes it."""
 
     name: str
     device: torch.device
     least_rows: int
     kv_itemsize: int
+    runs_ahead: bool
 
     @property
     def alone(self) -> Backend:

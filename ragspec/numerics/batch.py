@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.compiled import compiled
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.torch.transfer import to_device
 
@@ -43,8 +46,6 @@ class ScheduledSequence:
     ) -> None:
         self.slots, self.token_ids, self.parents, self.wants_logits = slots, token_ids, parents, wants_logits
         self.num_known = len(token_ids) - len(parents) + 1
-        self.depths = _depths(parents)
-        self.trunk = _trunk(parents, self.depths)
         self.first_row = self.first_logit = 0  # set by the batch
         self.reserved_slots, self.reserved_index = slots.reserve(len(token_ids))
 
@@ -128,73 +129,89 @@ def _split(states: Mapping[int, Tensor], kept: Sequence[Sequence[int]]) -> dict[
     return {tap: stream.index_select(0, at).split(sizes) for tap, stream in states.items()}
 
 
+@compiled(nogil=True)
+def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any) -> Any:
+    """Where rows stand and which rows they see: position and end of context of each row, the rows after the kept positions that
+    are context (known tokens, then the trunk) with each sequence's first, and the rows of each row's path beside the trunk.
+
+    Shapes: lengths, num_known int64 [B]: kept positions and known tokens; parents int64 [nodes]; node_start int64 [B + 1].
+    """
+    count, num_rows, most = len(lengths), num_known.sum() - len(lengths) + len(parents), 0
+    positions, context_end = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
+    ahead, ahead_start = np.empty(num_rows, np.int64), np.zeros(count + 1, np.int32)
+    depths, seen = np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
+    path_start, first = np.zeros(num_rows + 1, np.int32), 0
+    for b in range(count):  # first depths and trunks, and how long the paths are
+        low, high, root = node_start[b], node_start[b + 1], first + num_known[b] - 1
+        deepest, num = 0, ahead_start[b]
+        for row in range(first, root + 1):
+            positions[row] = lengths[b] + row - first
+            context_end[row] = positions[row] + 1
+            ahead[num] = row
+            num += 1
+        for node in range(low + 1, high):
+            depths[node] = depths[low + parents[node]] + 1
+            deepest = node - low if depths[node] > depths[low + deepest] else deepest
+        length, node = depths[low + deepest], deepest
+        while node:
+            seen[low + node] = depths[low + node]  # a mark of the trunk
+            ahead[num + depths[low + node] - 1] = root + node
+            node = parents[low + node]
+        ahead_start[b + 1] = num + length
+        for node in range(low + 1, high):
+            row, above = root + node - low, parents[node]
+            positions[row] = positions[root] + depths[node]
+            if not seen[node]:
+                path_start[row + 1] = path_start[root + above + 1] + 1
+                most += path_start[row + 1]
+                seen[node] = seen[low + above]
+            context_end[row] = context_end[root] + seen[node]
+        first = root + high - low
+    path_start = np.cumsum(path_start).astype(np.int32)
+    path_rows, first = np.empty(most, np.int64), 0
+    for b in range(count):
+        root = first + num_known[b] - 1
+        for node in range(1, node_start[b + 1] - node_start[b]):
+            begin, end = path_start[root + node], path_start[root + node + 1]
+            if end > begin:
+                above = path_start[root + parents[node_start[b] + node]]
+                path_rows[begin : end - 1] = path_rows[above : above + end - 1 - begin]
+                path_rows[end - 1] = root + node
+        first = root + node_start[b + 1] - node_start[b]
+    return positions, context_end, ahead[: ahead_start[count]], ahead_start, path_start, path_rows
+
+
 def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
-    seen, paths = zip(*(_beside(s.parents, s.trunk) for s in sequences), strict=True)
-    flat = [_flat(s.num_known, own) for s, own in zip(sequences, paths, strict=True)]
-    path_lengths = [len(path) for s, own in zip(sequences, paths, strict=True) for path in [*[[]] * s.num_known, *own]]
+    lengths, num_known, num_rows = np.array([(s.slots.length, s.num_known, len(s.token_ids)) for s in sequences]).T
+    parents = np.fromiter(itertools.chain.from_iterable(s.parents for s in sequences), np.int64)
+    node_start = np.concatenate([[0], np.cumsum(num_rows - num_known + 1)])
+    layout = _layout(lengths, num_known, parents, node_start)
+    positions, context_end, ahead, ahead_start, path_start, path_rows = layout
+    slots = np.concatenate([s.reserved_slots for s in sequences])
+    index = np.concatenate([s.reserved_index for s in sequences])
+    slots_ahead, index_ahead = slots[ahead], index[ahead]
     context_slots: list[Ints] = []
     context_index: list[Ints] = []
-    for s in sequences:  # kept positions, known tokens and the trunk, sequence after sequence
-        ahead = [*range(s.num_known), *(s.num_known - 1 + node for node in s.trunk)]
-        context_slots += [s.slots.slots, s.reserved_slots[ahead]]
-        context_index += [s.slots.index, s.reserved_index[ahead]]
-    row_start = _starts([len(s.token_ids) for s in sequences])
+    for s, (low, high) in zip(sequences, itertools.pairwise(ahead_start.tolist()), strict=True):
+        context_slots += [s.slots.slots, slots_ahead[low:high]]
+        context_index += [s.slots.index, index_ahead[low:high]]
+    row_start, pages = _starts(num_rows), [s.slots.page_array for s in sequences]
     return AttentionMetadata(
-        slots=np.concatenate([s.reserved_slots for s in sequences]),
-        positions=np.concatenate([_positions(s) for s in sequences]),
+        slots=slots,
+        positions=positions,
         row_start=row_start,
-        pages=np.concatenate([np.array(s.slots.pages, np.int32) for s in sequences]),
-        page_start=_starts([len(s.slots.pages) for s in sequences]),
+        pages=np.concatenate(pages),
+        page_start=_starts([len(own) for own in pages]),
         context_slots=np.concatenate(context_slots),
         context_index=np.concatenate(context_index),
-        context_start=_starts([s.slots.length + s.num_known + len(s.trunk) for s in sequences]),
-        context_end=np.concatenate([_context_end(s, own) for s, own in zip(sequences, seen, strict=True)]),
-        path_slots=np.concatenate([s.reserved_slots[own] for s, own in zip(sequences, flat, strict=True)]),
-        path_index=np.concatenate([s.reserved_index[own] for s, own in zip(sequences, flat, strict=True)]),
-        path_start=_starts(path_lengths),
+        context_start=_starts(lengths + np.diff(ahead_start)),
+        context_end=context_end,
+        path_slots=slots[path_rows],
+        path_index=index[path_rows],
+        path_start=path_start,
         tiles=make_tiles(row_start),
     )
 
 
-def _depths(parents: Sequence[int]) -> list[int]:
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return depths
-
-
-def _trunk(parents: Sequence[int], depths: list[int]) -> list[int]:
-    """The nodes of a longest path, top down, without the root."""
-    trunk, node = [], depths.index(max(depths))
-    while node:
-        trunk.append(node)
-        node = parents[node]
-    return trunk[::-1]
-
-
-def _beside(parents: Sequence[int], trunk: list[int]) -> tuple[list[int], list[list[int]]]:
-    """For nodes 1, 2, ...: how many nodes of the trunk it sees, and its path from there, itself included."""
-    numbers = {node: number for number, node in enumerate(trunk, 1)}
-    seen, paths = [0], list[list[int]]([[]])
-    for node in range(1, len(parents)):
-        seen.append(numbers.get(node, seen[parents[node]]))
-        paths.append([] if node in numbers else [*paths[parents[node]], node])
-    return seen[1:], paths[1:]
-
-
-def _flat(num_known: int, paths: list[list[int]]) -> Ints:
-    return np.fromiter((num_known - 1 + node for path in paths for node in path), np.int32)
-
-
-def _positions(scheduled: ScheduledSequence) -> Ints:
-    start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    return np.array([*range(start, end), *(end - 1 + depth for depth in scheduled.depths[1:])], np.int32)
-
-
-def _context_end(scheduled: ScheduledSequence, seen: list[int]) -> Ints:
-    start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    return np.array([*range(start + 1, end + 1), *(end + count for count in seen)], np.int32)
-
-
-def _starts(lengths: Sequence[int]) -> Ints:
-    return np.array([0, *itertools.accumulate(lengths)], np.int32)
+def _starts(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Ints:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -22,10 +22,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _FILES = (
     "numerics/**/*.py",
     "verification/sampling.py",
+    "drafting/acceptance.py",
+    "drafting/children.py",
+    "drafting/copy.py",
+    "drafting/step_trees.py",
     "drafting/suffix_index.py",
     "retrieval/search/bm25.py",
     "retrieval/search/dense.py",
-    "drafting/children.py",
 )
 
 

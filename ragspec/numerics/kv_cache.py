@@ -197,6 +197,7 @@ class SequenceSlots:
         self._index = np.empty(256, np.int32)
         self.length = 0
         self.pages: list[int] = []
+        self._page_array: Ints = np.empty(0, np.int32)
         self._spare: list[int] = []  # local indices in own pages, descending
         self._num_shared = 0
 
@@ -207,6 +208,13 @@ class SequenceSlots:
     @property
     def index(self) -> Ints:
         return self._index[: self.length]
+
+    @property
+    def page_array(self) -> Ints:
+        """`pages`. Shape: int32 [pages]."""
+        if len(self._page_array) != len(self.pages):
+            self._page_array = np.array(self.pages, np.int32)
+        return self._page_array
 
     def share(self, slots: Ints) -> None:
         """Start from the slots of a prefix that is already computed."""
@@ -230,16 +238,17 @@ class SequenceSlots:
             self.pages.append(self.pool.take_page())
             first = (len(self.pages) - 1) * PAGE
             self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
-        index = np.array(self._spare[: -num_slots - 1 : -1], np.int32)
+        index, pages = self._spare[: -num_slots - 1 : -1], self.pages
         del self._spare[len(self._spare) - num_slots :]
-        pages = np.array(self.pages, np.int32)
-        return pages[index // PAGE] * PAGE + index % PAGE, index
+        slots = [pages[at // PAGE] * PAGE + at % PAGE for at in index]
+        return np.array(slots, np.int32), np.array(index, np.int32)
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
         """Keep `chosen` of one step's reserved slots, in this order, as the next positions; all others are spare again."""
         self._append(slots[chosen], index[chosen])
-        rest = np.delete(index, chosen)
-        self._spare = sorted([*self._spare, *rest.tolist()], reverse=True)
+        if len(chosen) < len(index):
+            rest = set(range(len(index))).difference(chosen)
+            self._spare = sorted([*self._spare, *index[list(rest)].tolist()], reverse=True)
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions, which include all shared positions."""
@@ -259,7 +268,7 @@ class SequenceSlots:
     def release(self) -> None:
         """Give everything back."""
         self.pool.release(self.held_slots())
-        self.length, self._num_shared, self.pages, self._spare = 0, 0, [], []
+        self.length, self._num_shared, self.pages, self._spare, self._page_array = 0, 0, [], [], np.empty(0, np.int32)
 
     def _append(self, slots: Ints, index: Ints) -> None:
         end = self.length + len(slots)

@@ -19,6 +19,7 @@ import secrets
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from ragspec.numerics.compiled import compiled
 
@@ -47,6 +48,20 @@ def _key(seed: np.uint64, choice: np.uint64, index: np.uint64) -> np.uint64:
     key = mix(seed + STEP)
     key = mix(key + STEP * (choice + np.uint64(1)))
     return mix(key + STEP * (index + np.uint64(1)))
+
+
+@compiled()
+def _keys(seed: np.uint64, choice: np.uint64, first: np.uint64, count: int) -> NDArray[np.uint64]:
+    keys = np.empty(count, np.uint64)
+    for n in range(count):
+        keys[n] = _key(seed, choice, first + np.uint64(n))
+    return keys
+
+
+def output_keys(seed: int, choice: int, first: int, count: int) -> list[int]:
+    """As `output_key`, of `count` tokens in a row."""
+    keys: list[int] = _keys(np.uint64(seed), np.uint64(choice), np.uint64(first), count).tolist()
+    return keys
 
 
 def output_key(seed: int, choice: int, index: int) -> np.uint64:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ragspec.core import LEAST_TEMPERATURE, Request, SamplingParams, TokenLogprob
 from ragspec.numerics.backend import KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
-from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
+from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key, output_keys
 from ragspec.tree import DraftTree
 
 Logits = NDArray[np.float32]
@@ -253,15 +253,22 @@ class KeyedSampler(ChoiceSampler):
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """How the token after each node is sampled, for a backend that samples all nodes at once."""
-        return [self._draw(tree, node) for node in range(len(tree))]
+        params, index, num_levels = self._params, self._index, max(tree.depths) + 1
+        keys: list[int | None] = [None] * num_levels
+        if not params.greedy:
+            keys = [*output_keys(self._seed, self._choice, index, num_levels)]
+        if self._counts is None:
+            levels = [KeyedDraw(params, key, self._edits(None, index + n)) for n, key in enumerate(keys)]
+            return [levels[depth] for depth in tree.depths]
+        paths = ([tree.token_ids[n] for n in tree.ancestors(node)[1:]] for node in range(len(tree)))
+        counts = [self._counts.after(path) if path else self._counts for path in paths]
+        return [
+            KeyedDraw(params, keys[depth], self._edits(own, index + depth))
+            for own, depth in zip(counts, tree.depths, strict=True)
+        ]
 
-    def _draw(self, tree: DraftTree, node: int) -> KeyedDraw:
-        params, index = self._params, self._index + tree.depths[node]
-        counts = self._counts
-        if counts is not None and node:
-            counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
-        key = None if params.greedy else int(output_key(self._seed, self._choice, index))
-        return KeyedDraw(params, key, logit_edits(params.at(index), counts, self._forbidden(index)))
+    def _edits(self, counts: TokenCounts | None, index: int) -> LogitEdits | None:
+        return logit_edits(self._params.at(index), counts, self._forbidden(index))
 
     def _forbidden(self, index: int) -> tuple[int, ...]:
         return self._eos_ids if index < self._params.min_tokens else ()

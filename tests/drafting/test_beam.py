@@ -150,7 +150,7 @@ def taught(made: Bigrams, seed: int) -> Bigrams:
 def grown(made: Bigrams, sequences: list[Any], token_s: float, plain: bool = False) -> list[list[Proposal]]:
     """Three drafts one after the other, of which the later ones know how deep the earlier ones were. Each node's feedback is its
     cell: the tables of two drafters are two objects."""
-    budget, lists = Budget(48, token_s, [], [5] * len(sequences)), []
+    budget, lists = Budget(48, token_s, [5] * len(sequences)), []
     with pytest.MonkeyPatch.context() as patched:
         if plain:
             patched.setattr(drafter, "needs_host", lambda drafts: True)
@@ -206,16 +206,16 @@ def test_a_draft_is_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beam, "to_host", counted)
     sequences = [sequence(i, SamplingParams(temperature=1.0, seed=i), 9) for i in range(3)]
     made = Bigrams(SHAPES["dynamic"], Free(1e-9), logits_of(rng, 3))
-    made.propose(sequences, Budget(48, 0.0, [], [5] * 3))
+    made.propose(sequences, Budget(48, 0.0, [5] * 3))
     assert len(sizes) == 1 and made.num_levels == 5
-    made.propose(sequences, Budget(48, 1.0, [], [5] * 3))
+    made.propose(sequences, Budget(48, 1.0, [5] * 3))
     assert len(sizes) == 1 + 4  # two usual levels, then level by level
     for _ in range(100):  # five levels are usual now
-        made.propose(sequences, Budget(48, 0.0, [], [5] * 3))
-    made.propose(sequences, Budget(48, 1.0, [], [5] * 3))
+        made.propose(sequences, Budget(48, 0.0, [5] * 3))
+    made.propose(sequences, Budget(48, 1.0, [5] * 3))
     assert len(sizes) == 1 + 4 + 100 + 1
     made = Bigrams(SHAPES["dynamic"], Free(1e9), logits_of(rng, 3))
-    made.propose(sequences, Budget(48, 1.0, [], [5] * 3))
+    made.propose(sequences, Budget(48, 1.0, [5] * 3))
     assert made.num_levels == 2 and len(sizes) == 1 + 4 + 100 + 1 + 1
 
 
@@ -232,9 +232,7 @@ def test_a_sequence_without_numbers_ends_alone() -> None:
     assert [bool(tree) for tree in trees[-3:]] == [False, True, False]
     alone = [sequences[0], sequences[2]]
     with pytest.raises(EngineError, match="not finite"):
-        Bigrams(SHAPES["dynamic"], Free(1e-9), np.full_like(logits, np.nan)).propose(
-            alone, Budget(48, 0.0, [], [5] * 2)
-        )
+        Bigrams(SHAPES["dynamic"], Free(1e-9), np.full_like(logits, np.nan)).propose(alone, Budget(48, 0.0, [5] * 2))
 
 
 @pytest.mark.parametrize("name", ["dynamic", "EAGLE-1", "confidence"])

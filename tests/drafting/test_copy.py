@@ -11,10 +11,9 @@ from planner_parts import Running
 from tiny_target import SENTENCES, tiny_tokenizer
 
 from ragspec.core import CopySource, SourceKind
-from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.copy import CopyDrafter, _follow, _propose
 from ragspec.drafting.drafter import Budget
 from ragspec.drafting.references import ReferenceReader
-from ragspec.drafting.suffix_index import _longest_matches
 from ragspec.tree import DraftTree, Proposal
 
 EOS = 1
@@ -60,7 +59,7 @@ def drafting(*sources: CopySource, eos_ids: tuple[int, ...] = (EOS,), **options:
 
 
 def proposals(drafter: CopyDrafter, sequence: Writing, max_nodes: int = 48) -> list[Proposal]:
-    (found,) = drafter.propose([sequence], Budget(max_nodes, 0.0, [DraftTree(0)], [max_nodes]))
+    (found,) = drafter.propose([sequence], Budget(max_nodes, 0.0, [max_nodes]))
     for i, proposal in enumerate(found):
         assert proposal.parent < i
         above = found[proposal.parent].path_prob if proposal.parent >= 0 else 1.0
@@ -71,8 +70,10 @@ def proposals(drafter: CopyDrafter, sequence: Writing, max_nodes: int = 48) -> l
 def branches(drafter: CopyDrafter, sequence: Writing) -> list[str]:
     """The drafted texts, one a leaf."""
     found = proposals(drafter, sequence)
-    tree = DraftTree(0)
-    tree.merge(found)
+    tree, numbers = DraftTree(0), list[int]()
+    for each in found:
+        parent = numbers[each.parent] if each.parent >= 0 else 0
+        numbers.append(tree.add(parent, each.token_id, each.path_prob, each.origin))
     leaves = [node for node in range(1, len(tree)) if node not in tree.parents]
     return [tokenizer().decode([tree.token_ids[n] for n in tree.ancestors(leaf)[1:]]) for leaf in leaves]
 
@@ -86,10 +87,10 @@ def test_nothing_is_proposed_that_is_too_improbable_to_pay() -> None:
     drafter, sequence = drafting(source("The red fox jumps over the lazy dog. The red cat sleeps."))
     sequence.write(drafter, "The red")
     every = proposals(drafter, sequence)
-    (likely,) = drafter.propose([sequence], Budget(48, 0.0, [DraftTree(0)], [48], least_prob=0.2))
+    (likely,) = drafter.propose([sequence], Budget(48, 0.0, [48], least_prob=0.2))
     assert 0 < len(likely) < len(every)
     assert [p.path_prob for p in likely] == [p.path_prob for p in every if p.path_prob >= 0.2]
-    assert drafter.propose([sequence], Budget(48, 0.0, [DraftTree(0)], [48], least_prob=0.99)) == [[]]
+    assert list(drafter.propose([sequence], Budget(48, 0.0, [48], least_prob=0.99))[0]) == []
 
 
 def test_an_empty_source_takes_no_probability_from_others() -> None:
@@ -149,9 +150,10 @@ def test_the_longest_match_leads_and_the_output_has_no_source() -> None:
 def test_a_first_answer_compiles_nothing() -> None:
     """The first speculative answer after an installation took four times as long as without speculation."""
     CopyDrafter(tiny_tokenizer())
-    compiled = [*_longest_matches.signatures]
+    compiled = [*_propose.signatures], [*_follow.signatures]
     test_copying_begins_where_a_text_is_repeated("a passage")
-    assert compiled and [*_longest_matches.signatures] == compiled
+    test_copying_begins_where_a_text_is_repeated("an input that was edited")
+    assert ([*_propose.signatures], [*_follow.signatures]) == compiled
 
 
 def test_the_end_of_a_copied_text_is_drafted_and_has_no_source() -> None:
@@ -365,4 +367,4 @@ def test_odd_sources_and_long_outputs(text: str) -> None:
     assert len(proposals(drafter, sequence, max_nodes=5)) <= 5 * 20
     drafter.finish(sequence)
     drafter.finish(sequence)
-    assert drafter.propose([sequence], Budget(48, 0.0, [DraftTree(0)], [48])) == [[]]
+    assert list(drafter.propose([sequence], Budget(48, 0.0, [48]))[0]) == []

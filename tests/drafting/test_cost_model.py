@@ -7,7 +7,8 @@ import pytest
 from planner_parts import FREE, Running
 
 from ragspec.drafting.cost_model import CostTable, StepPlan
-from ragspec.tree import Origin, Proposal
+from ragspec.drafting.step_trees import Limits
+from ragspec.tree import Origin, Proposal, ProposalArrays
 
 
 def saved(gains: list[float], *most_tokens: int, costs: CostTable = FREE, share: float = 1.0) -> float:
@@ -146,11 +147,13 @@ def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None
             {64: np.cumsum(rng.exponential(1.0, 6) * (3, 1, 1, 1, 1, 1)).tolist()}, rows=(1, 2, 4, 8, 12, 16)
         )
         step = StepPlan(costs, [Running(str(n)) for n in range(3)], int(rng.integers(0, 4)), rng.uniform(0.2, 1.0))
-        for tree in step.trees:
-            tree.merge([Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(rng.dirichlet([0.3] * 4))])
-        least_prob = step.least_prob(12)
-        probs = [prob for tree in step.trees for prob in tree.path_probs[1:]]
-        kept = [prob for tree in step.fit(12) for prob in tree.path_probs[1:]]
+        chances = rng.dirichlet([0.3] * 4, 3)
+        for i, own in enumerate(chances):
+            drafts = [Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)]
+            step.trees.merge(i, ProposalArrays.of("a", drafts), 0, 99, 99)
+        least_prob, probs = step.least_prob(12), chances.ravel().tolist()
+        step.fit([Limits(99, 99, is_chain=False, is_whole=False)] * 3, np.ones((3, 1)), 12)
+        kept = [prob for tree in step.trees.trees(["a"]) for prob in tree.path_probs[1:]]
         num_cut += sum(prob < least_prob for prob in probs)
         assert all(prob >= least_prob * (1.0 - 1e-9) for prob in kept)
     assert num_cut > 500

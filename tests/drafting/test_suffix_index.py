@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragspec.core import Request, SourceKind
+from ragspec.core import SourceKind
 from ragspec.drafting.acceptance import CopyAcceptance
 from ragspec.drafting.references import Reference
 from ragspec.drafting.suffix_index import (
@@ -44,10 +43,8 @@ def every_match(tokens: list[int], output_begin: int, most: int) -> list[tuple[i
 def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int]) -> None:
     """An index over tokens that loses a match, or prefers an older or a shorter one."""
     base = ReferenceIndex([reference(text) for text in texts])
-    sequence = SimpleNamespace(request=Request("a", (9,)), tokens=[9, *output[:3]], num_prompt=1)
-    index = SuffixIndex(base, sequence, CopyAcceptance({"match": (0.1, 0.9)}))  # type: ignore[arg-type]
-    for token in output[3:]:
-        index.append(token)
+    index = SuffixIndex(base, output[:3], "", CopyAcceptance({"match": (0.1, 0.9)}), bool)
+    index.append(output[3:])
     expected = every_match(index.tokens.tolist(), len(base.tokens), 5)[:24] if output else []
     assert index.matches(5) == expected
 
@@ -55,11 +52,10 @@ def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int
 def test_a_long_output_keeps_its_tokens() -> None:
     """The growing array of the output lost tokens when it was enlarged."""
     written = np.random.default_rng(0).integers(0, 9, 700).tolist()
-    sequence = SimpleNamespace(request=Request("a", (9,)), tokens=[9], num_prompt=1)
-    index = SuffixIndex(ReferenceIndex([reference([1, 2])]), sequence, CopyAcceptance({"match": (0.1, 0.9)}))  # type: ignore[arg-type]
-    for token in written:
-        index.append(token)
-    assert index.tokens[-700:].tolist() == written
+    index = SuffixIndex(ReferenceIndex([reference([1, 2])]), [], "", CopyAcceptance({"match": (0.1, 0.9)}), bool)
+    for first in range(0, 700, 7):
+        index.append(written[first : first + 7])
+    assert index.tokens[-700:].tolist() == written and index.opens[:700].tolist() == [token > 0 for token in written]
 
 
 def test_megabytes_of_sources_are_not_read_again_every_step() -> None:

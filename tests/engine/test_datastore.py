@@ -35,7 +35,7 @@ def drafted(drafter: DatastoreDrafter, text: str, tenant: str = "") -> list[str]
     sequence: Any = SimpleNamespace(
         request=request, tokens=[*request.prompt_ids], prepared={drafter.name: drafter.prepare(request)}
     )
-    (proposals,) = drafter.propose([sequence], Budget(48, 1.0, (), [16]))
+    (proposals,) = drafter.propose([sequence], Budget(48, 1.0, [16]))
     paths: list[list[int]] = []
     for proposal in proposals:
         paths.append([*(paths[proposal.parent] if proposal.parent >= 0 else []), proposal.token_id])

@@ -40,6 +40,18 @@ def test_every_figure_is_measured_and_every_token_is_plain_decoding_s(
     assert draw(speculation.PLOT, rows, "made up").axes
 
 
+def test_the_host_is_measured_on_a_device_of_tables(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub whose drafts never come true measures no work, and one whose tokens depend on drafts measures another text."""
+    monkeypatch.setattr(speculation, "_STUB_TOKENS", 24)
+    rows = {row["row"]: row for row in run_speculation(replace(run, device="stub", quick=True))}
+    assert all(row["identical"] and row["host_ms"] > 0.0 and row["plain_host_ms"] > 0.0 for row in rows.values())
+    nodes = {
+        share: rows[f"8 B, H200, {share} copyable, T=0, 1 side by side"]["nodes_a_tree"] for share in ("0%", "90%")
+    }
+    assert nodes["0%"] < 1.0 < 4.0 < nodes["90%"]
+    assert summarise([*rows.values()])["stub_nothing_to_copy"] > 0.0
+
+
 def test_a_token_that_depends_on_speculation_is_noticed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: a check of equality that cannot fail."""
 

@@ -306,8 +306,7 @@ class OnlineEagleDrafter(EagleDrafter):
         lists: list[list[Proposal]] = [[] for _ in sequences]
         for owner, own in self._by_owner(sequences).items():
             self._use(self.learners.used(owner))
-            trees, depths = [budget.trees[i] for i in own], [budget.depths[i] for i in own]
-            part = super().propose([sequences[i] for i in own], budget._replace(trees=trees, depths=depths))
+            part = super().propose([sequences[i] for i in own], budget._replace(depths=[budget.depths[i] for i in own]))
             for i, proposals in zip(own, part, strict=True):
                 lists[i] = proposals
         return lists

@@ -40,7 +40,7 @@ class CpuBackend:
     `kv_dtype`: of the pools; uint16 holds bfloat16. `kv_dir`: the folder of their files, "" for main memory.
     """
 
-    name, device = "cpu", torch.device("cpu")
+    name, device, runs_ahead = "cpu", torch.device("cpu"), False
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ class TorchBackend:
 
     def __init__(self, device: str, dtype: torch.dtype, *, is_int8: bool = False) -> None:
         self.device, self._dtype, self._is_int8 = torch.device(device), dtype, is_int8
-        self.kv_itemsize = dtype.itemsize
+        self.kv_itemsize, self.runs_ahead = dtype.itemsize, self.device.type == "cuda"
         self._forwards = TieredForwards(self.device, self.device.type == "cuda")
 
     @property
