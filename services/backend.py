@@ -166,8 +166,9 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
                     model.metrics.watch(name, text, partial(_load_of, model.engine, field))
 
     def _served(self, name: str, loaded: LoadedModel) -> ServedModel:
-        engine, wording = loaded.engine, self.config.for_model(name).wording
-        prompts = PromptBuilder(loaded.tokenizer, engine.max_context_tokens, wording)
+        engine, config = loaded.engine, self.config.for_model(name)
+        order = config.generation.passage_order
+        prompts = PromptBuilder(loaded.tokenizer, engine.max_context_tokens, config.wording, order)
         chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
         return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name))
 

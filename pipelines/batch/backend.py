@@ -99,7 +99,8 @@ def _load_in_process(config: PipelineConfig) -> Iterator[Runtime]:
 
     retriever = Retriever.from_config(config.retriever, config.encoder) if config.retriever.index_dir else None
     with load_engine(config.target, config.engine, config.drafting) as engine:
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
+        order = config.generation.passage_order
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording, order)
         yield Runtime(engine, retriever, prompts, 1, _max_in_flight(config, 1))
 
 
@@ -145,7 +146,8 @@ def _connect(deployment: Deployment, config: PipelineConfig) -> Iterator[Runtime
         retriever = None
         if config.retriever.index_dir:
             retriever = stack.enter_context(contextlib.closing(deployment.retriever(config.retriever)))
-        prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording)
+        order = config.generation.passage_order
+        prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording, order)
         in_flight = _max_in_flight(config, deployment.topology.num_replicas)
         yield Runtime(engine, retriever, prompts, len(deployment.status().nodes), in_flight)
 

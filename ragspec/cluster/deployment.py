@@ -146,7 +146,8 @@ class Deployment(AbstractContextManager["Deployment"]):
 
         config = self.config
         with self.engine() as engine, closing(self.retriever()) as retriever:
-            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording)
+            order = config.generation.passage_order
+            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens, config.wording, order)
             num_passages = config.retriever.num_passages
             yield Pipeline(retriever, engine, prompts, num_passages=num_passages, generation=config.generation)
 

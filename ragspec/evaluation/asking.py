@@ -72,7 +72,8 @@ class Asker(Closeable):
         """Load the target and, if it `retrieves`, index and encoder. Raises: ConfigError, StoreError, ModelError."""
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder) if retrieves else None
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
+        order = config.generation.passage_order
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording, order)
         return cls(retriever, engine, prompts, config, chat)
 
     def results(self, lines: Sequence[Line]) -> Iterator[LineResult]:

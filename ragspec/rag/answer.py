@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ragspec.config import PassageOrder
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.wording import abstains
 
@@ -85,7 +86,8 @@ class Answer:
     `dropped_passages` were retrieved but did not fit the context. For every citation `c`, `text[c.start:c.end]` equals the
     passage's `text[c.passage_start:c.passage_end]`. `sentences`: every sentence with its label, except one that says that the
     passages hold no answer; empty without passages. `unknown_quotations`: [start, end) of text inside quotation marks that
-    stands in no passage.
+    stands in no passage. `ranks`: of `passages` in the search, the best is 1; empty for an iterative answer.
+    `passage_order` as in `GenerationConfig`.
     """
 
     question: str
@@ -99,6 +101,8 @@ class Answer:
     stats: AnswerStats
     sentences: tuple[AnswerSentence, ...] = ()
     unknown_quotations: tuple[tuple[int, int], ...] = ()
+    ranks: tuple[int, ...] = ()
+    passage_order: PassageOrder = "rank"
 
     @property
     def abstained(self) -> bool:

@@ -101,7 +101,8 @@ class Pipeline(Closeable):
         config = settings_of(config)
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording)
+        order = config.generation.passage_order
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens, config.wording, order)
         settings = config.retriever
         return cls(
             retriever,

@@ -235,6 +235,8 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
         support.sentences,
         support.unknown_quotations,
+        prepared.prompt.ranks,
+        prepared.prompt.order,
     )
 
 
@@ -271,4 +273,4 @@ def params_of_each(
 
 @functools.lru_cache(8)
 def default_params(config: GenerationConfig) -> SamplingParams:
-    return SamplingParams(**config.model_dump())
+    return SamplingParams(**config.model_dump(exclude={"passage_order"}))

@@ -40,11 +40,11 @@ def citation_fields(answer: Answer, citation_format: CitationFormat) -> dict[str
     return _FORMATS[citation_format](answer)
 
 
-def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
-    """The passages of the prompt, with their numbers there."""
+def passages_of(passages: Sequence[Passage], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The passages of the prompt, with their numbers there and their ranks in the search."""
     return [
-        {"number": number} | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
-        for number, passage in enumerate(passages, 1)
+        {"number": number, "rank": rank} | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
+        for number, (passage, rank) in enumerate(zip(passages, ranks, strict=True), 1)
     ]
 
 
