@@ -33,6 +33,8 @@ from ragspec.rag.pipeline_stages import HasId, StagedPipeline
 from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.manifest import read_generation
 
+_WINDOW = 256
+"""Questions that are retrieved ahead of the engine, which answers those with the same passages one after the other."""
 _CHANGES_NO_TEXT = {"index_dir", "pointer", "fail_closed", "gpu_memory_bytes"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -77,7 +79,7 @@ class RagTask(Task):
         from ragspec.rag.pipeline import AsyncPipeline, PipelineLimits
 
         assert runtime.retriever is not None, "a job with an index has a retriever"
-        limits = PipelineLimits(max_in_flight=runtime.max_in_flight)
+        limits = PipelineLimits(max_in_flight=runtime.max_in_flight, window=_WINDOW)
         return AsyncPipeline(runtime.retriever, runtime.engine, runtime.prompts, limits).stages
 
     def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> HasId:

@@ -400,6 +400,9 @@ class EngineConfig(ConfigSection):
         return self
 
 
+PassageOrder = Literal["rank", "shared"]
+
+
 class GenerationConfig(ConfigSection):
     """Defaults of a question; see `ragspec.core.SamplingParams`."""
 
@@ -413,6 +416,9 @@ class GenerationConfig(ConfigSection):
     """The same seed gives the same text; null: a new seed for each question."""
     verbatim_quotes: bool = True
     """Quotes are held to their passages while they are written, letter for letter."""
+    passage_order: PassageOrder = "rank"
+    """Order of the passages in a prompt; "rank": best first; "shared": by document and place, so that questions about the
+    same passages share the reading of them. The best are kept either way, and the text may differ."""
 
 
 class SpeculationConfig(ConfigSection):

@@ -30,7 +30,7 @@ from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
-from ragspec.retrieval.batching_retriever import BatchingRetriever
+from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.retriever import Retriever
@@ -113,7 +113,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
             _database_of(config, "conversations"), ttl_s=config.service.conversations.ttl_s
         )
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
-        self.retriever: RetrieverLike = batching or retriever
+        self.retriever: RetrieverLike = CachingRetriever(batching or retriever, lambda: retriever.generation)
         self.encoder: TextEncoder = retriever.encoder
         self.models = {name: self._served(name, loaded) for name, loaded in models.items()}
         self.target = self.models[self.model]

@@ -115,7 +115,7 @@ class Job:
     @property
     def defaults(self) -> SamplingParams:
         """The parameters of rows that have none."""
-        return SamplingParams(**self.config.generation.model_dump(exclude={"seed"}))
+        return SamplingParams(**self.config.generation.model_dump(exclude={"seed", "passage_order"}))
 
 
 def run_job(job: Job, task: Task, output: OutputFolder | None = None) -> Summary:
@@ -152,6 +152,10 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     summary = Summary(task.row_noun, price_per_hour=job.price_per_hour)
     begun = output.begun() if job.resume else {}
     config = task.config_of_begun(backend.config, begun)
+    if begun and "passage_order" not in begun.get("generation", {}):  # begun before there was another order, or by rank
+        config = config.model_copy(
+            update={"generation": config.generation.model_copy(update={"passage_order": "rank"})}
+        )
     target = _target_of_begun(config.target, begun)
     if target.dtype == "bfloat16" and not job.backend.cluster:  # job.json names the type that computes
         from ragspec.engine.target import with_available_dtype  # Why here: it imports torch
@@ -190,8 +194,9 @@ def _target_of_begun(target: TargetConfig, begun: Mapping[str, Any]) -> TargetCo
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
     folder, numerics = Path(target_folder(config.target)), config.target.numerics_dtype
-    # Jobs from before quotes were held to their passages do not name `verbatim_quotes`
-    not_named = {"seed"} if config.generation.verbatim_quotes else {"seed", "verbatim_quotes"}
+    # Jobs from before quotes were held to their passages, or passages had another order, do not name these settings
+    unnamed = {"verbatim_quotes": False, "passage_order": "rank"}
+    not_named = {"seed", *(name for name, value in unnamed.items() if getattr(config.generation, name) == value)}
     try:  # a model hub's name has no digest
         digest = files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:

@@ -40,6 +40,8 @@ def answer_result(answer: Answer) -> RowResult:
         "sentences": [asdict(sentence) for sentence in answer.sentences],
         "unknown_quotations": [list(span) for span in answer.unknown_quotations],
         "passages": [passage.id for passage in answer.passages],
+        "ranks": list(answer.ranks),
+        "passage_order": answer.passage_order,
         "dropped_passages": [passage.id for passage in answer.dropped_passages],
         "index_generation": answer.stats.index_generation,
         "stats": _stats(answer.stats.generation) | times,

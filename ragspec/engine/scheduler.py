@@ -1,7 +1,8 @@
 """The scheduler: which sequences take part in the next step, and which KV pages they may use.
 
 Tenants take turns; within a tenant, first come, first served. Running sequences take part in every step within its token
-budget, prompts in chunks that measured costs size; waiting sequences are admitted while pages are free. When pages run out,
+budget, prompts in chunks that measured costs size; waiting sequences are admitted while pages are free. A sequence whose prompt
+begins as a prompt that is being read waits for the common part, which is then not computed twice. When pages run out,
 cached prefixes are evicted first; then the youngest running sequence of the tenant that runs most is preempted, goes back to the
 head of its queue and is computed again later: same key, same tokens. A tenant that runs fewer sequences than others preempts
 theirs. Offloaded keys and values are read back in the place of a prompt's chunks. Computes no forward.
@@ -15,6 +16,7 @@ import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Container
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -39,6 +41,10 @@ _CHUNKS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 204
 """Rows of prompts that a step may have beside sequences that decode, if not all of its budget."""
 _PROMPT_SPEED = 0.9
 """Prompts are read at least at this share of the speed that the whole token budget would give."""
+_SHARED_TOKENS = 64
+"""A sequence waits for another's prompt if it has so many tokens more in common with it than are cached."""
+_LOOK_AHEAD = 16
+"""Waiting sequences of a tenant of which the first may be admitted that waits for no prompt."""
 _PAGES_AHEAD = 16
 """Pages evicted beyond the present need, so that not every step evicts."""
 
@@ -209,12 +215,20 @@ class Scheduler:
             sequence.slots = None
 
     def _admit(self) -> None:
-        while (sequence := self._next()) is not None:
+        held = set[int]()
+        while (sequence := self._next(held)) is not None:
             if len(self.running) >= self._config.max_num_seqs:
                 if not self._displace(sequence):
                     return
                 continue
             slots = self._known_prefix(sequence)
+            if (reader := self._reader_of(sequence, slots.length)) is not None and reader.slots is not None:
+                if reader.slots.length < slots.length + _SHARED_TOKENS:
+                    held.add(id(sequence))
+                else:
+                    self._remember(reader, reader.slots.length)
+                slots.release()
+                continue
             needed = self._promised(self.running) + slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
             if not self._free(needed):
                 slots.release()
@@ -232,14 +246,27 @@ class Scheduler:
             sequence.admit(slots)
             self.running.append(sequence)
 
-    def _next(self) -> Sequence | None:
-        """The first waiting sequence of the tenant that runs fewest, but none whose prompt another choice is computing."""
+    def _next(self, held: Container[int]) -> Sequence | None:
+        """The first waiting sequence of the tenant that runs fewest, but none that is held, or whose prompt another choice is
+        computing."""
         if not self.waiting:
             return None
         begun = {id(sequence.request) for sequence in self.running if sequence.num_output == 0}
-        counts = Counter(map(_tenant, self.running))
-        heads = [head for head in self.waiting.heads() if id(head.request) not in begun]
+        counts, heads = Counter(map(_tenant, self.running)), list[Sequence]()
+        for head in self.waiting.heads():
+            first = islice(self.waiting.of(_tenant(head)), _LOOK_AHEAD)
+            heads += islice((each for each in first if id(each.request) not in begun and id(each) not in held), 1)
         return min(heads, key=lambda head: counts[_tenant(head)], default=None)
+
+    def _reader_of(self, sequence: Sequence, num_known: int) -> Sequence | None:
+        """The running sequence that is reading a prompt with so much of this one's beginning that waiting for it pays."""
+        end = num_known + _SHARED_TOKENS
+        if self.prefixes is None or len(sequence.tokens) <= end:
+            return None
+        beginning, salt = sequence.tokens[:end], sequence.request.salt
+        readers = (each for each in self.running if each.num_output == 0 and each.remembered)
+        same = (each for each in readers if each.request.salt == salt and each.tokens[:end] == beginning)
+        return next(same, None)
 
     def _displace(self, sequence: Sequence) -> bool:
         """Preempt a sequence of a tenant that still runs as many as this one's tenant afterwards."""

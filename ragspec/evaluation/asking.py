@@ -98,7 +98,14 @@ class Asker(Closeable):
         words = self._config.wording.model_copy(update={"require_support": False})
         prompts = self._prompts
         pipeline = self._pipeline(
-            PromptBuilder(prompts.tokenizer, prompts.max_context_tokens, words, prompts.abstention, prompts.languages)
+            PromptBuilder(
+                prompts.tokenizer,
+                prompts.max_context_tokens,
+                words,
+                prompts.abstention,
+                prompts.languages,
+                prompts.passage_order,
+            )
         )
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ragspec.config import PassageOrder
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.wording import abstains, found_words
 
@@ -86,6 +87,8 @@ class Answer:
     passage's `text[c.passage_start:c.passage_end]`. `sentences`: every sentence with its label, except one that says that the
     passages hold no answer; empty without passages. `unknown_quotations`: [start, end) of text inside quotation marks that
     stands in no passage. `closeness`: the calibrated score of the best passage; None if there is none, or but in mode hybrid.
+    `ranks`: of `passages` in the search, the best is 1; empty for an iterative answer.
+    `passage_order` as in `GenerationConfig`.
     """
 
     question: str
@@ -100,6 +103,8 @@ class Answer:
     sentences: tuple[AnswerSentence, ...] = ()
     unknown_quotations: tuple[tuple[int, int], ...] = ()
     closeness: float | None = None
+    ranks: tuple[int, ...] = ()
+    passage_order: PassageOrder = "rank"
 
     @property
     def abstained(self) -> bool:

@@ -186,7 +186,8 @@ class Pipeline(Closeable):
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
     """`max_batch`: questions that share a retrieval; `max_lookups`: retrievals at a time; `max_in_flight`: engine requests
-    at a time, at least the engine's `max_num_seqs` to keep it full; `max_waiting`: questions queued before each stage.
+    at a time, at least the engine's `max_num_seqs` to keep it full; `max_waiting`: questions queued before each stage;
+    `window`: prompts that wait for the engine at most, those that begin alike one after the other; 1: in the order of arrival.
 
     Raises: ConfigError.
     """
@@ -195,6 +196,7 @@ class PipelineLimits:
     max_lookups: int = 1
     max_in_flight: int = 64
     max_waiting: int = 32
+    window: int = 1
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -229,7 +231,13 @@ class AsyncPipeline:
                 group=attrgetter("num_passages", "scope"),
             ),
             PipelineStage("prompt", build_requests, limits.max_batch),
-            PipelineStage("generate", generate, num_workers=limits.max_in_flight),
+            PipelineStage(
+                "generate",
+                generate,
+                num_workers=limits.max_in_flight,
+                order=attrgetter("request.prompt_ids") if limits.window > 1 else None,
+                window=limits.window,
+            ),
             PipelineStage("cite", cite, limits.max_batch),
         )
         self.stages = StagedPipeline(stages, max_waiting=limits.max_waiting)

@@ -12,6 +12,7 @@ A stage whose next queue is full waits, and so do all stages before it and the s
 from __future__ import annotations
 
 import asyncio
+import bisect
 import inspect
 import time
 from collections.abc import (
@@ -26,6 +27,7 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from ragspec.errors import EngineError
@@ -113,7 +115,8 @@ class PipelineStage:
 
     A plain function runs in the stage's threads, a coroutine function in the event loop; at most `num_workers` batches run at
     once. Only values with equal `group` share a call. If `work` raises for several values, each is tried alone, so that one bad
-    item does not fail its neighbours; except an EngineError, which concerns them all.
+    item does not fail its neighbours; except an EngineError, which concerns them all. With an `order`, up to `window` values wait
+    for the stage, and the next value is the first in that order behind the last one taken; at the end it begins anew.
     """
 
     name: str
@@ -121,6 +124,8 @@ class PipelineStage:
     max_batch: int = 1
     num_workers: int = 1
     group: Callable[[Any], Hashable] = lambda _: None
+    order: Callable[[Any], Any] | None = None
+    window: int = 256
 
 
 class StagedPipeline:
@@ -147,6 +152,26 @@ class _QueuedItem:
     entered_s: float = 0.0
 
 
+class _OrderedQueue(asyncio.Queue[_QueuedItem]):
+    """As `PipelineStage.order` says."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        assert stage.order is not None
+        self._order, self._last = stage.order, None
+        super().__init__(stage.window)
+
+    def _init(self, maxsize: int) -> None:
+        self._queue: list[tuple[Any, _QueuedItem]] = []
+
+    def _put(self, item: _QueuedItem) -> None:
+        bisect.insort(self._queue, (self._order(item.value), item), key=itemgetter(0))
+
+    def _get(self) -> _QueuedItem:
+        at = 0 if self._last is None else bisect.bisect_left(self._queue, self._last, key=itemgetter(0))
+        self._last, item = self._queue.pop(at % len(self._queue))
+        return item
+
+
 class _EndOfRun(NamedTuple):
     """Every item has its result, or (`error`) something other than an item failed."""
 
@@ -158,7 +183,9 @@ class _StageRun:
 
     def __init__(self, stages: tuple[PipelineStage, ...], metrics: tuple[StageMetrics, ...], max_waiting: int) -> None:
         self._stages, self._metrics = stages, metrics
-        self._queues = [asyncio.Queue[_QueuedItem](max_waiting) for _ in stages]
+        self._queues = [
+            _OrderedQueue(each) if each.order else asyncio.Queue[_QueuedItem](max_waiting) for each in stages
+        ]
         self._results = asyncio.Queue[ItemResult[Any] | _EndOfRun](max_waiting)
         self._executors: list[ThreadPoolExecutor] = []
         self._tasks: list[asyncio.Task[None]] = []

@@ -14,11 +14,11 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
 
-from ragspec.config import DEFAULT_ADAPTER, PipelineConfig, PromptConfig
+from ragspec.config import DEFAULT_ADAPTER, PassageOrder, PipelineConfig, PromptConfig
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.abstention import AbstentionFit
@@ -50,11 +50,37 @@ _PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`passages[i]` has the number i + 1 in the prompt; `dropped` passages did not fit."""
+    """`passages[i]` has the number i + 1 in the prompt and is the `ranks[i]`-th best; `dropped` passages did not fit."""
 
     prompt_ids: tuple[int, ...]
     passages: tuple[Passage, ...] = ()
     dropped: tuple[Passage, ...] = ()
+    ranks: tuple[int, ...] = ()
+    order: PassageOrder = "rank"
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: tuple[int, ...],
+        ranked: Sequence[Passage],
+        dropped: Sequence[Passage],
+        order: PassageOrder,
+        **more: Any,
+    ) -> Self:
+        """The prompt that shows the `ranked` passages, best first, in this order."""
+        passages, ranks = in_order(ranked, order)
+        return cls(prompt_ids, passages, tuple(dropped), ranks, order, **more)
+
+
+def in_order(ranked: Sequence[Passage], order: PassageOrder) -> tuple[tuple[Passage, ...], tuple[int, ...]]:
+    """Passages, given best first, as a prompt shows them; and their ranks, from 1.
+
+    In the order "shared" a passage's place depends on the passages alone, so prompts with the same first passages share a prefix.
+    """
+    places = list(range(len(ranked)))
+    if order == "shared":
+        places.sort(key=lambda place: (ranked[place].document_id, ranked[place].start, ranked[place].ordinal))
+    return tuple(ranked[place] for place in places), tuple(place + 1 for place in places)
 
 
 class PromptBuilder:
@@ -72,10 +98,12 @@ class PromptBuilder:
         words: PromptConfig | None = None,
         abstention: AbstentionFit | None = None,
         languages: Collection[str] = (),
+        passage_order: PassageOrder = "rank",
     ) -> None:
         """`languages`: codes of those that the target answers in; empty: not known."""
         words, self.abstention = words or PromptConfig(), abstention or AbstentionFit()
         self.languages = languages
+        self.passage_order: PassageOrder = passage_order
         self.quotes_first = words.layout != "short"
         """Whether answers begin with a verbatim quote."""
         self.require_support = words.require_support
@@ -97,7 +125,8 @@ class PromptBuilder:
         """In the words of a configuration, with the abstention that was fitted to its adapter. Raises: ModelError."""
         adapter = config.target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
-        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(adapter), languages)
+        order = config.generation.passage_order
+        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(adapter), languages, order)
 
     def unknown_language(self, question: str) -> str:
         """The name of the question's language if the target does not know it, or an empty text."""
@@ -132,22 +161,28 @@ class PromptBuilder:
         self._check(messages)
         room = self.max_context_tokens - max_tokens
         *wider, passages = widths(passages)
+        order: PassageOrder = "rank" if question_first else self.passage_order
+
+        def tokens(shown: Sequence[Passage]) -> tuple[int, ...]:
+            context = [self.context(in_order(shown, order)[0])] if shown else []
+            return self._encode(self._merge_context([*messages, *context], question_first))
+
         for shown in filter(None, (*wider, passages)):  # all of them fit, most of the time
-            longer_ids = self._encode(self._merge_context([*messages, self.context(shown)], question_first))
+            longer_ids = tokens(shown)
             if len(longer_ids) <= room:
-                return Prompt(longer_ids, tuple(shown))
-        prompt_ids = self._encode(self._merge_context(messages, question_first))
+                return Prompt.of(longer_ids, shown, (), order)
+        prompt_ids = tokens(())
         if len(prompt_ids) > room:
             raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
         fitting, high = 0, len(passages) - 1
         while fitting < high:
             tried = (fitting + high + 1) // 2
-            longer_ids = self._encode(self._merge_context([*messages, self.context(passages[:tried])], question_first))
+            longer_ids = tokens(passages[:tried])
             if len(longer_ids) <= room:
                 fitting, prompt_ids = tried, longer_ids
             else:
                 high = tried - 1
-        return Prompt(prompt_ids, tuple(passages[:fitting]), tuple(passages[fitting:]))
+        return Prompt.of(prompt_ids, passages[:fitting], passages[fitting:], order)
 
     def context(self, passages: Sequence[Passage]) -> Message:
         """The message of numbered passages that follows their question."""

@@ -246,6 +246,8 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         support.sentences,
         support.unknown_quotations,
         prepared.closeness if passages else None,
+        prepared.prompt.ranks,
+        prepared.prompt.order,
     )
 
 
@@ -282,4 +284,4 @@ def params_of_each(
 
 @functools.lru_cache(8)
 def default_params(config: GenerationConfig) -> SamplingParams:
-    return SamplingParams(**config.model_dump())
+    return SamplingParams(**config.model_dump(exclude={"passage_order"}))

@@ -1,4 +1,5 @@
-"""Encoding and searching for many requests at once: queries that arrive during a call share the next call.
+"""Encoding and searching for many requests: queries that arrive during a call share the next call, and recent queries are
+answered from memory.
 
 Owns the two threads that call the index. Results are bit for bit those of separate calls.
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
 from ragspec.retrieval.retriever import RetrievalResult
@@ -22,6 +24,10 @@ from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, S
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
 MAX_QUERIES = 32
+_KEPT_OF_TENANT, _KEPT_IN_ALL = 1000, 8192
+"""Results that are kept of a tenant, and of all tenants."""
+_MOST_PASSAGES, _MOST_CHARS = 16, 4096
+"""Passages of such a result, and characters of its query and filter."""
 
 Key = TypeVar("Key")
 Item = TypeVar("Item")
@@ -174,6 +180,48 @@ class BatchingRetriever:
     def close(self) -> None:
         """Waiting callers get `EngineClosed` as soon as the running call has ended. The index stays open."""
         self._batcher.close()
+
+
+class _Searching(Protocol):
+    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult: ...
+
+
+class CachingRetriever:
+    """A `RetrieverLike` that keeps the results of each tenant's latest queries, of one generation of the index.
+
+    Queries are equal if text, number of passages, tenant and filter are. Safe to call from several threads.
+    """
+
+    def __init__(self, retriever: _Searching, generation: Callable[[], str]) -> None:
+        """`generation`: names the generation that the retriever would search now."""
+        self._retriever, self._current, self._generation = retriever, generation, ""
+        self._lock, self._num_kept = threading.Lock(), 0
+        self._results: defaultdict[str, OrderedDict[str, RetrievalResult]] = defaultdict(OrderedDict)
+
+    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
+        """As the retriever, whose errors it raises."""
+        key, generation = repr((queries, k, scope.filter)), self._current()
+        with self._lock:
+            if generation != self._generation:  # deleted passages leave the memory, too
+                self._generation, self._num_kept = generation, 0
+                self._results.clear()
+            if kept := self._results.get(scope.tenant, {}).get(key):
+                self._results[scope.tenant].move_to_end(key)
+                return kept._replace(passages=[*map(list, kept.passages)])
+        result = self._retriever.retrieve(queries, k, scope)
+        if not result.missing and k * len(queries) <= _MOST_PASSAGES and len(key) <= _MOST_CHARS:
+            self._keep(scope.tenant, key, result)
+        return result._replace(passages=[*map(list, result.passages)])
+
+    def _keep(self, tenant: str, key: str, result: RetrievalResult) -> None:
+        with self._lock:
+            if result.generation != self._generation or key in self._results[tenant]:
+                return
+            self._results[tenant][key] = result
+            self._num_kept += 1
+            if len(self._results[tenant]) > _KEPT_OF_TENANT or self._num_kept > _KEPT_IN_ALL:
+                max(self._results.values(), key=len).popitem(last=False)
+                self._num_kept -= 1
 
 
 def _encode(index: IndexLike, parts: list[Sequence[str]]) -> list[list[Query]]:

@@ -52,13 +52,13 @@ def citation_fields(answer: Answer, citation_format: CitationFormat, base_url: s
     return _FORMATS[citation_format](answer, base_url)
 
 
-def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
-    """The passages of the prompt, with their numbers there."""
+def passages_of(passages: Sequence[Passage], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The passages of the prompt, with their numbers there and their ranks in the search."""
     return [
-        {"number": number}
+        {"number": number, "rank": rank}
         | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
         | {"page": passage.page or None, "url": view_url(passage.document_id, passage.start, passage.end)}
-        for number, passage in enumerate(passages, 1)
+        for number, (passage, rank) in enumerate(zip(passages, ranks, strict=True), 1)
     ]
 
 

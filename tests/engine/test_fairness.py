@@ -186,3 +186,20 @@ def test_more_tenants_than_rows_take_turns(tiny: Tiny) -> None:
     rows = [waiting.step() for _ in range(6)]
     assert [sum(each.values()) for each in rows] == [32] * 6
     assert all(sum(each.get(f"t{number}", 0) for each in rows) >= 3 for number in range(48))
+
+
+def test_prompts_that_begin_alike_are_read_once(tiny: Tiny) -> None:
+    """Questions about the same passages that came together each read them; or one waited for the end of a long prompt."""
+    shared = [5 + i * i % 50 for i in range(100)]
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=5, ignore_eos=True)
+    requests = [Request(f"r{i}", (*shared, 60, 61, 62 + i), params, salt="ann") for i in range(6)]
+    requests += [Request("long", (*shared, *range(40, 90), *range(40, 90)), params, salt="ann")]
+    requests += [Request("other", (*shared, 60, 61, 62), params, salt="bob")]
+    with tiny_engine(tiny(), num_kv_slots=2048, max_num_seqs=16, max_num_batched_tokens=32) as engine:
+        completions = engine.generate(requests)
+        for completion, request in zip(completions, requests, strict=True):
+            assert completion.token_ids == decode(engine.target, request.prompt_ids, params).token_ids
+        engine.check_integrity()
+    cached = {c.request_id: c.stats.num_cached_tokens for c in completions}
+    assert cached["r0"] == cached["other"] == 0
+    assert cached["long"] >= 64 and all(cached[f"r{i}"] >= 64 for i in range(1, 6))

@@ -30,7 +30,11 @@ INT8 = {**PRODUCT, "x": "*i16", "weight": "*i8", "row_scales": FLOATS, "scales":
 ATTENTION = {
     **dict.fromkeys(("queries", "keys", "values", "out"), BF16),
     **dict.fromkeys(("tiles", "seen_slots", "context_end", "path_start", "row_length"), INTS),
-    "part_states": FLOATS, "part_sums": FLOATS, "arrivals": "*i32", "scale": "fp32", "softcap": "fp32",
+    "part_states": FLOATS,
+    "part_sums": FLOATS,
+    "arrivals": "*i32",
+    "scale": "fp32",
+    "softcap": "fp32",
     **dict.fromkeys(("window", "num_rows", "num_heads", "num_kv_heads", "head_dim", "stored_dim"), "i32"),
 }
 TILES = [(16, 32, 128, 4, 5), (16, 64, 64, 4, 3), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 128, 128, 8, 3)]

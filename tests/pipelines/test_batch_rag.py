@@ -155,6 +155,23 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
     assert json.loads((out / "job.json").read_text())["retriever"]["fusion"] == "learned"
 
 
+def with_order(begun: Job, order: str) -> Job:
+    generation = begun.config.generation.model_copy(update={"passage_order": order})
+    return replace(begun, config=begun.config.model_copy(update={"generation": generation}))
+
+
+def test_a_job_begun_without_an_order_of_passages_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
+    """Half of a job's prompts had another order; or a job was refused for a setting from after it."""
+    begun = job(place, write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out")
+    run_job(begun, RagTask())
+    assert "passage_order" not in json.loads((begun.out / "job.json").read_text())["generation"]
+    run_job(with_order(begun, "shared"), RagTask())
+    run_job(replace(with_order(begun, "shared"), resume=False), RagTask())
+    assert json.loads((begun.out / "job.json").read_text())["generation"]["passage_order"] == "shared"
+    with pytest.raises(ConfigError, match="holds a job"):
+        run_job(begun, RagTask())
+
+
 def test_a_job_keeps_tenants_apart_and_its_generation(
     place: Path, served: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

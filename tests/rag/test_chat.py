@@ -228,6 +228,29 @@ def test_a_follow_up_is_completed_from_questions_and_cited_titles_and_never_from
     assert titles <= {passage.title for shown in ready.history.shown for passage in shown.passages}
 
 
+def test_a_conversation_keeps_the_order_of_its_passages(
+    asking: Asking, retriever: Retriever, store: ConversationStore, target: Target
+) -> None:
+    """A setting that changed in the course of a conversation made its whole history another prompt."""
+    shared = Asking(
+        Chat(retriever, PromptBuilder(target.tokenizer, CONTEXT, passage_order="shared"), store),
+        asking.engine,
+        asking.switch,
+    )
+    question, follow_up = QUESTION, "Where does the river rise, in which hills?"
+    new, answer = shared(turn(question, num_passages=3), "Perhaps.")
+    best = new.prompt.passages[new.prompt.ranks.index(1)]
+    assert new.prompt.order == answer.passage_order == "shared" and answer.ranks == new.prompt.ranks
+    assert ids(new.prompt.passages) == sorted(ids(new.prompt.passages)) and best != new.prompt.passages[0]
+    for later in (asking, shared):  # with the setting by rank, too
+        ready = later.chat.prepare(turn(question, "Perhaps.", follow_up))
+        assert ready.prompt.order == "shared" and ready.prompt.prompt_ids[:99] == new.prompt.prompt_ids[:99]
+        assert ready.prompt.history[0].passages == new.prompt.passages
+        assert best.document_id in ids(ready.prompt.passages)  # carried over as the best
+    begun, _ = asking(turn(QUESTION, num_passages=3), QUOTE)  # another answer, so another conversation
+    assert shared.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP)).prompt.order == begun.prompt.order == "rank"
+
+
 def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(
     asking: Asking, retriever: Retriever, prompts: PromptBuilder
 ) -> None:

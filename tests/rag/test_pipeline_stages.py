@@ -204,6 +204,23 @@ async def test_what_waits_is_worked_on_together() -> None:
     assert metrics.to_dict()["num_batches"] == 3
 
 
+async def test_values_that_are_alike_come_one_after_the_other() -> None:
+    """Prompts about one document came to the engine days apart; or the first ones in their order were never overtaken."""
+    gate, seen = asyncio.Event(), list[int]()
+
+    async def work(values: list[Number]) -> list[Number]:
+        await gate.wait()
+        seen.extend(number.value for number in values)
+        return values
+
+    stage = PipelineStage("s", work, order=lambda number: number.value % 5, window=20)
+    task = asyncio.ensure_future(collected(StagedPipeline((stage,), max_waiting=8), aiter_of(numbers(23)[3:])))
+    await settled()
+    gate.set()
+    await task
+    assert seen == [3, 8, 13, 18, 4, 9, 14, 19, 5, 10, 15, 20, 6, 11, 16, 21, 7, 12, 17, 22]
+
+
 async def aiter_of(items: list[Number]) -> AsyncIterator[Number]:
     """The first alone, the others as fast as they are taken."""
     for item in items:

@@ -143,6 +143,26 @@ def test_the_question_may_come_before_passages_that_change() -> None:
     assert "Did it rain?" in texts[0][:common]
 
 
+def test_the_shared_order_depends_on_the_passages_alone() -> None:
+    """Two questions about the same passages read them twice; or the best passage was cut because of its place."""
+    passages = [
+        Passage(name, n, f"{name} {n}. " * 40, start, start + 9)
+        for name, n, start in (("b", 1, 90), ("a", 0, 0), ("b", 0, 0), ("a", 1, 90))
+    ]
+    builder = PromptBuilder(CHAT, 2048, passage_order="shared")
+    prompt = builder.build("Did it rain?", passages, 96)
+    assert [p.id for p in prompt.passages] == ["a#0", "a#1", "b#0", "b#1"] and prompt.ranks == (2, 4, 3, 1)
+    assert text_of(CHAT, prompt.prompt_ids).index("[1] a 0.") < text_of(CHAT, prompt.prompt_ids).index("[4] b 1.")
+    other = builder.build("Did it rain?", passages[::-1], 96)
+    assert other.prompt_ids == prompt.prompt_ids and other.ranks == (3, 1, 2, 4)
+    room = len(builder.build("Did it rain?", passages[:2], 96).prompt_ids) + 96
+    short = PromptBuilder(CHAT, room, passage_order="shared").build("Did it rain?", passages, 96)
+    assert {p.id for p in short.passages} == {"b#1", "a#0"} and short.ranks == (2, 1)
+    assert short.dropped == tuple(passages[2:])
+    by_rank = PromptBuilder(CHAT, 2048).build("Did it rain?", passages, 96)
+    assert by_rank.passages == tuple(passages) and by_rank.ranks == (1, 2, 3, 4)
+
+
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None, max_examples=40)
 @given(question=PARTS.map("".join), passage=PARTS.map("".join))

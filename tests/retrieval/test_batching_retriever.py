@@ -13,9 +13,10 @@ from letter_encoder import LetterEncoder
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import EngineClosed, InputError, RetrievalError
-from ragspec.retrieval.batching_retriever import BatchingRetriever, RequestBatcher
+from ragspec.retrieval import batching_retriever
+from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever, RequestBatcher
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
 from ragspec.retrieval.search.index_types import Query
 from ragspec.retrieval.search.segment_search import SearchScope
 
@@ -85,6 +86,48 @@ def test_closing_ends_the_wait(index: CountingRetriever, joined: BatchingRetriev
         for future in (first, second):
             with pytest.raises(EngineClosed):
                 future.result(WAIT_S)
+
+
+def test_a_recent_question_is_not_searched_again(store: Store) -> None:
+    """Each repeated question cost the encoder; or one tenant, filter or number of passages was answered with another's."""
+    index = CountingRetriever(LetterEncoder(), store, RetrieverConfig(mode="hybrid"), follow=False)
+    index.may_go, index.encoded = threading.Event(), []
+    index.may_go.set()
+    kept = CachingRetriever(index, lambda: index.generation)
+    first = [kept.retrieve([text], k, scope) for text, k, scope in ASKED]
+    first[0].passages[0].clear()  # a caller's list is the caller's
+    num_encoded = len(index.encoded)
+    again = [kept.retrieve([text], k, scope) for text, k, scope in ASKED]
+    assert len(index.encoded) == num_encoded
+    assert again == [index.retrieve([text], k, scope) for text, k, scope in ASKED]
+
+
+def test_a_new_generation_empties_the_memory_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passages of a deleted document were shown, or kept for ever; a tenant with many questions cost others theirs."""
+    monkeypatch.setattr(batching_retriever, "_KEPT_IN_ALL", 3)
+    asked: list[str] = []
+    generation, missing = "1", ()
+
+    class Numbered:
+        def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
+            asked.extend(queries)
+            return RetrievalResult([[]], generation, missing)
+
+    kept = CachingRetriever(Numbered(), lambda: generation)
+    for text, tenant in (
+        ("a", "ann"),
+        ("b", "bob"),
+        ("c", "bob"),
+        ("d", "bob"),
+        ("a", "ann"),
+        ("b", "bob"),
+        ("d", "bob"),
+    ):
+        kept.retrieve([text], 1, SearchScope(tenant))
+    assert asked == ["a", "b", "c", "d", "b"]
+    generation, missing = "2", ("segment-1",)
+    assert [kept.retrieve(["a"], 1, SearchScope("ann")).generation for _ in range(2)] == ["2", "2"]
+    assert asked[5:] == ["a", "a"]  # an incomplete result is not kept
 
 
 WAIT_S = 10.0

@@ -27,7 +27,7 @@ def terms(text: str) -> tuple[str, ...]:
 
 def features(question: str, passage: Passage) -> Features:
     weights = QueryWeights.of(question, terms(question), TermStatistics(10))
-    return Relevance(terms).features(weights, passage, (ListPlace(0.5, 0.9), ListPlace(0.0, 0.0)))
+    return Relevance(terms).features(weights, [passage], [(ListPlace(0.5, 0.9), ListPlace(0.0, 0.0))])[0]
 
 
 def found(folder: Path, documents: list[Document], question: str, **options: object) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ragspec.config import ChatConfig
+from ragspec.config import ChatConfig, PassageOrder
 from ragspec.core import Passage, Request, check_text
 from ragspec.errors import RagspecError, RetrievalError, StoreError
 from ragspec.rag.answer import Answer
@@ -108,7 +108,8 @@ class Chat:
         else:  # Why without passages: they bring the instruction to answer from them
             context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
-        prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
+        order = history.order or self._prompts.passage_order
+        prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens, order)
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
@@ -145,7 +146,10 @@ class Chat:
         turn, history = prepared.turn, prepared.history
         tenant, keys = turn.scope.tenant, history.keys
         cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
-        shown = ShownPassages(answer.passages, prepared.generation, cited)
+        ranks = answer.ranks if answer.passage_order == "shared" else ()
+        if ranks and not cited:  # the best passage is carried over, and is not the first
+            cited = (answer.passages[ranks.index(1)].id,)
+        shown = ShownPassages(answer.passages, prepared.generation, cited, ranks)
         is_stored = False
         try:
             if turn.conversation:
@@ -175,12 +179,12 @@ class Chat:
             self.conversations.forget_documents(tenant, documents)
 
     def _prompt(
-        self, system: str, context: ChatContext, user_question: str, question: str, max_tokens: int
+        self, system: str, context: ChatContext, user_question: str, question: str, max_tokens: int, order: PassageOrder
     ) -> ChatPrompt:
         """With earlier turns or, if they are hidden, without; then all turns are reported as dropped."""
         is_hidden = self._config.history == "hidden"
         history, asked = ((), question) if is_hidden else (context.history, user_question)
-        prompt = build_chat_prompt(self._prompts, system, history, asked, context.passages, max_tokens)
+        prompt = build_chat_prompt(self._prompts, system, history, asked, context.passages, max_tokens, order)
         if not is_hidden:
             return prompt
         passages = tuple(passage for turn in context.history for passage in turn.passages)

@@ -62,11 +62,13 @@ class QaPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShownPassages:
-    """The passages of one prompt, in order, and their index generation. `cited`: ids of the passages that the answer cites."""
+    """The passages of one prompt, in order, and their index generation. `cited`: ids of the passages that the answer cites.
+    `ranks`: of the passages in the order "shared"; empty in the order "rank", and in turns from before there was another."""
 
     passages: tuple[Passage, ...]
     generation: str = ""
     cited: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,9 @@ class ConversationStore:
         self, tenant: str, key: str, shown: ShownPassages, *, conversation: str = "", earlier: Sequence[str] = ()
     ) -> None:
         """Replace the passages of a turn, and mark the `earlier` turns as used. Raises: SaveError, StoreCorrupt."""
-        now, text = self._clock(), json.dumps([asdict(passage) for passage in shown.passages])
-        cited = json.dumps(shown.cited)
+        ranks = [{"rank": rank} for rank in shown.ranks] or [{}] * len(shown.passages)
+        rows = [asdict(passage) | rank for passage, rank in zip(shown.passages, ranks, strict=True)]
+        now, text, cited = self._clock(), json.dumps(rows), json.dumps(shown.cited)
         with self._writing(tenant) as db:
             _delete_shown(db, tenant, key)
             row = (tenant, key, conversation, now, len(text), shown.generation, cited, text)
@@ -229,8 +232,10 @@ class ConversationStore:
     def _read(self, passages: str, generation: str, cited: str) -> ShownPassages:
         try:
             kinds = {False: Passage, True: JoinedPassage}
-            read = tuple(kinds["hit_start" in fields](**_with_blocks(fields)) for fields in json.loads(passages))
-            return ShownPassages(read, generation, tuple(json.loads(cited)))
+            rows = json.loads(passages)
+            ranks = tuple(fields.pop("rank") for fields in rows if "rank" in fields)
+            read = tuple(kinds["hit_start" in fields](**_with_blocks(fields)) for fields in rows)
+            return ShownPassages(read, generation, tuple(json.loads(cited)), ranks)
         except (ValueError, TypeError) as cause:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ragspec.config import PassageOrder
 from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong
-from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.rag.prompt import Prompt, PromptBuilder, in_order
 from ragspec.retrieval.expansion import widths
 
 _STEP = 4
@@ -60,8 +61,10 @@ def build_chat_prompt(
     question: str,
     passages: Sequence[Passage],
     max_tokens: int,
+    order: PassageOrder = "rank",
 ) -> ChatPrompt:
-    """The longest prompt that leaves room for `max_tokens` of output. Passages have neighbours only where nothing is dropped.
+    """The longest prompt that leaves room for `max_tokens` of output. Passages, given best first, have neighbours only where
+    nothing is dropped.
 
     Raises: InputError for a text no tokenizer should see; PromptTooLong if system and question alone do not fit.
     """
@@ -70,15 +73,15 @@ def build_chat_prompt(
     unanswered = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
     history = [turn if turn.answer.strip() else turn.without_passages() for turn in history]
     *wider, passages = widths(passages)
-    fitting = (
-        some for some in wider if len(prompts.tokens(_messages(prompts, system, history, question, some))) <= room
-    )
-    passages = next(fitting, passages)
+
+    def tokens_of(turns: Sequence[PastTurn], shown: Sequence[Passage]) -> tuple[int, ...]:
+        return prompts.tokens(_messages(prompts, system, turns, question, in_order(shown, order)[0]))
+
+    passages = next((some for some in wider if len(tokens_of(history, some)) <= room), passages)
 
     @functools.cache
     def tokens(cut: _Truncation) -> tuple[int, ...]:
-        turns = _remaining_turns(history, cut)
-        return prompts.tokens(_messages(prompts, system, turns, question, passages[: len(passages) - cut.num_passages]))
+        return tokens_of(_remaining_turns(history, cut), passages[: len(passages) - cut.num_passages])
 
     cut = _Truncation(0, 0, 0)
     if len(tokens(cut)) > room:
@@ -88,13 +91,14 @@ def build_chat_prompt(
         cut = _smallest_fitting(lambda cut: len(tokens(cut)) <= room, len(history), len(passages))
     num_kept = len(passages) - cut.num_passages
     dropped = [*oversized, *history[: max(cut.num_turns, cut.num_without_passages)]]
-    return ChatPrompt(
+    return ChatPrompt.of(
         tokens(cut),
-        tuple(passages[:num_kept]),
-        tuple(passages[num_kept:]),
-        tuple(_remaining_turns(history, cut)),
-        len(oversized) + cut.num_turns,
-        (*unanswered, *(passage for turn in dropped for passage in turn.passages)),
+        passages[:num_kept],
+        passages[num_kept:],
+        order,
+        history=tuple(_remaining_turns(history, cut)),
+        num_dropped_turns=len(oversized) + cut.num_turns,
+        dropped_history=(*unanswered, *(passage for turn in dropped for passage in turn.passages)),
     )
 
 

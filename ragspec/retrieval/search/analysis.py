@@ -17,6 +17,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ragspec.config import NO_STOP_WORDS, AnalyzerConfig
@@ -132,6 +133,8 @@ _PROBE = (
 )
 _SCRIPT_PROBES = ("Τα βιβλία των παιδιών", "книги читались детьми", "الكتب والمدارس", "புத்தகங்கள் வீடுகள்")
 _WORD = r"[\p{Alphabetic}\p{M}\p{N}]+"  # Why not tantivy's simple tokenizer: it splits हिन्दी at its virama
+_ASCII_RUN = re.compile(r"[^\x00-/:-@\[-`{-\x7f]+")
+_WORDS_KEPT, _LONGEST_KEPT = 65_536, 64
 
 
 class Analyzer:
@@ -142,7 +145,6 @@ class Analyzer:
         self.config, self.rules = config, rules
         base = config if config.language != "auto" else config.model_copy(update={"language": "english"})
         self._words = _word_analyzer(base)
-        self._ascii_words = _word_analyzer(base, is_ascii=True)
         # a language is known by its stop words
         self._whole = _word_analyzer(base.model_copy(update={"stop_words": False}))
         self._detector = LanguageDetector(self._whole.analyze) if config.language == "auto" else None
@@ -170,7 +172,7 @@ class Analyzer:
         if not text.isascii():
             text = _normalized(text, self.rules)
         if text.isascii():
-            return self._with_own_stems(text, self._ascii_words.analyze(text), own_only)
+            return self._with_own_stems(text, self._words.analyze(text), own_only)
         runs = _UNSPACED.findall(text)
         spaced = _UNSPACED.sub(" ", text) if runs else text
         terms = self._with_own_stems(spaced, self._words.analyze(spaced), own_only)
@@ -205,9 +207,27 @@ def _normalized(text: str, rules: int) -> str:
     return unicodedata.normalize("NFKC", _REMOVED.sub("", text)).replace("İ", "i")
 
 
+class _WordAnalyzer(dict[str, list[str]]):
+    """The terms of the latest words. A word ends at ASCII punctuation or white space, and the tokenizer may cut it further."""
+
+    def __init__(self, analyzer: tantivy.TextAnalyzer) -> None:
+        super().__init__()
+        self._analyzer = analyzer
+
+    def analyze(self, text: str) -> list[str]:
+        return list(chain.from_iterable(map(self.__getitem__, _ASCII_RUN.findall(text))))
+
+    def __missing__(self, word: str) -> list[str]:
+        terms = self._analyzer.analyze(word)
+        if len(word) <= _LONGEST_KEPT:
+            if len(self) >= _WORDS_KEPT:
+                self.clear()
+            self[word] = terms
+        return terms
+
+
 @cache
-def _word_analyzer(config: AnalyzerConfig, is_ascii: bool = False) -> tantivy.TextAnalyzer:
-    """`is_ascii`: for such texts only; the same words in two thirds of the time."""
+def _word_analyzer(config: AnalyzerConfig) -> _WordAnalyzer:
     import tantivy  # Why here: training and evaluation import this module without it
 
     filters = [tantivy.Filter.remove_long(_MAX_TERM_BYTES), tantivy.Filter.lowercase()]
@@ -219,8 +239,7 @@ def _word_analyzer(config: AnalyzerConfig, is_ascii: bool = False) -> tantivy.Te
         filters.append(tantivy.Filter.stemmer(config.language))
     if config.language in _FOLDED:
         filters.append(tantivy.Filter.ascii_fold())
-    tokenizer = tantivy.Tokenizer.simple() if is_ascii else tantivy.Tokenizer.regex(_WORD)
-    builder = tantivy.TextAnalyzerBuilder(tokenizer)
+    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(_WORD))
     for each in filters:
         builder = builder.filter(each)
-    return builder.build()
+    return _WordAnalyzer(builder.build())

@@ -64,7 +64,7 @@ class RoundedRows(NamedTuple):
     """Rows [first, first + K) in 8 bits, and how far the score of each can be from its canonical score.
 
     A vector is about its scale times its numbers times the widths of the coordinates. Why widths: a few coordinates of a language
-    model's states are far larger than the others.
+    model's states are far larger than the others. `longest`: the greatest length of a vector divided by the widths.
     Shapes: numbers [K, E] int8; float32 scales [K], errors [K] and widths [E].
     """
 
@@ -73,6 +73,7 @@ class RoundedRows(NamedTuple):
     scales: FloatArray
     errors: FloatArray
     widths: FloatArray
+    longest: float
 
     @classmethod
     def of(cls, vectors: FloatArray, first: int) -> RoundedRows:
@@ -87,35 +88,44 @@ class RoundedRows(NamedTuple):
             scales = np.max(np.abs(own / widths), axis=1) / np.float32(127)
             scales[scales == 0] = 1.0
             numbers = np.rint(own / widths / scales[:, None]).astype(np.int8)
-            errors = np.linalg.norm(own - numbers * scales[:, None] * widths, axis=1)
+            restored = numbers * scales[:, None]
+            errors = np.linalg.norm(own - restored * widths, axis=1)
+            lengths = np.linalg.norm(restored, axis=1)
+            longest = float(np.max(lengths, where=np.isfinite(lengths), initial=0.0))
         # scores and errors are sums in float32, as is a query times the widths; a hundredth for norms that are not quite 1
-        return cls(first, numbers, scales, 1.01 * (errors + np.float32(float32_error_bound(own.shape[1] + 4))), widths)
+        errors = 1.01 * (errors + np.float32(float32_error_bound(own.shape[1] + 4)))
+        return cls(first, numbers, scales, errors, widths, longest)
 
     def bounds(self, queries: FloatArray, allowed: Mask | None) -> FloatArray:
         """The most that each canonical score can be. Shapes: queries [B, E] -> [B, K]; -inf where a row is not allowed."""
-        bounds = np.empty((len(queries), len(self.numbers)), np.float32)
-        _bound_scores(self.numbers, self.scales, self.errors, queries * self.widths, bounds)
+        bounds, wide = np.empty((len(queries), len(self.numbers)), np.float32), queries * self.widths
+        with np.errstate(invalid="ignore", over="ignore"):  # as in `of`
+            most = min(32767, (2**31 - 1) // (127 * wide.shape[1]))
+            steps = np.max(np.abs(wide), axis=1) / np.float32(most)
+            steps[steps == 0] = 1.0
+            rounded = np.rint(wide / steps[:, None]).astype(np.int16)
+            lost = (
+                1.01 * self.longest * np.linalg.norm(wide - rounded * steps[:, None], axis=1)
+            )  # by Cauchy and Schwarz
+        _bound_scores(self.numbers, self.scales, self.errors, rounded, steps, lost.astype(np.float32), bounds)
         if allowed is not None:
             bounds[:, ~allowed[self.first : self.first + len(self.numbers)]] = -np.inf
         return bounds
 
 
-@compiled(nogil=True, fastmath={"reassoc", "contract"})
-def _bound_scores(numbers: Any, scales: Any, errors: Any, queries: Any, bounds: Any) -> None:
+@compiled(nogil=True)
+def _bound_scores(numbers: Any, scales: Any, errors: Any, queries: Any, steps: Any, lost: Any, bounds: Any) -> None:
     """The most that each score can be. All queries share the reading of a row.
 
-    Why fastmath: the errors cover any order of summation.
-    Shapes: [K, E], two [K], [B, E]; out: [B, K].
+    Queries have 16 bits, so that a product with 8 takes one instruction; a sum has at most 31.
+    Shapes: [K, E], two [K], [B, E], two [B]; out: [B, K].
     """
-    wide = np.empty(numbers.shape[1], np.float32)
     for row in range(numbers.shape[0]):
-        for i in range(numbers.shape[1]):
-            wide[i] = numbers[row, i]
         for query in range(queries.shape[0]):
-            total = np.float32(0)
+            total = np.int32(0)
             for i in range(numbers.shape[1]):
-                total += wide[i] * queries[query, i]
-            bounds[query, row] = total * scales[row] + errors[row]
+                total = np.int32(total + np.int32(numbers[row, i]) * np.int32(queries[query, i]))
+            bounds[query, row] = np.float32(total) * (steps[query] * scales[row]) + (errors[row] + lost[query])
 
 
 class ExactIndex:

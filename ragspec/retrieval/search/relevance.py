@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, islice, pairwise
 from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragspec.core import Passage
 from ragspec.retrieval.chunking import sentences
 from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.bm25 import TermStatistics, idf
 from ragspec.retrieval.search.segment_search import SearchHit
+
+TermSets = NDArray[np.uint64]
+"""Sets of a query's terms, a bit for each."""
 
 RANK_OFFSET = 60
 """Of reciprocal ranks."""
@@ -86,6 +91,7 @@ class QueryWeights(NamedTuple):
 
     terms: tuple[str, ...]
     weight_of: dict[str, float]
+    bit_of: dict[str, int]
     highest_bm25: float
     identifiers: tuple[str, ...]
 
@@ -98,21 +104,27 @@ class QueryWeights(NamedTuple):
         names = [name.group().rstrip(".-") for name in islice(_IDENTIFIER.finditer(text), _MOST_READ)]
         parts = dict.fromkeys(part for name in names for part in (name, name.rpartition(".")[2]) if part)
         weight_of = {term: rarity[term] / total for term in sorted(set(read))}
-        return cls(tuple(read), weight_of, highest, tuple(sorted(islice(parts, _MOST_READ))))
+        bit_of = {term: 1 << number for number, term in enumerate(weight_of)}
+        return cls(tuple(read), weight_of, bit_of, highest, tuple(sorted(islice(parts, _MOST_READ))))
 
-    def in_text(self, terms: Iterable[str]) -> AbstractSet[str]:
-        """The query's terms among these."""
-        return self.weight_of.keys() & terms
+    def in_text(self, terms: Iterable[str]) -> int:
+        """The query's terms among these, as a set of bits."""
+        return sum(self.bit_of[term] for term in self.bit_of.keys() & terms)
 
-    def covered(self, found: AbstractSet[str]) -> float:
-        """The weight of some of the query's terms. Why fsum: its result does not depend on the order."""
-        return math.fsum([self.weight_of[term] for term in found])
+    def covered(self, found: TermSets) -> NDArray[np.float64]:
+        """The weight of each set of the query's terms. Why fsum: its result does not depend on the order."""
+        distinct, places = np.unique(found, return_inverse=True)
+        weights = list(zip(self.bit_of.values(), self.weight_of.values(), strict=True))
+        sums = [math.fsum(weight for bit, weight in weights if own & bit) for own in distinct.tolist()]
+        return np.array(sums)[places.reshape(found.shape)]
 
-    def paired(self, pairs: Collection[tuple[str, str]]) -> float:
-        """The share of the query's pairs of neighbours, by their weights."""
-        own = [(pair in pairs, self.weight_of[pair[0]] + self.weight_of[pair[1]]) for pair in pairwise(self.terms)]
-        total = sum(weight for _, weight in own)
-        return sum(weight for is_found, weight in own if is_found) / total if total else 0.0
+    def paired(self, texts: Iterable[Sequence[int]]) -> list[float]:
+        """The share of the query's pairs of neighbours, by their weights, that are neighbours in each text. A text holds the
+        bit of each of its terms, 0 for a term that is not the query's."""
+        own = [(self.bit_of[a], self.bit_of[b], self.weight_of[a] + self.weight_of[b]) for a, b in pairwise(self.terms)]
+        total = sum(weight for _, _, weight in own) or 1.0
+        pairs = ({pair for pair in pairwise(bits) if pair[0] and pair[1]} for bits in texts)
+        return [sum(weight for a, b, weight in own if (a, b) in found) / total for found in pairs]
 
 
 class ListPlace(NamedTuple):
@@ -146,43 +158,80 @@ def hits_to_read(fused: Sequence[SearchHit], depth: int) -> list[SearchHit]:
 
 
 class _ReadText(NamedTuple):
-    """A passage's sentences as terms and as their first characters; its pairs of neighbouring terms; and all its terms."""
+    """A passage's terms after an empty one; the places where its sentences with a term begin among them, after 0; and the first
+    characters of all its sentences."""
 
-    sentences: tuple[tuple[str, ...], ...]
+    terms: tuple[str, ...]
+    starts: tuple[int, ...]
     beginnings: tuple[str, ...]
-    pairs: frozenset[tuple[str, str]]
-    terms: frozenset[str]
 
 
 class Relevance:
     """Reads passages and keeps what it read of the latest. Safe to call from several threads."""
 
     def __init__(self, terms: Callable[[str], tuple[str, ...]]) -> None:
-        self._terms = lru_cache(_TEXTS_KEPT)(terms)
+        self._terms_of, self._terms = terms, lru_cache(_TEXTS_KEPT)(terms)
         self._read = lru_cache(_TEXTS_KEPT)(self._read_text)
 
-    def features(self, query: QueryWeights, passage: Passage, places: Sequence[ListPlace]) -> Features:
-        """`places`: in the list by meaning and in the list by words."""
-        read, title = self._read(passage.text), self._terms(passage.title)
-        heading, last = self._terms(passage.heading), self._terms(passage.heading.rpartition(SEPARATOR)[2])
-        above = frozenset(query.in_text((*title, *heading)))
-        found = {frozenset(query.in_text(own)) for own in read.sentences}
-        first, begun = ({above.union(query.in_text(own[:n])) for own in read.sentences} for n in _FIRST_TERMS)
-        meaning, words = places
-        return Features(
-            meaning.score,
-            words.score / query.highest_bm25,
-            meaning.earliness,
-            words.earliness,
-            max(map(query.covered, found), default=0.0),
-            query.covered(query.in_text(heading)),
-            sum(term in query.weight_of for term in last) / len(last) if last else 0.0,
-            query.paired(read.pairs),
-            max(map(query.covered, first or (above,))),
-            max(map(query.covered, begun or (above,))),
-            max(map(query.covered, {above | own for own in found} or (above,))),
-            max((_named(query.identifiers, own) for own in read.beginnings), default=0.0),
+    def features(
+        self, query: QueryWeights, passages: Sequence[Passage], places: Sequence[Sequence[ListPlace]]
+    ) -> list[Features]:
+        """`places` of each passage: in the list by meaning and in the list by words."""
+        if not passages:
+            return []
+        texts = [self._read(passage.text) for passage in passages]
+        titles = [self._terms(passage.title) for passage in passages]
+        headings = [self._terms(passage.heading) for passage in passages]
+        bits = [[query.bit_of.get(term, 0) for term in text.terms] for text in texts]
+        above = [query.in_text((*title, *heading)) for title, heading in zip(titles, headings, strict=True)]
+        most, paired = self._most_covered(query, texts, bits, above), query.paired(bits)
+        in_heading = query.covered(np.array([*map(query.in_text, headings)], np.uint64))
+        found = []
+        for number, (passage, (meaning, words)) in enumerate(zip(passages, places, strict=True)):
+            last = self._terms(passage.heading.rpartition(SEPARATOR)[2])
+            sentence, defined, begun, told = most[number]
+            found.append(
+                Features(
+                    meaning.score,
+                    words.score / query.highest_bm25,
+                    meaning.earliness,
+                    words.earliness,
+                    sentence,
+                    float(in_heading[number]),
+                    sum(term in query.weight_of for term in last) / len(last) if last else 0.0,
+                    paired[number],
+                    defined,
+                    begun,
+                    told,
+                    max((_named(query.identifiers, own) for own in texts[number].beginnings), default=0.0),
+                )
+            )
+        return found
+
+    def _most_covered(
+        self, query: QueryWeights, texts: Sequence[_ReadText], bits: Sequence[Sequence[int]], above: Sequence[int]
+    ) -> list[list[float]]:
+        """The most of the query in a sentence of each text, and in the text's titles with a sentence's first four terms, with its
+        first eight, and with all of them.
+
+        Shapes: -> [K, 4].
+        """
+        own = np.fromiter(chain.from_iterable(bits), np.uint64)  # [T]
+        num_terms, num_sentences = ([len(part) for part in parts] for parts in (bits, [text.starts for text in texts]))
+        begins = np.cumsum(num_terms) - num_terms  # [K]
+        starts = np.fromiter(chain.from_iterable(text.starts for text in texts), np.int64) + np.repeat(
+            begins, num_sentences
         )
+        place = np.arange(len(own)) - np.repeat(starts, np.diff(starts, append=len(own)))  # in its sentence
+        first, begun, whole = (
+            np.bitwise_or.reduceat(np.where(place < n, own, 0), starts) for n in (*_FIRST_TERMS, len(own))
+        )  # [sentences]
+        over = np.repeat(np.array(above, np.uint64), num_sentences)
+        covered = query.covered(np.stack([whole, over | first, over | begun, over | whole]))  # [4, sentences]
+        best: list[list[float]] = np.maximum.reduceat(
+            covered, np.cumsum(num_sentences) - num_sentences, axis=1
+        ).T.tolist()
+        return best
 
     def read(
         self,
@@ -192,11 +241,9 @@ class Relevance:
         rankings: Sequence[Sequence[SearchHit]],
     ) -> list[ReadHit]:
         """`rankings`: the first hits by meaning and by words, of which `hits` are some."""
-        places = [_Places(ranking) for ranking in rankings]
-        return [
-            ReadHit(hit, passage, self.features(query, passage, [own.of(hit) for own in places]))
-            for hit, passage in zip(hits, passages, strict=True)
-        ]
+        lists = [_Places(ranking) for ranking in rankings]
+        features = self.features(query, passages, [[own.of(hit) for own in lists] for hit in hits])
+        return [*map(ReadHit, hits, passages, features)]
 
     def ordered(self, read: Sequence[ReadHit], fused: Sequence[SearchHit], depth: int) -> list[SearchHit]:
         """At most `depth` passages: first the read ones by relevance, without those that repeat a better one; then the others in
@@ -218,16 +265,18 @@ class Relevance:
 
         Why the headings: the same words about two products or two options are two facts.
         """
-        own, above = self._read(passage.text).terms, (passage.title, passage.heading)
+        own, above = frozenset(self._read(passage.text).terms[1:]), (passage.title, passage.heading)
         others = (other.text for other in earlier if (other.title, other.heading) == above)
-        return any(_are_alike(own, self._read(other).terms) for other in others)
+        return any(_are_alike(own, frozenset(self._read(other).terms[1:])) for other in others)
 
     def _read_text(self, text: str) -> _ReadText:
-        spans = sentences(text)
-        own = tuple(self._terms(text[start:end]) for start, end in spans)
-        whole = [term for each in own for term in each]
+        terms, starts, spans = [""], [0], sentences(text)
+        for start, end in spans:
+            if own := self._terms_of(text[start:end]):
+                starts.append(len(terms))
+                terms += own
         beginnings = tuple(text[start : min(end, start + _FIRST_CHARS)] for start, end in spans)
-        return _ReadText(own, beginnings, frozenset(pairwise(whole)), frozenset(whole))
+        return _ReadText(tuple(terms), tuple(starts), beginnings)
 
 
 def _named(identifiers: Sequence[str], beginning: str) -> float:

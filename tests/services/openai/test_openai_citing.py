@@ -100,8 +100,8 @@ def test_every_span_is_string_identical(text: str, num_cited: int) -> None:
     """A span of answer, passage or document named other characters than the two others."""
     told = answer(text)
     assert len(told.citations) == num_cited
-    shown = passages_of(told.passages)
-    assert [each["number"] for each in shown] == [1, 2]
+    shown = passages_of(told.passages, (2, 1))
+    assert [(each["number"], each["rank"]) for each in shown] == [(1, 2), (2, 1)]
     for citation in citations_of(told):
         cited = text[citation["start"] : citation["end"]]
         source = shown[citation["passage"] - 1]
