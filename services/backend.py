@@ -62,8 +62,6 @@ class ServedEngine(EngineLike, Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
-    def purge(self, salt: str) -> None: ...
-
 
 class LoadedModel(NamedTuple):
     """An engine and its target's tokenizer."""
@@ -250,7 +248,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
     """The deployment's configuration, with the service, chat, sampling, prompts and number of passages of `given`."""
-    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields if name != "chat"}
     said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
     parts["generation"] = deployed.generation.model_copy(update=said)
     words = {name: getattr(given.prompts, name) for name in given.prompts.model_fields_set}

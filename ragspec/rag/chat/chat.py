@@ -3,8 +3,7 @@
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
     >>> turn = ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), conversation_id)
     >>> prepared = chat.prepare(turn)
-    >>> answer = build_answer(prepared, engine.generate([prepared.request])[0])
-    >>> chat.remember(prepared, answer)
+    >>> (answer,), is_kept = chat.answers(prepared, engine.generate([prepared.request]))
 
 A client either names a conversation that the store keeps, or sends all messages every time. In both cases the store finds the
 passages of earlier turns, by a digest of the turns.
@@ -17,10 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ragspec.config import ChatConfig
-from ragspec.core import Passage, Request, check_text
+from ragspec.core import Completion, Passage, Request, check_text
 from ragspec.errors import RagspecError, RetrievalError, StoreError
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
@@ -29,7 +27,7 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -41,12 +39,6 @@ _PREDICTED_CHARS = 16
 """Characters of a prediction that are read for each token that may be written: four times as many as most texts have."""
 _MAX_COPIED_TURNS = 4
 """Earlier turns that may be copied from when the prompt has none."""
-
-
-class ChatEngine(EngineLike, Protocol):
-    """An engine that can empty the caches of a salt."""
-
-    def purge(self, salt: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class Chat:
         prompts: PromptBuilder,
         conversations: ConversationStore | None,
         config: ChatConfig | None = None,
-        engine: ChatEngine | None = None,
+        engine: EngineLike | None = None,
     ) -> None:
         """Without `conversations` nothing is stored. `engine`: generates the answers, and may rewrite questions."""
         self.conversations = conversations
@@ -119,6 +111,12 @@ class Chat:
         said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
         own = turn, question, history, num_deletions
         return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
+
+    def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
+        """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
+        answers = [build_answer(prepared, completion) for completion in completions]
+        is_first = bool(completions) and not completions[0].choice
+        return answers, is_first and self.remember(prepared, answers[0])
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""

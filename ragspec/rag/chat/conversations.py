@@ -64,7 +64,7 @@ class QaPair(NamedTuple):
 class ShownPassages:
     """The passages of one prompt, in order, and their index generation. `cited`: ids of the passages that the answer cites."""
 
-    passages: tuple[Passage, ...]
+    passages: tuple[Passage | JoinedPassage, ...]
     generation: str = ""
     cited: tuple[str, ...] = ()
 
