@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from ragspec.config import PipelineConfig
 from ragspec.core import Request, Say, log_progress
@@ -32,6 +32,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics, Telemetry
@@ -110,6 +111,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         )
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = batching or retriever
+        self._searched, self._opened = retriever, cast(Store | None, None)
         self.encoder: TextEncoder = retriever.encoder
         self.models = {name: self._served(name, loaded) for name, loaded in models.items()}
         self.target = self.models[self.model]
@@ -144,6 +146,14 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         """Why an engine or the encoder of this process is lost; empty as long as they compute."""
         parts = (*(model.engine for model in self.models.values()), self.encoder)
         return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
+
+    def store(self) -> Store:
+        """The current generation of the index, with its documents. Raises: StoreError."""
+        searched = self._searched.store
+        if searched.only is None:
+            return searched
+        self._opened = self._opened.refreshed() if self._opened else Store.open(searched.index_dir)
+        return self._opened
 
     def close(self) -> None:
         for close in self._closing:

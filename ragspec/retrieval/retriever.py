@@ -97,6 +97,11 @@ class Retriever:
         return self._current().store.generation
 
     @property
+    def store(self) -> Store:
+        """The current generation; without segments if they are searched elsewhere. Raises: StoreError."""
+        return self._current().store
+
+    @property
     def is_elsewhere(self) -> bool:
         return False
 
