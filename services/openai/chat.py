@@ -25,6 +25,7 @@ from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
+from services.openai import tools
 from services.openai.answer_fields import TokenTexts, citation_fields, passages_of, support_of
 from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, GenerationResponse, ResponseSender
 from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
@@ -63,6 +64,9 @@ async def write(
     body: ChatBody, context: RequestContext, parts: ChatParts, form: type[ChatFormat], sender: ResponseSender
 ) -> None:
     """Raises: ApiError, RagspecError."""
+    if body.uses_tools:
+        await tools.write(body, context, parts.token_texts[context.model.name], sender)
+        return
     if is_inline(body):
         ready = prepare(body, context)
     else:

@@ -74,14 +74,14 @@ class Chat:
         self._prompts, self._config = prompts, config or ChatConfig()
         self._retriever = ChatRetriever(retriever, self._config)
         self._rewriter = QueryRewriter(self._config, prompts, engine)
-        self._caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
+        self.caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
         self._num_deletions = Counter[str]()  # by tenant
 
     def prepare(self, turn: ChatTurn) -> PreparedTurn:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError if the target rewrites."""
         system, given, user_question = split_messages(turn.messages)
         check_text(user_question, "the question")
-        self._caches.note(turn.scope.tenant, turn.salt)
+        self.caches.note(turn.scope.tenant, turn.salt)
         num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
         begin = time.perf_counter()
@@ -150,7 +150,7 @@ class Chat:
         Raises: SaveError, StoreError; the caches are emptied in any case.
         """
         self._num_deletions[tenant] += 1
-        self._caches.purge(tenant)
+        self.caches.purge(tenant)
         if self.conversations is not None:
             self.conversations.forget_documents(tenant, documents)
 
