@@ -166,3 +166,28 @@ def test_a_template_without_tools_is_said_to_have_none(api: openai.OpenAI) -> No
     """Tools that a model never sees."""
     with pytest.raises(openai.BadRequestError, match="chat template does not write calls"):
         api.chat.completions.create(**asked())
+
+
+def test_langchains_agents_get_their_calls(tool_service: Service) -> None:
+    """A call that LangChain cannot parse, whole or from its chunks; a result that it sends back and is refused."""
+    langchain = pytest.importorskip("langchain_openai", reason="the package langchain-openai is not installed")
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    chat = langchain.ChatOpenAI(
+        model=MODEL,
+        base_url=f"{tool_service.url}/v1",
+        api_key=tool_service.keys.trusted,
+        max_tokens=300,
+        seed=3,
+        temperature=0,
+    )
+    agent = chat.bind_tools(TOOLS, tool_choice="light")
+    question = HumanMessage("Light in the kitchen, please.")
+    answer = agent.invoke([question])
+    chunks = list(agent.stream([question]))
+    for told in (answer, sum(chunks[1:], chunks[0])):
+        (call,) = told.tool_calls
+        assert call["name"] == "light" and not told.invalid_tool_calls
+        jsonschema.validate(call["args"], LIGHT)
+    result = ToolMessage("done", tool_call_id=answer.tool_calls[0]["id"])
+    assert chat.bind_tools(TOOLS).invoke([question, answer, result], max_tokens=8) is not None
