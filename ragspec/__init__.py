@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from ragspec.core import Passage as Passage
     from ragspec.core import SamplingParams as SamplingParams
     from ragspec.errors import RagspecError as RagspecError
+    from ragspec.evaluation.asking import evaluate as evaluate
     from ragspec.rag.answer import Answer as Answer
+    from ragspec.rag.answer import AnswerStream as AnswerStream
+    from ragspec.rag.chat.conversations import ConversationStore as ConversationStore
+    from ragspec.rag.chat.session import ChatSession as ChatSession
     from ragspec.rag.grammar.grammar import Grammar as Grammar
     from ragspec.rag.iterative.pipeline import IterativePipeline as IterativePipeline
     from ragspec.rag.pipeline import AsyncPipeline as AsyncPipeline
@@ -31,7 +35,10 @@ _NAMES = {
     "ragspec.config": "PipelineConfig load_config",
     "ragspec.core": "Citation Document Passage SamplingParams",
     "ragspec.errors": "RagspecError",
-    "ragspec.rag.answer": "Answer",
+    "ragspec.evaluation.asking": "evaluate",
+    "ragspec.rag.answer": "Answer AnswerStream",
+    "ragspec.rag.chat.conversations": "ConversationStore",
+    "ragspec.rag.chat.session": "ChatSession",
     "ragspec.rag.grammar.grammar": "Grammar",
     "ragspec.rag.iterative.pipeline": "IterativePipeline",
     "ragspec.rag.pipeline": "AsyncPipeline Pipeline",

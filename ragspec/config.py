@@ -476,6 +476,7 @@ class PipelineConfig(ConfigSection):
     generation: GenerationConfig = GenerationConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     prompts: PromptConfig = PromptConfig()
+    chat: ChatConfig = ChatConfig()
 
     @property
     def wording(self) -> PromptConfig:
@@ -489,7 +490,6 @@ class PipelineConfig(ConfigSection):
 
 Settings = TypeVar("Settings", bound=PipelineConfig)
 _OTHER_SECTIONS = {
-    "chat": "ragspec.config ChatConfig",
     "service": "services.settings ServiceSettings",
     "topology": "ragspec.cluster.topology Topology",
 }

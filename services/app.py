@@ -9,6 +9,7 @@ Owns the order of middleware, the web pages with the headers that keep foreign c
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from services import health
 from services.backend import ServiceBackend
-from services.errors import ApiError, ClientGone, validation_error
+from services.errors import MCP, ApiError, ClientGone, validation_error
 from services.gateway import SECURITY_HEADERS, AuthMiddleware
 from services.keys import KeyStore
 from services.languagetool import routes as languagetool
@@ -48,6 +49,10 @@ def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     for part in (openai_routes, health, stores, languagetool):  # the busiest are matched first
         app.include_router(part.routes(backend))
     app.include_router(page_routes())
+    if find_spec("mcp") is not None:
+        from services.mcp import McpRoute
+
+        app.add_route(MCP, McpRoute(backend), methods=["POST"])
     app.add_exception_handler(HTTPException, _raise_http_error)
     app.add_exception_handler(RequestValidationError, _raise_validation_error)
     if backend.telemetry is not None:

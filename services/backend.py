@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from ragspec.config import PipelineConfig
 from ragspec.core import Request, Say, log_progress
@@ -33,6 +33,7 @@ from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics, Telemetry
@@ -63,8 +64,6 @@ class ServedEngine(EngineLike, Protocol):
     def submit(self, request: Request, listener: Listener) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...
-
-    def purge(self, salt: str) -> None: ...
 
 
 class LoadedModel(NamedTuple):
@@ -114,6 +113,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         )
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = CachingRetriever(batching or retriever, lambda: retriever.generation)
+        self._searched, self._opened = retriever, cast(Store | None, None)
         self.encoder: TextEncoder = retriever.encoder
         self.models = {name: self._served(name, loaded) for name, loaded in models.items()}
         self.target = self.models[self.model]
@@ -149,6 +149,14 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         """Why an engine or the encoder of this process is lost; empty as long as they compute."""
         parts = (*(model.engine for model in self.models.values()), self.encoder)
         return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
+
+    def store(self) -> Store:
+        """The current generation of the index, with its documents. Raises: StoreError."""
+        searched = self._searched.store
+        if searched.only is None:
+            return searched
+        self._opened = self._opened.refreshed() if self._opened else Store.open(searched.index_dir)
+        return self._opened
 
     def close(self) -> None:
         for close in self._closing:
@@ -253,7 +261,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
     """The deployment's configuration, with the service, chat, sampling, prompts and number of passages of `given`."""
-    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields if name != "chat"}
     said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
     parts["generation"] = deployed.generation.model_copy(update=said)
     words = {name: getattr(given.prompts, name) for name in given.prompts.model_fields_set}

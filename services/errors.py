@@ -1,4 +1,5 @@
-"""Every error as a client sees it: OpenAI's JSON body, or one line of plain text under /v2, as LanguageTool writes it.
+"""Every error as a client sees it: OpenAI's JSON body, one line of plain text under /v2, as LanguageTool writes it, or
+JSON-RPC's at /mcp.
 
     {"error": {"message": "...", "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}}
 
@@ -20,6 +21,9 @@ from ragspec import errors as library
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+MCP = "/mcp"
+"""The address of the tools for agents."""
+_MCP_CODE = -32000
 _RETRY_AFTER_S = 5.0
 _MAX_PARAM_CHARS = 256
 _TYPES = {401: INVALID, 403: INVALID, 429: "requests", 500: SERVER, 503: SERVER}
@@ -80,7 +84,12 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         if is_languagetool(path):
             return PlainTextResponse(f"Error: {self.message}".encode("utf-8", "replace"), self.status, headers)
-        return Response(json.dumps(self.body()), self.status, headers, "application/json")
+        body = (
+            {"jsonrpc": "2.0", "id": None, "error": {"code": _MCP_CODE, "message": self.message}}
+            if path == MCP
+            else self.body()
+        )
+        return Response(json.dumps(body), self.status, headers, "application/json")
 
 
 def is_languagetool(path: str) -> bool:
@@ -131,6 +140,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first: Mapping[str, Any] = errors[0] if errors else {"loc": (), "msg": "the request is not valid"}
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not JSON")
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    is_placed = tuple(first["loc"][:1]) in (("body",), ("query",), ("path",), ("header",))  # as FastAPI names it
+    param = ".".join(map(str, first["loc"][is_placed:]))
     param = param[:_MAX_PARAM_CHARS]  # an unknown key is as long as its client likes
     return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param or None)

@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ragspec.config import ChatConfig, ConfigSection, DraftingConfig, EngineConfig, PipelineConfig, TargetConfig
+from ragspec.config import ConfigSection, DraftingConfig, EngineConfig, PipelineConfig, TargetConfig
 
 DEFAULT_PORT = 8000
 MIN_KV_TOKENS = 64
@@ -143,7 +143,6 @@ class ServiceSettings(ConfigSection):
 class ServiceConfig(PipelineConfig):
     """The whole configuration of a service."""
 
-    chat: ChatConfig = ChatConfig()
     service: ServiceSettings = ServiceSettings()
 
     @model_validator(mode="after")

@@ -153,6 +153,9 @@ class SharedEngine:
     def stream(self, request: Request) -> AsyncIterator[Delta]:
         return self.engine.stream(request)
 
+    def purge(self, salt: str) -> None:
+        self.engine.purge(salt)
+
     def close(self) -> None:
         """Does nothing: the engine stays open."""
 

@@ -279,6 +279,23 @@ def serve(
     run_serve(config, given, on_cluster, address, verbose=verbose)
 
 
+@app.command()
+def mcp(
+    config: Config = None,
+    index: IndexOrLibrary = None,
+    target: Target = None,
+    adapter: Adapter = None,
+    data: Data = None,
+    tenant: Annotated[str, typer.Option(help="Whose documents are searched, beside those of everybody.")] = "",
+    allow_add: Annotated[bool, typer.Option("--allow-add", help="The agent may add documents.")] = False,
+) -> None:
+    """Give an agent tools over MCP's stdio: search, ask, read and list documents. Over HTTP, ragspec serve has /mcp."""
+    from ragspec.cli.serve import run_mcp
+
+    given = overrides(index=index, target=target, adapter=adapter, data_dir=data)
+    run_mcp(config, given, tenant, allow_add=allow_add)
+
+
 @app.command(context_settings=PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure: ragspec bench --suite rag --quick"""

@@ -9,7 +9,6 @@ sentence that supports it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -77,7 +76,7 @@ def run_ask(
         if as_json:
             print(json.dumps(pipeline.ask(question, params, **options).to_dict()))
             return
-        answer = asyncio.run(stream_answer(pipeline, question, params, _write, **options))
+        answer = stream_answer(pipeline, question, params, _write, **options)
     console = stdout_console()
     console.print()
     print_sources(console, answer)
@@ -97,7 +96,7 @@ def with_standard_library(
     return settings.model_copy(update={"retriever": settings.retriever.model_copy(update={"index_dir": str(folder)})})
 
 
-async def stream_answer(
+def stream_answer(
     pipeline: Pipeline | IterativePipeline,
     question: str,
     params: SamplingParams,
@@ -105,7 +104,7 @@ async def stream_answer(
     **options: Any,
 ) -> Answer:
     """Calls `show` with each piece of text and returns the whole answer. `options` are those of `Pipeline.stream`."""
-    async for piece in pipeline.stream(question, params, **options):
+    for piece in pipeline.stream(question, params, **options):
         if isinstance(piece, str):
             show(piece)
         else:

@@ -9,14 +9,12 @@ are indexed, so that the first answer comes soon.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import resource
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -238,8 +236,7 @@ class _Comparison:
 
     def _answer(self, question: str, speculation: bool, show: Callable[[str], object] = lambda _: None) -> Answer:
         tenant = uuid.uuid4().hex  # Why: a new tenant finds no cached prompt, so both runs prefill all of it
-        answer = partial(stream_answer, self._pipeline, question, self._params, speculation=speculation, tenant=tenant)
-        return asyncio.run(answer(show=show))
+        return stream_answer(self._pipeline, question, self._params, show, speculation=speculation, tenant=tenant)
 
 
 @contextmanager

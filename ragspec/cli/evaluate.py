@@ -25,7 +25,7 @@ from ragspec.cli.standard_library import NO_INDEX
 from ragspec.cli.terminal import loading, note, safe, stay_offline, stderr_console
 from ragspec.disk import saving
 from ragspec.engine.checkpoints.target_files import return_freed
-from ragspec.evaluation.asking import Asker
+from ragspec.evaluation.asking import Asker, Evaluation
 from ragspec.evaluation.measures import PeakMemory, commit, rounded
 from ragspec.evaluation.question_scores import (
     AnsweredQuestion,
@@ -45,8 +45,6 @@ from services.settings import ServiceConfig
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 _QUESTION_CHARS = 34
 _MOST_ID_CHARS = 16
-_CHECK_SEED = 7
-"""Of the check of drafts where no seed is configured."""
 
 
 class Measured:
@@ -81,7 +79,7 @@ class Measured:
             if needs_library:
                 encoder = Encoder.load(settings.encoder)
                 settings = self.settings = with_standard_library(settings, encoder, corpus or (), say)
-            asker = Asker.from_config(settings, settings.chat, encoder=encoder, retrieves=bool(asked), say=say)
+            asker = Asker.from_config(settings, encoder=encoder, retrieves=bool(asked), say=say)
         id_chars = _id_chars(lines)
         num_asked = len(asked) + sum(isinstance(line, CheckedSentence | RoutedText) for line in lines)
         with asker, loading(console, "asking") as say:
@@ -92,8 +90,7 @@ class Measured:
                 write({"config": self.name} | result.to_dict())
                 console.print(result_line(result, id_chars), no_wrap=True, overflow="ellipsis")
             if check_drafts:
-                seed = _CHECK_SEED if settings.generation.seed is None else settings.generation.seed
-                self.changed = asker.num_changed_by_drafts(self.results, seed, say)
+                self.changed = asker.num_changed_by_drafts(self.results, say)
                 memory.look()
         self.peak_mb = memory.peak_mb
 
@@ -104,18 +101,13 @@ class Measured:
     def to_dict(self) -> dict[str, Any]:
         """Flat keys, for JSON."""
         settings = self.settings
-        row: dict[str, Any] = {f"changed_by_drafts_t{temperature:g}": num for temperature, num in self.changed.items()}
-        for share in shares(self.results):
-            row |= {share.key: share.num, f"{share.key}_of": share.of}
         return {
             "config": self.name,
             "target": Path(settings.target.model).name,
             "index": settings.retriever.index_dir,
             "seed": settings.generation.seed,
             "temperature": settings.generation.temperature,
-            **row,
-            "proposed_abstain_below": proposed_threshold(self.results),
-            "p50_s": rounded(p50_s(self.results)),
+            **Evaluation(self.results, self.changed).to_dict(),
             "peak_pss_mb": rounded(self.peak_mb),
         }
 

@@ -1,4 +1,5 @@
-"""`ragspec serve`: runs the HTTP service in one process, or in front of a deployment on a cluster.
+"""`ragspec serve`: runs the HTTP service in one process, or in front of a deployment on a cluster. `ragspec mcp`: its tools for
+agents over stdio.
 
 Owns the start-up and its output. The service itself is the package `services`.
 
@@ -7,6 +8,7 @@ Owns the start-up and its output. The service itself is the package `services`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -60,14 +62,44 @@ def run_serve(
         gc.enable()
 
 
-def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *, verbose: bool) -> None:
-    corpus = None
-    if settings.retriever.index_dir and cluster is None:
-        read_pointer(configured_index_dir(settings.retriever))  # Why first: the imports below take seconds
-    if not settings.retriever.index_dir and cluster is None:
-        from ragspec.training.stdlib_corpus import kept_documents
+def run_mcp(config: Path | None, overrides: Mapping[str, Any], tenant: str, *, allow_add: bool) -> None:
+    """Serves the tools for agents over stdio until stdin ends. Checks the whole call before it loads a model.
 
-        corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
+    Raises: RagspecError.
+    """
+    settings = load_settings(ServiceConfig, config, **overrides)
+    for target in (settings.target, *settings.service.models.values()):
+        check_target(target)
+    folder = settings.service.data_dir or str(data_folder() / "mcp")
+    service = settings.service.model_copy(update={"data_dir": folder})
+    settings, corpus = settings.model_copy(update={"service": service}), _corpus_of(settings)
+    try:
+        from services.mcp import DocumentTools
+    except ModuleNotFoundError as cause:
+        raise ConfigError("ragspec mcp needs the package mcp: pip install 'ragspec[mcp]'") from cause
+    from services.keys import Caller, read_keys
+    from services.logs import start_logging
+
+    if (keys := service.keys_file) and tenant not in {record.tenant for record in read_keys(Path(keys))}:
+        raise ConfigError(f"no key of {keys} has the tenant {tenant!r}")
+    start_logging(logging.WARNING)
+    with _in_process(stderr_console(), settings, corpus) as backend:
+        tools = DocumentTools(backend, Caller("mcp", tenant), may_add=allow_add)
+        asyncio.run(tools.serve_stdio())
+
+
+def _corpus_of(settings: ServiceConfig) -> list[tuple[str, str]] | None:
+    """The standard library's docstrings, where no index is configured. Raises: StoreMissing."""
+    if settings.retriever.index_dir:
+        read_pointer(configured_index_dir(settings.retriever))  # Why first: later imports take seconds
+        return None
+    from ragspec.training.stdlib_corpus import kept_documents
+
+    return kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
+
+
+def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *, verbose: bool) -> None:
+    corpus = _corpus_of(settings) if cluster is None else None
     from services.embedded import Server, address_of, check_certificate, exit_in_time, listening
     from services.keys import KeyFile, SingleKey
     from services.logs import start_logging

@@ -147,8 +147,17 @@ class Deployment(AbstractContextManager["Deployment"]):
         config = self.config
         with self.engine() as engine, closing(self.retriever()) as retriever:
             prompts = PromptBuilder.of(load_tokenizer(config.target), engine.max_context_tokens, config)
-            num_passages = config.retriever.num_passages
-            yield Pipeline(retriever, engine, prompts, num_passages=num_passages, generation=config.generation)
+            settings = config.retriever
+            yield Pipeline(
+                retriever,
+                engine,
+                prompts,
+                num_passages=settings.num_passages,
+                generation=config.generation,
+                abstain_below=settings.abstain_below,
+                when=settings.when,
+                chat=config.chat,
+            )
 
     def status(self) -> Status:
         """Raises: EngineError if its record does not answer, which lasts some seconds when that died."""

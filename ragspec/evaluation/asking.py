@@ -3,45 +3,91 @@
 A question is asked as `ragspec ask` asks it, the turns of a conversation as the service asks them, and a sentence is corrected as
 `ragspec correct` does. A question that cannot be asked is a result of its own; it stops no other.
 
-    >>> with Asker.from_config(settings, ChatConfig()) as asker:
-    ...     results = list(asker.results(lines))
+    >>> evaluate(["questions.jsonl"], "ragspec.yaml").to_dict()
 """
 
 from __future__ import annotations
 
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
-from ragspec.config import ChatConfig, PipelineConfig
-from ragspec.core import Message, Say, log_progress
+from ragspec.config import PipelineConfig, settings_of
+from ragspec.core import Say, log_progress
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
-from ragspec.evaluation.measures import Tick, no_tick
-from ragspec.evaluation.question_scores import AnsweredQuestion, CorrectedSentence, LineResult, RoutedMessage
-from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, RoutedText, judge
+from ragspec.evaluation.measures import no_tick, rounded
+from ragspec.evaluation.question_scores import (
+    AnsweredQuestion,
+    CorrectedSentence,
+    LineResult,
+    RoutedMessage,
+    p50_s,
+    proposed_threshold,
+    shares,
+)
+from ragspec.evaluation.questions import (
+    AskedQuestion,
+    CheckedSentence,
+    Dialogue,
+    Line,
+    RoutedText,
+    judge,
+    questions_of,
+    read_lines,
+)
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import Chat
-from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Closeable, RetrieverLike, build_answer, default_params, said_completions
+from ragspec.rag.steps import Closeable, RetrieverLike, default_params
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
 
 CHECKED_TEMPERATURES = (0.0, 1.0)
 _CHECKED_TOGETHER = 16
 """Questions in a batch of the check, whose progress is shown after each."""
+_CHECK_SEED = 7
+"""Of the check of drafts where no seed is configured."""
+
+
+def evaluate(
+    files: Iterable[str | Path],
+    config: PipelineConfig | str | Path | None = None,
+    *,
+    check_drafts: bool = False,
+    say: Say = log_progress,
+) -> Evaluation:
+    """Ask the questions of JSON lines (`ragspec.evaluation.questions`) of one configuration, as `ragspec evaluate` does.
+
+    `check_drafts`: also answer without speculation, and count the answers that differ.
+    Raises: InputError for a line, ConfigError, StoreError, ModelError, EngineError.
+    """
+    lines, settings = read_lines([Path(file) for file in files]), settings_of(config)
+    with Asker.from_config(settings, retrieves=bool(questions_of(lines)), say=say) as asker:
+        results = list(asker.results(lines))
+        return Evaluation(results, asker.num_changed_by_drafts(results, say) if check_drafts else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A result for each line and turn. `changed`: answers that drafts changed, by temperature, if checked."""
+
+    results: Sequence[LineResult]
+    changed: Mapping[float, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts of `ragspec evaluate`, by its names; plain values, for JSON."""
+        row: dict[str, Any] = {f"changed_by_drafts_t{temperature:g}": num for temperature, num in self.changed.items()}
+        for share in shares(self.results):
+            row |= {share.key: share.num, f"{share.key}_of": share.of}
+        return row | {"proposed_abstain_below": proposed_threshold(self.results), "p50_s": rounded(p50_s(self.results))}
 
 
 class Asker(Closeable):
@@ -53,17 +99,15 @@ class Asker(Closeable):
         engine: Engine,
         prompts: PromptBuilder,
         config: PipelineConfig,
-        chat: ChatConfig | None = None,
     ) -> None:
         self._retriever, self._engine, self._prompts, self._config = retriever, engine, prompts, config
-        self._params, self._chat = default_params(config.generation), chat or ChatConfig()
+        self._params = default_params(config.generation)
         self._grammar = Grammar(engine, prompts)
 
     @classmethod
     def from_config(
         cls,
         config: PipelineConfig,
-        chat: ChatConfig | None = None,
         *,
         encoder: TextEncoder | None = None,
         retrieves: bool = True,
@@ -73,7 +117,7 @@ class Asker(Closeable):
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder) if retrieves else None
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config)
-        return cls(retriever, engine, prompts, config, chat)
+        return cls(retriever, engine, prompts, config)
 
     def results(self, lines: Sequence[Line]) -> Iterator[LineResult]:
         """The result of each line and turn, in order, as it is there. Raises: RagspecError, except InputError."""
@@ -87,7 +131,7 @@ class Asker(Closeable):
             else:
                 yield self._routed(line)
 
-    def num_changed_by_drafts(self, results: Sequence[LineResult], seed: int, tick: Tick = no_tick) -> dict[float, int]:
+    def num_changed_by_drafts(self, results: Sequence[LineResult], tick: Say = no_tick) -> dict[float, int]:
         """How many answers have other tokens with speculation than without, by temperature; 0 everywhere unless there is a bug.
 
         Asks the answered questions of `results` again, the turns of conversations alone. Nothing is withheld.
@@ -95,6 +139,7 @@ class Asker(Closeable):
         answered = [each for each in results if isinstance(each, AnsweredQuestion) and each.answer is not None]
         texts = [each.question.question for each in answered]
         changed = dict.fromkeys(CHECKED_TEMPERATURES, 0)
+        seed = _CHECK_SEED if self._params.seed is None else self._params.seed
         words = self._config.wording.model_copy(update={"require_support": False})
         prompts = self._prompts
         pipeline = self._pipeline(
@@ -133,37 +178,15 @@ class Asker(Closeable):
             num_passages=settings.num_passages,
             generation=self._config.generation,
             abstain_below=settings.abstain_below,
+            when=settings.when,
+            chat=self._config.chat,
         )
 
     def _converse(self, dialogue: Dialogue) -> Iterator[AnsweredQuestion]:
-        """The turns of one conversation, which a store keeps until they are asked."""
-        assert self._retriever is not None, "questions need an index"
-        with (
-            tempfile.TemporaryDirectory(prefix="ragspec-evaluate-") as folder,
-            closing(ConversationStore(Path(folder) / "conversations.sqlite")) as store,
-        ):
-            chat = Chat(self._retriever, self._prompts, store, self._chat, self._engine)
-            conversation = store.create("").id
+        with self._pipeline().chat() as chat:
             for number, asked in enumerate(dialogue.turns):
                 name = str(asked.id) if asked.id != "" else f"{dialogue.id}.{number + 1}"
-                yield _timed(name, asked, number > 0, partial(self._turn, chat, conversation, asked.question))
-
-    def _turn(self, chat: Chat, conversation: str, question: str) -> Answer:
-        settings = self._config.retriever
-        turn = ChatTurn(
-            uuid.uuid4().hex,
-            (Message("user", question),),
-            self._params,
-            conversation=conversation,
-            num_passages=settings.num_passages,
-            when=settings.when,
-            abstain_below=settings.abstain_below,
-        )
-        prepared = chat.prepare(turn)
-        (completion,) = said_completions(prepared) or self._engine.generate([prepared.request])
-        answer = build_answer(prepared, completion)
-        chat.remember(prepared, answer)
-        return answer
+                yield _timed(name, asked, number > 0, partial(chat.ask, asked.question))
 
     def _corrected(self, sentence: CheckedSentence) -> CorrectedSentence:
         params, begin = replace(self._params, max_tokens=DEFAULT_PARAMS.max_tokens), perf_counter()

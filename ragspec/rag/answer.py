@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -132,3 +135,37 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self) | {"finish_reason": self.finish_reason.value}
+
+
+class AnswerStream:
+    """Pieces of an answer's text as they are decided, then the whole answer; to be read once.
+
+    >>> for piece in pipeline.stream("When did it rain?"): ...          # without an event loop, or beside one
+    >>> async for piece in pipeline.stream("When did it rain?"): ...
+
+    Leaving the loop early cancels the request.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[str | Answer]) -> None:
+        self._pieces = pieces
+
+    def __aiter__(self) -> AsyncGenerator[str | Answer]:
+        return self._pieces
+
+    async def aclose(self) -> None:
+        await self._pieces.aclose()
+
+    def __iter__(self) -> Iterator[str | Answer]:
+        """Why a thread: a notebook's thread already runs an event loop."""
+        with ThreadPoolExecutor(1, "ragspec-stream") as thread:
+            runner = asyncio.Runner()
+            try:
+                while (piece := thread.submit(runner.run, _next(self._pieces)).result()) is not None:
+                    yield piece
+            finally:
+                thread.submit(runner.run, self._pieces.aclose()).result()
+                thread.submit(runner.close).result()
+
+
+async def _next(pieces: AsyncGenerator[str | Answer]) -> str | Answer | None:
+    return await anext(pieces, None)

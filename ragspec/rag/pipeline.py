@@ -13,9 +13,8 @@ share a call. The number of questions in the pipeline is bounded: it reads anoth
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from functools import partial
@@ -24,12 +23,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from ragspec.config import GenerationConfig, PipelineConfig, settings_of
-from ragspec.core import Completion, Delta, SamplingOptions, SamplingParams, Say, log_progress
-from ragspec.engine.client import completion_of
+from ragspec.config import ChatConfig, GenerationConfig, PipelineConfig, When, settings_of
+from ragspec.core import Completion, Message, Passage, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
-from ragspec.rag.answer import Answer
+from ragspec.rag.answer import Answer, AnswerStream
+from ragspec.rag.chat.chat import Chat
+from ragspec.rag.chat.conversations import ConversationStore
+from ragspec.rag.chat.history import ChatTurn
+from ragspec.rag.chat.session import ChatSession, SavedConversation
 from ragspec.rag.pipeline_stages import ItemResult, PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import (
@@ -47,6 +49,7 @@ from ragspec.rag.steps import (
     parse_scope,
     retrieve_passages,
     said_completions,
+    stream_answer,
 )
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
@@ -78,12 +81,14 @@ class Pipeline(Closeable):
         num_passages: int = 3,
         generation: GenerationConfig | None = None,
         abstain_below: float = 0.0,
+        when: When = "always",
+        chat: ChatConfig | None = None,
     ) -> None:
-        """`abstain_below` as in `RetrieverConfig`, which the retriever must have been made with."""
+        """`abstain_below` as in `RetrieverConfig`, which the retriever must have been made with; so is `when`, of conversations."""
         self.engine = engine
         self._retriever, self._prompts, self._num_passages = retriever, prompts, num_passages
         self._defaults = default_params(generation or GenerationConfig())
-        self._abstain_below = abstain_below
+        self._abstain_below, self._when, self._chat = abstain_below, when, chat or ChatConfig()
 
     @classmethod
     def from_config(
@@ -110,6 +115,8 @@ class Pipeline(Closeable):
             num_passages=settings.num_passages,
             generation=config.generation,
             abstain_below=settings.abstain_below,
+            when=settings.when,
+            chat=config.chat,
         )
 
     def ask(self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]) -> Answer:
@@ -137,50 +144,93 @@ class Pipeline(Closeable):
             for completion in (said_completions(each) or islice(completions, len(each.request.choices)))
         ]
 
-    async def stream(
+    def stream(
         self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]
-    ) -> AsyncIterator[str | Answer]:
+    ) -> AnswerStream:
         """Pieces of text as they are decided, then the whole answer; one choice. Options as in `ask_many`.
 
-        Leaving the loop early cancels the request. Raises: InputError, PromptTooLong, EngineError.
+        The loop raises: InputError, PromptTooLong, EngineError.
         """
         options["n"] = 1
-        # Why a thread: encoder and tokenizer would stop other streams for milliseconds
-        (prepared,) = await asyncio.to_thread(self._prepare, [question], params, **options)
-        if prepared.said:
-            yield prepared.said
-            yield build_answer(prepared, *said_completions(prepared))
-            return
-        deltas: list[Delta] = []
-        async for delta in self.engine.stream(prepared.request):
-            deltas.append(delta)
-            if delta.text and not prepared.require_support:
-                yield delta.text
-        answer = build_answer(prepared, completion_of(deltas))
-        if prepared.require_support:
-            yield answer.text
-        yield answer
+        prepare = partial(self._prepare, [question], params, **options)
+        return AnswerStream(stream_answer(self.engine, lambda: prepare()[0], build_answer))
+
+    def retrieve(
+        self,
+        question: str,
+        *,
+        num_passages: int | None = None,
+        tenant: str = "",
+        filter: Mapping[str, Any] | None = None,
+    ) -> list[Passage]:
+        """The passages that `ask` would answer from, best first, with their scores. Nothing is generated.
+
+        Raises: InputError, StoreError.
+        """
+        asked = self._asked([question], num_passages=num_passages, tenant=tenant, filter=filter)
+        return list(retrieve_passages(self._retriever, asked)[0].passages)
+
+    def chat(
+        self,
+        conversation: str = "",
+        *,
+        store: ConversationStore | str | Path | None = None,
+        saved: str | Path | None = None,
+        system: str = "",
+        tenant: str = "",
+        filter: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+    ) -> ChatSession:
+        """A conversation, new or resumed, with the settings of the section `chat`.
+
+        `store`: where it is kept, a `ConversationStore` or its file, as a service keeps it; None: in memory. `conversation`: the
+        id of a conversation of the store to go on with. `saved`: a file of `ChatSession.save` to go on with. `system`: stands
+        before the instruction; `tenant`, `filter` as for `ask`; `cache_salt` separates caches within the tenant.
+        Raises: InputError, NotFound, SaveError, StoreCorrupt.
+        """
+        resumed = SavedConversation.load(saved) if saved else SavedConversation((), ())
+        system = system or resumed.system
+        turn = ChatTurn(
+            "",
+            (Message("system", system),) if system else (),
+            self._defaults,
+            parse_scope(tenant, filter),
+            conversation,
+            self._num_passages,
+            when=self._when,
+            cache_salt=cache_salt,
+            abstain_below=self._abstain_below,
+        )
+        is_given = isinstance(store, ConversationStore)
+        kept = store if isinstance(store, ConversationStore) else ConversationStore(store or ":memory:")
+        chat = Chat(self._retriever, self._prompts, kept, self._chat, self.engine)
+        session = ChatSession(chat, self.engine, turn, owns_store=not is_given)
+        session.restore(resumed)
+        return session
 
     def close(self) -> None:
         self.engine.close()
 
-    def _prepare(
+    def _prepare(self, *asked: Any, **options: Any) -> list[PreparedQuestion]:
+        retrieved = retrieve_passages(self._retriever, self._asked(*asked, **options))
+        return [build_request(each, self._prompts) for each in retrieved]
+
+    def _asked(
         self,
         questions: Sequence[str],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_passages: int | None = None,
         speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
         **sampling: Any,
-    ) -> list[PreparedQuestion]:
+    ) -> list[Question]:
         own = params_of_each(questions, params, self._defaults, sampling)
         k = self._num_passages if num_passages is None else num_passages
         shared = k, parse_scope(tenant, filter), Speculation.of(speculation), self._abstain_below
         each = zip(questions, own, strict=True)
-        asked = [Question(uuid.uuid4().hex, text, own_params, *shared) for text, own_params in each]
-        return [build_request(retrieved, self._prompts) for retrieved in retrieve_passages(self._retriever, asked)]
+        return [Question(uuid.uuid4().hex, text, own_params, *shared) for text, own_params in each]
 
 
 @dataclass(frozen=True, slots=True)

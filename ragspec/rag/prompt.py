@@ -12,7 +12,7 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -271,17 +271,50 @@ class PromptBuilder:
 
     def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        layout = {"add_generation_prompt": add_generation_prompt, **self._layout}
+        return self.encode(conversation, add_generation_prompt=add_generation_prompt)
+
+    def encode(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+        """The token ids of messages as the chat template takes them, with its options. Raises: InputError."""
+        layout = {**options, **self._layout}
         try:
-            if self._fast is not None and not any(self._control.search(message.content) for message in messages):
-                layout |= {"sanitize_control_tokens": False, "tokenize": False}
-                text = self.tokenizer.apply_chat_template(conversation, **layout)
-                return tuple(_ids(self._fast, text))
+            texts = _texts([conversation, options.get("tools")])
+            if self._fast is not None and not any(map(self._control.search, texts)):
+                return tuple(_ids(self._fast, self.laid_out(conversation, **options)))
             with self._encoding:
                 token_ids = self._encoder.apply_chat_template(conversation, **layout)
         except TemplateError as cause:
             raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause
         return tuple(token_ids)
+
+    def laid_out(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of messages as the chat template takes them. Raises: TemplateError."""
+        layout = {**options, **self._layout, "sanitize_control_tokens": False, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(conversation, **layout))
+
+    def writes_control(self, value: Any) -> bool:
+        """Whether a name in a JSON value spells a control token. Why: the template would write it as such a token."""
+        return any(map(self._control.search, _names(value)))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value but the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The names of all fields in a JSON value."""
+    if isinstance(value, Mapping):
+        yield from map(str, value)
+        yield from _names(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _names(each)
 
 
 def _ids(fast: Any, text: str) -> list[int]:

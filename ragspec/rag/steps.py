@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import (
@@ -49,11 +50,13 @@ class RetrieverLike(Protocol):
 
 
 class EngineLike(Protocol):
-    """A local engine or a handle to remote ones."""
+    """A local engine or a handle to remote ones. `purge` empties the caches of a salt."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
     def stream(self, request: Request) -> AsyncIterator[Delta]: ...
+
+    def purge(self, salt: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -136,6 +139,9 @@ class PreparedQuestion:
     def dropped_passages(self) -> tuple[Passage, ...]:
         """Retrieved passages that did not fit the prompt."""
         return self.prompt.dropped
+
+
+Prepared = TypeVar("Prepared", bound=PreparedQuestion)
 
 
 def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -> list[RetrievedQuestion]:
@@ -249,6 +255,30 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         prepared.prompt.ranks,
         prepared.prompt.order,
     )
+
+
+async def stream_answer(
+    engine: EngineLike, prepare: Callable[[], Prepared], finish: Callable[[Prepared, Completion], Answer]
+) -> AsyncGenerator[str | Answer]:
+    """Pieces of text as they are decided, then the answer that `finish` makes of a question with one choice.
+
+    Both functions run in threads. Why: encoder and tokenizer would stop other streams for milliseconds.
+    """
+    prepared = await asyncio.to_thread(prepare)
+    deltas: list[Delta] = []
+    if prepared.said:
+        yield prepared.said
+    else:
+        async with aclosing(cast(Any, engine.stream(prepared.request))) as stream:
+            async for delta in stream:
+                deltas.append(delta)
+                if delta.text and not prepared.require_support:
+                    yield delta.text
+    (completion,) = said_completions(prepared) or [completion_of(deltas)]
+    answer = await asyncio.to_thread(finish, prepared, completion)
+    if prepared.require_support and not prepared.said:
+        yield answer.text
+    yield answer
 
 
 def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:

@@ -98,7 +98,7 @@ class Retriever:
 
     @property
     def store(self) -> Store:
-        """The current generation; without segments where these are searched elsewhere."""
+        """The current generation; without segments if they are searched elsewhere. Raises: StoreError."""
         return self._current().store
 
     @property

@@ -21,11 +21,12 @@ from ragspec.numerics.threads import started_threads
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import PreparedTurn
 from ragspec.rag.chat.history import ChatTurn
-from ragspec.rag.steps import build_answer, parse_scope
+from ragspec.rag.steps import parse_scope
 from ragspec.rag.wording import found_words
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
+from services.openai import tools
 from services.openai.answer_fields import TokenTexts, citation_fields, passages_of, support_of
 from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, GenerationResponse, ResponseSender
 from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
@@ -64,6 +65,9 @@ async def write(
     body: ChatBody, context: RequestContext, parts: ChatParts, form: type[ChatFormat], sender: ResponseSender
 ) -> None:
     """Raises: ApiError, RagspecError."""
+    if body.uses_tools:
+        await tools.write(body, context, parts.token_texts[context.model.name], sender)
+        return
     if is_inline(body):
         ready = prepare(body, context)
     else:
@@ -171,12 +175,10 @@ class ChatFormat(AnswerFormat):
         return self._answers_blocking(completions)
 
     def _answers_blocking(self, completions: Sequence[Completion]) -> list[Answer]:
-        chat = self.context.model.chat
-        answers = [build_answer(self._ready, completion) for completion in completions]
-        for answer, completion in zip(answers, completions, strict=True):
+        answers, is_kept = self.context.model.chat.answers(self._ready, completions)
+        self._is_kept |= is_kept
+        for answer in answers:
             self.context.model.metrics.labelled([sentence.label for sentence in answer.sentences])
-            if completion.choice == 0:  # the conversation goes on with the first choice
-                self._is_kept = chat.remember(self._ready, answer)
         return answers
 
     def _turn_fields(self) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> 
             chat = ChatBody.model_validate(body.chat_body())
         except ValidationError as cause:
             raise validation_error([_named_here(error) for error in cause.errors()]) from None
+        if chat.uses_tools:
+            raise ApiError(400, "tools are called in chat completions only", param="input")
         context = RequestContext.of(backend, mailbox, chat, request)
         if context.is_strict and chat.stream:
             raise ApiError(400, "strict privacy streams chat completions only", param="stream")

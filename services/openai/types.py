@@ -6,8 +6,9 @@ Owns which fields a body may have. Unknown fields are refused, so that a misspel
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -40,6 +41,7 @@ MAX_CHOICES = 8
 MAX_BIASES = 1024
 MAX_PROMPTS = 32
 MAX_INPUTS = 2048
+MAX_TOOLS = 128
 
 
 def _text(value: Any) -> str:
@@ -90,7 +92,9 @@ class Body(RequestBody):
 
 
 class GenerationBody(Body):
-    """Base class of bodies that ask for an answer."""
+    """Base class of bodies that ask for an answer. `_supported`: fields of `UNSUPPORTED_FIELDS` that a body supports."""
+
+    _supported: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -98,9 +102,10 @@ class GenerationBody(Body):
         """Refuses unsupported fields, unless their value asks for nothing. Raises: ApiError."""
         if not isinstance(given, dict):
             return given
-        if name := refused_field(given):
+        refused = UNSUPPORTED_FIELDS.keys() - cls._supported
+        if name := refused_field({name: given[name] for name in given if name in refused}):
             raise ApiError(400, UNSUPPORTED_FIELDS[name], param=name, code="unsupported_parameter")
-        return {name: value for name, value in given.items() if name not in UNSUPPORTED_FIELDS}
+        return {n: value for n, value in given.items() if n not in refused and (value or n not in cls._supported)}
 
 
 class TextPart(Body):
@@ -111,29 +116,97 @@ class TextPart(Body):
 Content = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
 
 
-class ChatMessage(Body):
-    """A message. Clients send earlier answers back whole, so all fields of an answer but its text are ignored."""
+class ToolModel(RequestBody):
+    """A part of a call or of a tool, as OpenAI's clients send it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class ToolName(ToolModel):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+
+
+class CalledFunction(ToolName):
+    arguments: str = "{}"
+
+
+class MessageCall(ToolModel):
+    """A call that an earlier answer made."""
+
+    id: ShortText = ""
+    function: CalledFunction
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads(self.function.arguments))
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> Self:
+        try:
+            is_object = isinstance(json.loads(self.function.arguments), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise PydanticCustomError("arguments", "the arguments of a call are a JSON object as text")
+        return self
+
+
+class FunctionTool(ToolName):
+    """`parameters`: a JSON schema of the arguments."""
+
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default={})
+
+
+class ChatTool(ToolModel):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedTool(ToolModel):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class ChatMessage(Body):
+    """A message. Clients send earlier answers back whole, so all fields of an answer but its text and calls are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: str | None = None
+    tool_calls: Annotated[list[MessageCall], at_most(MAX_TOOLS)] | None = None
+    tool_call_id: ShortText | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _keep_text(cls, given: Any) -> Any:
-        """Drops empty fields; of an answer, all but its text or refusal. Raises: PydanticCustomError for an answer with calls."""
+        """Drops empty fields; of an answer, all but its calls and its text or refusal."""
         if not isinstance(given, dict):
             return given
         given = {name: value for name, value in given.items() if value not in (None, [], {})}
         if given.get("role") != "assistant":
             return given
-        if "tool_calls" in given or "function_call" in given:
-            raise PydanticCustomError("tool_calls", "tools cannot be called: the answer is text")
-        return {"role": "assistant", "content": given.get("content", given.get("refusal", ""))}
+        if "function_call" in given:
+            raise PydanticCustomError("function_call", "functions are of an earlier API: send tool_calls")
+        calls = {"tool_calls": given["tool_calls"]} if "tool_calls" in given else {}
+        return {"role": "assistant", "content": given.get("content", given.get("refusal", "")), **calls}
 
     @property
     def message(self) -> Message:
         return Message("system" if self.role == "developer" else self.role, self.content)
+
+    @property
+    def template_fields(self) -> dict[str, Any]:
+        """The message as chat templates take it: the arguments of a call are an object."""
+        calls = [
+            {"id": each.id, "type": "function", "function": {"name": each.function.name, "arguments": each.arguments}}
+            for each in self.tool_calls or ()
+        ]
+        fields: dict[str, Any] = {"role": self.message.role, "content": self.content}
+        given = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        return fields | {name: value for name, value in given.items() if value}
 
 
 class StreamOptions(Body):
@@ -258,6 +331,8 @@ class SamplingBody(SamplingFields):
 class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
+    _supported = frozenset({"tools", "tool_choice"})
+
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -268,6 +343,14 @@ class ChatBody(SamplingBody):
     conversation: ShortText | None = None
     retrieval: RetrievalField | None = None
     citations: Literal["openai", "anthropic", "cohere"] | None = None
+    tools: Annotated[list[ChatTool], at_most(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the answer may hold calls, or earlier messages hold calls or their results."""
+        is_asked = bool(self.tools) or self.tool_choice not in (None, "none", "auto")
+        return is_asked or any(message.role == "tool" or message.tool_calls for message in self.messages)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

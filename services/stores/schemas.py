@@ -122,9 +122,14 @@ class ContentPart(RequestBody):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[Any] = Field(default=[])
+    logprobs: list[Any] = Field(default=[])
 
 
 class ConversationItem(RequestBody):
+    """`id` and `status` are ignored: items that a service answered with are sent back."""
+
+    id: Name | None = None
+    status: Name | None = None
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True), at_most(100)]

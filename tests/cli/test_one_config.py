@@ -229,16 +229,17 @@ def test_a_missing_name_is_one_short_look_and_names_the_nearest(
 ) -> None:
     """Ten lines "Retrying" and 46 seconds, then a traceback's last line."""
     import httpx2
-    from huggingface_hub import HfApi, constants
+    import huggingface_hub
+    from huggingface_hub import constants
 
     looks: list[float] = []
 
-    def look(self: HfApi, name: str, *, timeout: float) -> None:
+    def look(url: str, *, timeout: float) -> None:
         looks.append(timeout)
         raise httpx2.ConnectError("no route to host")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "model_info", look)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", look)
     with pytest.raises(ModelError, match=r"no folder or file here.*does not answer.*nearest known names: Qwen3-0\.6B"):
         check_files("Qwen/Qwen3-0.6")
     assert looks == [2.0]

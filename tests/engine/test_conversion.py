@@ -416,6 +416,28 @@ def test_an_adapter_of_a_hub_model_is_merged(
         target_folder(config("somebody/else", adapter=adapter))
 
 
+def test_a_hub_model_on_this_machine_starts_while_the_hub_is_silent(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines "Retrying" for a minute, then an error, though every file was there; two looks where one tells."""
+    snapshots, looks = tmp_path / "hub/models--somebody--tiny", list[str]()
+    shutil.copytree(llama, snapshots / "snapshots/1234")
+    (snapshots / "refs").mkdir()
+    (snapshots / "refs/main").write_text("1234")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def look(url: str, *, timeout: float) -> None:
+        looks.append(url)
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", look)
+    assert Path(target_folder(config("somebody/tiny", adapter="none"))) == snapshots / "snapshots/1234"
+    assert len(looks) == 1
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
+    assert target_folder(config("somebody/tiny", adapter="none")) == "somebody/tiny"
+
+
 def test_conversions_that_nobody_uses_are_removed(
     llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
 ) -> None:

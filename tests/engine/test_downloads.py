@@ -24,6 +24,7 @@ from ragspec.engine.checkpoints.catalogue import (
     model_named,
 )
 from ragspec.engine.checkpoints.downloads import get_model, local_model
+from ragspec.engine.checkpoints.preflight import check_files
 from ragspec.engine.checkpoints.target_files import models_folder, target_folder
 from ragspec.errors import ModelError, SaveError
 
@@ -72,6 +73,10 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         hub.broken_after = None if cut is not None else hub.broken_after
         length = {"Content-Length": str(len(content) - begins)}
         self.answer(206 if begins else 200, content[begins:][:cut], length)
+
+    def do_HEAD(self) -> None:
+        is_known = self.path.startswith("/owner/tiny/resolve/main/")
+        self.answer(*((200, b"", {"X-Repo-Commit": COMMIT, "ETag": '"1"'}) if is_known else (404, b"", {})))
 
     def listing(self) -> dict[str, object]:
         def entry(name: str, content: bytes) -> dict[str, object]:
@@ -212,3 +217,11 @@ def test_the_better_reader_fits_in_half_of_the_memory(monkeypatch: pytest.Monkey
     assert better_reader("other", 7_000_000_000) == models[0]
     assert better_reader("tiny", 7_000_000_000) is None
     assert better_reader("other", 3_000_000_000) is None
+
+
+def test_a_mirror_that_has_files_alone_is_a_hub(hub: Hub) -> None:
+    """A private mirror without the hub's list of models was refused, though it has every file."""
+    hub.files = {}
+    check_files("owner/tiny")
+    with pytest.raises(ModelError, match="the model hub refuses it"):
+        check_files("owner/other")

@@ -51,6 +51,7 @@ def test_every_package_is_pinned_with_its_hash(device: str) -> None:
         *project["dependencies"],
         *extras[device],
         *extras["otlp"],
+        *extras["mcp"],
         *tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"],
     ]
     names = {normal(re.match(r"[\w.-]+", each)[0]) for each in wanted}  # type: ignore[index]

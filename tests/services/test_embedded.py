@@ -21,8 +21,10 @@ from service_parts import MODEL, Service, Serving, serve_process, soon
 
 from ragspec.cli import serve
 from ragspec.cli.serve import run_serve
+from ragspec.config import load_config
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
+from ragspec.rag.pipeline import Pipeline
 from services import embedded
 from services.backend import ServiceBackend
 from services.embedded import Server, listening
@@ -277,3 +279,28 @@ def test_a_running_service_keeps_its_key_file(
     assert seen[0] == seen[1] == file.read_text()
     printed()
     assert file.read_text() != seen[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_conversation_over_http_that_a_kill_interrupts_is_that_of_python(parts: Path, temperature: float) -> None:
+    """Python's chat builds other prompts than the service; a killed service forgets the turns or their passages."""
+    questions = ("What does the river do?", "And the mill?", "Who says so?", "When is it open?", "Why?")
+    same = {"max_tokens": 24, "temperature": temperature, "seed": 5, "ignore_eos": True}
+    texts, conversation = [], ""
+    for some in (questions[:3], questions[3:]):
+        with serve_process(parts) as started, started.client() as client:
+            conversation = conversation or client.post("/v1/conversations", json={}).json()["id"]
+            for question in some:
+                body = {
+                    "model": MODEL,
+                    "messages": [{"role": "user", "content": question}],
+                    "conversation": conversation,
+                }
+                texts.append(
+                    client.post("/v1/chat/completions", json=body | same).json()["choices"][0]["message"]["content"]
+                )
+    config = load_config(parts / "service.yaml", **{"retriever.index_dir": str(parts / "index")})
+    with Pipeline.from_config(config) as pipeline, pipeline.chat() as chat:
+        assert [chat.ask(question, **same).text for question in questions] == texts
+    assert len(set(texts)) > 2

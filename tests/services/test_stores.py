@@ -354,6 +354,10 @@ def test_conversations_are_made_continued_read_and_deleted(ann: openai.OpenAI, b
     items = list(ann.conversations.items.list(made.id, order="asc"))
     assert [item.role for item in items] == ["user", "assistant", "user", "assistant"]
     assert items[2].content[0].text == "By whom?"
+    again = ann.conversations.create(items=[item.to_dict() for item in items])  # type: ignore[misc]
+    assert [item.to_dict()["content"] for item in ann.conversations.items.list(again.id, order="asc")] == [
+        item.to_dict()["content"] for item in items
+    ]
     for refused in (bob.conversations.retrieve, bob.conversations.items.list, bob.conversations.delete):
         with pytest.raises(openai.NotFoundError):
             refused(made.id)

@@ -82,9 +82,29 @@ def is_in_hub_cache(name: str) -> bool:
         return False
 
 
+def hub_answers(name: str) -> bool:
+    """Whether the hub can be reached, within two seconds."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
+
+    try:
+        _ask_hub(name)
+    except HfHubHTTPError:
+        return True
+    except (HTTPError, OSError):
+        return False
+    return True
+
+
+def _ask_hub(name: str) -> None:
+    """Asks for a file, which mirrors have that know nothing of models."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+
+
 def _look_at_hub(name: str) -> None:
     """One short look. Raises: ModelError with everything that was tried, and the nearest known names."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HfHubHTTPError,
         HFValidationError,
@@ -96,7 +116,7 @@ def _look_at_hub(name: str) -> None:
     if constants.HF_HUB_OFFLINE:
         raise ModelError(f"{tried}the model hub is switched off (HF_HUB_OFFLINE){_nearest(name)}")
     try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+        _ask_hub(name)
     except (RepositoryNotFoundError, HFValidationError) as cause:
         reason = "the model hub has no such model, or shows it only with HF_TOKEN"
         raise ModelError(f"{tried}{reason}{_nearest(name)}") from cause

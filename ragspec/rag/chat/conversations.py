@@ -65,7 +65,7 @@ class ShownPassages:
     """The passages of one prompt, in order, and their index generation. `cited`: ids of the passages that the answer cites.
     `ranks`: of the passages in the order "shared"; empty in the order "rank", and in turns from before there was another."""
 
-    passages: tuple[Passage, ...]
+    passages: tuple[Passage | JoinedPassage, ...]
     generation: str = ""
     cited: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()

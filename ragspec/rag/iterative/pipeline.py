@@ -10,7 +10,7 @@ The text equals that of waiting for every retrieval (`guessing=False`), for any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.text import IncrementalDetokenizer, detokenize
 from ragspec.errors import ConfigError, InputError
 from ragspec.numerics.noise import random_seed
-from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.answer import Answer, AnswerStats, AnswerStream
 from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.iterative.ralmspec import IterativeRequest, OnFinal, PipelineComponents, RalmSpec, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
@@ -153,13 +153,18 @@ class IterativePipeline(Closeable):
         """One answer, for use in an event loop. Options and errors as in `ask_many`."""
         return await self._answer(await self._request(question, params, **options))
 
-    async def stream(
+    def stream(
         self, question: str, params: SamplingParams | None = None, **options: Unpack[IterativeOptions]
-    ) -> AsyncIterator[str | Answer]:
+    ) -> AnswerStream:
         """Pieces of text once they are verified and no later round can change them, then the whole answer.
 
-        Leaving the loop early cancels the answer. Options and errors as in `ask_many`.
+        Options and errors as in `ask_many`.
         """
+        return AnswerStream(self._pieces(question, params, options))
+
+    async def _pieces(
+        self, question: str, params: SamplingParams | None, options: IterativeOptions
+    ) -> AsyncGenerator[str | Answer]:
         request = await self._request(question, params, **options)
         outputs: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         answering = asyncio.ensure_future(self._answer(request, outputs.put_nowait))

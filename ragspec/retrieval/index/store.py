@@ -353,6 +353,12 @@ class Store:
             if live.segment.is_former(number)
         ]
 
+    def readable(self, tenant: str) -> Iterator[tuple[IndexSegment, list[int]]]:
+        """By segment, the numbers of the documents that a tenant may read: its own, and documents without an owner."""
+        for live in self.segments:
+            is_readable = live.segment.readable(tenant)
+            yield live.segment, [number for number in live.live_documents() if is_readable[number]]
+
     def documents(self) -> Iterator[Document]:
         """All documents, by segment."""
         for live in self.segments:

@@ -256,7 +256,7 @@ def test_passages_make_room_for_a_long_question(api: openai.OpenAI) -> None:
     ("options", "status", "code", "param"),
     [
         ({"model": "gpt-9"}, 404, "model_not_found", "model"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_parameter", "tools"),
+        ({"functions": [{"name": "f"}]}, 400, "unsupported_parameter", "functions"),
         ({"extra_body": {"speculation": {"drafters": ["magic"]}}}, 400, None, None),
         ({"extra_body": {"retrieval": {"filter": {"type": "near"}}}}, 400, None, None),
         ({"logit_bias": {"999999": 1}}, 400, None, None),

@@ -1,0 +1,173 @@
+"""A chat completion with `tools`: the target writes text or calls, each held to its tool's JSON schema by a grammar.
+
+Owns the engine's request and the format of calls, whole and streamed. `ragspec.rag.tools` knows how a target writes them. The
+client calls the tools. Nothing is retrieved, and nothing is stored: an agent's documents are a tool of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ragspec.core import Completion, CopySource, FinishReason, Request, SourceKind
+from ragspec.errors import InputError, PromptTooLong
+from ragspec.rag.tools import CallForm, ParsedAnswer, call_form, call_grammar, parse_calls
+from ragspec.speculation import ON, Speculation
+from ragspec.tenants import cache_salt_of
+from services.errors import ApiError
+from services.openai.answer_fields import TokenTexts
+from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, ResponseSender
+from services.openai.generation import ChoiceKey, EngineStream, RequestContext
+from services.openai.types import ChatBody, NamedTool
+
+
+async def write(body: ChatBody, context: RequestContext, token_texts: TokenTexts, sender: ResponseSender) -> None:
+    """Raises: ApiError, RagspecError."""
+    _check(body, context)
+    form, request = await asyncio.to_thread(_request, body, context)
+    async with context.generate([request]) as stream:
+        await ToolFormat(body, context, stream, form, token_texts).send(sender)
+
+
+def _check(body: ChatBody, context: RequestContext) -> None:
+    """Raises: ApiError for a field that means nothing beside tools."""
+    others = {
+        "retrieval": bool(body.retrieval),
+        "conversation": bool(body.conversation),
+        "citations": body.citations is not None,
+        "response_format": bool(context.params.json_schema),
+        "ignore_eos": context.params.ignore_eos,
+        "min_tokens": bool(context.params.min_tokens),
+        "privacy": context.is_strict and bool(body.stream),
+    }
+    if name := next((name for name, is_given in others.items() if is_given), ""):
+        raise ApiError(
+            400, f"{name} and tools exclude each other: an answer with calls follows their form alone", param=name
+        )
+
+
+def _request(body: ChatBody, context: RequestContext) -> tuple[CallForm, Request]:
+    """The engine's request. Drafters may copy all texts of the conversation, and the beginning of each tool's call.
+
+    Raises: InputError, PromptTooLong.
+    """
+    prompts, params = context.model.prompts, context.params
+    form, tools = call_form(prompts), [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    messages = [message.template_fields for message in body.messages]
+    if prompts.writes_control([tools, messages]):
+        raise InputError("a field of a tool is named as a control token of this model")
+    prompt_ids = prompts.encode(messages, tools=tools or None, add_generation_prompt=True)
+    if (room := prompts.max_context_tokens - params.max_tokens) < len(prompt_ids):
+        raise PromptTooLong(len(prompt_ids), max(room, 0), params.max_tokens)
+    schemas = (
+        {}
+        if body.tool_choice == "none"
+        else {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+    )
+    if isinstance(body.tool_choice, NamedTool):
+        if (chosen := body.tool_choice.function.name) not in schemas:
+            raise InputError(f"tool_choice names {chosen!r}, which is not among the tools")
+        schemas = {chosen: schemas[chosen]}
+    is_required, is_named = body.tool_choice == "required", isinstance(body.tool_choice, NamedTool)
+    if is_required and not schemas:
+        raise InputError("tool_choice is required, but there are no tools")
+    grammar = call_grammar(
+        form, schemas, required=is_required or is_named, parallel=body.parallel_tool_calls is not False and not is_named
+    )
+    copied = dict.fromkeys([*_texts(body, form), *map(form.head, schemas)])
+    sources = tuple(CopySource(SourceKind.HISTORY, text[: prompts.max_chars]) for text in copied if text.strip())
+    speculation = ON if body.speculation is None else Speculation.of(body.speculation)
+    tenant, salt = context.caller.tenant, cache_salt_of(context.caller.tenant, body.cache_salt or "")
+    context.model.chat.caches.note(tenant, salt)
+    return form, Request(context.id, prompt_ids, params, sources, salt, speculation, grammar=grammar, affinity=salt)
+
+
+def _texts(body: ChatBody, form: CallForm) -> Iterator[str]:
+    """The texts of the conversation, the latest first, calls as the target writes them."""
+    for message in reversed(body.messages):
+        yield message.content
+        for call in message.tool_calls or ():
+            yield f"{form.head(call.function.name)}{json.dumps(call.arguments, ensure_ascii=False)}{form.closing}"
+    if body.prediction:
+        yield body.prediction.content
+
+
+class ToolFormat(AnswerFormat):
+    """A chat completion whose message may hold calls. A stream tells a call's id and name with the call's first arguments."""
+
+    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, body: ChatBody, context: RequestContext, stream: EngineStream, form: CallForm, token_texts: TokenTexts
+    ) -> None:
+        super().__init__(context, stream)
+        self._body, self._form, self._token_texts = body, form, token_texts
+        self._names = [tool.function.name for tool in body.tools or ()]
+        self._texts = dict.fromkeys(self.indices, "")
+        self._sent = dict.fromkeys(self.indices, ParsedAnswer("", ()))
+
+    async def choices(self, completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        choices = []
+        for index, completion in enumerate(completions):
+            parsed = parse_calls(self._form, self._names, completion.text)
+            message: dict[str, Any] = {"role": "assistant", "content": parsed.content or None, "refusal": None}
+            if parsed.calls:
+                message["tool_calls"] = [
+                    {"id": _call_id(), "type": "function", "function": call._asdict()} for call in parsed.calls
+                ]
+            ended = {"finish_reason": _reason(completion, parsed), "logprobs": self._logprobs(completion.logprobs)}
+            choices.append({"index": index, "message": message, **ended})
+        return choices, {"seed": self.context.params.seed}
+
+    def first_chunks(self) -> Sequence[Chunk]:
+        role = {"role": "assistant", "content": None, "refusal": None}
+        chunks: list[Chunk] = [([self._chunk(key, role)], {}) for key in self.indices]
+        chunks[0] = (chunks[0][0], {"ragspec": {"seed": self.context.params.seed}})
+        return chunks
+
+    def delta_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        self._texts[delta.key] += delta.text
+        return self._chunk(delta.key, self._news(delta.key, is_whole=False), self._logprobs(delta.logprobs))
+
+    async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
+        completion = self.stream.completion(key)
+        self._texts[key] = completion.text
+        choice = self._chunk(key, self._news(key, is_whole=True))
+        choice["finish_reason"] = _reason(completion, self._sent[key])
+        return choice, {}
+
+    def _news(self, key: ChoiceKey, *, is_whole: bool) -> dict[str, Any]:
+        """What the text so far says beyond what was sent."""
+        before = self._sent[key]
+        now = self._sent[key] = parse_calls(self._form, self._names, self._texts[key], is_whole=is_whole)
+        told: dict[str, Any] = {}
+        if content := now.content[len(before.content) :]:
+            told["content"] = content
+        calls = []
+        for number, call in enumerate(now.calls):
+            is_new = number >= len(before.calls)
+            arguments = call.arguments if is_new else call.arguments[len(before.calls[number].arguments) :]
+            if is_new:
+                named = {"name": call.name, "arguments": arguments}
+                calls.append({"index": number, "id": _call_id(), "type": "function", "function": named})
+            elif arguments:
+                calls.append({"index": number, "function": {"arguments": arguments}})
+        return told | ({"tool_calls": calls} if calls else {})
+
+    def _chunk(self, key: ChoiceKey, delta: Mapping[str, Any], logprobs: Any = None) -> dict[str, Any]:
+        return {"index": self.indices[key], "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
+        return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _reason(completion: Completion, parsed: ParsedAnswer) -> str:
+    is_called = parsed.calls and completion.finish_reason is FinishReason.STOP
+    return "tool_calls" if is_called else completion.finish_reason.value
