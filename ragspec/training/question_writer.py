@@ -1,8 +1,8 @@
 """A model writes questions about passages of documentation, each answered by one part of its passage.
 
-The model reads a passage as numbered parts and writes several questions, each with the number of the part that answers it. A
-question is kept if it names its subject, if a second sample of the model, which sees the passage but not the number, gives the
-same number, and if the model then holds the part for a whole answer. So every answer is a slice of its passage.
+The model reads a passage as numbered parts, and writes a question for each of some parts. A question is kept if it names its
+subject, if a second sample of the model, which sees the passage but not the number, gives the same number, and if the model then
+holds the part for a whole answer. So every answer is a slice of its passage. All that is asked about a passage shares one reading.
 
     >>> writer = QuestionWriter(engine, PromptBuilder(engine.target.tokenizer, engine.max_context_tokens))
     >>> for reading, questions in writer.write(readings): ...
@@ -25,17 +25,19 @@ from ragspec.training.quotable import Part, quotable_parts
 from ragspec.training.sentences import normalise
 
 READINGS_AT_ONCE, QUESTIONS_A_READING = 8, 4
+_LEAST_WORDS = 7
+"""Of a part that is asked about."""
 _LEAST_PARTS, _LEAST_PROSE = 3, 25
 """Parts of a passage that is read, and words of its sentences."""
 _SYSTEM = (
-    "You help to test a search engine for software documentation. You read one passage, cut into numbered parts, and work on "
-    "questions that users who have never seen the passage may type."
+    "You help to test a search engine for software documentation. You read one passage, cut into numbered parts. Questions are "
+    "such as users type who have never seen the passage: how to do something, what something is or does, a default or limit, "
+    'why or when. A question names the program, option, file or idea that it is about, never says "this", "it" or "the '
+    'passage", and does not repeat the words of the answer.'
 )
 _WRITE = (
-    'The passage is from "{heading}". Write {count} different questions, each answered completely by exactly one part. A '
-    'question names the program, option, file or idea that it is about, never says "this", "it" or "the passage", and does '
-    "not repeat the words of the answer. Ask as users do: how to do something, what something is or does, a default or limit, "
-    "why or when. Write one question a line, with the number of its part in brackets behind the question mark: QUESTION? [NUMBER]"
+    'The passage is from "{heading}". Write one short question in plain English that part [{number}] alone answers completely. '
+    "Reply with the question alone."
 )
 _FIND = (
     "Question: {question}\nWhich part answers this question? Reply with its number alone, or with 0 if no part does."
@@ -44,13 +46,13 @@ _JUDGE = (
     "Question: {question}\nAnswer: {answer}\nIs the question clear to a person who has not seen the passage, and does the answer "
     "alone answer all of it? Reply with yes or no."
 )
-_LINE = re.compile(r"^\W*(?:\d+[.)]\s*)?(?P<question>[A-Z][^\n]{10,160}?\?)\W*\[(?P<number>\d+)\]", re.MULTILINE)
+_QUESTION = re.compile(r"\W{0,3}(?P<question>[A-Z][^\n?]{10,160}\?)")
 _VAGUE = re.compile(
     r"\b(?:this|these|those|that (?:command|option|file|value|section|method|case)|it|its|they|them|passage|text|part|above|below"
     r"|following|mentioned|described|given|example)\b",
     re.IGNORECASE,
 )
-_SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=160)
+_SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40)
 _NUMBER = SamplingParams(temperature=0.3, max_tokens=4)
 _YES = SamplingParams(temperature=0.0, max_tokens=2)
 
@@ -65,6 +67,21 @@ class Reading(NamedTuple):
 
     def text_of(self, part: Part) -> str:
         return self.document.text[part.start : part.end]
+
+    def number(self, part: Part) -> int:
+        """From 1 on."""
+        return self.parts.index(part) + 1
+
+    def wish(self, part: Part) -> str:
+        heading = self.passage.heading or self.passage.title
+        return _WRITE.format(heading=heading, number=self.number(part))
+
+    @property
+    def asked_parts(self) -> list[Part]:
+        """The longest parts, in their order."""
+        long = [part for part in self.parts if part.num_words(self.document.text) >= _LEAST_WORDS]
+        most = sorted(long, key=lambda part: part.start - part.end)[:QUESTIONS_A_READING]
+        return sorted(most)
 
 
 class WrittenQuestion(NamedTuple):
@@ -91,17 +108,17 @@ class QuestionWriter:
         """Every reading with the questions that were kept. Raises: EngineError."""
         left = iter(readings)
         while some := list(islice(left, READINGS_AT_ONCE)):
-            texts = self._replies([(each, _wish(each)) for each in some], _SAMPLED)
+            wanted = [(each, part) for each in some for part in each.asked_parts]
+            texts = self._replies([(each, each.wish(part)) for each, part in wanted], _SAMPLED)
             asked = [
-                (each, question) for each, text in zip(some, texts, strict=True) for question in _parsed(each, text)
+                (each, q) for (each, part), text in zip(wanted, texts, strict=True) for q in _questions(text, part)
             ]
             found = self._replies([(each, _FIND.format(question=q.question)) for each, q in asked], _NUMBER)
             agreed = [
-                (each, q) for (each, q), text in zip(asked, found, strict=True) if _number(text) == _number_of(each, q)
+                pair for pair, text in zip(asked, found, strict=True) if _number(text) == pair[0].number(pair[1].part)
             ]
-            judged = self._replies(
-                [(each, _JUDGE.format(question=q.question, answer=each.text_of(q.part))) for each, q in agreed], _YES
-            )
+            wishes = [_JUDGE.format(question=q.question, answer=each.text_of(q.part)) for each, q in agreed]
+            judged = self._replies([(each, wish) for (each, _), wish in zip(agreed, wishes, strict=True)], _YES)
             kept = [pair for pair, text in zip(agreed, judged, strict=True) if text.strip().lower().startswith("yes")]
             for reading in some:
                 yield reading, [question for each, question in kept if each is reading]
@@ -119,23 +136,11 @@ class QuestionWriter:
         return [completion.text for completion in self._engine.generate(requests)] if requests else []
 
 
-def _wish(reading: Reading) -> str:
-    heading = reading.passage.heading or reading.passage.title
-    return _WRITE.format(heading=heading, count=min(QUESTIONS_A_READING, len(reading.parts)))
-
-
-def _parsed(reading: Reading, text: str) -> Iterator[WrittenQuestion]:
-    """The questions of a reply that name a part and their subject; of one part the first."""
-    taken = set[int]()
-    for match in _LINE.finditer(text):
-        number, question = int(match["number"]), normalise(match["question"])
-        if 1 <= number <= len(reading.parts) and number not in taken and not _VAGUE.search(question):
-            taken.add(number)
-            yield WrittenQuestion(question, reading.parts[number - 1])
-
-
-def _number_of(reading: Reading, question: WrittenQuestion) -> int:
-    return reading.parts.index(question.part) + 1
+def _questions(text: str, part: Part) -> Iterator[WrittenQuestion]:
+    """The question of a reply, if it names its subject."""
+    match = _QUESTION.match(text.strip())
+    if match and not _VAGUE.search(match["question"]):
+        yield WrittenQuestion(normalise(match["question"]), part)
 
 
 def _number(text: str) -> int:
