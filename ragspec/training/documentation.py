@@ -84,7 +84,7 @@ _NO_DEFINITION = (
     "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus", "Therefore", "No ", "Not ",
 )  # fmt: skip
 _DEFAULT = re.compile(
-    r"(?:\b[Dd]efaults? (?:\w+ )?(?:is|to)(?: of)?|\b[Dd]efault(?: value)?:|\(default)"
+    r"(?:\b[Dd]efaults? (?:[a-z]+ )?(?:is|to)(?: of)?|\b[Dd]efault(?: value)?:|\(default)"
     r" (?P<value>[^\s,;)(][^,;)(\n]{0,40}?)(?=\.?(?:[,;)\n]|\s|$))"
 )
 
@@ -131,7 +131,7 @@ def _asked_of_term(term: re.Match[str], of_tool: str) -> tuple[str, str] | None:
     if found is None or len(found["name"]) < 3:
         return None
     name = found["name"].rstrip(":.")
-    is_code = re.search(r"[_.$:()-]|\w[A-Z]|\d", name) or "(" in term["name"] or term["directive"]
+    is_code = re.search(r"[_.$:()-]|\w[A-Z]|\d", name) or re.search(r"\w\(", term["name"]) or term["directive"]
     if not is_code:
         return None
     name = name if "." in name or not of_tool else f"{name}{of_tool}"
@@ -301,7 +301,7 @@ _VAGUE = re.compile(
     r"^(?:(?:if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
     r"|one|both|such|other|most|many"
     r"|its|however|also|note|example|but|and|so|to|by|at|as|we|you|i|everything|something|nothing|another|none"
-    r"|only|since|once|after|before|during)\b"
+    r"|only|therefore|thus|since|once|after|before|during)\b"
     r"|the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)"
     r"|^(?:the|an?) [a-z]+$|\b(?:while|currently|optional|desired|below|above|following|them|this|these|those|it"
     r"|its|here|previous|respectively|he|she|they|their|such)\b|[][{}<>`\\|]|\(|^.{0,2}$",
@@ -481,10 +481,16 @@ def rule_questions(document: Document, tool: str, num_asked: Counter[str]) -> It
                     yield passage, found._replace(question=question)
 
 
+_INCOMPLETE = re.compile(
+    r"\b(?:via|with|when|by|using|I|as|is|of|for|so|the|and|or|then|that"
+    r"|the (?:plugin|module|program|package|tool|feature|script|file|server|service))\?$|[^\x00-\u024f\u2010-\u2026]"
+)
+"""The end of a question whose rest was cut, or whose thing has no name; a letter of another script."""
+
+
 def _is_whole(text: str) -> bool:
     pairs = [(text.count(first), text.count(last)) for first, last in ("“”", "‘’", "()")]
-    is_cut = re.search(r"\b(?:via|with|when|by|using|I|as|is|of|for|so|the|and|or|then|that)\?$", text)
-    return all(first == last for first, last in pairs) and text.count('"') % 2 == 0 and not is_cut
+    return all(first == last for first, last in pairs) and text.count('"') % 2 == 0 and not _INCOMPLETE.search(text)
 
 
 def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQuestion]:

@@ -28,7 +28,9 @@ WRITTEN = "written"
 """The kind of questions that a model wrote; the others are those of the rules."""
 _MAX_SHIFT_CHARS = 4000
 _CHECK_CHARS = 8
-_NEAR, _ONE_ABSENT_IN = 6, 7
+_NEAR, _ONE_ABSENT_IN = 20, 7
+_ENOUGH = 2
+"""Files are read until there are so many times the rows that are wanted."""
 
 
 class Row(NamedTuple):
@@ -65,12 +67,12 @@ def rule_rows(deb: Path, tool: str, limit: int) -> list[Row]:
     """
     kinds, asked, num_asked = defaultdict[str, list[Row]](list), list[tuple[Row, str]](), Counter[str]()
     for file, content in package_files(deb):
-        if document := document_of(file, content):
-            for passage, found in rule_questions(document, tool, num_asked):
-                span, quote = (passage.start, passage.end), (found.start, found.end)
-                row = row_of(file, document, found.question, found.kind, span, quote)
-                kinds[found.kind].append(row)
-                asked.append((row, passage.text))
+        document = document_of(file, content) if len(asked) < _ENOUGH * limit else None
+        for passage, found in rule_questions(document, tool, num_asked) if document else ():
+            span, quote = (passage.start, passage.end), (found.start, found.end)
+            row = row_of(file, document, found.question, found.kind, span, quote)
+            kinds[found.kind].append(row)
+            asked.append((row, passage.text))
     rounds = itertools.chain.from_iterable(itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds))))
     chosen = [row for row in rounds if row is not None][: limit - limit // _ONE_ABSENT_IN]
     return chosen + _not_answered(chosen, asked)
@@ -95,9 +97,11 @@ def _not_answered(rows: Sequence[Row], asked: Sequence[tuple[Row, str]]) -> list
 
 def write_packed(rows: Iterable[Row], path: Path) -> int:
     """One line of JSON a file of a package, compressed; each question of a file once. Returns the number of rows."""
-    files: dict[PackageFile, dict[str, list[Any]]] = defaultdict(dict)
+    files: dict[PackageFile, dict[Any, list[Any]]] = defaultdict(dict)
     for row in rows:
-        files[row.file].setdefault(row.question, [row.question, row.kind, *row.passage, *row.quote, row.check])
+        files[row.file].setdefault(
+            (row.question, row.kind == UNANSWERABLE), [row.question, row.kind, *row.passage, *row.quote, row.check]
+        )
     with atomic_writer(path) as out, gzip.GzipFile("", "wb", mtime=0, fileobj=out) as packed:
         for file, found in sorted(files.items()):
             line = json.dumps(

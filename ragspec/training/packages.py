@@ -27,7 +27,7 @@ from ragspec.training.documentation import is_for_evaluation
 EVALUATED_SOURCES = ("git", "borgbackup", "debian-faq", "debian-policy")
 _SUFFIXES = frozenset(SUFFIXES) & {".txt", ".md", ".rst", ".adoc", ".asciidoc", ".html", ".htm", ".xhtml"}
 _LEFT_OUT = re.compile(
-    r"(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
+    r"\.(?!en)[a-z]{2}(?:[-_][a-zA-Z]+)?\.\w+(?:\.gz)?$|(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
     r"|credit|todo|index|search|contents|toc|readme\.debian)[^/]*$",
     re.IGNORECASE,
 )

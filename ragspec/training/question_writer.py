@@ -2,7 +2,8 @@
 
 The model reads a passage as numbered parts, and writes a question for each of some parts. A question is kept if it names its
 subject, if a second sample of the model, which sees the passage but not the number, gives the same number, and if the model then
-holds the part for a whole answer. So every answer is a slice of its passage. All that is asked about a passage shares one reading.
+holds the part for a whole answer. So every answer is a slice of its passage. All that is asked about a passage shares one
+reading.
 
     >>> writer = QuestionWriter(engine, PromptBuilder(engine.target.tokenizer, engine.max_context_tokens))
     >>> for reading, questions in writer.write(readings): ...
