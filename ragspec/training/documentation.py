@@ -24,7 +24,7 @@ from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
-from ragspec.training.quotable import Part, quotable_parts
+from ragspec.training.quotable import Part, blocks_reaching, quotable_parts
 from ragspec.training.sentences import normalise
 
 
@@ -92,7 +92,7 @@ _DEFAULT = re.compile(
 def _of_terms(document: Document, passage: Passage, parts: Sequence[Part], tool: str) -> Iterator[RuleMatch]:
     """A paragraph that is a term, with the first sentence of the block behind it; and the default that it names."""
     text, of_tool = document.text, f" of {tool}" * bool(tool)
-    blocks = [block for block in document.blocks if block.start >= passage.start and block.end <= passage.end + 2]
+    blocks = [block for block in blocks_reaching(document, passage.start, passage.end) if block.start >= passage.start]
     for block, after in itertools.pairwise(blocks):
         term = _TERM.fullmatch(text, block.start, block.end) if block.kind is BlockKind.PARAGRAPH else None
         if (
@@ -142,8 +142,8 @@ def _asked_of_term(term: re.Match[str], of_tool: str) -> tuple[str, str] | None:
 
 def _of_heading(document: Document, passage: Passage, parts: Sequence[Part]) -> Iterator[RuleMatch]:
     """A heading that is a question or names a task, with the part right behind it."""
-    for block in document.blocks:
-        if block.kind is not BlockKind.HEADING or not passage.start <= block.start < passage.end:
+    for block in blocks_reaching(document, passage.start, passage.end):
+        if block.kind is not BlockKind.HEADING or block.start < passage.start:
             continue
         heading = re.sub(
             r"^[\W\d]*(?:[A-Z]?\d*[.)]\d*\s+|Q:\s*|Question:\s*)?", "", _plain(document.text[block.start : block.end])
@@ -355,9 +355,10 @@ MAX_SHORT_WORDS = 8
 
 def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iterator[RuleMatch]:
     """What a column says of the first cell of a row, where the table has a header and no other row begins with that cell."""
-    table = next(block for block in document.blocks if block.start <= part.start < block.end)
+    table = blocks_reaching(document, part.start, part.end)[0]
     text = document.text[table.start : table.end]
-    cells, names = _cells(document.text[part.start : part.end]), [_cells(line)[0] for line in text.splitlines()]
+    cells = _cells(document.text[part.start : part.end])
+    is_repeated = text.count(f"| {document.text[part.start : part.end].partition(' |')[0]} |") > 1
     headed = re.match(r"([^\n]+)\n[ \t|+]*[-=]{2}[-=+| :]*\n", text)
     titles = [title for title in passage.heading.split(" > ") if " | " not in title] or [passage.title]
     about = re.sub(r"^[\d.]+ ", "", _plain(titles[-1]).split(" --- ")[0].rstrip("?¶ "))
@@ -374,7 +375,7 @@ def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iter
     if (
         len(columns) != len(cells)
         or columns == cells
-        or names.count(cells[0]) > 1
+        or is_repeated
         or not re.fullmatch(r"[\w$-][\w .$:/()-]{2,40}", cells[0])
         or not about
     ):

@@ -7,6 +7,7 @@ that it announces. Headings, code on its own, and sentences whose announced bloc
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -42,9 +43,15 @@ class Part(NamedTuple):
         return len(text[self.start : self.end].split())
 
 
+def blocks_reaching(document: Document, start: int, end: int) -> Sequence[Block]:
+    """The blocks that have a part in `document.text[start:end]`."""
+    first = bisect_right(document.blocks, start, key=lambda block: block.end)
+    return document.blocks[first : bisect_left(document.blocks, end, key=lambda block: block.start)]
+
+
 def quotable_parts(document: Document, start: int, end: int) -> Iterator[Part]:
     """The parts that lie in `document.text[start:end]`, in order."""
-    blocks = [block for block in document.blocks if block.start < end and block.end > start]
+    blocks = blocks_reaching(document, start, end)
     for number, block in enumerate(blocks):
         for first, last in _spans(document.text, block, max(start, block.start), min(end, block.end)):
             if document.text[last - 1] != ":":
