@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.disk import atomic_writer
-from ragspec.retrieval.chunking import Span
+from ragspec.retrieval.chunking import Span, chunk, embedded_text
 from ragspec.training.documentation import UNANSWERABLE, Neighbours, may_answer, rule_questions
 from ragspec.training.packages import PackageFile, debian_packages, document_of, package_files
 
@@ -46,9 +47,11 @@ class Row(NamedTuple):
 
 
 class TextRow(NamedTuple):
-    """A row with its texts. `quote` is a slice of `passage`, or empty."""
+    """A row with its texts. `quote` is a slice of `passage`, or empty. `lead`: the titles above the passage, as an encoder reads
+    them before it."""
 
     question: str
+    lead: str
     passage: str
     quote: str
     kind: str
@@ -143,6 +146,11 @@ def _texts(deb: Path, files: Mapping[str, Sequence[Row]]) -> Iterator[TextRow]:
     for file, content in package_files(deb, files):
         rows = [row for row in files[file.path] if row.file.sha256 == file.sha256]
         document = document_of(file, content) if rows else None
+        leads = (
+            {p.start: embedded_text(p).removesuffix(p.text) for p in chunk(document, ChunkingConfig())}
+            if document
+            else {}
+        )
         for row in rows if document else ():
             assert document is not None
             is_answered = row.quote[0] < row.quote[1]
@@ -151,7 +159,10 @@ def _texts(deb: Path, files: Mapping[str, Sequence[Row]]) -> Iterator[TextRow]:
                 passage, quote = (document.text[start + shift : end + shift] for start, end in (row.passage, row.quote))
                 if (quote or not is_answered) and quote in passage:
                     path = f"{file.package}/{file.path}"
-                    yield TextRow(row.question, passage, quote if is_answered else "", row.kind, path, file.licence)
+                    lead = leads.get(row.passage[0] + shift, "")
+                    yield TextRow(
+                        row.question, lead, passage, quote if is_answered else "", row.kind, path, file.licence
+                    )
 
 
 def _check(text: str, span: Span) -> str:

@@ -213,14 +213,7 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
 
     def write_adapter(self, folder: Path) -> None:
         """The averaged adapter as a PEFT folder in bf16. Raises: SaveError."""
-        halved = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in self.averaged_adapter().items()}
-        with saving(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(
-                json.dumps(CONFIG | {"base_model_name_or_path": self._base}, indent=1) + "\n"
-            )
-            with atomic_writer(folder / WEIGHTS_FILE) as file:
-                file.write(safetensors.torch.save(halved, metadata={"format": "pt"}))
+        write_peft(folder, self.averaged_adapter(), {"base_model_name_or_path": self._base})
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[PreTrainedModel]:
@@ -235,6 +228,16 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         """The shapes of the first adapters tell rank and width."""
         first = list(adapter_parameters(self.model).items())[:7]
         return {"adapter": _shapes(dict(first))}
+
+
+def write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """A PEFT folder in bf16. `config` replaces values of `CONFIG`. Raises: SaveError."""
+    halved = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in tensors.items()}
+    with saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(json.dumps({**CONFIG, **config}, indent=1) + "\n")
+        with atomic_writer(folder / WEIGHTS_FILE) as file:
+            file.write(safetensors.torch.save(halved, metadata={"format": "pt"}))
 
 
 class AdaptedLinear(nn.Linear):
@@ -254,18 +257,26 @@ class AdaptedLinear(nn.Linear):
         low = nn.functional.linear(inputs, self.lora_A.to(output.dtype))
         return torch.add(output, nn.functional.linear(low, self.lora_B.to(output.dtype)), alpha=ALPHA / RANK)
 
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The same layer with the change in its weight."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        change = (ALPHA / RANK * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
+        layer.weight, layer.bias = nn.Parameter(self.weight + change, requires_grad=False), self.bias
+        return layer
 
-def add_adapters(model: nn.Module, seed: int) -> None:
-    """Freeze the model and give its linear layers fresh adapters, which change nothing yet.
+
+def add_adapters(model: nn.Module, seed: int, modules: Sequence[str] = MODULES) -> None:
+    """Freeze the model and give its linear layers of these names fresh adapters, which change nothing yet.
 
     Raises: ConfigError for a model without such layers.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in MODULES]
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in modules]
     if not layers:
         raise ConfigError(
-            f"no adapter can be trained for this model: none of its layers is called {', '.join(MODULES)}"
+            f"no adapter can be trained for this model: none of its layers is called {', '.join(modules)}"
         )
     for name, layer in layers:
         noise = torch.randn(RANK, layer.in_features, generator=generator) * layer.in_features**-0.5
