@@ -1,13 +1,15 @@
-"""Train the adapter of the default target.
+"""Train the adapter of a target: the default one, or any other by `--target`.
 
     python -m pipelines.train_target --data ../shared/data --out runs/adapter --minutes 600
     python -m pipelines.train_target --data ../shared/data --out runs/adapter --tokens 60000000 --rows 32
     python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from CHECKPOINT_OR_ADAPTER
+    python -m pipelines.train_target --data ../shared/data --out runs/qwen --target qwen2.5-0.5b --documentation rows.jsonl
 
 A GPU is used where there is one; `--rows` sets how many rows of 896 tokens a step has. Writes under `--out`: `chat.jsonl` (the
-unadapted model's own answers), `checkpoint.safetensors`, `curves.png`, and `adapter/`, a PEFT folder of the averaged weights. A
-run whose `--tokens` are used up writes the adapter at once. Several workers run through Ray Train; on several machines the paths
-must be shared. The same seed, length in tokens and number of workers give the same adapter on the same hardware.
+unadapted model's own answers to ordinary requests, written as they come), `checkpoint.safetensors`, `curves.png`, and
+`adapter/`, a PEFT folder of the averaged weights. A run whose `--tokens` are used up writes the adapter at once. Several workers
+run through Ray Train; on several machines the paths must be shared. The same seed, length in tokens and number of workers give
+the same adapter on the same hardware. `--documentation` adds rows that `pipelines.documentation_rows rebuild` has written.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from pipelines.train import training_run
 from pipelines.train.training_run import absolute_path, positive
 from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.disk import write_atomically
+from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, case_scores, model_generate, question_cases
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
@@ -41,7 +44,8 @@ CHAT_REQUESTS = ("Explain {} to a ten-year-old.", "Give me three tips about {}."
     "List five facts about {}.", "Tell me a joke about {}.", "Suggest a title for an essay on {}.")  # fmt: skip
 CHAT_TOPICS = ("photosynthesis", "cooking rice", "the moon", "learning to swim", "chess", "public transport", "bees",
     "saving money", "jazz", "gardening", "electric cars", "sleep")  # fmt: skip
-CHAT_INSTRUCTIONS, NUM_INSTRUCTIONS, NUM_CHAT_QUESTIONS = ("roleplay", "codegen-instruct"), 120, 200
+CHAT_INSTRUCTIONS, CHAT_QUESTION_SHARE, CHATS_AT_ONCE = ("roleplay", "codegen-instruct"), 0.35, 64
+BASES = {DEFAULT_TARGET: f"HuggingFaceTB/{DEFAULT_TARGET}"}
 GREETINGS = ("Hello!", "Who are you?", "Thank you!", "Can you help me?", "What can you do?", "How are you?")
 
 
@@ -52,24 +56,34 @@ class TargetRun(training_run.TrainingRun):
     target: str
     plan: AdapterPlan
     num_probes: int
+    num_chats: int = 3000
     continue_from: Path | None = None
+    documentation: Path | None = None
+
+    @property
+    def target_config(self) -> TargetConfig:
+        return TargetConfig(model=self.target, adapter="none")
 
     def unadapted(self, device: str) -> FrozenTarget:
         """Raises: ModelError, SaveError."""
-        return FrozenTarget.load(TargetConfig(model=self.target, adapter="none"), device)
+        return FrozenTarget.load(self.target_config, device)
 
     def prepare(self) -> None:
-        """Write the unadapted model's answers to ordinary requests. Raises: ModelError, SaveError."""
+        """Write the unadapted model's answers to ordinary requests, or those that are missing. Raises: ModelError, SaveError."""
+        check_target(self.target_config)
         self.out.mkdir(parents=True, exist_ok=True)
-        if (self.out / CHATS).exists():
+        done = list(json_lines(self.out / CHATS)) if (self.out / CHATS).exists() else []
+        requests = chat_requests(self.data_dir, self.num_chats)[len(done) :]
+        if not requests:
             return
         target = self.unadapted("cuda" if torch.cuda.is_available() else "cpu")
-        prompts = [[message("user", text)] for text in chat_requests(self.data_dir)]
-        answers, rows = model_generate(target.model, target.tokenizer)(prompts), list[str]()
-        for prompt, answer in zip(prompts, answers, strict=True):
-            is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
-            rows.append(json.dumps({"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut}))
-        write_atomically(self.out / CHATS, "".join(f"{row}\n" for row in rows))
+        generate = model_generate(target.model, target.tokenizer)
+        for at in range(0, len(requests), CHATS_AT_ONCE):
+            prompts = [[message("user", text)] for text in requests[at : at + CHATS_AT_ONCE]]
+            for prompt, answer in zip(prompts, generate(prompts), strict=True):
+                is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
+                done.append({"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut})
+            write_atomically(self.out / CHATS, "".join(f"{json.dumps(row)}\n" for row in done))
 
 
 def main() -> None:
@@ -79,14 +93,22 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options; those of the plan by the plan's names."""
-    parser = training_run.training_parser("Train the adapter of the default target.")
+    parser = training_run.training_parser("Train the adapter of a target.")
     add, plan, count, rate = parser.add_argument, AdapterPlan, positive(int), positive(float)
-    add("--target", default=DEFAULT_TARGET, help="the model without adapter: a directory or a GGUF file")
+    add(
+        "--target",
+        default=DEFAULT_TARGET,
+        help="the model without adapter: a directory, a GGUF file or a name of the catalogue",
+    )
     add("--tokens", dest="total_tokens", type=count, default=8_000_000, help="length of the run in tokens")
     add("--rows", dest="rows_per_step", type=count, default=plan.rows_per_step, help="of a step; 32 suit a GPU")
     add("--peak-rate", dest="peak_lr", type=rate, default=plan.peak_lr, help="peak learning rate")
     add("--decay-share", type=positive(float, most=1.0), default=plan.decay_share, help="last part, of a falling rate")
     add("--probes", dest="num_probes", type=positive(int, least=0), default=8, help="how often it answers questions")
+    add(
+        "--chats", dest="num_chats", type=count, default=3000, help="ordinary requests that the unadapted model answers"
+    )
+    add("--documentation", type=absolute_path, help="rows of documentation packages, with their texts")
     add("--continue-from", type=absolute_path, help="another run's checkpoint or adapter folder to begin with")
     return parser
 
@@ -101,9 +123,11 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written adapter; the first worker writes."""
     target = run.unadapted(device)
     chats = [Conversation(row["messages"], open_ended=row["is_cut"]) for row in json_lines(run.out / CHATS)]
-    mixture = Mixture(run.data_dir, chats)
+    mixture = Mixture(run.data_dir, chats, run.documentation)
     draw_row = partial(mixed_row, mixture, AnswerEncoder(target.tokenizer), run.plan.micro_tokens)
-    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers, run.data_workers)
+    trainer = AdapterTrainer(
+        target.model, draw_row, run.plan, workers, run.data_workers, BASES.get(run.target, run.target)
+    )
     if not training_run.resumes(trainer, run) and run.continue_from:
         trainer.start_from(run.continue_from)
     scores = partial(probe, trainer, target.tokenizer, run.data_dir)
@@ -124,15 +148,19 @@ def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, rng: ra
     return row if row.tokens else mixed_row(mixture, encoder, row_tokens, rng)
 
 
-def chat_requests(data_dir: Path) -> list[str]:
-    """Ordinary requests: greetings, tasks about topics, written instructions, and questions without their passages."""
+def chat_requests(data_dir: Path, count: int) -> list[str]:
+    """Ordinary requests: greetings, tasks about topics, written instructions, and questions without their passages. Fewer than
+    `count` if the data have no more."""
     asked = [*GREETINGS, *(request.format(topic) for request in CHAT_REQUESTS for topic in CHAT_TOPICS)]
-    rng = random.Random(0)
+    rng, instructions = random.Random(0), list[str]()
     for name in CHAT_INSTRUCTIONS:
         rows = json.loads((data_dir / "gpteacher" / f"{name}.json").read_text(encoding="utf-8"))
-        asked += rng.sample([row["instruction"] for row in rows if not row["input"]], NUM_INSTRUCTIONS)
+        instructions += [row["instruction"] for row in rows if not row["input"]]
     questions = [question.text for paragraph in question_paragraphs(data_dir) for question in paragraph.questions]
-    return [*asked, *rng.sample(questions, NUM_CHAT_QUESTIONS)]
+    num_questions = min(len(questions), int(count * CHAT_QUESTION_SHARE))
+    num_instructions = min(len(instructions), max(0, count - len(asked) - num_questions))
+    asked += [*rng.sample(instructions, num_instructions), *rng.sample(questions, num_questions)]
+    return random.Random(0).sample(asked, len(asked))[:count]
 
 
 def probe(trainer: AdapterTrainer, tokenizer: Any, data_dir: Path) -> dict[str, float]:

@@ -10,12 +10,13 @@
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
 #                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
 #
+# For `train`, TARGET is another model than the pack's or the default one; CHATS is how many requests it answers first.
 # Results are written under infra/results/gpu/, trained weights under build/gpu/ and, in parts of 15 MiB, under build/gpu/parts/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD:${PYTHONPATH:-}"
 python=.venv/bin/python
-[ -x "$python" ] || python=python3
+[ -x "$python" ] || python=${PYTHON:-python3}
 results=infra/results/gpu
 mkdir -p "$results"
 
@@ -31,8 +32,14 @@ train() {
         data=build/gpu/pack/data
         export PYTHONPATH="$PWD/build/gpu/pack/site:${PYTHONPATH:-}"
     fi
-    $python -m pipelines.train_target --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" --minutes "$minutes"
-    $python -m pipelines.train_drafter --family eagle3 --data "$data" --out build/gpu/eagle3 --step-tokens 4096 --minutes "$minutes"
+    local target=${TARGET:-} rows=()
+    for path in build/gpu/pack/model/*; do [ ! -e "$path" ] || target=${target:-$path}; done
+    target=${target:-SmolLM2-135M-Instruct}
+    [ ! -e "$data/documentation.jsonl" ] || rows=(--documentation "$data/documentation.jsonl")
+    $python -m pipelines.train_target --target "$target" --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" \
+        --minutes "$minutes" --chats "${CHATS:-3000}" "${rows[@]}"
+    $python -m pipelines.train_drafter --family eagle3 --target "$target" --data "$data" --out build/gpu/eagle3 \
+        --step-tokens 4096 --minutes "$minutes"
     for name in adapter eagle3; do cp "build/gpu/$name/curves.png" "$results/$name.png"; done
     $python infra/gpu/pack.py files build/gpu/parts build/gpu/adapter/adapter build/gpu/eagle3/head --part-mib 15
 }
@@ -55,7 +62,7 @@ case "$part" in
     speed) benchmark ;;
     train) train ;;
     *)
-        sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

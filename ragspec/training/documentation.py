@@ -1,7 +1,8 @@
-"""Questions about software documentation (.md and .rst), made by rule from the passages that the product cuts.
+"""Questions about documentation, made by rule from the passages that the product cuts and the blocks that its readers find.
 
-Owns the rules (of directives, flags, glossary terms, sentences and tables) and the split: a file whose sha256(path) mod 5 is 0 is
-for evaluation only. Every quote is a slice of its passage. Equal folders give equal questions.
+Owns the rules (of sentences, terms with their definitions, blocks behind a colon, headings that ask, and tables) and the split: a
+file whose sha256(path) mod 5 is 0 is for evaluation only. Every quote is a slice of its passage: one sentence, a term with the
+sentence that defines it, a table row, or a sentence with the block that it announces. Equal files give equal questions.
 
     >>> next(documentation_questions(Path("docs"), evaluation=False)).question
     'What does PyBool_Check do?'
@@ -12,262 +13,416 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ragspec.config import AnalyzerConfig, ChunkingConfig
-from ragspec.core import Passage
+from ragspec.config import ChunkingConfig
+from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
-from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
+from ragspec.training.quotable import Part, blocks_reaching, quotable_parts
 from ragspec.training.sentences import normalise
 
 
 class RuleMatch(NamedTuple):
-    """A question and the sentence or row of the passage that answers it."""
+    """A question and the span of the document that answers it, `text[start:end]`."""
 
     question: str
-    quote: str
+    start: int
+    end: int
     kind: str
     short_answer: str = ""
 
 
-_MARKUP = (
-    (r"\{\{<\s*glossary_tooltip[^>]*?text=\"([^\"]*)\"[^>]*>\}\}", r"\1"),
-    (r"\[([^\]]*)\]\([^)]*\)", r"\1"),
-    (r":[\w:]+:`[!~]?([^`<]*?)(?:\s*<[^`]*>)?`", r"\1"),
-    (r"`+([^`]*)`+_*", r"\1"),
-    (r"\*+([^*\n]+)\*+", r"\1"),
-    (r"\{\{[^}]*\}\}|</?\w+[^>]*>", ""),
-    (r"&nbsp;|\s+", " "),
-)
+_INLINE = re.compile(r":[\w:]+:`[!~]?([^`<]*?)(?:\s*<[^`]*>)?`_*|\[([^\]]+)\]\([^)]*\)|[`*]+([^`*\n]+)[`*]+_*")
 
 
 def _plain(text: str) -> str:
-    """Without markup, on one line: for questions."""
-    for pattern, kept in _MARKUP:
-        text = re.sub(pattern, kept, text)
-    return text.strip(" ;:,")
+    """On one line and without the marks of code and emphasis that Markdown and reStructuredText leave in it: for questions."""
+    return normalise(_INLINE.sub(lambda found: found[1] or found[2] or found[3] or "", text)).strip(" ;:,‘’“”\"'")
 
 
-def found_in(passage: Passage, module: str, tool: str) -> Iterator[RuleMatch]:
-    """Every question that a rule makes of a passage. `tool`: the file's name, of which tables of flags are about."""
-    directives, spans = list(_directives(passage.text)), list(sentences(passage.text))
-    yield from _of_directives(passage.text, directives, spans, module, tool)
-    for match in _FLAG.finditer(passage.text):
-        flag = f"What does the {tool.replace('_', ' ')} flag {match['flag']} do?"
-        yield RuleMatch(flag, match["text"].strip(), "option")
-    for match in _TERM.finditer(passage.text):
-        asked = f"What is meant by {match['term']}?"
-        yield RuleMatch(asked, _sentence_at(passage.text, spans, match.end()), "definition")
-    for start, end in spans:
-        owner = next((each.name for each in reversed(directives) if each.start < start), "")
-        yield from _of_sentence(passage.text[start:end], owner)
-    yield from _of_tables(passage)
+def matches(document: Document, passage: Passage, tool: str) -> Iterator[RuleMatch]:
+    """Every question that a rule makes of a passage. `tool`: the program that the document is about; empty: it has no name."""
+    text, parts = document.text, list(quotable_parts(document, passage.start, passage.end))
+    yield from _of_terms(document, passage, parts, tool)
+    yield from _of_heading(document, passage, parts)
+    for part in parts:
+        if part.kind is BlockKind.TABLE:
+            yield from _of_row(document, part, passage, tool)
+        elif part.announces:
+            yield from _of_announcement(text, part, tool)
+        else:
+            yield from _of_sentence(text, part, tool)
 
 
-_DIRECTIVE = re.compile(
-    r"[ \t]*\.\. (?:c:|py:)?(function|method|classmethod|staticmethod|class|data|attribute|exception|macro|option|cmdoption"
-    r"|envvar|decorator):: (.+)"
+_TERM = re.compile(
+    r"(?:\.\. (?:c:|py:)?(?P<directive>[a-z]+):: )?(?P<option>[‘'\"`]?-{1,2}\w[\w-]*)?(?P<name>[^\n]{0,70}?)[’'\"`]?\s*:?"
 )
-_QUESTION_OF = {
-    "option": "What does the option {} do?", "envvar": "What does the environment variable {} do?", "class": "What is {}?",
-    "data": "What is {}?", "attribute": "What is {}?", "exception": "When is {} raised?", "macro": "What is {}?",
+_TERM_QUESTIONS = {
+    "option": "What does the option {} do?", "cmdoption": "What does the option {} do?", "class": "What is {}?",
+    "envvar": "What does the environment variable {} do?", "data": "What is {}?", "attribute": "What is {}?",
+    "macro": "What is {}?", "exception": "When is {} raised?",
 }  # fmt: skip
-_FLAG = re.compile(
-    r"<td colspan=\"2\">(?P<flag>--[\w-]+)[^<]*</td>\s*</tr>\s*<tr>\s*<td></td><td[^>]*>(?:<p>)?(?P<text>[^<]{20,}?[.)]?)"
-    r"(?=</p>|</td>|<br)"
+_NO_TERM = re.compile(
+    r"(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax"
+    r"|parameters?|arguments?|returns?"
+    r"|raises|version|changed|new|added|deprecated|default|description|options?|attention|todo|where|or|and"
+    r"|danger|summary)\b.*",
+    re.IGNORECASE,
 )
-_TERM = re.compile(r"(?:^|\n)   (?P<term>[a-z_][\w .-]{2,30})\n      (?=[A-Z])")
-_NOT_DEFINING = (
+_NAME = re.compile(r"(?:class |static |const |async )*(?P<name>[A-Za-z_$@%][\w.$:@%+-]*)(?:\s*(?:[(=\[<{].*)?)")
+_NO_DEFINITION = (
     "The *", "If ", "Using ", "Note", "See ", "Deprecated", "For ", "As ", "In ", "When ", "Changed", "New in", "There ",
-    "The first ", "This is ", "Same as ", "Like ",
+    "This is ", "Same as ", "Like ", "Example", "Type:", "By default", "These ", "It ", "You ", "Default", "We ", "(", "Also ",
+    "However",
+    "But ", "Please", "Since ", "Available", "Added", "Possible", "Valid ", "Grammar", "Syntax", "Value", "Context", "Status",
+    "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus", "Therefore", "No ", "Not ",
 )  # fmt: skip
+_DEFAULT = re.compile(
+    r"(?:\b[Dd]efaults? (?:[a-z]+ )?(?:is|to)(?: of)?|\b[Dd]efault(?: value)?:|\(default)"
+    r" (?P<value>[^\s,;)(][^,;)(\n]{0,40}?)(?=\.?(?:[,;)\n]|\s|$))"
+)
 
 
-class _Directive(NamedTuple):
-    """`start`: where the directive stands; `body`: where the text under it begins."""
-
-    kind: str
-    signature: str
-    start: int
-    body: int
-
-    @property
-    def name(self) -> str:
-        found = re.match(r"(?:[^(]*?[\s*])?([\w.]+)\s*(?:[(\[=:]|$)", self.signature)
-        return found[1] if found else self.signature.split("(")[0]
-
-
-def _directives(text: str) -> Iterator[_Directive]:
-    """Those with a text of their own, which begins with a capital letter."""
-    last, at, is_blank = None, 0, False
-    for line in text.splitlines(keepends=True):
-        bare = line.strip()
-        if match := _DIRECTIVE.match(line):
-            last, is_blank = (match[1], match[2].strip(), at), False
-        elif last and not bare:
-            is_blank = True
-        elif last and is_blank and not bare.startswith((":", "..")):
-            if bare[0].isupper():
-                yield _Directive(*last, at + len(line) - len(line.lstrip()))
-            last = None
-        at += len(line)
+def _of_terms(document: Document, passage: Passage, parts: Sequence[Part], tool: str) -> Iterator[RuleMatch]:
+    """A paragraph that is a term, with the first sentence of the block behind it; and the default that it names."""
+    text, of_tool = document.text, f" of {tool}" * bool(tool)
+    blocks = [block for block in blocks_reaching(document, passage.start, passage.end) if block.start >= passage.start]
+    for block, after in itertools.pairwise(blocks):
+        term = _TERM.fullmatch(text, block.start, block.end) if block.kind is BlockKind.PARAGRAPH else None
+        if (
+            term is None
+            or _NO_TERM.fullmatch(text, term.start("name"), block.end)
+            or not (asked := _asked_of_term(term, of_tool))
+        ):
+            continue
+        behind = [part for part in parts if part.start >= after.start and part.end <= after.end and not part.announces]
+        behind = behind or _indented(text, after, passage)
+        if not behind or not behind[0].is_sentence(text) or text.startswith(_NO_DEFINITION, behind[0].start):
+            continue
+        first = behind[0]
+        if text[block.end : first.start].strip():
+            continue
+        is_option = bool(term["option"]) or term["directive"] in ("option", "cmdoption", "envvar")
+        yield RuleMatch(asked[0], block.start, first.end, "option" if is_option else "definition")
+        for part in behind[:2]:
+            if (value := _DEFAULT.search(text, part.start, part.end)) and not re.match(r"see\b|\W*$", value["value"]):
+                asks = f"What is the default of {asked[1]}?"
+                yield RuleMatch(asks, block.start, part.end, "default", _short(_plain(value["value"])))
 
 
-def _of_directives(
-    text: str, directives: Iterable[_Directive], spans: list[tuple[int, int]], module: str, tool: str
-) -> Iterator[RuleMatch]:
-    for each in directives:
-        is_option, name = each.kind in ("option", "cmdoption", "envvar"), each.name
-        if is_option:
-            name = _plain(each.signature.split(",")[0]) + f" of {module or tool}" * (each.kind != "envvar")
-        elif "method" in each.kind or each.kind == "attribute":
-            name = name if "." in name else f"the {each.kind} {name}{f' of {module}' * bool(module)}"
-        elif module and "." not in name and not name.startswith("Py"):
-            name = f"{module}.{name}"
-        asked = _QUESTION_OF.get(each.kind.removeprefix("cmd"), "What does {} do?").format(name)
-        quote = _sentence_at(text, spans, each.body)
-        if not quote.startswith(_NOT_DEFINING):
-            yield RuleMatch(asked, quote, "option" if is_option else "definition")
+def _indented(text: str, block: Block, passage: Passage) -> list[Part]:
+    """The sentences of a block that a directive of reStructuredText indents, as code is."""
+    spans = sentences(text, block.start, min(block.end, passage.end)) if block.kind is BlockKind.CODE else []
+    return [Part(start, end, block.kind, end) for start, end in spans]
 
 
-def _sentence_at(text: str, spans: list[tuple[int, int]], at: int) -> str:
-    end = next((end for start, end in spans if start <= at < end), len(text))
-    return text[at:end].strip()
+def _asked_of_term(term: re.Match[str], of_tool: str) -> tuple[str, str] | None:
+    """The question, and the name as it is asked for; None for a paragraph that is no term."""
+    if term["option"]:
+        name = f"the option {_plain(term['option'])}{of_tool}"
+        return f"What does {name} do?", name
+    found = _NAME.fullmatch(_plain(term["name"]))
+    if found is None or len(found["name"]) < 3:
+        return None
+    name = found["name"].rstrip(":.")
+    is_code = re.search(r"[_.$:()-]|\w[A-Z]|\d", name) or re.search(r"\w\(", term["name"]) or term["directive"]
+    if not is_code:
+        return None
+    name = name if "." in name or not of_tool else f"{name}{of_tool}"
+    if not term["directive"] and "(" not in term["name"]:
+        return f"What is {name} for?", name
+    return _TERM_QUESTIONS.get(term["directive"] or "", "What does {} do?").format(name), name
+
+
+def _of_heading(document: Document, passage: Passage, parts: Sequence[Part]) -> Iterator[RuleMatch]:
+    """A heading that is a question or names a task, with the part right behind it."""
+    for block in blocks_reaching(document, passage.start, passage.end):
+        if block.kind is not BlockKind.HEADING or block.start < passage.start:
+            continue
+        heading = re.sub(
+            r"^[\W\d]*(?:[A-Z]?\d*[.)]\d*\s+|Q:\s*|Question:\s*)?", "", _plain(document.text[block.start : block.end])
+        )
+        behind = next((part for part in parts if part.start >= block.end), None)
+        if behind is None or document.text[block.end : behind.start].strip() or behind.kind is BlockKind.TABLE:
+            continue
+        if _is_vague_question(heading) or not _shares_words(heading, document.text[behind.start : behind.end]):
+            continue
+        if re.fullmatch(r"(?:How|What|Why|When|Where|Which|Can|Is|Are|Does|Do|Should|Who)\b.{8,110}\?", heading):
+            yield RuleMatch(heading, behind.start, behind.end, "how-to" if heading.startswith("How") else "faq")
+        elif match := re.fullmatch(r"How [Tt]o (?P<aim>[A-Za-z].{5,70})|To (?P<also>[a-z].{8,70})", heading):
+            aim = match["aim"] or match["also"]
+            yield RuleMatch(f"How do I {aim[0].lower()}{aim[1:]}?", behind.start, behind.end, "how-to")
+
+
+def _shares_words(question: str, answer: str) -> bool:
+    """Whether most long words of the question, cut to their stems, are in the answer."""
+    stems = {word[:5] for word in re.findall(r"\w{4,}", question.lower())} - {
+        "what",
+        "when",
+        "where",
+        "which",
+        "does",
+        "shoul",
+        "with",
+    }
+    held = sum(stem in answer.lower() for stem in stems)
+    return held > len(stems) / 2
+
+
+def _is_vague_question(heading: str) -> bool:
+    return bool(
+        re.search(
+            r"\b(?:this|these|it|that|they|them|following|above|below|manual|document|section|chapter|help)\b",
+            heading,
+            re.I,
+        )
+    )
+
+
+_VERBS = (
+    "install|create|add|start|stop|restart|enable|disable|configure|build|compile|remove|delete|list|check|test"
+    "|show|convert|copy|set|set up"
+    "|update|upgrade|mount|open|close|connect|change|restore|verify|generate|export|import|define|declare|load"
+    "|print|initialize|clone|edit"
+)
+_RUN = (
+    r"(?:you (?:can|must|need to|should|have to) )?(?:simply |just |first )?(?:use|run|type|enter|issue|execute|do|add|set|call"
+    r"|put|invoke|write|specify)"
+)
+_FIRST = r"(?:Then |Now |First,? |Finally,? |Next,? )?"
+_ANNOUNCING = (
+    rf"To (?:also |then |now |still )?(?P<aim>[a-z]+ [^,.:]{{6,80}}?),? {_RUN}\b[^.]{{0,90}}:",
+    rf"{_FIRST}(?:[Yy]ou|[Oo]ne) can (?:also |then |now |still )?(?P<aim>[a-z]+ [^,.:]{{8,80}}?)"
+    r"(?: (?:with|by|using|like|as)\b[^.]{0,70})?:",
+    rf"{_FIRST}(?:[Uu]se|[Rr]un|[Tt]ype|[Ee]nter|[Ii]ssue|[Ee]xecute)\b[^.:]{{0,70}}? to (?P<aim>[a-z]+ [^,.:]{{6,80}}?):",
+    rf"(?P<aim>(?:{_VERBS}) [^,.:]{{6,70}}?)(?: (?:with|by|using|like|as follows|as)\b[^.]{{0,50}})?:",
+)
+_ANNOUNCING_LIST = re.compile(
+    r"(?:The )?(?:following|supported|available|possible) (?P<what>[a-z-]+ [a-z -]{3,40}?) (?P<are>are|can be|is"
+    r"|may be) "
+    r"(?P<how>supported|available|allowed|defined|provided|recognized|possible|used|accepted|required|valid"
+    r"|understood)[^.:]{0,50}:"
+)
+
+
+def _of_announcement(text: str, part: Part, tool: str) -> Iterator[RuleMatch]:
+    """A sentence that names a task and announces a command, or names a set and announces its list."""
+    line = normalise(text[part.start : part.block_start])
+    is_list = text[part.block_start : part.end].lstrip()[:1] in "-*•"
+    if is_list and (found := _ANNOUNCING_LIST.fullmatch(line)):
+        by = (
+            f" by {tool}"
+            if tool and found["how"] not in ("available", "possible", "valid", "required")
+            else f" in {tool}" * bool(tool)
+        )
+        yield RuleMatch(f"Which {found['what']} {found['are']} {found['how']}{by}?", part.start, part.end, "command")
+        return
+    if is_list:
+        return
+    lowered = line if line.startswith("To ") else line[:1].lower() + line[1:]
+    for pattern in _ANNOUNCING:
+        if found := re.fullmatch(pattern, line) or re.fullmatch(pattern, lowered):
+            aim = _plain(found["aim"])
+            if not _is_vague("command", {"aim": aim}):
+                yield RuleMatch(_mine(f"How do I {aim}?"), part.start, part.end, "command")
+            return
+
+
+def _mine(question: str) -> str:
+    """As the user asks for himself."""
+    question = re.sub(r"\byou are\b", "I am", re.sub(r"\byou (?:like|wish|want|need)(?= to\?|\?)", "", question))
+    question = re.sub(r"\byour\b", "my", question)
+    return re.sub(r"\byourself\b", "myself", re.sub(r"\byou\b", "I", question))
 
 
 _SUBJECT = r"(?P<subject>(?:(?:[Aa]n?|[Tt]he) )?[\w`*:~.{}<>\" ()=/_-]{3,90}?)"
-_STEP = "you (?:can|must|need|should)|use|run|set|call|add|specify|create|pass|just|simply|do|define|make|type|enter|start|first"
-_GIVEN = r"The (?:optional )?(?:\*\w+\* (?:argument|parameter|option|flag)|(?:argument|parameter|option|flag) \*\w+\*)"
+_NAMED = (
+    r"(?P<subject>[Tt]he [\w`*.:$/<>_-]{2,40}(?: [\w-]{2,20})? (?:option|command|directive|module|parameter"
+    r"|setting|variable|flag|function|file"
+    r"|attribute|keyword|program|tool|utility|plugin|method|class|filter|section|field|property|argument|script"
+    r"|daemon|server|library|statement)"
+    r"|[`*]*[a-z][\w.-]*[_.(-][\w.()-]*[`*]*|[A-Z][a-z]+[A-Z]\w+)"
+)
+_DOES = (
+    "specifies|defines|controls|determines|sets|enables|disables|provides|contains|returns|prints|displays|lists"
+    "|creates|removes|converts|reads"
+    "|writes|deletes|starts|stops|checks|generates|shows|adds|limits|tells|causes|allows|describes|stores|turns"
+    "|forces|prevents|manages|handles"
+    "|supports|represents|changes|indicates|holds|runs|sends|takes|implements|restricts|updates"
+)
+_STEP = "you (?:can|must|need|should)|use|run|set|call|add|specify|create|pass|just|simply|do|define|make|type"
+"|enter|start|first"
 _BEING = "is|are|does|do|has|have|will|can"
 _HOW = r"faster|slower|more \w+|less \w+|simpler|safer|easier|larger|smaller|cheaper"
 _RULES = (
     (" ", "definition", rf"{_SUBJECT} (?P<is>is|are) (?:an?|the|one of) [a-z].{{25,}}", "What {is} {subject}?"),
-    ("To ", "how-to", rf"To (?:also |then )?(?P<aim>[a-z]+ [^,.]{{8,90}}), (?:{_STEP})\b.{{8,}}", "How do I {aim}?"),
-    ("You can ", "how-to", r"You can (?:also |then |now |optionally |either )?(?P<aim>[a-z]+ [^,.;]{8,80}?) "
-     r"(?:by|using|with the|via) .{8,}", "How can I {aim}?"),
-    ("se ", "how-to", r"(?:You )?[Uu]se (?P<tool>[^,.;]{3,60}) to (?P<aim>[a-z]+ [^,.;]{8,80})\.$",
-     "What can I use to {aim}?"),
-    ("If *", "option", r"If (?P<case>\*\w+\* is [^,.;]{2,50}), .{15,}", "What happens{where} if {case}?"),
-    ("The ", "option", rf"(?P<given>{_GIVEN}) .{{20,}}", "What is {given}{where} for?"),
-    ("Unlike ", "comparison", rf"Unlike (?!with\b)(?P<other>[^,.]{{3,60}}), (?P<this>.{{3,60}}?) "
-     rf"(?:{_BEING}|must|cannot)\b.{{10,}}", "How does {this} differ from {other}?"),
-    (", ", "comparison", r"(?:Like|Similar to|Same as|Identical to|The same as) (?P<other>[^,.]{3,60}?),? "
-     r"(?:but|except|with the exception|and also)\b.{10,}", "How does {owner} differ from {other}?"),
+    (" used ", "definition", rf"{_SUBJECT} (?P<is>is|are) used (?:to|for|when|by|as|in) .{{12,}}",
+     "What {is} {subject} used for?"),
+    (" ", "option", rf"{_NAMED} (?:{_DOES}) .{{15,}}", "What does {subject} do?"),
+    ("default", "default", r"(?:The|Its) default (?:value |setting )?(?:of|for) (?P<subject>[^,;:]{3,50}?) is"
+    r" (?P<value>[^;:]{1,60}?)\.?",
+     "What is the default of {subject}?"),
+    ("efaults to ", "default", rf"{_NAMED} defaults to (?P<value>[^;:]{{1,60}}?)\.?",
+     "What does {subject} default to?"),
+    ("y default", "default", rf"By default,? {_NAMED} (?P<is>is|are|uses|has|listens|will|does|runs|looks|writes"
+    rf"|reads|creates) .{{8,}}",
+     "What does {subject} do by default?"),
+    ("To ", "how-to", rf"To (?:also |then |now |still )?(?P<aim>[a-z]+ [^,.]{{8,90}}), (?:{_STEP})\b.{{8,}}", "How do I {aim}?"),
+    ("ou can ", "how-to", r"(?:You|you) can (?:also |then |now |optionally |either )?(?P<aim>[a-z]+ [^,.;]{8,80}?) "
+     r"(?:by|using|via|with the) .{8,}", "How can I {aim}?"),
+    ("se ", "how-to", r"(?:You )?[Uu]se (?P<tool>[^,.;]{3,60}) to (?P<aim>[a-z]+ [^,.;]{8,80})\.$", "What can I use to {aim}?"),
+    ("f you want to ", "how-to", r"If you (?:want|wish|would like) to (?P<aim>[a-z]+ [^,.]{8,80}), .{12,}", "How do I {aim}?"),
+    ("If ", "condition", r"If (?P<case>(?:the|no|an?|you) [^,.;]{12,80}), (?:then )?(?:the|an?|it|they|all|any"
+    r"|no|each|only|[A-Z]\w+|[\w.-]+ "
+     r"(?:will|is|are|does|assumes)) (?!may|can)[^?]{20,}", "What happens if {case}?"),
+    ("Unlike ", "comparison", rf"Unlike (?!with\b)(?P<other>[^,.]{{3,60}}), (?P<this>.{{3,60}}?) (?:{_BEING}"
+    rf"|must|cannot)\b.{{10,}}",
+     "How does {this} differ from {other}?"),
+    ("imilar to ", "comparison", r"(?P<this>[^,.]{3,60}?) (?:is|works|behaves)(?: very)? similar(?:ly)? to"
+    r" (?P<other>[^,.;]{3,50}?),? "
+     r"(?:but|except|with the exception)\b.{10,}", "How does {this} differ from {other}?"),
     ("difference between", "comparison", r"The (?:main |only |key )?difference between (?P<this>[^,.]{3,60}) and "
      r"(?P<other>[^,.]{3,60}?) is .{10,}", "What is the difference between {this} and {other}?"),
-    (" than ", "comparison", rf"(?P<this>[^,.]{{3,60}}?) is (?P<how>{_HOW}) than (?P<other>[^,.;]{{3,60}})",
+    (" than ", "comparison", rf"(?P<this>[^,.]{{3,60}}?) (?:is|are) (?:much |often |usually |generally"
+    rf" )?(?P<how>{_HOW}) than (?P<other>[^,.;]{{3,60}})\b.*",
      "Which is {how}: {this} or {other}?"),
     (", whereas ", "comparison", r"(?P<this>[^,.]{4,60}?) [^,]{5,90}, whereas (?P<other>[^,.]{4,40}?) "
      rf"(?:{_BEING}|only|always)\b.{{5,}}", "How do {this} and {other} differ?"),
 )  # fmt: skip
 """A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
-_CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it)\b")
+_CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
 _VAGUE = re.compile(
-    r"^(?:(?:if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some|one|both)\b"
-    r"|the (?:above|following|latter|former|result|first|second|default|value|next|only|code|sequence|same|most|other|reason"
-    r"|example|output|idea|point|problem|main|function|method|class|module|argument)\b)"
-    r"|\b(?:below|above|following|them|this|these|those|it)\b|[][{}<>`]|\(|^.{0,2}$",
+    r"^(?:(?:if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
+    r"|one|both|such|other|most|many"
+    r"|its|however|also|note|example|but|and|so|to|by|at|as|we|you|i|everything|something|nothing|another|none"
+    r"|only|therefore|thus|since|once|after|before|during)\b"
+    r"|the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)"
+    r"|^(?:the|an?) [a-z]+$|\b(?:while|currently|optional|desired|below|above|following|them|this|these|those|it"
+    r"|its|here|previous|respectively|he|she|they|their|such)\b|[][{}<>`\\|]|\(|^.{0,2}$",
     re.I,
 )
+_NAMES = re.compile(r"\w[._/:-]\w|[-_/$~]\w|\w[A-Z]|\b[A-Z]{2}|\d|\S [A-Z]|[\"“]")
+"""A name of a program, file, option or thing, in distinction to common words."""
 MAX_PART_WORDS, MAX_SUBJECT_WORDS = 14, 6
 
 
-def _of_sentence(sentence: str, owner: str) -> Iterator[RuleMatch]:
-    """`owner`: the name of the last directive before the sentence."""
-    line = normalise(sentence)
-    where = f" in {owner}" if owner else ""
+def _of_sentence(text: str, part: Part, tool: str) -> Iterator[RuleMatch]:
+    line = normalise(text[part.start : part.end])
     for needle, kind, pattern, question in _RULES:
-        match = re.match(pattern, line) if needle in line else None
-        if match is None or (re.search(r"\{owner|\{where", question) and not owner):
+        match = re.fullmatch(pattern, line) if needle in line else None
+        if match is None:
             continue
-        parts = {name: _plain(part) for name, part in match.groupdict().items()}
-        if _is_vague(kind, parts):
+        parts = {name: _plain(found) for name, found in match.groupdict().items()}
+        if _is_vague(kind, {name: found for name, found in parts.items() if name != "value"}):
             continue
-        if "given" in parts:
-            parts["given"] = parts["given"][:1].lower() + parts["given"][1:]
-        asked = question.format(**parts, owner=owner, where=where)
-        if kind == "how-to":
-            asked = re.sub(r"\byour\b", "my", asked)
-        if re.search(r"\w\w[^s]s$", parts.get("this", "")):
+        if parts.get("subject", "").startswith(("The ", "A ", "An ")):
+            parts["subject"] = parts["subject"][:1].lower() + parts["subject"][1:]
+        if parts.get("this", "").startswith(("The ", "A ", "An ")):
+            parts["this"] = parts["this"][:1].lower() + parts["this"][1:]
+        asked = question.format(**parts)
+        asked = _mine(asked) if kind in ("how-to", "condition") else asked
+        if re.search(r"\w\w[^su]s$", parts.get("this", "")):
             asked = re.sub("^How does ", "How do ", asked)
-        yield RuleMatch(asked, sentence, kind)
+        yield RuleMatch(asked, part.start, part.end, kind, _short(parts.get("value", "")))
         return
 
 
 def _is_vague(kind: str, parts: dict[str, str]) -> bool:
-    if any(_VAGUE.search(part) or len(part.split()) > MAX_PART_WORDS for part in parts.values()):
+    if any(
+        _VAGUE.search(part) or len(part.split()) > MAX_PART_WORDS
+        for name, part in parts.items()
+        if name not in ("is", "case")
+    ):
         return True
-    simple = parts.values() if kind == "comparison" else [parts.get("tool", "")]
+    if "case" in parts and not (_NAMES.search(parts["case"]) or len(parts["case"].split()) > 8):
+        return True
+    if re.search(r"\b(?:this|these|it|above|below|that|they|them|want|wish|like)\b|[<>{}]", parts.get("case", "")):
+        return True
+    simple = parts.values() if kind == "comparison" else [parts.get("tool", ""), parts.get("subject", "")]
     if any(_CLAUSE.search(part) for part in simple):
         return True
-    return kind == "definition" and len(parts["subject"].split()) > MAX_SUBJECT_WORDS
+    return len(parts.get("subject", "").split()) > MAX_SUBJECT_WORDS
 
 
-_BORDER = re.compile(r"\s*\+[-=+]+\+\s*$|\s*\|?[ :|-]*---[ :|-]*\|?\s*$")
-_CONTINUED = re.compile(r"\s*\|\s+\|")
 MAX_SHORT_WORDS = 8
 
 
-class _Row(NamedTuple):
-    cells: list[str]
-    quote: str
-    header: list[str]
-
-
-def _of_tables(passage: Passage) -> Iterator[RuleMatch]:
-    """What a column says of the first cell of a row, where no other row begins with that cell.
-
-    A table whose header is in another passage has two columns or is left alone.
-    """
-    about = _plain(passage.heading.rsplit(" > ", 1)[-1] or passage.title).split(" --- ")[0].rstrip("?")
-    rows = list(_rows(passage.text.split("\n")))
-    names = [row.cells[0] for row in rows]
-    for cells, quote, header in rows:
-        if names.count(cells[0]) > 1:
+def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iterator[RuleMatch]:
+    """What a column says of the first cell of a row, where the table has a header and no other row begins with that cell."""
+    table = blocks_reaching(document, part.start, part.end)[0]
+    text = document.text[table.start : table.end]
+    cells = _cells(document.text[part.start : part.end])
+    is_repeated = text.count(f"| {document.text[part.start : part.end].partition(' |')[0]} |") > 1
+    headed = re.match(r"([^\n]+)\n[ \t|+]*[-=]{2}[-=+| :]*\n", text)
+    titles = [title for title in passage.heading.split(" > ") if " | " not in title] or [passage.title]
+    about = re.sub(r"^[\d.]+ ", "", _plain(titles[-1]).split(" --- ")[0].rstrip("?¶ "))
+    if (
+        len(cells) == 2
+        and cells[0].lower().strip(": ") in ("default", "default value")
+        and not cells[1].startswith(("See", "none", "-"))
+    ):
+        name = about.removesuffix(" Directive")
+        if re.search(r"\w", cells[1]) and not _VAGUE.search(name):
+            asked = f"What is the default of {name}?"
+            yield RuleMatch(asked, part.start, part.end, "default", _short(cells[1].removeprefix(f"{name} ")))
+    columns = _cells(headed[1] if headed else passage.heading.rsplit(" > ", 1)[-1])
+    if (
+        len(columns) != len(cells)
+        or columns == cells
+        or is_repeated
+        or not re.fullmatch(r"[\w$-][\w .$:/()-]{2,40}", cells[0])
+        or not about
+    ):
+        return
+    for column, cell in list(zip(columns, cells, strict=True))[1:]:
+        be = "are" if re.search(r"[^s]s$", column) else "is"
+        if (
+            not re.fullmatch(r"[A-Za-z][A-Za-z /-]{2,30}", column)
+            or cell == cells[0]
+            or len(cell) > 160
+            or "\\" in cell
+        ):
             continue
-        for column, cell in list(zip(header, cells, strict=False))[1:]:
-            if re.fullmatch(r"[\w /()-]{3,40}", column) and cell != cells[0] and re.search(r"\w\w", cell):
-                asked = f"In the table of {about}, what is the {column.lower()} of {cells[0]}?"
-                yield RuleMatch(asked, quote, "table value", _short(cell))
-        if not header and len(cells) == 2 and cells[1] not in ("", cells[0]):
-            asked = f"What does the table of {about} say about {cells[0]}?"
-            yield RuleMatch(asked, quote, "table value", _short(cells[1]))
+        if re.fullmatch(r"description|meaning|explanation|function|purpose|semantics|what it does", column, re.I):
+            if len(cell.split()) > 3:
+                yield RuleMatch(f"What is {cells[0]}{f' of {tool}' * bool(tool)}?", part.start, part.end, "table value")
+        elif re.search(r"[A-Za-z]{2}|default.*\d", f"{column} {cell}" if "efault" in column else cell):
+            yield RuleMatch(
+                f"What {be} the {column.lower()} of {cells[0]} in {about}?",
+                part.start,
+                part.end,
+                "table value",
+                _short(cell),
+            )
 
 
-def _rows(lines: list[str]) -> Iterator[_Row]:
-    """The rows of tables in pipes that stand on one line."""
-    header: list[str] = []
-    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
-        border_before, border_after = _BORDER.match(before), _BORDER.match(after)
-        if not line.strip().startswith("|") or _BORDER.match(line):
-            header = header if _BORDER.match(line) else []
-            continue
-        cells = [_plain(cell) for cell in line.strip().strip("|").split("|")]
-        is_grid = (border_before and "+" in before) or (border_after and "+" in after)
-        if "===" in after or (border_after and "+" not in after):
-            header = cells
-        elif _is_row(cells) and not _CONTINUED.match(after) and (not is_grid or (border_before and border_after)):
-            yield _Row(cells, line.strip().strip("|").strip(), header)
-
-
-def _is_row(cells: list[str]) -> bool:
-    is_name = bool(re.search(r"\w.{0,58}[^.]$|^\w$", cells[0])) and len(cells[0]) < 60
-    return len(cells) >= 2 and is_name and all(len(cell) < 120 for cell in cells)
+def _cells(line: str) -> list[str]:
+    return [_plain(cell) for cell in line.strip().strip("|").split("|")]
 
 
 def _short(cell: str) -> str:
     return cell if len(cell.split()) <= MAX_SHORT_WORDS else ""
 
 
-ANSWERED_KINDS = ("definition", "how-to", "option", "table value", "comparison")
+ANSWERED_KINDS = (
+    "definition",
+    "how-to",
+    "option",
+    "table value",
+    "comparison",
+    "default",
+    "command",
+    "condition",
+    "faq",
+)
 UNANSWERABLE = "not answerable"
-MAX_QUOTE_WORDS, MAX_QUESTION_WORDS = 55, 28
+MAX_QUESTION_WORDS = 28
 SAME_QUOTE = 2
 """Most questions of one quote: tools share their flags."""
 NUM_OTHERS, SAME_FILE = 3, 10
@@ -300,19 +455,43 @@ def documentation_questions(folder: Path, *, evaluation: bool) -> Iterator[Docum
     """
     num_asked: Counter[str] = Counter()
     for path, name in _files(folder, evaluation):
-        module = re.search(r"^\.\. (?:module|currentmodule):: ([\w.]+)", path.read_text(), re.MULTILINE)
-        passages = [p for document in read_file(path, name) for p in chunk(document, ChunkingConfig())]
-        asked: set[str] = set()
-        for passage in passages:
-            for found in found_in(passage, module[1] if module else "", path.stem):
-                question = normalise(found.question)
-                if question in asked or not _is_good(question, found, passage.text):
-                    continue
-                num_asked[found.quote] += 1
-                if num_asked[found.quote] <= SAME_QUOTE or found.kind == "table value":
+        for document in read_file(path, name):
+            module = re.search(r"^\.\. (?:module|currentmodule):: ([\w.]+)", document.text, re.MULTILINE)
+            tool = module[1] if module else path.stem.replace("_", " ")
+            for passage, found in rule_questions(document, tool, num_asked):
+                quote = document.text[found.start : found.end]
+                yield DocumentationQuestion(found.question, passage.text, quote, found.short_answer, found.kind, name)
+
+
+def rule_questions(document: Document, tool: str, num_asked: Counter[str]) -> Iterator[tuple[Passage, RuleMatch]]:
+    """Good questions about a document, each once, with their passages. `num_asked`: how often each quote was asked for so far."""
+    asked: set[str] = set()
+    program = re.match(
+        r"([a-z][\w.+-]{2,30})(?:\(\d\w*\))?(?: manual page)? [-–—]+ (?!.*documentation)", document.title
+    )
+    tool = program[1] if program else tool
+    for passage in chunk(document, ChunkingConfig()):
+        for found in matches(document, passage, tool):
+            question, quote = normalise(found.question), document.text[found.start : found.end]
+            is_new = question not in asked and 3 <= len(question.split()) <= MAX_QUESTION_WORDS
+            is_inside = passage.start <= found.start and found.end <= passage.end
+            if is_new and is_inside and normalise(quote).rstrip(".?") not in question and _is_whole(question):
+                num_asked[quote] += 1
+                if num_asked[quote] <= SAME_QUOTE or found.kind == "table value":
                     asked.add(question)
-                    answer = found.quote, found.short_answer, found.kind
-                    yield DocumentationQuestion(question, passage.text, *answer, name)
+                    yield passage, found._replace(question=question)
+
+
+_INCOMPLETE = re.compile(
+    r"\b(?:via|with|when|by|using|I|as|is|of|for|so|the|and|or|then|that"
+    r"|the (?:plugin|module|program|package|tool|feature|script|file|server|service))\?$|[^\x00-\u024f\u2010-\u2026]"
+)
+"""The end of a question whose rest was cut, or whose thing has no name; a letter of another script."""
+
+
+def _is_whole(text: str) -> bool:
+    pairs = [(text.count(first), text.count(last)) for first, last in ("“”", "‘’", "()")]
+    return all(first == last for first, last in pairs) and text.count('"') % 2 == 0 and not _INCOMPLETE.search(text)
 
 
 def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQuestion]:
@@ -340,7 +519,7 @@ def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQu
         if len(chosen) < count - num_absent:
             chosen.append(question._replace(others=tuple(others(question)[:NUM_OTHERS])))
             continue
-        apart = [text for text in others(question) if not _may_answer(question.question, text)]
+        apart = [text for text in others(question) if not may_answer(question.question, text)]
         if len(absent) < num_absent and len(apart) > 2 and question.kind != "table value":
             changes = {"passage": apart[0], "quote": "", "short_answer": "", "kind": UNANSWERABLE}
             absent.append(question._replace(**changes, others=tuple(apart[1:3])))
@@ -348,39 +527,39 @@ def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQu
 
 
 def _files(folder: Path, evaluation: bool) -> Iterator[tuple[Path, str]]:
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst")):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst", ".html")):
         name = path.relative_to(folder).as_posix()
         if is_for_evaluation(name) == evaluation:
             yield path, name
 
 
-def _is_good(question: str, found: RuleMatch, passage: str) -> bool:
-    num_words = len(found.quote.split())
-    is_sized = num_words <= MAX_QUOTE_WORDS and (num_words >= 4 or found.kind == "table value")
-    is_text = not found.quote.endswith(":") and "::" not in found.quote and not re.search(r"`_|:\w+:`", question)
-    return is_sized and is_text and found.quote in passage and len(question.split()) <= MAX_QUESTION_WORDS
-
-
-def _may_answer(question: str, text: str) -> bool:
+def may_answer(question: str, text: str) -> bool:
     """Whether the text holds the name that the question asks about, or nearly all its long words."""
     words = [word.strip(".").rsplit(".", 1)[-1] for word in re.findall(r"[\w.-]{4,}", question.lower())]
     words = [word for word in words if word not in ("what", "does", "flag", "from", "with", "happens", "differ")]
     return sum(word in text.lower() for word in words) > len(words) - (2 if len(words) > 3 else 1)
 
 
+_WORD = re.compile(r"[^\W_]+")
+
+
 class Neighbours:
-    """Texts and their postings."""
+    """Texts and their postings, by the stems of their words. Why no `Analyzer`: training runs without tantivy."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._analyzer, builder = Analyzer(AnalyzerConfig()), PostingsBuilder()
+        builder = PostingsBuilder()
         for text in texts:
-            builder.add(self._analyzer.terms(text))
+            builder.add(_stems(text))
         with tempfile.TemporaryDirectory() as folder:
             builder.write(Path(folder))
             self._postings = Postings.open(Path(folder))  # a mapped file outlives its name
 
     def nearest(self, text: str, count: int) -> list[int]:
         """Numbers of at most `count` texts, the best first."""
-        terms = self._analyzer.terms(text)
+        terms = _stems(text)
         rows, scores = self._postings.scores(sparse_query(terms, self._postings.statistics(terms), SparseConfig()))
         return [int(row) for row in rows[np.lexsort((rows, -scores))[:count]]]
+
+
+def _stems(text: str) -> list[str]:
+    return [word[:6] for word in _WORD.findall(text.lower())]

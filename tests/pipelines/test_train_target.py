@@ -48,8 +48,10 @@ def test_a_missing_target_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.M
 def test_options_reach_the_plan(tmp_path: Path) -> None:
     """An option that is left behind trains with another rate, and a relative path is another folder for Ray's workers."""
     options = f"--data {tmp_path} --out {tmp_path} --continue-from runs/a --decay-share 0.6 --tokens 7 --rows 3 --peak-rate 0.1"
+    options += " --documentation rows.jsonl --chats 9"
     run = train_target.run_of(train_target.parser().parse_args(f"{options} --probes 0 --minutes 2 --seed 5".split()))
     assert (run.data_dir, run.out, run.continue_from) == (tmp_path, tmp_path, Path("runs/a").absolute())
+    assert (run.documentation, run.num_chats) == (Path("rows.jsonl").absolute(), 9)
     plan = AdapterPlan(total_tokens=7, minutes=2.0, seed=5, rows_per_step=3, peak_lr=0.1, decay_share=0.6)
     assert (run.plan, run.num_probes, run.target) == (plan, 0, DEFAULT_TARGET)
     with pytest.raises(SystemExit):
@@ -65,7 +67,7 @@ def test_two_workers_write_the_same_adapter_twice(tmp_path: Path) -> None:
     chat_tokenizer().save_pretrained(target)
     adapters = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        options = f"--target {target} --data {DATA} --out {out} --tokens 5000 --seed 3 --workers 2".split()
+        options = f"--target {target} --data {DATA} --out {out} --tokens 5000 --seed 3 --workers 2 --chats 200".split()
         command = [sys.executable, "-m", "pipelines.train_target", *options]
         subprocess.run(command, cwd=ROOT, check=True, timeout=800)
         assert (out / "curves.png").stat().st_size > 1000

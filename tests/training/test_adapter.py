@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_drafter_training import unbroken_and_resumed
 from tiny_target import chat_tokenizer, tiny_config
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
@@ -156,6 +156,14 @@ def test_the_written_adapter_is_the_trained_change(tmp_path: Path) -> None:
                 weight += ALPHA / RANK * (b.float() @ a.float())
     assert not tensors
     torch.testing.assert_close(merged(ids).logits, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_model_without_known_layers_is_refused() -> None:
+    """A run of hours that trains nothing, for a base whose layers have other names."""
+    plan = AdapterPlan(total_tokens=1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(ConfigError, match="none of its layers is called q_proj"):
+        AdapterTrainer(model, draw_row, plan, SINGLE_WORKER)
 
 
 def test_a_run_begins_with_a_written_adapter(tmp_path: Path) -> None:

@@ -11,48 +11,42 @@ from ragspec.training.documentation import (
 from ragspec.training.grammar_errors import misspell, tokenised
 from ragspec.training.stdlib_corpus import first_doc_sentence
 
-PAGE = """Pumps {n}
-=======
-
-.. module:: pumps{n}
-
-.. function:: start{n}(speed)
-
-   Start pump number {n} at the given speed.  If *speed* is zero, the pump number {n} only hums for a while.
-
-.. data:: LIMIT{n}
-
-   The highest speed of pump number {n} in turns a minute.
-
-To stop pump number {n} safely, use the red lever at its side.
-
-Unlike old pumps of kind {n}, modern {n} pumps can run without any oil.
-
-=======  ==========================
-"""
+PAGE = """<html><head><title>pump{n} - moves water</title></head><body><h1>pump{n} - moves water</h1>
+<p>To stop pump number {n} safely, use the red lever at its side.</p>
+<p>Unlike old pumps of kind {n}, modern {n} pumps can run without any oil.</p>
+<h2>Options</h2><dl>
+<dt>--speed{n} TURNS</dt><dd>Set the speed of the pump. The default is 4{n} turns.</dd>
+<dt>--quiet</dt><dd>If the pump is loud.</dd></dl>
+<p>To clean pump number {n} run:</p><pre>pump{n} --clean now</pre>
+<p>To oil pump number {n} run:</p><p>Nothing announced stands here.</p>
+<table><tr><th>Name</th><th>Default</th></tr><tr><td>width{n}</td><td>80 columns</td></tr></table>
+</body></html>"""
 QUESTIONS = {
-    "What does pumps{n}.start{n} do?": "Start pump number {n} at the given speed.",
-    "What is pumps{n}.LIMIT{n}?": "The highest speed of pump number {n} in turns a minute.",
-    "What happens in start{n} if speed is zero?": "If *speed* is zero, the pump number {n} only hums for a while.",
     "How do I stop pump number {n} safely?": "To stop pump number {n} safely, use the red lever at its side.",
     "How do modern {n} pumps differ from old pumps of kind {n}?": (
         "Unlike old pumps of kind {n}, modern {n} pumps can run without any oil."
     ),
+    "What does the option --speed{n} of pump{n} do?": "--speed{n} TURNS\n\nSet the speed of the pump.",
+    "What is the default of the option --speed{n} of pump{n}?": (
+        "--speed{n} TURNS\n\nSet the speed of the pump. The default is 4{n} turns."
+    ),
+    "How do I clean pump number {n}?": "To clean pump number {n} run:\n\npump{n} --clean now",
+    "What is the default of width{n} in Options?": "width{n} | 80 columns",
 }
 
 
 def write_pages(folder: Path, count: int) -> Path:
     for n in range(count):
-        (folder / f"page{n}.rst").write_text(PAGE.format(n=n))
+        (folder / f"page{n}.html").write_text(PAGE.format(n=n))
     return folder
 
 
 def test_rules_ask_what_the_quote_answers(tmp_path: Path) -> None:
-    """A rule that takes the wrong sentence, or a question with markup in it."""
+    """A rule that takes the wrong sentence, a quote without its term or its block, or a colon that announces nothing."""
     write_pages(tmp_path, 20)
     training = list(documentation_questions(tmp_path, evaluation=False))
     assert not any(is_for_evaluation(each.path) for each in training)
-    n = training[0].path.removeprefix("page").removesuffix(".rst")
+    n = training[0].path.removeprefix("page").removesuffix(".html")
     found = {each.question: each.quote for each in training if each.path == training[0].path}
     assert found == {question.format(n=n): quote.format(n=n) for question, quote in QUESTIONS.items()}
 

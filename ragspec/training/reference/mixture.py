@@ -228,16 +228,16 @@ _PLAIN = re.compile(r"[A-Z][A-Za-z0-9 ,;:'’\"()\-]+[.!?]")
 
 
 class Mixture:
-    """Draws conversations. `chats`: prompts with the unadapted model's own answers.
+    """Draws conversations. `chats`: prompts with the unadapted model's own answers. `documentation`: a file of `TextRow`s.
 
     Raises: InputError if a data file is not there.
     """
 
-    def __init__(self, data_dir: Path, chats: list[Conversation]) -> None:
+    def __init__(self, data_dir: Path, chats: list[Conversation], documentation: Path | None = None) -> None:
         try:
             self.paragraphs = question_paragraphs(data_dir)
             self._packs = {"questions": PackStream(self.paragraphs), "stdlib": PackStream(stdlib_paragraphs())}
-            self._packs["documentation"] = PackStream(documentation_paragraphs(data_dir / "docs"))
+            self._packs["documentation"] = PackStream(documentation_paragraphs(data_dir / "docs", documentation))
             self._corrections = Corrections(data_dir, self.paragraphs)
             self._dialogues = Dialogues(data_dir, self._packs["questions"])
         except OSError as cause:
@@ -279,12 +279,18 @@ def _asked(name: str, rng: random.Random) -> str:
     return rng.choice(ASKED).format(shown + "()" if rng.random() < 0.1 else shown)
 
 
-def documentation_paragraphs(folder: Path) -> list[Paragraph]:
-    """The passages of the documentation's training files that a rule makes questions of."""
+def documentation_paragraphs(folder: Path, rows: Path | None = None) -> list[Paragraph]:
+    """The passages of the documentation's training files that a rule makes questions of, and those of a file of rows."""
     found: dict[str, Paragraph] = {}
     for each in documentation_questions(folder, evaluation=False):
         paragraph = found.setdefault(each.passage, Paragraph(each.passage, f"docs/{each.path}", is_whole=True))
         paragraph.questions.append(Question(each.question, each.quote, each.short_answer))
+    for row in json_lines(rows) if rows else ():
+        paragraph = found.setdefault(row["passage"], Paragraph(row["passage"], row["path"], is_whole=True))
+        if row["quote"]:
+            paragraph.questions.append(Question(row["question"], row["quote"]))
+        else:
+            paragraph.absent.append(row["question"])
     return list(found.values())
 
 

@@ -3,7 +3,7 @@
 A row holds groups of conversations that share a beginning. Each conversation sees the beginning and itself only, and its
 positions go on from the beginning: it reads as if it were alone.
 
-A hook adds to a linear layer: y = W x + (alpha / rank) B A x, with A and B in float32 beside frozen weights.
+A linear layer becomes y = W x + (alpha / rank) B A x, with A and B in float32 beside frozen weights.
 Source: Hu et al., LoRA (arXiv 2106.09685).
 
 >>> trainer = AdapterTrainer(model, draw_row, AdapterPlan(total_tokens=8_000_000), SINGLE_WORKER)
@@ -36,10 +36,9 @@ FIRST_WEIGHT = 3.0
 """The weight of an answer's first token, which says whether the passages answer; that of all others is 1."""
 RANK, ALPHA = 32, 64
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
-    "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-    "target_modules": list(MODULES)}  # fmt: skip
+CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none",
+    "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
+    "rank_pattern": {}, "alpha_pattern": {}, "target_modules": list(MODULES)}  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 GPU_ROWS, NUM_QUERIES = 16, 128
 """Rows computed together on a GPU; queries that attend together on a processor, which computes rows one by one."""
@@ -152,7 +151,10 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         plan: AdapterPlan,
         workers: WorkerGroup,
         num_processes: int = 0,
+        base: str = "",
     ) -> None:
+        """`base`: the model's name, for the adapter's files. Raises: ConfigError for a model without layers of known names."""
+        self._base = base
         self.model, self._attention = model, model.config._attn_implementation
         add_adapters(model, plan.seed)
         module = nn.ParameterDict({name.replace(".", "/"): p for name, p in adapter_parameters(model).items()})
@@ -211,12 +213,7 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
 
     def write_adapter(self, folder: Path) -> None:
         """The averaged adapter as a PEFT folder in bf16. Raises: SaveError."""
-        halved = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in self.averaged_adapter().items()}
-        with saving(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(json.dumps(CONFIG, indent=1) + "\n")
-            with atomic_writer(folder / WEIGHTS_FILE) as file:
-                file.write(safetensors.torch.save(halved, metadata={"format": "pt"}))
+        write_peft(folder, self.averaged_adapter(), {"base_model_name_or_path": self._base})
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[PreTrainedModel]:
@@ -233,23 +230,57 @@ class AdapterTrainer(Trainer[AdapterPlan, Row, RowBatch]):
         return {"adapter": _shapes(dict(first))}
 
 
-def add_adapters(model: nn.Module, seed: int) -> None:
-    """Freeze the model and give its linear layers fresh adapters, which change nothing yet."""
+def write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """A PEFT folder in bf16. `config` replaces values of `CONFIG`. Raises: SaveError."""
+    halved = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in tensors.items()}
+    with saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(json.dumps({**CONFIG, **config}, indent=1) + "\n")
+        with atomic_writer(folder / WEIGHTS_FILE) as file:
+            file.write(safetensors.torch.save(halved, metadata={"format": "pt"}))
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with its change. Why a layer and no hook: Python's part of a hook costs a GPU's step as much again.
+
+    Shapes: [..., in] -> [..., out], in the dtype of the layer.
+    """
+
+    def __init__(self, layer: nn.Linear, noise: Tensor) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora_A = nn.Parameter(noise.to(layer.weight.device))
+        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, RANK, device=layer.weight.device))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = super().forward(inputs)
+        low = nn.functional.linear(inputs, self.lora_A.to(output.dtype))
+        return torch.add(output, nn.functional.linear(low, self.lora_B.to(output.dtype)), alpha=ALPHA / RANK)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The same layer with the change in its weight."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        change = (ALPHA / RANK * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
+        layer.weight, layer.bias = nn.Parameter(self.weight + change, requires_grad=False), self.bias
+        return layer
+
+
+def add_adapters(model: nn.Module, seed: int, modules: Sequence[str] = MODULES) -> None:
+    """Freeze the model and give its linear layers of these names fresh adapters, which change nothing yet.
+
+    Raises: ConfigError for a model without such layers.
+    """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in MODULES:
-            noise = torch.randn(RANK, layer.in_features, generator=generator) * layer.in_features**-0.5
-            layer.lora_A = nn.Parameter(noise.to(layer.weight.device))
-            layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, RANK, device=layer.weight.device))
-            layer.register_forward_hook(_add_change)
-
-
-def _add_change(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """Shapes: [..., in] and [..., out] -> [..., out], in the dtype of both."""
-    a, b = (layer.get_parameter(name).to(output.dtype) for name in ("lora_A", "lora_B"))
-    change = nn.functional.linear(nn.functional.linear(inputs[0], a), b)
-    return torch.add(output, change, alpha=ALPHA / RANK)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in modules]
+    if not layers:
+        raise ConfigError(
+            f"no adapter can be trained for this model: none of its layers is called {', '.join(modules)}"
+        )
+    for name, layer in layers:
+        noise = torch.randn(RANK, layer.in_features, generator=generator) * layer.in_features**-0.5
+        model.set_submodule(name, AdaptedLinear(layer, noise))
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
