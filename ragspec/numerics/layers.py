@@ -76,7 +76,7 @@ class GatedFeedForward(nn.Module):
         gate, up = (F.pad(p.weight.detach(), (0, 0, 0, _padding(own_width))) for p in (mlp.gate_proj, mlp.up_proj))
         biases = [p.bias for p in (mlp.gate_proj, mlp.up_proj)]
         bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, _padding(own_width))) for b in biases])
-        self.gate_up = make_linear(torch.cat([gate, up]), bias)
+        self.gate_up: Any = make_linear(torch.cat([gate, up]), bias)
         self.down = _output(mlp.down_proj, ranks, make_linear, _padding(inner_width))
         self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
         self._is_fused = self.activation is F.silu and hasattr(self.gate_up, "gated")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may take."""
     if device.type != "cuda":
         return _SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache
