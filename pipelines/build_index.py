@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,7 +169,8 @@ def main(
                     break
                 renew = False
                 found, before = _changed(found, inputs, exclude), found
-                files = [each for each in found.files if found.differs(each[1], before) or ingest.must_repeat(each[1])]
+                differs, must_repeat = partial(found.differs, before=before), ingest.must_repeat
+                files = tuple(each for each in found.files if differs(each[1]) or must_repeat(each[1]))
     if strict and ingest.report.skipped:
         raise typer.Exit(1)
 

@@ -175,8 +175,8 @@ class FileIngest:
         digest = "" if has_rows(name) or not path.is_file() else file_checksum(path).sha256
         for document in self._reader.documents(path, name, unread):
             owner = self._owner or document.owner
-            names = {"id": prefix + document.id, "owner": owner, "source": document.source or name}
-            yield replace(document, **names, origin=origin, digest=digest)
+            source = document.source or name
+            yield replace(document, id=prefix + document.id, owner=owner, source=source, origin=origin, digest=digest)
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)
