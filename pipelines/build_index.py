@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ from ragspec.errors import IndexBusy, InputError
 from ragspec.retrieval.encoder import Encoder, EncoderWrapper, FloatArray, TextEncoder, TextKind
 from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
 from ragspec.retrieval.reading import SUFFIXES, input_root, passed_over
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
@@ -92,6 +94,10 @@ def main(
         bool, typer.Option(help="Keep copies of the files in the index, so that quotes are shown on their pages.")
     ] = False,
     rebuild: Annotated[bool, typer.Option(help="Replace the index by one of these inputs only.")] = False,
+    renew: Annotated[
+        bool,
+        typer.Option(help="With --sync: write the whole index anew by today's rules, documents of other inputs too."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Report the changes without making them.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a file was skipped.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that encode, through Ray.", min=1)] = 1,
@@ -109,6 +115,8 @@ def main(
     sync, exclude = sync or watch, exclude or []
     if watch and (dry_run or rebuild):
         raise typer.BadParameter("--watch goes with neither --dry-run nor --rebuild")
+    if renew and (rebuild or not sync):
+        raise typer.BadParameter("--renew goes with --sync, and not with --rebuild")
     with exit_on_error():
         settings, index = load_config(config, **overrides), index_folder(index, config)
         index_overrides = [value for name, value in overrides.items() if name.startswith("index") and value is not None]
@@ -127,15 +135,18 @@ def main(
                         folder,
                         text_encoder,
                         settings.index if config or index_overrides else None,
-                        replace=rebuild,
+                        replace=rebuild or renew,
                         keep_duplicates=keep_duplicates,
                         passages_per_encode=passages_per_encode,
                     ) as writer:
-                        per_commit = None if dry_run or rebuild else _PASSAGES_PER_COMMIT
+                        per_commit = None if dry_run or rebuild or renew else _PASSAGES_PER_COMMIT
                         ingest = FileIngest(writer, reader, owner, near, keep_originals and not dry_run, per_commit)
                         add_files(files, ingest)
+                        roots = [input_root(given) for given in inputs]
+                        if renew and (folder / CURRENT).exists():
+                            ingest.keep_others(Store.open(folder).documents(), roots, found.excluded)
                         if sync:
-                            ingest.delete_missing([input_root(given) for given in inputs], found.excluded)
+                            ingest.delete_missing(roots, found.excluded)
                         ingest.delete_unseen()
                         ingest.retry_duplicates()
                         with loading(_console, "encoding the last passages"):
@@ -156,8 +167,10 @@ def main(
                 print(json.dumps({"index_dir": str(index), "dry_run": dry_run, **summary}), flush=True)
                 if not watch:
                     break
+                renew = False
                 found, before = _changed(found, inputs, exclude), found
-                files = [each for each in found.files if found.differs(each[1], before) or ingest.must_repeat(each[1])]
+                differs, must_repeat = partial(found.differs, before=before), ingest.must_repeat
+                files = tuple(each for each in found.files if differs(each[1]) or must_repeat(each[1]))
     if strict and ingest.report.skipped:
         raise typer.Exit(1)
 

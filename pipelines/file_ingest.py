@@ -105,10 +105,20 @@ class FileIngest:
     def delete_missing(self, roots: Sequence[Path], excluded: Collection[str]) -> None:
         """Delete documents below `roots` whose file is gone or `excluded`, or was read in this run without them."""
         for document_id, owner, origin in list(self._writer.origins()):
-            if document_id in self._origin_of or owner not in self._owners or not _is_below(origin, roots):
-                continue
-            if origin in self._read or origin in excluded or not Path(origin).exists():
+            if document_id not in self._origin_of and self._is_gone(owner, origin, roots, excluded):
                 self._delete(document_id)
+
+    def keep_others(self, documents: Iterable[Document], roots: Sequence[Path], excluded: Collection[str]) -> None:
+        """Index the documents of an earlier index that this run has not read and that are not gone."""
+        for document in documents:
+            if document.id not in self._origin_of and not self._is_gone(
+                document.owner, document.origin, roots, excluded
+            ):
+                self._writer.upsert(document)
+
+    def _is_gone(self, owner: str, origin: str, roots: Sequence[Path], excluded: Collection[str]) -> bool:
+        is_answered_for = owner in self._owners and _is_below(origin, roots)
+        return is_answered_for and (origin in self._read or origin in excluded or not Path(origin).exists())
 
     def delete_unseen(self) -> None:
         """Delete the documents that a rebuild has not met."""
@@ -165,8 +175,8 @@ class FileIngest:
         digest = "" if has_rows(name) or not path.is_file() else file_checksum(path).sha256
         for document in self._reader.documents(path, name, unread):
             owner = self._owner or document.owner
-            names = {"id": prefix + document.id, "owner": owner, "source": document.source or name}
-            yield replace(document, **names, origin=origin, digest=digest)
+            source = document.source or name
+            yield replace(document, id=prefix + document.id, owner=owner, source=source, origin=origin, digest=digest)
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)

@@ -219,7 +219,9 @@ def _window(text: str, start: int, end: int) -> tuple[int, int]:
 
 def _name(passage: Passage) -> str:
     name = passage.title or passage.document_id
-    return f"{name} ({passage.source})" if passage.source and passage.source != name else name
+    about = [passage.source] if passage.source and passage.source != name else []
+    about += [f"page {passage.page}"] if passage.page else []
+    return f"{name} ({', '.join(about)})" if about else name
 
 
 def _flat(text: str) -> str:

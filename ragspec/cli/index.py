@@ -147,7 +147,7 @@ def verify(index: Index = None, config: Config = None) -> None:
             raise StoreCorrupt(f"{path} is not the file that was kept: its sha256 differs")
     rules = rules_of(store.manifest.analyzer)
     if rules < RULES:
-        note(stderr_console(), f"texts are cut into words by rules {rules}; `index add --rebuild` uses rules {RULES}")
+        note(stderr_console(), f"texts are cut into words by rules {rules}; `index sync --renew` uses rules {RULES}")
     if former := store.former_documents():
         shown = ", ".join(former[:_SHOWN_DOCUMENTS]) + (" and more" if len(former) > _SHOWN_DOCUMENTS else "")
         which = f"{len(former)} of {store.manifest.num_documents} documents"

@@ -8,19 +8,21 @@ Draws everything from the reader's form of the text, escaped. Never sends a part
 from __future__ import annotations
 
 import base64
+import contextlib
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 
 import pyarrow.compute as pc
 
 from ragspec.core import Block, BlockKind, Document, blocks_reaching
-from ragspec.errors import InputError, NotFound
+from ragspec.errors import InputError, NotFound, Overloaded
 from ragspec.retrieval.index.index_directory import original_of
 from ragspec.retrieval.index.manifest import file_checksum
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.reading.bounded_reader import BoundedReader
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
 from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
 from ragspec.retrieval.retriever import Retriever
 from services.stores.library import Library
@@ -33,6 +35,8 @@ _BEFORE_CHARS = 200
 _MAX_PAGES = 3
 _MAX_DRAWN = 2
 """Pages drawn at the same time, each by a process of its own."""
+_WAIT_S = 10.0
+_LIMITS = ReadLimits(timeout_s=20.0)
 _STYLES = "".join(f'<link rel=stylesheet href="/web/{name}.css">' for name in ("base", "document"))
 _QUOTE = ' id="quote"'
 """Of the first mark."""
@@ -50,19 +54,17 @@ class DocumentViews:
     def find(self, tenant: str, document_id: str) -> Document:
         """Raises: NotFound, also for a document that the tenant may not search; StoreError."""
         for live in self._current().segments if document_id.isprintable() else ():
-            number = pc.index(live.segment.documents["id"], document_id).as_py()
-            while number >= 0:
+            for number in pc.indices_nonzero(pc.equal(live.segment.documents["id"], document_id)).to_pylist():
                 if live.is_live[number] and live.segment.readable(tenant)[number]:
                     return live.segment.document(number)
-                rest = pc.index(live.segment.documents["id"].slice(number + 1), document_id).as_py()
-                number = number + 1 + rest if rest >= 0 else -1
         raise NotFound(f"there is no document {document_id!r}")
 
     def original(self, document: Document) -> Path | None:
         """The file that the document was read from, as it was then: an upload, or a kept original."""
         path = original_of(self._index_dir, document.digest) if document.digest else None
-        if (file_id := document.metadata.get(FILE)) and document.owner:
-            path = self._library.blobs.path(self._library.records.file(document.owner, str(file_id)))
+        if (file_id := document.metadata.get(FILE)) and not document.digest:
+            with contextlib.suppress(NotFound):  # the key may be a user's own
+                path = self._library.blobs.path(self._library.records.file(document.owner, str(file_id)))
         return path if path is not None and path.is_file() else None
 
     def html(self, document: Document, start: int, end: int) -> str:
@@ -91,12 +93,27 @@ class DocumentViews:
             self._store = self._store.refreshed()
             return self._store
 
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Raises: Overloaded. Why not wait for long: the thread is one of those that serve all tenants."""
+        if not self._drawing.acquire(timeout=_WAIT_S):
+            raise Overloaded("other pages are being drawn: ask again")
+        try:
+            yield
+        finally:
+            self._drawing.release()
+
     def _changes(self, document: Document) -> Iterator[str]:
-        path = Path(document.origin)
-        if document.digest and not path.is_file():
+        if not document.digest:
+            return
+        try:
+            stat = (path := Path(document.origin)).stat()
+            digest = _digest(path, stat.st_size, stat.st_mtime_ns)
+        except OSError:
             yield "The file is no longer where it was when it was indexed; this is its text as it was then."
-        elif document.digest and file_checksum(path).sha256 != document.digest:
-            yield "The file has changed since it was indexed; this is its text as it was then."
+        else:
+            if digest != document.digest:
+                yield "The file has changed since it was indexed; this is its text as it was then."
 
     def _pages(self, document: Document, start: int, end: int) -> Iterator[str]:
         """The pages of a kept PDF on which the span stands."""
@@ -111,7 +128,7 @@ class DocumentViews:
         number, last = blocks[0].page, min(blocks[0].page + _MAX_PAGES, document.metadata.get("pages", 0) + 1)
         for page in range(number, last):
             try:
-                with self._drawing, BoundedReader() as reader:
+                with self._turn(), BoundedReader(_LIMITS) as reader:
                     image, drawn = reader.draw_page(path, page, quote, before)
             except InputError:
                 yield "<p class=note>This page cannot be drawn; below is its text as it was read.</p>"
@@ -120,6 +137,12 @@ class DocumentViews:
             quote, before = quote[drawn.num_found :], ""
             if not quote or not drawn.num_found:
                 return
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, *_: int) -> str:
+    """Of a file with that size and time. Raises: OSError."""
+    return file_checksum(path).sha256
 
 
 def _figure(number: int, image: bytes, drawn: DrawnPage, first: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from ragspec.errors import SaveError, StoreError
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import Unread, bounded_reader, read_file
+from ragspec.retrieval.search.analysis import RULES, rules_of
 
 
 class Ended(NamedTuple):
@@ -214,6 +216,20 @@ def test_a_watched_folder_is_followed(
     everything = {"docs/a.txt", "docs/sub/b.md", "r1", "r2"}
     assert states == [everything] * 3 + [{"docs/a.txt", "docs/sub/b.md"}] and read == []
     assert documents(tmp_path)["docs/a.txt"].text == "The Danube is long."
+
+
+def test_an_index_is_renewed_with_all_that_is_in_it(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """An index that stays with the rules of an earlier version, or loses what is not below the folder."""
+    shutil.copytree(Path(__file__).parents[1] / "written_before" / "index", tmp_path / "index")
+    before = set(documents(tmp_path))
+    assert run().code == 0 and rules_of(Store.open(tmp_path / "index").manifest.analyzer) == 1
+    (docs / "a.txt").unlink()
+    assert counts(run("--sync", "--renew").summary)[0] == len(before) + 3
+    store = Store.open(tmp_path / "index")
+    assert rules_of(store.manifest.analyzer) == RULES and store.former_documents() == []
+    assert set(documents(tmp_path)) == before | {"docs/sub/b.md", "r1", "r2"}
+    assert counts(run("--sync", "--renew").summary) == (0, 0, len(before) + 3, 0, 0)
+    assert run("--renew").code == 2
 
 
 def test_a_file_beyond_the_limits_of_reading_is_skipped_alone(

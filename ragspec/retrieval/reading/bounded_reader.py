@@ -136,7 +136,8 @@ def main() -> None:
         answer: Any
         try:
             if page:
-                answer = draw_page(Path(path), *page, Path(output))
+                number, quote, before = page
+                answer = draw_page(Path(path), number, quote, before, Path(output))
             else:
                 answer = write_documents(Path(path), name, Path(output), limits)
         except InputError as cause:
