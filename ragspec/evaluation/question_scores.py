@@ -113,7 +113,7 @@ def shares(results: Sequence[LineResult]) -> list[Share]:
     answerable = [each for each in asked if each.question.answerable]
     first, later = ([each.verdict for each in answerable if each.is_follow_up is late] for late in (False, True))
     sentences = [each for each in results if isinstance(each, CorrectedSentence)]
-    refusable = [*asked, *sentences]
+    refusable: list[AnsweredQuestion | CorrectedSentence] = [*asked, *sentences]
     counts = [
         Share.over("shown", "passage shown", (each.shown for each in first)),
         Share.over("right", "answers right", (each.right for each in first)),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ragspec.core import Block, BlockKind, Passage
 from ragspec.retrieval.chunking import Span, sentences
+from ragspec.retrieval.chunking.chunker import SEPARATOR
 
 _MAX_ANNOUNCED_CHARS = 240
 """Of list items, rows or lines of code that come with the sentence before them, beyond the first; and of such sentences, beyond
@@ -89,7 +90,7 @@ def _sections(passage: Passage, left_out: Collection[str]) -> Iterator[list[_Uni
 
 def _units(passage: Passage) -> Iterator[_Unit]:
     text = passage.text
-    titles = {line.strip() for line in (passage.title, *passage.headings, *passage.heading.split(" > ")) if line}
+    titles = {line.strip() for line in (passage.title, *passage.headings, *passage.heading.split(SEPARATOR)) if line}
     for block in passage.blocks or (Block(0, len(text), BlockKind.PARAGRAPH),):
         start, end, kind = block[:3]
         if kind is BlockKind.HEADING:

@@ -270,10 +270,11 @@ def test_a_question_in_a_language_that_the_target_does_not_know_is_named_so(
     assert "German" in answer.text and answer.abstained and not recording.requests
     for pipeline, question in (
         (Pipeline(retriever, recording, prompts), "When was the Mühle in Los Angeles built?"),
+        (Pipeline(retriever, recording, prompts), "I am getting a blank page."),
         (Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT)), asked),
     ):
         assert "seems to be" not in pipeline.ask(question, max_tokens=2).text
-    assert len(recording.requests) == 2
+    assert len(recording.requests) == 3
 
 
 async def test_questions_in_flight_abstain_too(abstaining_retriever: Retriever, engine: Engine, target: Target) -> None:

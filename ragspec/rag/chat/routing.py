@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-_MAX_READ_CHARS = 2_000
+_MAX_READ_CHARS = 500
 _COURTESY = re.compile(
     r"\W*(?:(?:nice to meet you|(?:no|any) (?:more|further|other) questions|hi|hello|hey|hallo|hola|bonjour|salut|ciao|"
     r"servus|moin|welcome|greetings|(?:good|nice) (?:morning|"

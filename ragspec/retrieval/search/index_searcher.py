@@ -87,8 +87,8 @@ class IndexSearcher:
         passages = [list(islice(texts, len(some[:k]))) for some in best]
         candidates = self._candidates((hit for some in best for hit in some[:width]), known)
         statistics = self._statistics(candidates.values(), scope) if width else TermStatistics()
-        is_calibrated = self._config.mode == "hybrid"
-        closeness = tuple(self._closeness(queries, best, passages, scope)) if is_calibrated and k else ()
+        is_calibrated = self._config.mode == "hybrid" and k and not width  # Why not: verified guesses need no score
+        closeness = tuple(self._closeness(queries, best, passages, scope)) if is_calibrated else ()
         return SearchResult(passages, candidates, statistics, self.store.generation, closeness=closeness)
 
     def _closeness(

@@ -58,7 +58,7 @@ class SearchResult(NamedTuple):
     read, their lengths, and the frequency of every term of `candidates`; empty in mode dense and for a prefetch_k of 0. `missing`
     names segments that could not be searched; the other fields are then the answer without them, which no cache may keep. Empty
     unless `RetrieverConfig.fail_closed` is off. `closeness`: the calibrated score of each query's best passage, which is the
-    probability that the index holds an answer; empty but in mode hybrid.
+    probability that the index holds an answer; empty but in mode hybrid, and with `prefetch_k`.
     """
 
     passages: list[list[Passage]]

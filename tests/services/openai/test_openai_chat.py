@@ -17,7 +17,7 @@ from ragspec.rag.openai_fields import usage
 from ragspec.rag.steps import default_params
 from ragspec.rag.wording import NOTHING_CLOSE
 
-QUESTIONS = ("Who built the bridge?", "What does a mill need?", "Où est le moulin 🏭 ?")
+QUESTIONS = ("Who built the bridge?", "What does a mill need?", "Where is the café 🏭 ?")
 
 
 def ask(api: openai.OpenAI, question: str = QUESTIONS[0], **options: Any) -> ChatCompletion:
