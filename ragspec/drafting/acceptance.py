@@ -47,7 +47,7 @@ class AcceptanceCells:
         self._keep = 1.0 - 1.0 / memory
 
     def probability(self, cell: Cell) -> float:
-        return self.accepted.item(cell) / self.seen.item(cell)
+        return float(self.accepted.item(cell) / self.seen.item(cell))
 
     def learn(self, cells: Cell | Ints, accepted: bool | Ints) -> None:
         """The outcome of a node, or of several in order. Shapes: int64 [N] each."""
@@ -230,7 +230,8 @@ class Trust:
         """Whether misses allow a drafter to be asked in this step. Counts the step as waited. Shape: [B] -> [B]."""
         waits = self._state[rows, drafter, _WAIT]
         self._state[rows, drafter, _WAIT] = np.maximum(0.0, waits - 1.0)
-        return waits <= 1.0
+        due: Mask = waits <= 1.0
+        return due
 
     def note(self, rows: Rows, drafter: int, is_hit: Mask) -> None:
         """Whether a token of a draft was accepted, in each of these sequences."""
@@ -242,7 +243,8 @@ class Trust:
     def gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64]) -> NDArray[np.float64]:
         """Accepted tokens that a draft is expected to add. `covered`: the probability that a node so far holds the next token."""
         at = _GAINED + 2 * (covered >= 0.5)
-        return self._state[rows, drafter, at] / self._state[rows, drafter, at + 1]
+        gains: NDArray[np.float64] = self._state[rows, drafter, at] / self._state[rows, drafter, at + 1]
+        return gains
 
     def learn_gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64], figures: Any) -> None:
         """Count a draft that took time in each of these sequences. Shape: figures [B, figures], of this drafter."""

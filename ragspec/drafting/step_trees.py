@@ -59,7 +59,7 @@ def _child(nodes: Any, node: int, token: int) -> int:
     child = nodes[node, _CHILD]
     while child and nodes[child, TOKEN] != token:
         child = nodes[child, _NEXT]
-    return child
+    return int(child)
 
 
 @compiled(nogil=True)
