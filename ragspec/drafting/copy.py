@@ -26,13 +26,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind, salt_belongs_to
-from ragspec.drafting.acceptance import CopyAcceptance, Experience, Guess
+from ragspec.drafting.acceptance import Cell, CopyAcceptance, Experience, Guess
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
@@ -75,11 +75,27 @@ _BEGIN, _END, _EXPECTED, _NUM_OFF = range(4)  # of `SuffixIndex.place`
 _MOST_POINTS, _SPARE_NODES = 48, 1024
 
 
+class _Limits(NamedTuple):
+    """The most tokens of any branch, and of a likely branch. A copied path less probable than `least_prob` is left out."""
+
+    num_any: int
+    num_likely: int
+    least_prob: float
+
+
+class _Proposed(NamedTuple):
+    """Shapes: nodes int64 [most, columns], probs float64 [most]."""
+
+    nodes: Any
+    probs: Any
+
+
 @inner
-def _matches(text: Any, order: Any, facts: Any, opens: Any, place: Any, points: Any) -> int:
+def _matches(searched: Any, points: Any) -> int:
     """Points behind the longest matches whose next tokens differ. Returns how many."""
+    text, facts, opens, place = searched.text, searched.facts, searched.opens, searched.place
     begin, end, num = place[_BEGIN], place[_END], 0
-    for n, (at, length) in enumerate(longest_matches(text, order, begin, end, _MAX_MATCH)):
+    for n, (at, length) in enumerate(longest_matches(text, searched.order, begin, end, _MAX_MATCH)):
         if n >= 4 * _MAX_BRANCHES or num >= _MAX_BRANCHES:
             break
         met = text[at] == SEPARATOR
@@ -96,21 +112,19 @@ def _matches(text: Any, order: Any, facts: Any, opens: Any, place: Any, points: 
 
 
 @inner
-def _find_points(
-    text: Any, order: Any, facts: Any, opens: Any, place: Any, quotes: Any, starts: Any, points: Any
-) -> int:
+def _find_points(searched: Any, points: Any) -> int:
     """Points to copy from, best first: each is judged given that no earlier point is the right one. Returns how many.
 
-    Shapes: quotes int32 [Q], starts int32 [S, 2], points int64 [most, 3]: the place of the first token to copy, its kind's row of
-    acceptance, the length of the match.
+    Shape of points: int64 [most, 3], the place of the first token to copy, its kind's row of acceptance, the length of the match.
     """
+    text, place, quotes, starts = searched.text, searched.place, searched.quotes, searched.starts
     begin, end, off = place[_BEGIN], place[_END], place[_NUM_OFF]
     if end == begin:
         for n in range(min(len(starts), _MOST_POINTS)):
             points[n, 0], points[n, 1], points[n, 2] = starts[n, 0], _START_ROWS[starts[n, 1]], 0
         return min(len(starts), _MOST_POINTS)
     first = 3  # room for realignments
-    num = first + _matches(text, order, facts, opens, place, points[first:])
+    num = first + _matches(searched, points[first:])
     if off and place[_EXPECTED] >= 0 and (num == first or points[first, 2] <= 2):
         last = place[_EXPECTED]
         while last < begin and text[last] != SEPARATOR:
@@ -120,7 +134,7 @@ def _find_points(
                 first -= 1
                 points[first, 0], points[first, 1] = place[_EXPECTED] + skip, _REALIGN + n * (_MAX_MATCH + 1)
                 points[first, 2] = min(off, 4) - 1
-    if opens[end - 1 - begin]:
+    if searched.opens[end - 1 - begin]:
         keep = first
         for n in range(first, num):
             if points[n, 2] > 3:
@@ -140,41 +154,29 @@ def _quote_points(quotes: Any, points: Any) -> int:
 
 
 @inner
-def _copy(
-    text: Any,
-    facts: Any,
-    place: Any,
-    points: Any,
-    chances: Any,
-    limits: Any,
-    least_prob: float,
-    root: int,
-    left: float,
-    nodes: Any,
-    probs: Any,
-    count: int,
-) -> Any:
+def _copy(searched: Any, points: Any, chances: Any, limits: Any, root: int, left: float, out: Any, count: int) -> Any:
     """Append a branch for each point below node `root`. `left`: the probability that all earlier branches fail. Returns the
     probability that the new branches fail, too, and the number of nodes.
 
-    Shapes: chances float64 [cells]; limits int64 [2]: the most tokens of any branch, and of a likely branch.
+    Shape of chances: float64 [cells].
     """
+    text, facts, place, (nodes, probs) = searched.text, searched.facts, searched.place, out
     begin, end = place[_BEGIN], place[_END]
     for at, row, length in points:
         if text[at] == SEPARATOR:
             continue
-        tail = facts[at, _TAIL_AT] - at if at < begin else limits[1]
+        tail = facts[at, _TAIL_AT] - at if at < begin else limits.num_likely
         prob, parent = left, root
         left *= 1.0 - chances[row + min(length, _MAX_MATCH) if tail > 0 else _TAIL]
-        if prob - left < least_prob:
+        if prob - left < limits.least_prob:
             continue
-        for i in range(min(limits[1], len(nodes) - count)):
+        for i in range(min(limits.num_likely, len(nodes) - count)):
             source = at + i if at < begin else at + i % (end - at)  # the copied end of the output repeats itself
             if text[source] == SEPARATOR:
                 break
             cell = row + min(length + i, _MAX_MATCH) if i < tail else _TAIL + min(i - tail, _MAX_MATCH)
             prob *= chances[cell]
-            if prob < (least_prob if i < limits[0] else max(least_prob, _LIKELY)):
+            if prob < (limits.least_prob if i < limits.num_any else max(limits.least_prob, _LIKELY)):
                 break
             nodes[count, TOKEN], nodes[count, PARENT], nodes[count, FEEDBACK] = text[source], parent, cell
             nodes[count, SOURCE] = facts[source, _SOURCE] if at < begin else -1
@@ -185,27 +187,12 @@ def _copy(
 
 
 @compiled(nogil=True)
-def _propose(
-    text: Any,
-    order: Any,
-    facts: Any,
-    opens: Any,
-    place: Any,
-    quotes: Any,
-    starts: Any,
-    marks: Any,
-    accepted: Any,
-    seen: Any,
-    limits: Any,
-    least_prob: float,
-    nodes: Any,
-    probs: Any,
-) -> Any:
+def _propose(searched: Any, marks: Any, accepted: Any, seen: Any, limits: Any, out: Any) -> Any:
     """Copies for one sequence: their number, the probability that all fail, and the longest match.
 
     `marks`: the tokens that open a quotation, before an output whose passages have sentences.
-    Shapes: nodes int64 [most, 5], probs float64 [most].
     """
+    place, quotes, (nodes, probs) = searched.place, searched.quotes, out
     chances, points = accepted / seen, np.empty((_MOST_POINTS, 3), np.int64)
     count, parent, left = 0, -1, 1.0
     if place[_END] == place[_BEGIN] and len(quotes):
@@ -216,24 +203,23 @@ def _propose(
             probs[count], parent = left, count
             count += 1
         num = _quote_points(quotes, points)
-        _, count = _copy(
-            text, facts, place, points[:num], chances, limits, least_prob, parent, left, nodes, probs, count
-        )
+        _, count = _copy(searched, points[:num], chances, limits, parent, left, out, count)
         left = 1.0 - left
-    num, longest = _find_points(text, order, facts, opens, place, quotes, starts, points), 0
+    num, longest = _find_points(searched, points), 0
     for n in range(num):
         longest = max(longest, points[n, 2])
-    left, count = _copy(text, facts, place, points[:num], chances, limits, least_prob, -1, left, nodes, probs, count)
+    left, count = _copy(searched, points[:num], chances, limits, -1, left, out, count)
     return count, left, longest
 
 
 @compiled(nogil=True)
-def _follow(text: Any, order: Any, facts: Any, opens: Any, place: Any, num_new: int, start: int) -> None:
+def _follow(searched: Any, num_new: int) -> None:
     """Advance the position in the input by the last output tokens. Where the output left the input, follow it again from the only
     match of the last tokens in it, near or after the point where copying stopped.
 
-    `start`: the place where an input begins, -1 for none. Source: the uniqueness rule of SAD.
+    Source: the uniqueness rule of SAD.
     """
+    text, place, starts = searched.text, searched.place, searched.starts
     begin, end, points = place[_BEGIN], place[_END], np.empty((_MAX_BRANCHES, 3), np.int64)
     for at in range(end - num_new, end):
         if place[_EXPECTED] >= 0:
@@ -245,15 +231,15 @@ def _follow(text: Any, order: Any, facts: Any, opens: Any, place: Any, num_new: 
         place[_EXPECTED], place[_NUM_OFF] = -1, 0
     num_inputs, num_ahead, ahead = 0, 0, 0
     expected = place[_EXPECTED]
-    for n in range(_matches(text, order, facts, opens, place, points)):
+    for n in range(_matches(searched, points)):
         if points[n, 1] == _INPUT * (_MAX_MATCH + 1) or points[n, 1] == _PREDICTION * (_MAX_MATCH + 1):
             num_inputs += 1
             if expected < 0 or expected - 1 <= points[n, 0] <= expected + 8:
                 num_ahead, ahead = num_ahead + 1, n
     if num_ahead == 1 and (points[ahead, 2] > 1 or expected >= 0):
         place[_EXPECTED], place[_NUM_OFF] = points[ahead, 0], 0
-    elif expected < 0 and num_inputs == 0 and end - begin <= 4 and start >= 0:
-        place[_EXPECTED], place[_NUM_OFF] = start, end - begin
+    elif expected < 0 and num_inputs == 0 and end - begin <= 4 and len(starts):
+        place[_EXPECTED], place[_NUM_OFF] = starts[0, 0], end - begin
 
 
 class CopyDrafter(Drafter):
@@ -279,10 +265,11 @@ class CopyDrafter(Drafter):
         self._counts = CountedDrafts(self.name, least_match=2) if earlier_tokens else None
         self._counted_acceptance = Experience(CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
-        self._nodes, self._probs = np.empty((_SPARE_NODES, NUM_GIVEN), np.int64), np.empty(_SPARE_NODES)  # of one call
-        index = SuffixIndex(ReferenceIndex([]), [], "", self._acceptance.of(""), self._reader.opens_quote)
+        self._out = _Proposed(np.empty((_SPARE_NODES, NUM_GIVEN), np.int64), np.empty(_SPARE_NODES))  # of one call
+        index = SuffixIndex(ReferenceIndex([]), [], "", CopyAcceptance(_PRIORS, _MAX_MATCH), self._reader.opens_quote)
         self._copies(index, 0, 0, 1.0)  # compiles the search, for which the first answer would otherwise wait
         self._observe(index, [])
+        index.acceptance.learn(Cell(0), True)
 
     def prepare(self, request: Request) -> ReferenceIndex:
         """The references of a request. Why the last output tokens precede a given draft: the longest match then leads to it."""
@@ -313,10 +300,8 @@ class CopyDrafter(Drafter):
 
     def _observe(self, index: SuffixIndex, tokens: SequenceOf[int]) -> None:
         index.append(tokens)
-        base = index.base
-        if base.follows_input or not tokens:
-            start = int(base.starts[0, 0]) if len(base.starts) else -1
-            _follow(index.text, base.order, base.facts, index.opens, index.place, len(tokens), start)
+        if index.base.follows_input or not tokens:
+            _follow(index.searched, len(tokens))
 
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
@@ -353,14 +338,12 @@ class CopyDrafter(Drafter):
         self, index: SuffixIndex, num_any: int, num_likely: int, least_prob: float
     ) -> tuple[ProposalArrays, float, int]:
         """Copies of the references, the probability that all fail, and the longest match."""
-        if (size := num_likely + _SPARE_NODES) > len(self._probs):
-            self._nodes, self._probs = np.empty((size, NUM_GIVEN), np.int64), np.empty(size)
-        base, table, limits = index.base, index.acceptance, np.array([num_any, num_likely])
-        searched = index.text, base.order, base.facts, index.opens, index.place, base.quotes, base.starts, self._marks
-        count, left, longest = _propose(
-            *searched, table.accepted, table.seen, limits, least_prob, self._nodes, self._probs
-        )
-        nodes, probs = self._nodes[:count].copy(), self._probs[:count].copy()
+        if (size := num_likely + _SPARE_NODES) > len(self._out.probs):
+            self._out = _Proposed(np.empty((size, NUM_GIVEN), np.int64), np.empty(size))
+        table, limits = index.acceptance, _Limits(num_any, num_likely, least_prob)
+        searched = index.searched, self._marks, table.accepted, table.seen
+        count, left, longest = _propose(*searched, limits, self._out)
+        nodes, probs = self._out.nodes[:count].copy(), self._out.probs[:count].copy()
         return ProposalArrays(self.name, nodes, probs, partial(Guess, table)), left, longest
 
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:

@@ -1,11 +1,11 @@
 """How much to draft: one tree for each sequence, sized so that the step's expected tokens a second are greatest.
 
-`ragspec.drafting.cost_model` writes the objective as a formula, `ragspec.drafting.trust` the rule by which drafters are believed.
+`ragspec.drafting.cost_model` writes the objective as a formula, `Trust` of `acceptance` the rule by which drafters are believed.
 The planner merges all proposals into one tree for each sequence and cuts the trees to the best size (`step_trees`). Nodes that
 were cut are judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. The
 likeliest path may be as long as it pays; beside it stand at most `max_tree_nodes` nodes. A drafter that takes time itself is
-asked only where its drafts save more time; where they do not, it is asked when a hundredth of the time since its last trial
-pays for another. Of several trained heads one drafts for a sequence in a step: the head whose drafts save most.
+asked only where its drafts save more time; where they do not, it is tried when a hundredth of the time since its last trial pays
+for another. Of several trained heads one drafts for a sequence in a step: the head whose drafts save most.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Request
+from ragspec.drafting.acceptance import Mask, Rows, Trust
 from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, OwnShare, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.safe_drafter import SafeDrafter
-from ragspec.drafting.step_trees import NUM_NODES, NUM_SHARED, Limits, StepTrees
-from ragspec.drafting.trust import Mask, Rows, Trust
+from ragspec.drafting.step_trees import NUM_NODES, NUM_SHARED, Limits, StepTrees, compile_trees
 from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
@@ -54,6 +54,7 @@ class Planner:
         self._names = [drafter.name for drafter in drafters]
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
         self._trust = Trust(len(drafters))
+        compile_trees()
         self._own: dict[tuple[str, int], _Own] = {}
         self._trial_s = np.zeros(len(drafters))  # time for a trial of each drafter that takes time
         self._step: _Asked | None = None

@@ -20,7 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.numerics.compiled import compiled, inner
-from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, DraftTree, Draw, Origin, ProposalArrays
+from ragspec.tree import (
+    FEEDBACK,
+    NUM_GIVEN,
+    OFFSET,
+    PARENT,
+    SOURCE,
+    TOKEN,
+    DraftTree,
+    Draw,
+    Origin,
+    Proposal,
+    ProposalArrays,
+)
 
 _DEPTH, _DRAFTER, _SHARED, _CHILD, _LAST, _NEXT, _NUM_COLUMNS = range(NUM_GIVEN, NUM_GIVEN + 7)
 """Columns of a node beside those of a proposal: its first child, its last child and its next sibling are nodes, 0 for none."""
@@ -29,12 +41,25 @@ EXPECTED, ACCEPTED, NUM_NODES, NUM_SHARED, NUM_HITS, NUM_ADDED, NUM_FIGURES = ra
 took a row; nodes of several drafters that did; accepted nodes of its own or of several drafters; of its own alone."""
 
 
+class _Trees(NamedTuple):
+    """The arrays of a step's trees. Shapes: nodes int64 [B, C, columns], probs float64 [B, C], counts int64 [B]; limited and kept
+    bool [B, C]: what limits allow, and what takes rows; factors float64 [B, drafters], figures float64 [B, drafters, figures]."""
+
+    nodes: Any
+    probs: Any
+    counts: Any
+    limited: Any
+    kept: Any
+    factors: Any
+    figures: Any
+
+
 @inner
 def _child(nodes: Any, node: int, token: int) -> int:
     child = nodes[node, _CHILD]
     while child and nodes[child, TOKEN] != token:
         child = nodes[child, _NEXT]
-    return child
+    return int(child)
 
 
 @compiled(nogil=True)
@@ -111,13 +136,13 @@ def _likeliest_path(nodes: Any, probs: Any, kept: Any) -> Any:
 
 
 @compiled(nogil=True)
-def _limit(nodes: Any, probs: Any, counts: Any, factors: Any, kinds: Any, limits: Any, kept: Any) -> None:
+def _limit(trees: Any, kinds: Any, limits: Any) -> None:
     """Scale all probabilities by the drafters' records, and keep of each tree what its limits allow.
 
-    Shapes: nodes int64 [B, C, columns], probs float64 [B, C], counts int64 [B], factors float64 [B, drafters]; kinds bool [B, 2]:
-    a chain alone, and no room beside the limit; limits int64 [B, 2]: nodes beside the likeliest path, and nodes in all; kept
-    bool [B, C].
+    Shapes: kinds bool [B, 2]: a chain alone, and no room beside the limit; limits int64 [B, 2]: nodes beside the likeliest path,
+    and nodes in all.
     """
+    nodes, probs, counts, kept, _, factors, _ = trees
     least = np.ones(probs.shape[1])
     for i in range(len(counts)):
         own, own_probs, count = nodes[i], probs[i], counts[i]
@@ -168,24 +193,14 @@ def _cut(probs: Any, counts: Any, kept: Any, drafts: Any, own_s: float, nodes_s:
 
 
 @compiled(nogil=True)
-def _judge(
-    nodes: Any,
-    probs: Any,
-    counts: Any,
-    limited: Any,
-    kept: Any,
-    factors: Any,
-    tokens: Any,
-    starts: Any,
-    figures: Any,
-    events: Any,
-) -> int:
+def _judge(trees: Any, tokens: Any, starts: Any, events: Any) -> int:
     """List the proposed children of all nodes on the path of the decided tokens, and count them.
 
     Siblings count in order up to the right one: a later sibling's probability is given that no earlier one is right. Shapes:
-    tokens int64 [T], of sequence i [starts[i], starts[i + 1]); figures float64 [B, drafters, figures]; events int64 [most, 4]:
-    sequence, drafter, feedback, whether it is right. Returns the number of events.
+    tokens int64 [T], of sequence i [starts[i], starts[i + 1]); events int64 [most, 4]: sequence, drafter, feedback, whether it is
+    right. Returns the number of events.
     """
+    nodes, probs, counts, limited, kept, factors, figures = trees
     num = 0
     for i in range(len(counts)):
         own, node = nodes[i], 0
@@ -217,21 +232,12 @@ def _judge(
 
 
 @compiled(nogil=True)
-def _compact(
-    nodes: Any,
-    probs: Any,
-    counts: Any,
-    kept: Any,
-    factors: Any,
-    figures: Any,
-    packed: Any,
-    packed_probs: Any,
-    starts: Any,
-) -> None:
+def _compact(trees: Any, packed: Any, packed_probs: Any, starts: Any) -> None:
     """The kept nodes of all trees, one tree behind the other, with parents numbered anew, and each drafter's count.
 
     Shape of starts: int64 [B + 1].
     """
+    nodes, probs, counts, _, kept, factors, figures = trees
     numbers, num = np.zeros(probs.shape[1], np.int64), 0
     for i in range(len(counts)):
         starts[i] = num
@@ -321,13 +327,19 @@ class StepTrees:
     def limit(self, limits: SequenceOf[Limits], factors: NDArray[np.float64]) -> None:
         """Scale all probabilities, and leave out what limits forbid. Shape: factors float64 [B, drafters], over 0."""
         self._factors, self.limited = factors, np.zeros(self.probs.shape, np.bool_)
+        self.kept = self.limited
         kinds = np.array([(limit.is_chain, limit.is_whole) for limit in limits])
         most = np.array([(limit.most_besides, limit.most) for limit in limits], np.int64)
-        _limit(self._nodes, self.probs, self.counts, factors, kinds, most, self.limited)
+        _limit(self._arrays, kinds, most)
         for i, limit in enumerate(limits):
             if limit.is_chain:  # no child of the last node is in the chain
                 self.draws[i] = {node: draw for node, draw in self.draws[i].items() if self._nodes[i, node, _CHILD]}
         self.kept = self.limited.copy()
+
+    @property
+    def _arrays(self) -> _Trees:
+        known = self.limited, self.kept, self._factors, self.figures
+        return _Trees(self._nodes, self.probs, self.counts, *known)
 
     def cut(self, trees: NDArray[np.int64], own_s: float, nodes_s: NDArray[np.float64], row_s: float) -> None:
         """Of these trees keep the best set of nodes: as many as `nodes_s` has at most, the seconds that 0, 1, ... nodes add."""
@@ -337,8 +349,7 @@ class StepTrees:
         """The kept nodes. Counts each drafter's for `judge`."""
         starts, size = np.empty(len(self.counts) + 1, np.int64), int(self.kept.sum())
         packed, probs = np.empty((size, _NUM_COLUMNS), np.int64), np.empty(size)
-        counted = self._factors, self.figures
-        _compact(self._nodes, self.probs, self.counts, self.kept, *counted, packed, probs, starts)
+        _compact(self._arrays, packed, probs, starts)
         columns, all_probs, ends = packed.T.tolist(), probs.tolist(), starts.tolist()
         found = []
         for i, (low, high) in enumerate(itertools.pairwise(ends)):
@@ -364,11 +375,20 @@ class StepTrees:
         starts = np.cumsum([0, *map(len, tokens)])
         flat = np.fromiter((token for own in tokens for token in own), np.int64, starts[-1])
         events = np.empty((int(self.counts.sum()), 4), np.int64)
-        arrays = self._nodes, self.probs, self.counts, self.limited, self.kept, self._factors
-        events = events[: _judge(*arrays, flat, starts, self.figures, events)]
+        events = events[: _judge(self._arrays, flat, starts, events)]
         bounds = np.searchsorted(events[:, 0], np.arange(len(self.counts) + 1))
         for (tree, drafter), given in self._given.items():
             own = events[bounds[tree] : bounds[tree + 1]]
             own = own[own[:, 1] == drafter]
             if len(own):
                 yield drafter, given, own[:, 2], own[:, 3]
+
+
+def compile_trees() -> None:
+    """Compile now, or read from disk, for the first answer would otherwise wait."""
+    trees, origin = StepTrees([0], 1), Origin("any")
+    trees.merge(0, ProposalArrays.of("any", [Proposal(1, -1, 0.5, origin)]), 0, 1, 2)
+    trees.limit([Limits(1, 1, is_chain=False, is_whole=False)], np.ones((1, 1)))
+    trees.cut(np.zeros(1, np.int64), 1.0, np.zeros(2), 0.0)
+    trees.trees(["any"])
+    list(trees.judge([[1]]))

@@ -271,12 +271,26 @@ class ReferenceIndex:
         return self.order[first:last]
 
 
-class SuffixIndex:
-    """The references of one sequence, then the output, which grows.
+class SearchedText(NamedTuple):
+    """A sequence's references and output as compiled code reads them.
 
-    `acceptance`: of its tenant. `place` holds where the output begins and ends, and where it follows an input: the input's next
-    position, -1 for none, and the output tokens since the output left the input. Shape: int64 [4].
+    `place` holds where the output begins and ends, and where it follows an input: the input's next position, -1 for none, and the
+    output tokens since the output left the input. `opens`: whether an output token opens a quotation.
+    Shapes: text int32 [room], order int32 [T], facts int32 [T, 5], quotes int32 [Q], starts int32 [S, 2], opens bool [room],
+    place int64 [4].
     """
+
+    text: Ints
+    order: Ints
+    facts: Ints
+    quotes: Ints
+    starts: Ints
+    opens: NDArray[np.bool_]
+    place: NDArray[np.int64]
+
+
+class SuffixIndex:
+    """The references of one sequence, then the output, which grows. `acceptance`: of its tenant."""
 
     def __init__(
         self,
@@ -290,34 +304,33 @@ class SuffixIndex:
         self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
         self.remembered = True
         begin = len(base.tokens)
-        self.place = np.array([begin, begin, -1, 0])
-        self.text, self.opens = (
-            np.concatenate([base.tokens, np.full(256, SEPARATOR, np.int32)]),
-            np.zeros(256, np.bool_),
-        )
+        text = np.concatenate([base.tokens, np.full(256, SEPARATOR, np.int32)])
+        fixed = base.order, base.facts, base.quotes, base.starts
+        self.searched = SearchedText(text, *fixed, np.zeros(256, np.bool_), np.array([begin, begin, -1, 0]))
         self.append(output_ids)
 
     @property
     def tokens(self) -> Ints:
         """References and output. Shape: int32 [T]."""
-        return self.text[: self.place[1]]
+        return self.searched.text[: self.searched.place[1]]
 
     def append(self, token_ids: SequenceOf[int]) -> None:
-        begin, end = self.place[:2].tolist()
-        while end + len(token_ids) > len(self.text):
-            self.text = np.concatenate([self.text, np.full(len(self.opens), SEPARATOR, np.int32)])
-            self.opens = np.concatenate([self.opens, np.zeros(len(self.opens), np.bool_)])
-        self.text[end : end + len(token_ids)] = token_ids
+        text, opens, place = self.searched.text, self.searched.opens, self.searched.place
+        begin, end = place[:2].tolist()
+        if (room := end + len(token_ids)) > len(text):
+            text = np.concatenate([text, np.full(room, SEPARATOR, np.int32)])
+            opens = np.concatenate([opens, np.zeros(room, np.bool_)])
+            self.searched = self.searched._replace(text=text, opens=opens)
+        text[end:room] = token_ids
         if len(self.base.quotes):  # else no point depends on it
-            self.opens[end - begin : end - begin + len(token_ids)] = [self._opens_quote(token) for token in token_ids]
-        self.place[1] = end + len(token_ids)
+            opens[end - begin : room - begin] = [self._opens_quote(token) for token in token_ids]
+        place[1] = room
 
     def matches(self, max_length: int) -> list[tuple[int, int]]:
         """(position after the match, its length) of every earlier occurrence of the output's end; longest first, then latest."""
-        begin, end = self.place[:2].tolist()
-        return [
-            (at, length) for at, length in longest_matches(self.text, self.base.order, begin, end, max_length).tolist()
-        ]
+        begin, end = self.searched.place[:2].tolist()
+        found = longest_matches(self.searched.text, self.base.order, begin, end, max_length)
+        return [(at, length) for at, length in found.tolist()]
 
 
 def _starts(references: list[Reference], begin: NDArray[np.int64]) -> Ints:

@@ -34,6 +34,7 @@ from ragspec.numerics.ranks import ONE_RANK
 
 _NUM_WORDS, _BLOCK = 32_768, 256
 """The lower half of the words stands in sources, a block in each request's; word w + 1 mostly follows word w."""
+_DEVICES = Path(__file__).with_name("stub_devices.json")
 _NUM_PROMPT = 32
 _ROWS, _CONTEXTS = (1, 64, 4096), (128, 8192)
 _HASH = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
@@ -50,7 +51,7 @@ class StubDevice(NamedTuple):
         return self.forward_s + self.row_s * num_rows + self.context_s * context
 
 
-def read_devices(path: Path = Path(__file__).with_name("stub_devices.json")) -> dict[str, StubDevice]:
+def read_devices(path: Path = _DEVICES) -> dict[str, StubDevice]:
     """The devices of a file, by name."""
     return {name: StubDevice(**fields) for name, fields in json.loads(path.read_text(encoding="utf-8")).items()}
 

@@ -120,6 +120,7 @@ def compile_samplers() -> None:
     row = np.zeros(4, np.float32)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         sample(row, params, seed=0, choice=0, index=0)
+    output_keys(seed=0, choice=0, first=0, count=1)
 
 
 class TokenCounts:

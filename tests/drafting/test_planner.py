@@ -9,12 +9,11 @@ import pytest
 from planner_parts import FREE, Chain, Costly, Running, plan, run
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import CopyAcceptance, Experience
+from ragspec.drafting.acceptance import CopyAcceptance, Experience, Trust
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.step_trees import EXPECTED, NUM_FIGURES
-from ragspec.drafting.trust import Trust
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import Draw, Origin, Proposal, StepResult
 
