@@ -166,7 +166,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         grammar=answer_grammar(
             question.params, question.speculation, prompt.passages, quotes_first=prompts.quotes_first
         ),
-        affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
+        affinity=prompt.passages[0].id if prompt.passages else "",
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)

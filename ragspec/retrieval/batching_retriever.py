@@ -205,8 +205,9 @@ class CachingRetriever:
             if generation != self._generation:  # deleted passages leave the memory, too
                 self._generation, self._num_kept = generation, 0
                 self._results.clear()
-            if kept := self._results.get(scope.tenant, {}).get(key):
-                self._results[scope.tenant].move_to_end(key)
+            own = self._results.get(scope.tenant, OrderedDict[str, RetrievalResult]())
+            if kept := own.get(key):
+                own.move_to_end(key)
                 return kept._replace(passages=[*map(list, kept.passages)])
         result = self._retriever.retrieve(queries, k, scope)
         if not result.missing and k * len(queries) <= _MOST_PASSAGES and len(key) <= _MOST_CHARS:

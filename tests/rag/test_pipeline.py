@@ -431,10 +431,12 @@ def test_requests_carry_id_tenant_and_what_they_share(retriever: Retriever, engi
     """A job that is run again under new ids; a tenant's request in everybody's cache; documents that no replica remembers."""
     recording = Recording(engine)
     flow = flow_of(retriever, recording, target)
-    run(flow, questions(GREEDY, TEXTS[:3], scope=SearchScope("ann"), num_passages=3))
+    got = run(flow, questions(GREEDY, TEXTS[:3], scope=SearchScope("ann"), num_passages=3))
     assert sorted(request.id for request in recording.requests) == ["q0", "q1", "q2"]
     assert {request.salt for request in recording.requests} == {"ann"}
-    assert {request.affinity for request in recording.requests} == {"bridge\nmill\nriver"}
+    assert {request.affinity for request in recording.requests} == {
+        each.result()[0].passages[0].id for each in got.values()
+    }
 
 
 def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, engine: Engine, target: Target) -> None:
