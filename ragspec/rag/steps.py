@@ -36,7 +36,7 @@ from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close
-from ragspec.retrieval.retriever import RetrievalResult
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
@@ -109,6 +109,7 @@ class RetrievedQuestion:
     retrieve_s: float
     missing: tuple[str, ...] = ()
     closeness: float | None = None
+    times: RetrievalTimes = FROM_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ class PreparedQuestion:
     prompt_s: float
     prompts: PromptBuilder = field(repr=False)
     said: str
+    times: RetrievalTimes = field(default=FROM_MEMORY, kw_only=True)
 
     @property
     def require_support(self) -> bool:
@@ -147,7 +149,7 @@ def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -
     retrieve_s = time.perf_counter() - begin
     closeness = found.closeness or [None] * len(questions)
     return [
-        RetrievedQuestion(question, passages, found.generation, retrieve_s, found.missing, close)
+        RetrievedQuestion(question, passages, found.generation, retrieve_s, found.missing, close, found.times)
         for question, passages, close in zip(questions, found.passages, closeness, strict=True)
     ]
 
@@ -170,7 +172,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below)
-    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said)
+    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, times=retrieved.times)
 
 
 def abstention(
@@ -232,7 +234,14 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         completion.finish_reason,
         completion.token_ids,
         completion.logprobs,
-        AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
+        AnswerStats(
+            *times,
+            prepared.generation,
+            completion.stats,
+            missing_segments=prepared.missing,
+            encode_s=prepared.times.encode_s,
+            search_s=prepared.times.search_s,
+        ),
         support.sentences,
         support.unknown_quotations,
         prepared.prompt.ranks,

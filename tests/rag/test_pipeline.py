@@ -160,6 +160,14 @@ def test_the_salt_reaches_the_engine_every_way(retriever: Retriever, engine: Eng
     assert [request.salt for request in recording.requests] == ["a", "b", "c"]
 
 
+def test_the_time_of_every_stage_is_told(pipeline: Pipeline) -> None:
+    """Retrieval had one time, and nobody saw whether the encoder or the index took it."""
+    stats = pipeline.ask(QUESTION, GREEDY).stats
+    assert stats.encode_s > 0 < stats.search_s and stats.encode_s + stats.search_s <= stats.retrieve_s
+    own = stats.generation
+    assert stats.first_token_s == stats.retrieve_s + stats.prompt_s + own.queue_s + own.prefill_s > stats.retrieve_s
+
+
 def test_tenants_share_no_cached_prefix(pipeline: Pipeline) -> None:
     """A prefix found under another tenant's salt tells how long ago that tenant asked the same."""
     pipeline.ask(QUESTION, GREEDY, tenant="first tenant")

@@ -31,6 +31,7 @@ from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, copy_sources
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.tenants import TenantCaches
@@ -119,7 +120,7 @@ class Chat:
         found = context.generation, context.missing, retrieve_s, prompt_s
         said = abstention(turn.params, context.passages, context.closeness, turn.abstain_below)
         own = turn, question, history, num_deletions
-        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
+        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own, times=context.times)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
@@ -208,6 +209,7 @@ class ChatContext:
     generation: str = ""
     missing: tuple[str, ...] = ()
     closeness: float | None = None
+    times: RetrievalTimes = FROM_MEMORY
 
 
 class ChatRetriever:
@@ -235,7 +237,7 @@ class ChatRetriever:
         carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
         closeness = result.closeness[0] if result.closeness and not carried else None
         passages = (*own, *carried[: self._config.max_carried])
-        return ChatContext(passages, turns, result.generation, result.missing, closeness)
+        return ChatContext(passages, turns, result.generation, result.missing, closeness, result.times)
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index, the others at their places there.

@@ -152,6 +152,8 @@ def test_metrics_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> N
     assert sum(count * (accepted + 1) for accepted, count in enumerate(steps)) == 24
     assert sum(metrics["drafters"].values()) == counted["num_accepted_draft_tokens"]
     assert metrics["time_to_first_token_ms"] > 0 and metrics["generation_time_ms"] > 0
+    assert metrics["prefill_time_ms"] + metrics["queue_time_ms"] == pytest.approx(metrics["time_to_first_token_ms"])
+    assert metrics["retrieval_time_ms"] >= metrics["encode_time_ms"] + metrics["search_time_ms"] >= 0
     progress = [chunk.model_extra["metrics"] for chunk in chunks[1:-1]]
     assert progress[-1] == {"num_output_tokens": 24, "num_steps": counted["num_spec_steps"]}
     whole = ask(api, max_tokens=24, extra_body={"metrics": True})
