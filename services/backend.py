@@ -169,6 +169,8 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         engine, config = loaded.engine, self.config.for_model(name)
         order = config.generation.passage_order
         prompts = PromptBuilder(loaded.tokenizer, engine.max_context_tokens, config.wording, order)
+        if isinstance(engine, Engine) and 0 < len(prompts.beginning) < engine.max_context_tokens:
+            engine.pin(prompts.beginning)
         chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
         return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name))
 

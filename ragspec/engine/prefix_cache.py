@@ -48,6 +48,7 @@ class PrefixCache:
         self._roots: dict[str, _Node] = {}
         self._clock = itertools.count()
         self._evicted_worth = 0
+        self._pinned: list[tuple[list[int], Ints]] = []
 
     def match(self, salt: str, tokens: Sequence[int]) -> Ints:
         """Slots of the longest known prefix of `tokens`. Shape: int32 [T'] with T' <= T."""
@@ -55,7 +56,18 @@ class PrefixCache:
         for node, length in self._walk(salt, tokens):
             node.last_used = next(self._clock)
             found.append(node.slots[:length])
-        return np.concatenate(found)
+        longest = np.concatenate(found)
+        for beginning, slots in self._pinned:
+            if len(slots) > len(longest) and list(tokens[: len(slots)]) == beginning:
+                longest = slots
+        return longest
+
+    def pin(self, salt: str, tokens: Sequence[int]) -> None:
+        """Keep a cached text for ever, as the beginning of texts of every salt. Only for text that is nobody's."""
+        slots = self.match(salt, tokens)
+        if len(slots) == len(tokens) and not any(list(tokens) == beginning for beginning, _ in self._pinned):
+            self._pool.hold(slots)
+            self._pinned.append((list(tokens), slots))
 
     def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> None:
         """Cache `tokens`; slots that are cached already stay. Shapes: T tokens, int32 [T]."""
@@ -107,8 +119,9 @@ class PrefixCache:
                 self._pool.release(node.slots)
 
     def held_slots(self) -> list[Ints]:
-        """The slots that each node holds."""
-        return [node.slots for root in self._roots.values() for node in self._below(root)]
+        """The slots that each node holds, and each pinned text."""
+        nodes = [node.slots for root in self._roots.values() for node in self._below(root)]
+        return [*nodes, *(slots for _, slots in self._pinned)]
 
     @property
     def num_tokens(self) -> int:
