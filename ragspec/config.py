@@ -417,8 +417,8 @@ class GenerationConfig(ConfigSection):
     verbatim_quotes: bool = True
     """Quotes are held to their passages while they are written, letter for letter."""
     passage_order: PassageOrder = "rank"
-    """Order of the passages in a prompt; "rank": best first; "shared": by document and place, so that questions about the
-    same passages share the reading of them. The best are kept either way, and the text may differ."""
+    """Order of the passages in a prompt; "rank": best first; "shared": longest first, so that questions about the same
+    passages share the reading of them. The best are kept either way, and the text may differ."""
 
 
 class SpeculationConfig(ConfigSection):

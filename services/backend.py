@@ -179,6 +179,8 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
     def _served(self, name: str, loaded: LoadedModel) -> ServedModel:
         engine = loaded.engine
         prompts = PromptBuilder.of(loaded.tokenizer, engine.max_context_tokens, self.config.for_model(name))
+        if isinstance(engine, Engine) and 0 < len(prompts.beginning) < engine.max_context_tokens:
+            engine.pin(prompts.beginning)
         chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
         return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name))
 

@@ -92,6 +92,8 @@ class Metrics:
         self._per_token = histogram("vllm:request_time_per_output_token_seconds", "An answer's mean.", _GAPS)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From the request to its last token.")
         self._retrieval = histogram("ragspec_retrieval_seconds", "Finding passages for one request.")
+        self._encoding = histogram("ragspec_encode_seconds", "Encoding a question, if it is not answered from memory.")
+        self._search = histogram("ragspec_search_seconds", "Searching the index for one request, likewise.")
         self._gateway = histogram("ragspec_gateway_seconds", "A request before the engine has it, retrieval left out.")
         self._success = counter("vllm:request_success", "Choices written to their end.", "finished_reason")
         self._per_position = counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by depth.", "position")
@@ -130,8 +132,11 @@ class Metrics:
         """`seconds` between two deltas of a stream, the later with `num_tokens` tokens."""
         self._gaps.labels(self._model).observe(seconds / max(1, num_tokens))
 
-    def retrieved(self, seconds: float) -> None:
+    def retrieved(self, seconds: float, encode_s: float, search_s: float) -> None:
         self._retrieval.labels(self._model).observe(seconds)
+        if search_s:
+            self._encoding.labels(self._model).observe(encode_s)
+            self._search.labels(self._model).observe(search_s)
         if self._telemetry:
             self._telemetry.retrieved(seconds)
 

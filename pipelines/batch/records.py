@@ -34,7 +34,8 @@ class RowResult(NamedTuple):
 
 
 def answer_result(answer: Answer) -> RowResult:
-    times = {"retrieve_s": answer.stats.retrieve_s, "prompt_s": answer.stats.prompt_s}
+    names = ("retrieve_s", "encode_s", "search_s", "prompt_s", "first_token_s")
+    times = {name: getattr(answer.stats, name) for name in names}
     details = {
         "citations": [asdict(citation) for citation in answer.citations],
         "sentences": [asdict(sentence) for sentence in answer.sentences],

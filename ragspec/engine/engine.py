@@ -13,12 +13,13 @@ import atexit
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor
 
 from ragspec.config import EngineConfig
-from ragspec.core import FinishReason, Request
+from ragspec.core import FinishReason, Request, SamplingParams
 from ragspec.drafting.drafter import Features
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
@@ -93,6 +94,13 @@ class Engine(EngineClient):
         """Forget all cached prefixes and earlier answers of one tenant."""
         self._commands.put(lambda: self._scheduler.purge(salt))
         self._commands.put(lambda: self._planner.purge(salt))
+
+    def pin(self, prompt_ids: SequenceOf[int]) -> None:
+        """Read the beginning that prompts of all tenants share, and keep it cached. Waits for it. Raises: as `generate`."""
+        salt, params = f"pinned {uuid.uuid4().hex}", SamplingParams(max_tokens=1, seed=0)
+        self.generate([Request(salt, tuple(prompt_ids), params, salt=salt)])
+        self.between_steps(lambda: self._scheduler.pin(salt, list(prompt_ids)))
+        self.purge(salt)
 
     def idle(self) -> bool:
         """Whether no request is queued, waiting or running. Callable from any thread."""

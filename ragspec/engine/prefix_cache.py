@@ -1,7 +1,9 @@
 """The prefix cache: keys and values of finished text, for later requests with the same prefix.
 
 A radix tree over slots with one root for each tenant salt, so tenants never share text. A node holds a run of tokens and the
-slots of their positions; the tree counts as one more holder of these slots. Least recently used leaves are evicted first.
+slots of their positions; the tree counts as one more holder of these slots. Leaves that were inserted least often are evicted
+first, of equal ones the least recently used. Counts begin at that of the last evicted leaf (LFU with dynamic aging), so text that
+was asked for often in the past does not stay for ever.
 KV offloading copies a leaf out of the pool before its eviction, and then only as much of a leaf is evicted as pages are needed.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -21,14 +24,20 @@ Offload = Callable[[str, Sequence[int], Ints, int], None]
 
 
 class _Node:
-    __slots__ = ("children", "last_used", "parent", "slots", "tokens")
+    __slots__ = ("children", "last_used", "parent", "slots", "tokens", "worth")
 
-    def __init__(self, tokens: Sequence[int], slots: Ints, parent: _Node | None, last_used: int) -> None:
+    def __init__(self, tokens: Sequence[int], slots: Ints, parent: _Node | None, last_used: int, worth: int) -> None:
         self.tokens = list(tokens)
         self.slots = slots
         self.parent = parent
         self.children: dict[int, _Node] = {}
         self.last_used = last_used
+        self.worth = worth
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Leaves of the lowest rank are evicted first."""
+        return self.worth, self.last_used
 
 
 class PrefixCache:
@@ -38,6 +47,8 @@ class PrefixCache:
         self._pool, self._offload = pool, offload
         self._roots: dict[str, _Node] = {}
         self._clock = itertools.count()
+        self._evicted_worth = 0
+        self._pinned: list[tuple[list[int], Ints]] = []
 
     def match(self, salt: str, tokens: Sequence[int]) -> Ints:
         """Slots of the longest known prefix of `tokens`. Shape: int32 [T'] with T' <= T."""
@@ -45,24 +56,35 @@ class PrefixCache:
         for node, length in self._walk(salt, tokens):
             node.last_used = next(self._clock)
             found.append(node.slots[:length])
-        return np.concatenate(found)
+        longest = np.concatenate(found)
+        for beginning, slots in self._pinned:
+            if len(slots) > len(longest) and list(tokens[: len(slots)]) == beginning:
+                longest = slots
+        return longest
+
+    def pin(self, salt: str, tokens: Sequence[int]) -> None:
+        """Keep a cached text for ever, as the beginning of texts of every salt. Only for text that is nobody's."""
+        slots = self.match(salt, tokens)
+        if len(slots) == len(tokens) and not any(list(tokens) == beginning for beginning, _ in self._pinned):
+            self._pool.hold(slots)
+            self._pinned.append((list(tokens), slots))
 
     def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> None:
         """Cache `tokens`; slots that are cached already stay. Shapes: T tokens, int32 [T]."""
-        node = self._roots.setdefault(salt, _Node((), np.empty(0, np.int32), None, 0))
+        node = self._roots.setdefault(salt, _Node((), np.empty(0, np.int32), None, 0, 0))
         at = 0
         for child, length in self._walk(salt, tokens):
             node = child if length == len(child.tokens) else self._split(child, length)
-            node.last_used = next(self._clock)
+            node.last_used, node.worth = next(self._clock), max(node.worth, self._evicted_worth) + 1
             at += length
         if at < len(tokens):
             rest = slots[at:].copy()
             self._pool.hold(rest)
-            node.children[tokens[at]] = _Node(tokens[at:], rest, node, next(self._clock))
+            node.children[tokens[at]] = _Node(tokens[at:], rest, node, next(self._clock), self._evicted_worth + 1)
 
     def evict(self, num_pages: int) -> None:
-        """Evict leaves, least recently used first, until `num_pages` pages are free or all other leaves are in use."""
-        leaves = sorted(self._leaves(), key=lambda leaf: -leaf.last_used)
+        """Evict leaves until `num_pages` pages are free or all other leaves are in use."""
+        leaves = sorted(self._leaves(), key=attrgetter("rank"), reverse=True)
         while self._pool.num_free_pages < num_pages and leaves:
             leaf = leaves.pop()
             if self._pool.all_shared(leaf.slots):
@@ -72,10 +94,11 @@ class PrefixCache:
                 if len(leaf.tokens) > most:
                     self._split(leaf, len(leaf.tokens) - most)
                 self._offload(*self._text_of(leaf))
+            self._evicted_worth = max(self._evicted_worth, leaf.worth)
             parent = self._drop(leaf)
             if parent.parent is not None and not parent.children:
                 leaves.append(parent)
-                leaves.sort(key=lambda leaf: -leaf.last_used)
+                leaves.sort(key=attrgetter("rank"), reverse=True)
         self._roots = {salt: root for salt, root in self._roots.items() if root.children}
 
     def num_evictable_pages(self) -> int:
@@ -96,8 +119,9 @@ class PrefixCache:
                 self._pool.release(node.slots)
 
     def held_slots(self) -> list[Ints]:
-        """The slots that each node holds."""
-        return [node.slots for root in self._roots.values() for node in self._below(root)]
+        """The slots that each node holds, and each pinned text."""
+        nodes = [node.slots for root in self._roots.values() for node in self._below(root)]
+        return [*nodes, *(slots for _, slots in self._pinned)]
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +143,7 @@ class PrefixCache:
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node in two; returns the upper part."""
         assert node.parent is not None
-        upper = _Node(node.tokens[:length], node.slots[:length], node.parent, node.last_used)
+        upper = _Node(node.tokens[:length], node.slots[:length], node.parent, node.last_used, node.worth)
         node.parent.children[node.tokens[0]] = upper
         node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
         upper.children[node.tokens[0]] = node

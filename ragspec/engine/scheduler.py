@@ -45,6 +45,7 @@ _SHARED_TOKENS = 64
 """A sequence waits for another's prompt if it has so many tokens more in common with it than are cached."""
 _LOOK_AHEAD = 16
 """Waiting sequences of a tenant of which the first may be admitted that waits for no prompt."""
+_PINNED_SHARE = 0.05
 _PAGES_AHEAD = 16
 """Pages evicted beyond the present need, so that not every step evicts."""
 
@@ -192,6 +193,11 @@ class Scheduler:
             if cache is not None:
                 cache.purge(salt)
         self._out_of_reach = _NEVER
+
+    def pin(self, salt: str, tokens: list[int]) -> None:
+        """As `PrefixCache.pin`, if that takes a small part of the pool."""
+        if self.prefixes is not None and len(tokens) <= _PINNED_SHARE * self._pool.num_slots:
+            self.prefixes.pin(salt, tokens)
 
     def remember_prompt(self, sequence: Sequence) -> None:
         """Cache a prompt after its prefill, for later requests with the same prefix."""

@@ -57,7 +57,9 @@ class IterativeStats:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the time of the question's whole batch.
+    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the time of the question's whole batch;
+    `encode_s` and `search_s` are parts of it, 0 if it was answered from memory. The engine's stages are `generation.queue_s`,
+    `prefill_s` and `decode_s`.
 
     `iterative`: counters of an iterative answer, whose `retrieve_s` is the time spent waiting. `missing_segments`: index segments
     that could not be searched; always empty if `RetrieverConfig.fail_closed` is on.
@@ -69,6 +71,13 @@ class AnswerStats:
     generation: GenerationStats
     iterative: IterativeStats | None = None
     missing_segments: tuple[str, ...] = ()
+    encode_s: float = 0.0
+    search_s: float = 0.0
+
+    @property
+    def first_token_s(self) -> float:
+        """From the question to its first token, without the time between the stages."""
+        return self.retrieve_s + self.prompt_s + self.generation.queue_s + self.generation.prefill_s
 
     @property
     def acceptance_length(self) -> float:

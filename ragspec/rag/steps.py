@@ -37,7 +37,7 @@ from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close, other_language
-from ragspec.retrieval.retriever import RetrievalResult
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
@@ -112,6 +112,7 @@ class RetrievedQuestion:
     retrieve_s: float
     missing: tuple[str, ...] = ()
     closeness: float | None = None
+    times: RetrievalTimes = FROM_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class PreparedQuestion:
     prompts: PromptBuilder = field(repr=False)
     said: str
     closeness: float | None
+    times: RetrievalTimes = field(default=FROM_MEMORY, kw_only=True)
 
     @property
     def require_support(self) -> bool:
@@ -154,7 +156,7 @@ def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -
     retrieve_s = time.perf_counter() - begin
     closeness = found.closeness or [None] * len(questions)
     return [
-        RetrievedQuestion(question, passages, found.generation, retrieve_s, found.missing, close)
+        RetrievedQuestion(question, passages, found.generation, retrieve_s, found.missing, close, found.times)
         for question, passages, close in zip(questions, found.passages, closeness, strict=True)
     ]
 
@@ -173,12 +175,13 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         grammar=answer_grammar(
             question.params, question.speculation, prompt.passages, quotes_first=prompts.quotes_first
         ),
-        affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
+        affinity=prompt.passages[0].id if prompt.passages else "",
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     language = prompts.unknown_language(question.text)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language)
-    return PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
+    own = prompts, said, retrieved.closeness
+    return PreparedQuestion(question.text, prompt, request, *index, *times, *own, times=retrieved.times)
 
 
 def abstention(
@@ -248,7 +251,14 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         completion.finish_reason,
         completion.token_ids,
         completion.logprobs,
-        AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
+        AnswerStats(
+            *times,
+            prepared.generation,
+            completion.stats,
+            missing_segments=prepared.missing,
+            encode_s=prepared.times.encode_s,
+            search_s=prepared.times.search_s,
+        ),
         support.sentences,
         support.unknown_quotations,
         prepared.closeness if passages else None,

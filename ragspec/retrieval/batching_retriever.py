@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
-from ragspec.retrieval.retriever import RetrievalResult
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, SearchResult
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
@@ -172,10 +173,11 @@ class BatchingRetriever:
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
         """Blocks. Raises: the errors of the index, and EngineClosed."""
-        encoded = self._batcher.encode(self._index, queries).result()
+        begin_s, encoded = time.perf_counter(), self._batcher.encode(self._index, queries).result()
+        encoded_s = time.perf_counter()
         params = SearchParams(self._index, k, scope, prefetch_k=0)
         found = self._batcher.search(params, [PendingQuery(query) for query in encoded]).result()
-        return RetrievalResult(found.passages, found.generation, found.missing, found.closeness)
+        return RetrievalResult.of(found, begin_s, encoded_s)
 
     def close(self) -> None:
         """Waiting callers get `EngineClosed` as soon as the running call has ended. The index stays open."""
@@ -205,9 +207,10 @@ class CachingRetriever:
             if generation != self._generation:  # deleted passages leave the memory, too
                 self._generation, self._num_kept = generation, 0
                 self._results.clear()
-            if kept := self._results.get(scope.tenant, {}).get(key):
-                self._results[scope.tenant].move_to_end(key)
-                return kept._replace(passages=[*map(list, kept.passages)])
+            own = self._results.get(scope.tenant, OrderedDict[str, RetrievalResult]())
+            if kept := own.get(key):
+                own.move_to_end(key)
+                return kept._replace(passages=[*map(list, kept.passages)], times=FROM_MEMORY)
         result = self._retriever.retrieve(queries, k, scope)
         if not result.missing and k * len(queries) <= _MOST_PASSAGES and len(key) <= _MOST_CHARS:
             self._keep(scope.tenant, key, result)
@@ -220,8 +223,11 @@ class CachingRetriever:
             self._results[tenant][key] = result
             self._num_kept += 1
             if len(self._results[tenant]) > _KEPT_OF_TENANT or self._num_kept > _KEPT_IN_ALL:
-                max(self._results.values(), key=len).popitem(last=False)
+                fullest = max(self._results, key=lambda each: len(self._results[each]))
+                self._results[fullest].popitem(last=False)
                 self._num_kept -= 1
+                if not self._results[fullest]:
+                    del self._results[fullest]
 
 
 def _encode(index: IndexLike, parts: list[Sequence[str]]) -> list[list[Query]]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,6 +35,17 @@ ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""
 
 
+@dataclass(frozen=True, slots=True)
+class RetrievalTimes:
+    """Seconds of a retrieval, wall clock; 0 if it was answered from memory. Times never make two results unequal."""
+
+    encode_s: float = field(default=0.0, compare=False)
+    search_s: float = field(default=0.0, compare=False)
+
+
+FROM_MEMORY = RetrievalTimes()
+
+
 class RetrievalResult(NamedTuple):
     """The passages of each query, best first, and the generation of the index that they come from.
 
@@ -44,6 +57,13 @@ class RetrievalResult(NamedTuple):
     generation: str
     missing: tuple[str, ...] = ()
     closeness: tuple[float, ...] = ()
+    times: RetrievalTimes = FROM_MEMORY
+
+    @classmethod
+    def of(cls, found: SearchResult, begin_s: float, encoded_s: float) -> RetrievalResult:
+        """A search that ends now. `begin_s`, `encoded_s`: when it began, and had its vectors, of `time.perf_counter`."""
+        times = RetrievalTimes(encoded_s - begin_s, time.perf_counter() - encoded_s)
+        return cls(found.passages, found.generation, found.missing, found.closeness, times)
 
 
 class GenerationView(Searchable, Protocol):
@@ -144,8 +164,9 @@ class Retriever:
         ranks or the scores of the reranker. Equal scores are ordered by (document id, ordinal).
         Raises: InputError if a query is empty or not text; StoreError if the current generation cannot be read.
         """
-        found = self.search(self.encode(queries), k, scope)
-        return RetrievalResult(found.passages, found.generation, found.missing, found.closeness)
+        begin_s, encoded = time.perf_counter(), self.encode(queries)
+        encoded_s = time.perf_counter()
+        return RetrievalResult.of(self.search(encoded, k, scope), begin_s, encoded_s)
 
     def pinned(self) -> Retriever:
         """A retriever that stays with the current generation. Shares all open files with this retriever."""

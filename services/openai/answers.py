@@ -166,7 +166,11 @@ class AnswerFormat(ABC):
             return {}
         key, *others = self.stream.keys
         stats = self.stream.completion(key).stats
-        return {"metrics": None if others else request_metrics(stats, self.stream.deltas(key))}
+        return {"metrics": None if others else request_metrics(stats, self.stream.deltas(key)) | self._own_metrics()}
+
+    def _own_metrics(self) -> dict[str, float]:
+        """Fields of `metrics` that not every kind of answer has."""
+        return {}
 
     def _progress(self, key: ChoiceKey) -> dict[str, Any]:
         """The field `metrics` of a chunk: tokens and steps so far."""
@@ -186,6 +190,7 @@ def request_metrics(stats: GenerationStats, steps: Sequence[Delta]) -> dict[str,
         "time_to_first_token_ms": 1e3 * (stats.queue_s + stats.prefill_s),
         "generation_time_ms": 1e3 * stats.decode_s,
         "queue_time_ms": 1e3 * stats.queue_s,
+        "prefill_time_ms": 1e3 * stats.prefill_s,
         "mean_itl_ms": 1e3 * stats.decode_s / num_decoded if num_decoded > 0 else None,
         "tokens_per_second": num_decoded / stats.decode_s if num_decoded > 0 and stats.decode_s else None,
         "speculative_decoding": {

@@ -74,7 +74,7 @@ async def write(
         call = partial(copy_context().run, prepare, body, context)
         ready = await asyncio.get_running_loop().run_in_executor(parts.threads, call)
     if ready.searched:
-        context.model.metrics.retrieved(ready.retrieve_s)
+        context.model.metrics.retrieved(ready.retrieve_s, ready.times.encode_s, ready.times.search_s)
     async with context.generate([ready.request], ready.retrieve_s, said=ready.said) as stream:
         await form(body, context, ready, stream, parts.token_texts[context.model.name]).send(sender)
 
@@ -204,6 +204,11 @@ class ChatFormat(AnswerFormat):
     def _kept_field(self) -> dict[str, Any]:
         """Whether the named conversation stored this turn."""
         return {"kept": self._is_kept} if self._ready.turn.conversation else {}
+
+    def _own_metrics(self) -> dict[str, float]:
+        ready = self._ready
+        seconds = {"retrieval": ready.retrieve_s, "encode": ready.times.encode_s, "search": ready.times.search_s}
+        return {f"{name}_time_ms": 1e3 * value for name, value in seconds.items()}
 
     def _citations(self, answer: Answer) -> dict[str, Any]:
         return citation_fields(answer, self._body.citations or "openai", self.context.base_url)

@@ -203,3 +203,21 @@ def test_prompts_that_begin_alike_are_read_once(tiny: Tiny) -> None:
     cached = {c.request_id: c.stats.num_cached_tokens for c in completions}
     assert cached["r0"] == cached["other"] == 0
     assert cached["long"] >= 64 and all(cached[f"r{i}"] >= 64 for i in range(1, 6))
+
+
+def test_a_pinned_beginning_is_read_for_nobody_again(tiny: Tiny) -> None:
+    """Each tenant's first question read the instruction anew; or a full cache, or a deletion, ended that."""
+    beginning = tuple(5 + i * i % 50 for i in range(50))
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=5, ignore_eos=True)
+    with tiny_engine(tiny(), num_kv_slots=1024, max_num_seqs=4) as engine:
+        engine.pin(beginning)
+        engine.pin(beginning)
+        for salt in ("ann", "bob", ""):
+            requests = [Request(f"{salt}{i}", (*beginning, *range(i, 90)), params, salt=salt) for i in range(10, 30)]
+            completions = engine.generate(requests)
+            assert min(each.stats.num_cached_tokens for each in completions) >= len(beginning)
+            assert completions[0].token_ids == decode(engine.target, requests[0].prompt_ids, params).token_ids
+            engine.purge(salt)
+            engine.check_integrity()
+        (other,) = engine.generate([Request("other", (*beginning[:-1], 3, 4), params, salt="ann")])
+        assert other.stats.num_cached_tokens == 0, "only the whole of it is everybody's"

@@ -290,3 +290,28 @@ def test_a_disk_without_room_is_refused_at_the_start(tmp_path: Path, monkeypatch
     with pytest.raises(SaveError, match="No space left"):
         KvPool([shape] * 3, 100 * PAGE, dtype=np.uint16, folder=str(tmp_path))
     assert asked == [3 * 100 * PAGE * 2 * 16 * 2]
+
+
+def test_text_that_is_asked_for_often_outlives_text_that_was_asked_for_last() -> None:
+    """A scan over many documents pushed out the passages of every second question; or old fame filled the cache for ever."""
+    pool = KvPool([SHAPE], 8 * PAGE)
+    cache = PrefixCache(pool)
+
+    def ask(number: int) -> bool:
+        """Whether a page of text is cached; then it is inserted, in place of another if the pool is full."""
+        text = [number] * PAGE
+        if found := len(cache.match("", text)) == PAGE:
+            cache.insert("", text, cache.match("", text))
+            return found
+        slots = SequenceSlots(pool)
+        cache.evict(1)
+        got, index = slots.reserve(PAGE)
+        slots.keep(got, index, range(PAGE))
+        cache.insert("", text, slots.slots)
+        slots.release()
+        return found
+
+    for _ in range(9):
+        ask(1)
+    assert not any(ask(number) for number in range(2, 22)) and ask(1)
+    assert not any(ask(number) for number in range(22, 222)) and not ask(1)

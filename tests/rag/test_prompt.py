@@ -150,6 +150,8 @@ def test_the_shared_order_depends_on_the_passages_alone() -> None:
         for name, n, start in (("b", 1, 90), ("a", 0, 0), ("b", 0, 0), ("a", 1, 90))
     ]
     builder = PromptBuilder(CHAT, 2048, passage_order="shared")
+    longer = builder.build("Did it rain?", [passages[1], Passage("c", 0, "It rained. " * 99, 0, 9)], 96)
+    assert longer.ranks == (2, 1), "the longest first"
     prompt = builder.build("Did it rain?", passages, 96)
     assert [p.id for p in prompt.passages] == ["a#0", "a#1", "b#0", "b#1"] and prompt.ranks == (2, 4, 3, 1)
     assert text_of(CHAT, prompt.prompt_ids).index("[1] a 0.") < text_of(CHAT, prompt.prompt_ids).index("[4] b 1.")

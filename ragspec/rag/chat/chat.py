@@ -31,6 +31,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
 from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.tenants import TenantCaches
@@ -129,7 +130,7 @@ class Chat:
         language = self._prompts.unknown_language(user_question)
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = context.closeness, turn, question, history, num_deletions, searched
-        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
+        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own, times=context.times)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
@@ -232,6 +233,7 @@ class ChatContext:
     missing: tuple[str, ...] = ()
     closeness: float | None = None
     num_carried: int = 0
+    times: RetrievalTimes = FROM_MEMORY
 
 
 class ChatRetriever:
@@ -259,7 +261,8 @@ class ChatRetriever:
         carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
         carried = carried[: self._config.max_carried]
         closeness = result.closeness[0] if result.closeness else None
-        return ChatContext((*own, *carried), turns, result.generation, result.missing, closeness, len(carried))
+        more = closeness, len(carried), result.times
+        return ChatContext((*own, *carried), turns, result.generation, result.missing, *more)
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index, the others at their places there.

@@ -95,7 +95,9 @@ class ChatHistory:
     def order(self) -> PassageOrder | None:
         """The order in which the latest turn showed its passages; None if no turn showed any."""
         latest = next((shown for shown in reversed(self.shown) if shown.passages), None)
-        return latest and ("shared" if latest.ranks else "rank")
+        if latest is None:
+            return None
+        return "shared" if latest.ranks else "rank"
 
     def passages_of_other_generations(self, generation: str) -> list[Passage]:
         """Passages retrieved in another generation than this one; all of them if it is empty."""

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -217,20 +217,18 @@ class Relevance:
         Shapes: -> [K, 4].
         """
         own = np.fromiter(chain.from_iterable(bits), np.uint64)  # [T]
-        num_terms, num_sentences = ([len(part) for part in parts] for parts in (bits, [text.starts for text in texts]))
-        begins = np.cumsum(num_terms) - num_terms  # [K]
-        starts = np.fromiter(chain.from_iterable(text.starts for text in texts), np.int64) + np.repeat(
-            begins, num_sentences
-        )
+        num_sentences = [len(text.starts) for text in texts]
+        begins = accumulate(map(len, bits), initial=0)
+        each = [begin + start for begin, text in zip(begins, texts, strict=False) for start in text.starts]
+        starts = np.array(each, np.int64)  # [sentences]
         place = np.arange(len(own)) - np.repeat(starts, np.diff(starts, append=len(own)))  # in its sentence
         first, begun, whole = (
             np.bitwise_or.reduceat(np.where(place < n, own, 0), starts) for n in (*_FIRST_TERMS, len(own))
         )  # [sentences]
         over = np.repeat(np.array(above, np.uint64), num_sentences)
         covered = query.covered(np.stack([whole, over | first, over | begun, over | whole]))  # [4, sentences]
-        best: list[list[float]] = np.maximum.reduceat(
-            covered, np.cumsum(num_sentences) - num_sentences, axis=1
-        ).T.tolist()
+        first_of_text = np.array([*accumulate(num_sentences[:-1], initial=0)], np.int64)
+        best: list[list[float]] = np.maximum.reduceat(covered, first_of_text, axis=1).T.tolist()
         return best
 
     def read(

@@ -8,6 +8,7 @@ const percent = (share) => `${Math.round(share * 100)} %`;
 export function figures(reply) {
   const rows = [
     reply.firstS !== null && ["first word", seconds(reply.firstS)],
+    ...reply.stages.map(([name, ms]) => [name, `${Math.round(ms)} ms`]),
     reply.tokensPerS && ["tokens/s", reply.tokensPerS.toFixed(0)],
     reply.stepLength && ["tokens a step", reply.stepLength.toFixed(1)],
     reply.rightShare !== null && ["guesses right", percent(reply.rightShare)],

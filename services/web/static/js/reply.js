@@ -58,6 +58,13 @@ export class Reply {
     return writing > 0 && this.tokens > 1 ? (this.tokens - 1) / writing : 0;
   }
 
+  /** Milliseconds of the stages before the first token, where the server says them: [["encode", 12.5], ...]. */
+  get stages() {
+    const fields = { encode: "encode", search: "search", queue: "queue", read: "prefill" };
+    const times = Object.entries(fields).map(([name, field]) => [name, this.metrics?.[`${field}_time_ms`] ?? 0]);
+    return times.filter(([, ms]) => ms >= 0.5);
+  }
+
   /** The share of the answer's tokens that each drafter guessed: [["copy", 0.71], ...], largest first. */
   get shares() {
     const drafters = Object.entries(this.metrics?.drafters ?? {});
