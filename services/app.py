@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from services import health
@@ -52,7 +53,7 @@ def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     if find_spec("mcp") is not None:
         from services.mcp import McpRoute
 
-        app.add_route(MCP, McpRoute(backend), methods=["POST"])
+        app.router.routes.append(Route(MCP, McpRoute(backend), methods=["POST"]))
     app.add_exception_handler(HTTPException, _raise_http_error)
     app.add_exception_handler(RequestValidationError, _raise_validation_error)
     if backend.telemetry is not None:

@@ -142,8 +142,8 @@ class DocumentTools:
 
     async def serve_stdio(self) -> None:
         """Returns at the end of stdin."""
-        async with stdio_server() as streams:
-            await self.server.run(*streams, self.server.create_initialization_options())
+        async with stdio_server() as (read, write):
+            await self.server.run(read, write, self.server.create_initialization_options())
 
     async def _listed(self, _: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
         tools = [

@@ -126,6 +126,23 @@ def test_routes_and_log_lines_that_pages_name_exist(page: Path) -> None:
     assert not [text for text in (*searched, *values) if f'"{text}"' not in source]
 
 
+@pytest.mark.slow
+def test_the_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example that imports what exists and still fails at its second line."""
+    from ragspec import Document, build_index
+    from ragspec.config import EncoderConfig
+    from ragspec.retrieval.encoder import Encoder
+
+    monkeypatch.chdir(tmp_path)
+    text = "The mill was built in 1874 by the people of the valley. It is open from nine to five."
+    build_index([Document("mill.md", text, "The mill")], tmp_path / "my-index", Encoder.load(EncoderConfig()))
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "ragspec" / "PYTHON.md", "python"):
+        exec(compile(block, "PYTHON.md", "exec"), names)
+    assert names["answer"].citations and "1874" in names["evaluation"].results[0].answer.text
+    assert names["langchain_retriever"]
+
+
 def test_the_readme_stays_short() -> None:
     """Bug guarded: a first page that nobody reads to its end."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES

@@ -20,7 +20,7 @@ from ragspec.core import Say, log_progress
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
-from ragspec.evaluation.measures import no_tick, rounded
+from ragspec.evaluation.measures import rounded
 from ragspec.evaluation.question_scores import (
     AnsweredQuestion,
     CorrectedSentence,
@@ -131,7 +131,7 @@ class Asker(Closeable):
             else:
                 yield self._routed(line)
 
-    def num_changed_by_drafts(self, results: Sequence[LineResult], tick: Say = no_tick) -> dict[float, int]:
+    def num_changed_by_drafts(self, results: Sequence[LineResult], tick: Say = log_progress) -> dict[float, int]:
         """How many answers have other tokens with speculation than without, by temperature; 0 everywhere unless there is a bug.
 
         Asks the answered questions of `results` again, the turns of conversations alone. Nothing is withheld.
