@@ -89,12 +89,12 @@ def _not_answered(rows: Sequence[Row], asked: Sequence[tuple[Row, str]]) -> list
     quotes = {(row.file.path, row.quote): text for row, text in asked}
     for row in rows[:: _ONE_ABSENT_IN - 1]:
         own = quotes[row.file.path, row.quote]
-        for near in (texts[number] for number in neighbours.nearest(row.question, _NEAR)):
-            if near != own and not may_answer(row.question, near):
-                place = places[near]
-                check = hashlib.sha256(near.encode()).hexdigest()[:_CHECK_CHARS]
-                found.append(Row(place.file, row.question, UNANSWERABLE, place.passage, (0, 0), check))
-                break
+        near = [texts[number] for number in neighbours.nearest(row.question, _NEAR)]
+        apart = [text for text in near if text != own and not may_answer(row.question, text)]
+        if apart:
+            text = min(apart, key=lambda each: hashlib.sha256(f"{row.question}\n{each}".encode()).digest())
+            place, check = places[text], hashlib.sha256(text.encode()).hexdigest()[:_CHECK_CHARS]
+            found.append(Row(place.file, row.question, UNANSWERABLE, place.passage, (0, 0), check))
     return found
 
 
