@@ -298,7 +298,8 @@ _RULES = (
 """A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
 _CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
 _VAGUE = re.compile(
-    r"^\W|^\w+ing \w|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
+    r"^\W|^\w+ing \w"
+    r"|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
     r"|one|both|such|other|most|many"
     r"|its|however|also|note|example|but|and|so|to|by|at|as|we|you|i|everything|something|nothing|another|none"
     r"|only|therefore|thus|since|once|after|before|during)\b"

@@ -59,6 +59,7 @@ def test_a_hard_negative_is_like_the_question_and_does_not_answer(tmp_path: Path
         read_triples(tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one_and_its_encoder_is_served(tmp_path: Path) -> None:
     """State that is lost at a kill; a merged model that the product's encoder reads as the old one or not at all."""
     rows = write_rows(tmp_path / "rows.jsonl")
