@@ -32,7 +32,11 @@ from ragspec.errors import RagspecError
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.documentation_rows import (
     WRITTEN,
+    PackageFile,
     Row,
+    debian_packages,
+    document_of,
+    package_files,
     read_packed,
     restored,
     row_of,
@@ -40,7 +44,6 @@ from ragspec.training.documentation_rows import (
     tool_of,
     write_packed,
 )
-from ragspec.training.packages import PackageFile, debian_packages, document_of, package_files
 from ragspec.training.question_writer import QuestionWriter, Reading, readings_of
 
 PACKED = Path(__file__).parent / "train" / "documentation_rows.jsonl.gz"

@@ -24,8 +24,7 @@ from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
-from ragspec.training.quotable import Part, blocks_reaching, quotable_parts
-from ragspec.training.sentences import normalise
+from ragspec.training.sentences import Part, blocks_reaching, normalise, quotable_parts
 
 
 class RuleMatch(NamedTuple):

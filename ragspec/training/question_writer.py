@@ -21,9 +21,8 @@ from ragspec.core import BlockKind, Document, Message, Passage, Request, Samplin
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike
 from ragspec.retrieval.chunking import chunk
-from ragspec.training.packages import PackageFile
-from ragspec.training.quotable import Part, quotable_parts
-from ragspec.training.sentences import normalise
+from ragspec.training.documentation_rows import PackageFile
+from ragspec.training.sentences import Part, normalise, quotable_parts
 
 READINGS_AT_ONCE, QUESTIONS_A_READING = 8, 4
 _LEAST_WORDS = 7

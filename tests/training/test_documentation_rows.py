@@ -10,8 +10,14 @@ import pytest
 
 from ragspec.errors import InputError
 from ragspec.training.documentation import UNANSWERABLE, is_for_evaluation
-from ragspec.training.documentation_rows import read_packed, restored, rule_rows, write_packed
-from ragspec.training.packages import debian_packages, package_files
+from ragspec.training.documentation_rows import (
+    debian_packages,
+    package_files,
+    read_packed,
+    restored,
+    rule_rows,
+    write_packed,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
 NAME = next(f"pump{n}-doc" for n in range(9) if not is_for_evaluation(f"pump{n}-doc"))

@@ -8,10 +8,10 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from pipelines import train_encoder
+from pipelines.train_encoder import EncoderPlan, EncoderTrainer, read_triples
 from ragspec.config import EncoderConfig
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import Encoder, packaged_folder
-from ragspec.training.encoder_training import EncoderPlan, EncoderTrainer, read_triples
 from ragspec.training.trainer import SINGLE_WORKER
 
 WORDS = "amber birch cedar delta ember frost grove heron".split()
