@@ -209,7 +209,9 @@ def rule_rows(deb: Path, tool: str, limit: int) -> list[Row]:
     kinds, asked, num_asked = defaultdict[str, list[Row]](list), list[tuple[Row, str]](), Counter[str]()
     for file, content in package_files(deb):
         document = document_of(file, content) if len(asked) < _ENOUGH * limit else None
-        for passage, found in rule_questions(document, tool, num_asked) if document else ():
+        if document is None:
+            continue
+        for passage, found in rule_questions(document, tool, num_asked):
             span, quote = (passage.start, passage.end), (found.start, found.end)
             row = row_of(file, document, found.question, found.kind, span, quote)
             kinds[found.kind].append(row)
@@ -264,20 +266,32 @@ def read_packed(path: Path) -> Iterator[Row]:
 def restored(rows: Iterable[Row], folder: Path, lost: Counter[str] | None = None) -> Iterator[TextRow]:
     """The rows with their texts, read from the packages in `folder`, which are fetched where they are missing.
 
-    `lost`: gets, for each package, the number of rows whose file or spans differ. Raises: InputError.
+    `lost`: gets, for each package, the number of rows whose file or spans differ, or whose package cannot be had.
+    Raises: InputError for a package that is refused.
     """
     lost = Counter() if lost is None else lost
     packages: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         packages[row.file.package, row.file.version][row.file.path].append(row)
     for (package, version), files in packages.items():
-        (deb,) = debian_packages([f"{package}={version}"], folder)
         found = 0
-        for text_row in _texts(deb, files):
-            found += 1
-            yield text_row
+        for deb in _at_hand(package, version, folder):
+            for text_row in _texts(deb, files):
+                found += 1
+                yield text_row
         if missing := sum(map(len, files.values())) - found:
             lost[package] = missing
+
+
+def _at_hand(package: str, version: str, folder: Path) -> Iterator[Path]:
+    """The package of that version, or of the archive's present one, or none."""
+    check_package(package)
+    for name in (f"{package}={version}", package):
+        try:
+            yield from debian_packages([name], folder)
+            return
+        except InputError:
+            continue
 
 
 def _texts(deb: Path, files: Mapping[str, Sequence[Row]]) -> Iterator[TextRow]:
