@@ -47,6 +47,8 @@ _ENGLISH = frozenset("the of to is and in for that this".split())
 _LEAST_ENGLISH = 0.12
 """The share of the commonest words of English in its texts is a fifth."""
 _FILES_ALL = re.compile(r"^Files:\s*\*\s*$.*?^License:\s*(\S[^\n]*)$", re.MULTILINE | re.DOTALL)
+_MAX_LICENCE_WORDS = 9
+"""Of a licence's name; more are its text."""
 _LICENCE = re.compile(r"^License:\s*(\S[^\n]*)$", re.MULTILINE)
 _NAMED = re.compile(
     r"common-licenses/(\S*[\w])|(Apache License|GNU Free Documentation License|MIT License|BSD|public domain)",
@@ -88,7 +90,8 @@ def debian_packages(names: Iterable[str], folder: Path) -> Iterator[Path]:
 
 
 def package_files(deb: Path, paths: Container[str] | None = None) -> Iterator[tuple[PackageFile, bytes]]:
-    """The files of one package that are documentation, in an order that mixes its folders, each with its content.
+    """The files of one package that are documentation, in an order that mixes its folders, each with its content; none of a
+    package that holds no licence.
 
     `paths`: only these. Raises: InputError for a package that is refused or damaged.
     """
@@ -101,7 +104,7 @@ def package_files(deb: Path, paths: Container[str] | None = None) -> Iterator[tu
         with tarfile.open(fileobj=whole) as tar:
             members = sorted((each for each in tar if each.isfile()), key=lambda each: _mixing(each.name))
             licence = next((_licence(_content(tar, each)) for each in members if each.name.endswith("/copyright")), "")
-            for member in members:
+            for member in members if licence else ():
                 path = member.name.removeprefix("./")
                 is_read = _is_documentation(path) and (paths is None or path in paths)
                 if is_read and 0 < member.size <= _MAX_FILE_BYTES:
@@ -143,7 +146,8 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 def _licence(copyright_file: bytes) -> str:
     text = copyright_file.decode("utf-8", "replace")
-    if found := _FILES_ALL.search(text) or _LICENCE.search(text):
+    found = _FILES_ALL.search(text) or _LICENCE.search(text)
+    if found and len(found[1].split()) <= _MAX_LICENCE_WORDS:
         return found[1].strip()
     named = sorted({each[1] or each[2] for each in _NAMED.finditer(text)})
     return " / ".join(named) or "see the copyright file"

@@ -13,6 +13,7 @@ from pipelines import documentation_rows
 from ragspec.errors import InputError
 from ragspec.training.documentation import UNANSWERABLE, is_for_evaluation
 from ragspec.training.documentation_rows import (
+    check_package,
     debian_packages,
     package_files,
     read_packed,
@@ -128,3 +129,14 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     documentation_rows.pack([out], packed)
     documentation_rows.rebuild(tmp_path, rows, packed)
     assert len(rows.read_text().splitlines()) == len(list(read_packed(packed))) >= 12
+
+
+def test_the_committed_rows_keep_to_the_rule() -> None:
+    """A package for evaluation among the trained ones, a row without a licence, or a file that outgrows the repository."""
+    rows = list(read_packed(documentation_rows.PACKED))
+    assert len(rows) > 15_000 and documentation_rows.PACKED.stat().st_size < 4 * 2**20
+    for package in {row.file.package for row in rows}:
+        check_package(package)
+    for row in rows:
+        is_inside = row.passage[0] <= row.quote[0] < row.quote[1] <= row.passage[1]
+        assert row.file.licence and is_inside == (row.kind != UNANSWERABLE)
