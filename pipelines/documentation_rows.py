@@ -32,7 +32,11 @@ from ragspec.errors import RagspecError
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.documentation_rows import (
     WRITTEN,
+    PackageFile,
     Row,
+    debian_packages,
+    document_of,
+    package_files,
     read_packed,
     restored,
     row_of,
@@ -40,7 +44,6 @@ from ragspec.training.documentation_rows import (
     tool_of,
     write_packed,
 )
-from ragspec.training.packages import PackageFile, debian_packages, document_of, package_files
 from ragspec.training.question_writer import QuestionWriter, Reading, readings_of
 
 PACKED = Path(__file__).parent / "train" / "documentation_rows.jsonl.gz"
@@ -126,7 +129,7 @@ def pack(
     out: Annotated[Path, typer.Option(help="The committed file.")] = PACKED,
 ) -> None:
     """Write the spans of all rows to the file that is committed."""
-    files = [each for path in inputs for line in _resume(path) for each in line["files"]]
+    files = [each for path in inputs for line in map(json.loads, _whole_lines(path)) for each in line["files"]]
     rows = [_row(PackageFile(**each["file"]), *values) for each in files for values in each["rows"]]
     print(f"{write_packed(rows, out)} rows, {out.stat().st_size} bytes in {out}")
 
@@ -148,13 +151,16 @@ def rebuild(
 
 
 def _resume(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, whose last line may be cut and is then removed."""
+    """The whole lines of a file to append to; its last line may have been cut and is then removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = path.read_bytes() if path.exists() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = _whole_lines(path) if path.exists() else []
+    if path.exists():
+        os.truncate(path, sum(map(len, lines)))
+    return list(map(json.loads, lines))
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _append(file: Any, rows: Sequence[Row], read: tuple[Any, ...]) -> None:
@@ -178,7 +184,7 @@ def main() -> None:
     """Run the command line."""
     try:
         app()
-    except RagspecError as error:
+    except (RagspecError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

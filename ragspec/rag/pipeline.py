@@ -84,7 +84,7 @@ class Pipeline(Closeable):
         when: When = "always",
         chat: ChatConfig | None = None,
     ) -> None:
-        """`abstain_below` as in `RetrieverConfig`, which the retriever must have been made with; so is `when`, of conversations."""
+        """`abstain_below` and, in conversations, `when` as in `RetrieverConfig`, which the retriever must have been made with."""
         self.engine = engine
         self._retriever, self._prompts, self._num_passages = retriever, prompts, num_passages
         self._defaults = default_params(generation or GenerationConfig())

@@ -24,8 +24,7 @@ from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
-from ragspec.training.quotable import Part, blocks_reaching, quotable_parts
-from ragspec.training.sentences import normalise
+from ragspec.training.sentences import Part, blocks_reaching, normalise, quotable_parts
 
 
 class RuleMatch(NamedTuple):
@@ -298,12 +297,14 @@ _RULES = (
 """A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
 _CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
 _VAGUE = re.compile(
-    r"^(?:(?:if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
+    r"^\W|^\w+ing \w"
+    r"|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
     r"|one|both|such|other|most|many"
     r"|its|however|also|note|example|but|and|so|to|by|at|as|we|you|i|everything|something|nothing|another|none"
     r"|only|therefore|thus|since|once|after|before|during)\b"
     r"|the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)"
-    r"|^(?:the|an?) [a-z]+$|\b(?:while|currently|optional|desired|below|above|following|them|this|these|those|it"
+    r"|^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b"
+    r"|\b(?:while|currently|optional|desired|below|above|following|them|this|these|those|it"
     r"|its|here|previous|respectively|he|she|they|their|such)\b|[][{}<>`\\|]|\(|^.{0,2}$",
     re.I,
 )
@@ -381,25 +382,28 @@ def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iter
     ):
         return
     for column, cell in list(zip(columns, cells, strict=True))[1:]:
-        be = "are" if re.search(r"[^s]s$", column) else "is"
         if (
             not re.fullmatch(r"[A-Za-z][A-Za-z /-]{2,30}", column)
-            or cell == cells[0]
             or len(cell) > 160
             or "\\" in cell
+            or cell == cells[0]
         ):
             continue
-        if re.fullmatch(r"description|meaning|explanation|function|purpose|semantics|what it does", column, re.I):
-            if len(cell.split()) > 3:
-                yield RuleMatch(f"What is {cells[0]}{f' of {tool}' * bool(tool)}?", part.start, part.end, "table value")
-        elif re.search(r"[A-Za-z]{2}|default.*\d", f"{column} {cell}" if "efault" in column else cell):
-            yield RuleMatch(
-                f"What {be} the {column.lower()} of {cells[0]} in {about}?",
-                part.start,
-                part.end,
-                "table value",
-                _short(cell),
-            )
+        is_description = re.fullmatch(
+            r"(?:description|meaning|explanation|function|purpose|semantics|what it does)s?", column, re.I
+        )
+        if is_description and len(cell.split()) > 3:
+            yield RuleMatch(f"What is {cells[0]}{f' of {tool}' * bool(tool)}?", part.start, part.end, "table value")
+            return
+        if not is_description and re.search(r"[A-Za-z]{2}|\d" if "efault" in column else r"[A-Za-z]{2}", cell):
+            asked = f"What {'are' if re.search('[^s]s$', column) else 'is'} the {_lowered(column)} of {cells[0]} in {about}?"
+            yield RuleMatch(asked, part.start, part.end, "table value", _short(cell))
+            return
+
+
+def _lowered(column: str) -> str:
+    """A column's name inside a question; abbreviations stay."""
+    return " ".join(word if word.isupper() else word.lower() for word in column.split())
 
 
 def _cells(line: str) -> list[str]:
@@ -483,7 +487,7 @@ def rule_questions(document: Document, tool: str, num_asked: Counter[str]) -> It
 
 
 _INCOMPLETE = re.compile(
-    r"\b(?:via|with|when|by|using|I|as|is|of|for|so|the|and|or|then|that"
+    r"\b(?:via|with|when|by|using|I|as|is|of|for|so|the|and|or|then|that|in|to|from|at"
     r"|the (?:plugin|module|program|package|tool|feature|script|file|server|service))\?$|[^\x00-\u024f\u2010-\u2026]"
 )
 """The end of a question whose rest was cut, or whose thing has no name; a letter of another script."""
@@ -534,9 +538,12 @@ def _files(folder: Path, evaluation: bool) -> Iterator[tuple[Path, str]]:
 
 
 def may_answer(question: str, text: str) -> bool:
-    """Whether the text holds the name that the question asks about, or nearly all its long words."""
-    words = [word.strip(".").rsplit(".", 1)[-1] for word in re.findall(r"[\w.-]{4,}", question.lower())]
-    words = [word for word in words if word not in ("what", "does", "flag", "from", "with", "happens", "differ")]
+    """Whether the text holds a name of the question, such as an option's, or nearly all its long words."""
+    words = [word.strip(".,?") for word in re.findall(r"[^\s()\"'“”‘’]{4,}", question)]
+    if any(_NAMES.search(word) and word in text for word in words):
+        return True
+    common = ("what", "does", "flag", "option", "default", "from", "with", "happens", "differ")
+    words = [word.lower() for word in words if word.lower() not in common]
     return sum(word in text.lower() for word in words) > len(words) - (2 if len(words) > 3 else 1)
 
 

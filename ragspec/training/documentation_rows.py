@@ -1,11 +1,16 @@
-"""Questions about packages' documentation as rows: spans and hashes that are kept, and their texts, which the packages give back.
+"""Documentation packages of Debian to train on, and rows of questions about them.
+
+Owns which packages may be read, and which of their files. A package whose name's SHA-256 is 0 modulo 5, or of a source that an
+evaluation uses, is refused: `is_for_evaluation` and `EVALUATED_SOURCES` are the rule. A package gives its English files in
+formats that the index reads. Needs dpkg-deb, and apt-get for packages that are not at hand.
 
 A row names its file by package, version, path and hash, and holds the spans of passage and quote in the text that the index's
 reader makes of the file. No text of a document is in it but the question. `restored` finds the spans again: where a reader has
 changed since, it looks for the quote nearby.
 
+    >>> rows = [row for deb in debian_packages(["apache2-doc"], folder) for row in rule_rows(deb, "apache2", 100)]
     >>> write_packed(rows, Path("rows.jsonl.gz"))
-    >>> for text in restored(read_packed(Path("rows.jsonl.gz")), Path("packages")): ...
+    >>> for text in restored(read_packed(Path("rows.jsonl.gz")), folder): ...
 """
 
 import gzip
@@ -13,17 +18,154 @@ import hashlib
 import itertools
 import json
 import re
+import subprocess
+import tarfile
+import tempfile
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.disk import atomic_writer
+from ragspec.errors import InputError
 from ragspec.retrieval.chunking import Span, chunk, embedded_text
-from ragspec.training.documentation import UNANSWERABLE, Neighbours, may_answer, rule_questions
-from ragspec.training.packages import PackageFile, debian_packages, document_of, package_files
+from ragspec.retrieval.reading import SUFFIXES, read_file
+from ragspec.training.documentation import UNANSWERABLE, Neighbours, is_for_evaluation, may_answer, rule_questions
+
+EVALUATED_SOURCES = ("git", "borgbackup", "debian-faq", "debian-policy")
+_SUFFIXES = frozenset(SUFFIXES) & {".txt", ".md", ".rst", ".adoc", ".asciidoc", ".html", ".htm", ".xhtml"}
+_LEFT_OUT = re.compile(
+    r"\.(?!en)[a-z]{2}(?:[-_][a-zA-Z]+)?\.\w+(?:\.gz)?$|(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
+    r"|credit|todo|index|search|contents|toc|readme\.debian)[^/]*$",
+    re.IGNORECASE,
+)
+_MAX_FILE_BYTES, _MIN_CHARS = 2_000_000, 1500
+_ENGLISH = frozenset("the of to is and in for that this".split())
+_LEAST_ENGLISH = 0.12
+"""The share of the commonest words of English in its texts is a fifth."""
+_FILES_ALL = re.compile(r"^Files:\s*\*\s*$.*?^License:\s*(\S[^\n]*)$", re.MULTILINE | re.DOTALL)
+_MAX_LICENCE_WORDS = 9
+"""Of a licence's name; more are its text."""
+_LICENCE = re.compile(r"^License:\s*(\S[^\n]*)$", re.MULTILINE)
+_NAMED = re.compile(
+    r"common-licenses/(\S*[\w])|(Apache License|GNU Free Documentation License|MIT License|BSD|public domain)",
+    re.IGNORECASE,
+)
+
+
+class PackageFile(NamedTuple):
+    """A file's origin: `path` and `sha256` are of the file as packed. `licence`: as the package's copyright file names it."""
+
+    package: str
+    version: str
+    path: str
+    sha256: str
+    licence: str
+
+
+def check_package(name: str, source: str = "") -> None:
+    """Raises: InputError for a package that is kept out of training."""
+    if is_for_evaluation(name) or source in EVALUATED_SOURCES:
+        raise InputError(f"{name} is kept for evaluation: no text of it may be trained on")
+
+
+def debian_packages(names: Iterable[str], folder: Path) -> Iterator[Path]:
+    """The packages' files in `folder`, fetched there where they are missing. `name=version` asks for one version.
+
+    Raises: InputError for a package that is refused or cannot be fetched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        package, _, version = name.partition("=")
+        check_package(package)
+        pattern = f"{package}_{version.replace(':', '%3a') or '*'}_*.deb"
+        if not (found := sorted(folder.glob(pattern))):
+            fetched = subprocess.run(["apt-get", "download", name], cwd=folder, capture_output=True, text=True)
+            if not (found := sorted(folder.glob(pattern))):
+                raise InputError(f"{name} cannot be fetched: {fetched.stderr.strip() or fetched.stdout.strip()}")
+        yield found[-1]
+
+
+def package_files(deb: Path, paths: Container[str] | None = None) -> Iterator[tuple[PackageFile, bytes]]:
+    """The files of one package that are documentation, in an order that mixes its folders, each with its content; none of a
+    package that holds no licence.
+
+    `paths`: only these. Raises: InputError for a package that is refused or damaged.
+    """
+    name, version, source = _fields(deb)
+    check_package(name, source)
+    with tempfile.TemporaryFile() as whole:
+        if subprocess.run(["dpkg-deb", "--fsys-tarfile", str(deb)], stdout=whole).returncode:
+            raise InputError(f"{deb} is no Debian package")
+        whole.seek(0)
+        with tarfile.open(fileobj=whole) as tar:
+            members = sorted((each for each in tar if each.isfile()), key=lambda each: _mixing(each.name))
+            licence = next((_licence(_content(tar, each)) for each in members if each.name.endswith("/copyright")), "")
+            for member in members if licence else ():
+                path = member.name.removeprefix("./")
+                is_read = _is_documentation(path) and (paths is None or path in paths)
+                if is_read and 0 < member.size <= _MAX_FILE_BYTES:
+                    content = _content(tar, member)
+                    yield PackageFile(name, version, path, hashlib.sha256(content).hexdigest(), licence), content
+
+
+def document_of(file: PackageFile, content: bytes) -> Document | None:
+    """The file as the index reads it; None if it is too short, cannot be read, or is not English."""
+    suffix = _plain_name(file.path).suffix
+    try:
+        content = gzip.decompress(content) if file.path.endswith(".gz") else content
+        with tempfile.NamedTemporaryFile(suffix=suffix) as copy:
+            copy.write(content)
+            copy.flush()
+            document = next(read_file(Path(copy.name), f"{file.package}/{file.path}"), None)
+    except (InputError, OSError, EOFError, zlib.error):
+        return None
+    return document if document and len(document.text) >= _MIN_CHARS and _is_english(document.text) else None
+
+
+def _fields(deb: Path) -> tuple[str, str, str]:
+    """Name, version and source."""
+    shown = subprocess.run(["dpkg-deb", "-f", str(deb), "Package", "Version", "Source"], capture_output=True, text=True)
+    fields = dict(line.split(": ", 1) for line in shown.stdout.splitlines() if ": " in line)
+    if "Package" not in fields:
+        raise InputError(f"{deb} is no Debian package: {shown.stderr.strip()}")
+    return fields["Package"], fields["Version"], fields.get("Source", fields["Package"]).partition(" ")[0]
+
+
+def _mixing(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    return file.read() if file else b""
+
+
+def _licence(copyright_file: bytes) -> str:
+    text = copyright_file.decode("utf-8", "replace")
+    found = _FILES_ALL.search(text) or _LICENCE.search(text)
+    if found and len(found[1].split()) <= _MAX_LICENCE_WORDS:
+        return found[1].strip()
+    named = sorted({each[1] or each[2] for each in _NAMED.finditer(text)})
+    return " / ".join(named) or "see the copyright file"
+
+
+def _plain_name(path: str) -> PurePosixPath:
+    """Without the endings of packing and of language: "ssl.html.en" is a web page."""
+    return PurePosixPath(path.removesuffix(".gz").removesuffix(".en"))
+
+
+def _is_documentation(path: str) -> bool:
+    return _plain_name(path).suffix.lower() in _SUFFIXES and not _LEFT_OUT.search(path.removeprefix("usr/share/doc/"))
+
+
+def _is_english(text: str) -> bool:
+    words = re.findall(r"[a-z]+", text[:20_000].lower())
+    return sum(word in _ENGLISH for word in words) >= _LEAST_ENGLISH * max(1, len(words))
+
 
 WRITTEN = "written"
 """The kind of questions that a model wrote; the others are those of the rules."""
@@ -71,7 +213,9 @@ def rule_rows(deb: Path, tool: str, limit: int) -> list[Row]:
     kinds, asked, num_asked = defaultdict[str, list[Row]](list), list[tuple[Row, str]](), Counter[str]()
     for file, content in package_files(deb):
         document = document_of(file, content) if len(asked) < _ENOUGH * limit else None
-        for passage, found in rule_questions(document, tool, num_asked) if document else ():
+        if document is None:
+            continue
+        for passage, found in rule_questions(document, tool, num_asked):
             span, quote = (passage.start, passage.end), (found.start, found.end)
             row = row_of(file, document, found.question, found.kind, span, quote)
             kinds[found.kind].append(row)
@@ -89,12 +233,12 @@ def _not_answered(rows: Sequence[Row], asked: Sequence[tuple[Row, str]]) -> list
     quotes = {(row.file.path, row.quote): text for row, text in asked}
     for row in rows[:: _ONE_ABSENT_IN - 1]:
         own = quotes[row.file.path, row.quote]
-        for near in (texts[number] for number in neighbours.nearest(row.question, _NEAR)):
-            if near != own and not may_answer(row.question, near):
-                place = places[near]
-                check = hashlib.sha256(near.encode()).hexdigest()[:_CHECK_CHARS]
-                found.append(Row(place.file, row.question, UNANSWERABLE, place.passage, (0, 0), check))
-                break
+        near = [texts[number] for number in neighbours.nearest(row.question, _NEAR)]
+        apart = [text for text in near if text != own and not may_answer(row.question, text)]
+        if apart:
+            text = min(apart, key=lambda each: hashlib.sha256(f"{row.question}\n{each}".encode()).digest())
+            place, check = places[text], hashlib.sha256(text.encode()).hexdigest()[:_CHECK_CHARS]
+            found.append(Row(place.file, row.question, UNANSWERABLE, place.passage, (0, 0), check))
     return found
 
 
@@ -126,20 +270,32 @@ def read_packed(path: Path) -> Iterator[Row]:
 def restored(rows: Iterable[Row], folder: Path, lost: Counter[str] | None = None) -> Iterator[TextRow]:
     """The rows with their texts, read from the packages in `folder`, which are fetched where they are missing.
 
-    `lost`: gets, for each package, the number of rows whose file or spans differ. Raises: InputError.
+    `lost`: gets, for each package, the number of rows whose file or spans differ, or whose package cannot be had.
+    Raises: InputError for a package that is refused.
     """
     lost = Counter() if lost is None else lost
     packages: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         packages[row.file.package, row.file.version][row.file.path].append(row)
     for (package, version), files in packages.items():
-        (deb,) = debian_packages([f"{package}={version}"], folder)
         found = 0
-        for text_row in _texts(deb, files):
-            found += 1
-            yield text_row
+        for deb in _at_hand(package, version, folder):
+            for text_row in _texts(deb, files):
+                found += 1
+                yield text_row
         if missing := sum(map(len, files.values())) - found:
             lost[package] = missing
+
+
+def _at_hand(package: str, version: str, folder: Path) -> Iterator[Path]:
+    """The package of that version, or of the archive's present one, or none."""
+    check_package(package)
+    for name in (f"{package}={version}", package):
+        try:
+            yield from debian_packages([name], folder)
+            return
+        except InputError:
+            continue
 
 
 def _texts(deb: Path, files: Mapping[str, Sequence[Row]]) -> Iterator[TextRow]:

@@ -21,9 +21,8 @@ from ragspec.core import BlockKind, Document, Message, Passage, Request, Samplin
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike
 from ragspec.retrieval.chunking import chunk
-from ragspec.training.packages import PackageFile
-from ragspec.training.quotable import Part, quotable_parts
-from ragspec.training.sentences import normalise
+from ragspec.training.documentation_rows import PackageFile
+from ragspec.training.sentences import Part, normalise, quotable_parts
 
 READINGS_AT_ONCE, QUESTIONS_A_READING = 8, 4
 _LEAST_WORDS = 7
@@ -53,6 +52,14 @@ _VAGUE = re.compile(
     r"|following|mentioned|described|given|example)\b",
     re.IGNORECASE,
 )
+_LEANS = re.compile(r"(?:He|She|It|They|This|These|That|Those|Such|Here|There|See|Note|However|Also|But|And|So|Then)\b")
+"""The first word of a part that cannot stand alone."""
+_LEAST_SHARED, _LEAST_NEW = 0.5, 4
+"""Of a question's stems the share that its answer holds, and the stems that the answer adds."""
+_COMMON = frozenset(
+    "what when where which who why how does did can could shoul the for with and you your are was were has have from that this "
+    "will would into not any all use used using one than then".split()
+)
 _SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40)
 _NUMBER = SamplingParams(temperature=0.3, max_tokens=4)
 _YES = SamplingParams(temperature=0.0, max_tokens=2)
@@ -81,6 +88,7 @@ class Reading(NamedTuple):
     def asked_parts(self) -> list[Part]:
         """The longest parts, in their order."""
         long = [part for part in self.parts if part.num_words(self.document.text) >= _LEAST_WORDS]
+        long = [part for part in long if not _LEANS.match(self.document.text, part.start)]
         most = sorted(long, key=lambda part: part.start - part.end)[:QUESTIONS_A_READING]
         return sorted(most)
 
@@ -111,9 +119,10 @@ class QuestionWriter:
         while some := list(islice(left, READINGS_AT_ONCE)):
             wanted = [(each, part) for each in some for part in each.asked_parts]
             texts = self._replies([(each, each.wish(part)) for each, part in wanted], _SAMPLED)
-            asked = [
-                (each, q) for (each, part), text in zip(wanted, texts, strict=True) for q in _questions(text, part)
+            written = [
+                (each, WrittenQuestion(_question(text), part)) for (each, part), text in zip(wanted, texts, strict=True)
             ]
+            asked = [(each, q) for each, q in written if tells_something(q.question, each.text_of(q.part))]
             found = self._replies([(each, _FIND.format(question=q.question)) for each, q in asked], _NUMBER)
             agreed = [
                 pair for pair, text in zip(asked, found, strict=True) if _number(text) == pair[0].number(pair[1].part)
@@ -137,11 +146,19 @@ class QuestionWriter:
         return [completion.text for completion in self._engine.generate(requests)] if requests else []
 
 
-def _questions(text: str, part: Part) -> Iterator[WrittenQuestion]:
-    """The question of a reply, if it names its subject."""
+def _question(text: str) -> str:
+    """The question of a reply; empty if it does not name its subject."""
     match = _QUESTION.match(text.strip())
-    if match and not _VAGUE.search(match["question"]):
-        yield WrittenQuestion(normalise(match["question"]), part)
+    return normalise(match["question"]) if match and not _VAGUE.search(match["question"]) else ""
+
+
+def tells_something(question: str, answer: str) -> bool:
+    """Whether the answer speaks of the question's things, and says more of them than the question does."""
+    asked, told = (
+        frozenset(word[:5] for word in re.findall(r"[a-z\d]{3,}", text.lower())) - _COMMON
+        for text in (question, answer)
+    )
+    return bool(asked) and len(asked & told) >= _LEAST_SHARED * len(asked) and len(told - asked) >= _LEAST_NEW
 
 
 def _number(text: str) -> int:

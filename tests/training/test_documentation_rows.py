@@ -1,6 +1,7 @@
 """Rows of documentation packages: spans and hashes that are kept, and the texts that the packages give back."""
 
 import gzip
+import os
 import shutil
 import subprocess
 from collections import Counter
@@ -8,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from pipelines import documentation_rows
 from ragspec.errors import InputError
 from ragspec.training.documentation import UNANSWERABLE, is_for_evaluation
-from ragspec.training.documentation_rows import read_packed, restored, rule_rows, write_packed
-from ragspec.training.packages import debian_packages, package_files
+from ragspec.training.documentation_rows import (
+    check_package,
+    debian_packages,
+    package_files,
+    read_packed,
+    restored,
+    rule_rows,
+    write_packed,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
+ABSENT = next(f"no{n}-doc" for n in range(9) if not is_for_evaluation(f"no{n}-doc"))
 NAME = next(f"pump{n}-doc" for n in range(9) if not is_for_evaluation(f"pump{n}-doc"))
 KEPT_OUT = next(f"pump{n}-doc" for n in range(99) if is_for_evaluation(f"pump{n}-doc"))
 SENTENCE = "To stop pump number {n} of hall {n} safely, use the red lever at the side of the tank."
@@ -67,7 +77,17 @@ def test_rows_keep_no_text_and_get_it_back(tmp_path: Path) -> None:
     assert absent and all(("rose" in row.question) != ("rose" in row.passage) for row in absent)
 
 
-def test_rows_follow_a_reader_that_moves_the_text_and_leave_a_changed_file(tmp_path: Path) -> None:
+def fake_archive(folder: Path) -> Path:
+    """A folder with an apt-get that has no package."""
+    (folder / "bin").mkdir()
+    (folder / "bin/apt-get").write_text("#!/bin/sh\nexit 100\n")
+    (folder / "bin/apt-get").chmod(0o755)
+    return folder / "bin"
+
+
+def test_rows_follow_a_reader_that_moves_the_text_and_leave_a_changed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Quotes cut in the middle after a reader's change; a file of another version under the old spans."""
     rows = rule_rows(write_package(tmp_path), "pump", 7)
     before = {(row.question, row.quote) for row in restored(rows, tmp_path)}
@@ -78,6 +98,9 @@ def test_rows_follow_a_reader_that_moves_the_text_and_leave_a_changed_file(tmp_p
         for row in rows
     ]
     assert {(row.question, row.quote) for row in restored(moved, tmp_path)} == before
+    monkeypatch.setenv("PATH", f"{fake_archive(tmp_path)}:{os.environ['PATH']}")
+    unknown = [row._replace(file=row.file._replace(package=ABSENT)) for row in rows]
+    assert not list(restored(unknown, tmp_path, lost := Counter())) and lost == {ABSENT: 7}
     write_package(tmp_path, PAGE.replace("red", "blue"))
     assert not list(restored(rows, tmp_path, lost := Counter())) and lost == {NAME: 7}
 
@@ -90,3 +113,30 @@ def test_packages_for_evaluation_are_refused(tmp_path: Path) -> None:
             next(package_files(deb))
     with pytest.raises(InputError, match="kept for evaluation"):
         next(debian_packages([KEPT_OUT], tmp_path))
+
+
+def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """A line that a kill has cut, read as the end of all or joined with the next."""
+    write_package(tmp_path)
+    (tmp_path / "names").write_text(NAME)
+    out, packed, rows = (tmp_path / name for name in ("rules.jsonl", "packed.gz", "rows.jsonl"))
+    documentation_rows.rules(tmp_path / "names", tmp_path, out, 14)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    documentation_rows.rules(tmp_path / "names", tmp_path, out, 14)
+    documentation_rows.rules(tmp_path / "names", tmp_path, out, 14)
+    assert out.read_bytes() == whole
+    documentation_rows.pack([out], packed)
+    documentation_rows.rebuild(tmp_path, rows, packed)
+    assert len(rows.read_text().splitlines()) == len(list(read_packed(packed))) >= 12
+
+
+def test_the_committed_rows_keep_to_the_rule() -> None:
+    """A package for evaluation among the trained ones, a row without a licence, or a file that outgrows the repository."""
+    rows = list(read_packed(documentation_rows.PACKED))
+    assert len(rows) > 15_000 and documentation_rows.PACKED.stat().st_size < 4 * 2**20
+    for package in {row.file.package for row in rows}:
+        check_package(package)
+    for row in rows:
+        is_inside = row.passage[0] <= row.quote[0] < row.quote[1] <= row.passage[1]
+        assert row.file.licence and is_inside == (row.kind != UNANSWERABLE)

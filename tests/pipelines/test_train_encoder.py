@@ -8,10 +8,10 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from pipelines import train_encoder
+from pipelines.train_encoder import EncoderPlan, EncoderTrainer, read_triples
 from ragspec.config import EncoderConfig
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import Encoder, packaged_folder
-from ragspec.training.encoder_training import EncoderPlan, EncoderTrainer, read_triples
 from ragspec.training.trainer import SINGLE_WORKER
 
 WORDS = "amber birch cedar delta ember frost grove heron".split()
@@ -59,6 +59,7 @@ def test_a_hard_negative_is_like_the_question_and_does_not_answer(tmp_path: Path
         read_triples(tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one_and_its_encoder_is_served(tmp_path: Path) -> None:
     """State that is lost at a kill; a merged model that the product's encoder reads as the old one or not at all."""
     rows = write_rows(tmp_path / "rows.jsonl")
