@@ -189,7 +189,7 @@ class DocumentTools:
         num_passages = given.num_passages or self._backend.config.retriever.num_passages
         scope = parse_scope(_tenant(request), given.filter)
         found = await asyncio.to_thread(self._backend.retriever.retrieve, [given.query], num_passages, scope)
-        return {"passages": passages_of(found.passages[0]), "index_generation": found.generation}
+        return {"passages": passages_of(found.passages[0], range(1, len(found.passages[0]) + 1)), "index_generation": found.generation}
 
     async def _ask(self, given: AskArguments, request: Request) -> dict[str, Any]:
         retrieval = {"num_passages": given.num_passages, "filter": given.filter}
@@ -205,7 +205,7 @@ class DocumentTools:
         for citation in support["citations"]:
             citation["text"] = answer.text[citation["start"] : citation["end"]]
         told = {"answer": answer.text, "abstained": answer.abstained, "finish_reason": answer.finish_reason.value}
-        return told | support | {"passages": passages_of(answer.passages), "seed": context.params.seed}
+        return told | support | {"passages": passages_of(answer.passages, answer.ranks), "seed": context.params.seed}
 
     async def _passage(self, given: PassageArguments, request: Request) -> dict[str, Any]:
         return await asyncio.to_thread(self._read, given, _tenant(request))

@@ -127,7 +127,9 @@ _PATTERNS = {name: (weight, re.compile(pattern, re.IGNORECASE)) for name, (weigh
 
 def needs_documents(text: str) -> bool:
     """Whether a message asks for something that documents may hold."""
-    text = text[:_MAX_READ_CHARS].strip()
+    if len(text) > _MAX_READ_CHARS:  # up to a whole word
+        text = text[:_MAX_READ_CHARS].rpartition(" ")[0] or text[:_MAX_READ_CHARS]
+    text = text.strip()
     said = text[lead.end() :] if (lead := _COURTESY.match(text)) else text
     if not re.search(r"\w", said):
         return False
