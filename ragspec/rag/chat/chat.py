@@ -130,13 +130,11 @@ class Chat:
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
-        close = (
-            None if context.num_carried else context.closeness
-        )  # a carried passage may answer where no other is close
+        close = None if context.num_carried else context.closeness  # a carried passage may answer
         language = self._prompts.unknown_language(user_question)
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
-        own = context.closeness, turn, question, history, num_deletions, searched
-        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own)
+        own = turn, question, history, num_deletions, searched
+        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, context.closeness, *own)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
