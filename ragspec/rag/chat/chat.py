@@ -134,7 +134,8 @@ class Chat:
         language = self._prompts.unknown_language(user_question)
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
-        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, context.closeness, *own)
+        built = user_question, prompt, request, *found, self._prompts, said, context.closeness
+        return PreparedTurn(*built, *own)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
