@@ -179,13 +179,7 @@ def _answer_file(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]
 
 def result_line(result: LineResult, id_chars: int) -> Text:
     """Mark, id, verdict, seconds, the question or sentence, and its answer or correction."""
-    if isinstance(result, RoutedMessage):
-        verdict = "searched" if result.searched else "not searched"
-        right, given, written = result.is_right, result.message.text, ""
-    else:
-        right, verdict, given, written = (
-            _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
-        )
+    right, verdict, given, written = _question_parts(result) if isinstance(result, AnsweredQuestion) else _parts(result)
     mark, style = _MARKS[right]
     return Text.assemble(
         (f"{mark} ", style),
@@ -208,7 +202,9 @@ def _question_parts(result: AnsweredQuestion) -> tuple[bool | None, str, str, st
     return verdict.right, f"{said}, not shown" if verdict.shown is False else said, text, result.answer.text
 
 
-def _parts(result: CorrectedSentence) -> tuple[bool, str, str, str]:
+def _parts(result: CorrectedSentence | RoutedMessage) -> tuple[bool, str, str, str]:
+    if isinstance(result, RoutedMessage):
+        return result.is_right, "searched" if result.searched else "not searched", result.message.text, ""
     if result.output is None:
         return False, "refused", result.sentence.text, result.refused
     words = ("changed", "unchanged") if result.sentence.right else ("not corrected", "corrected")

@@ -124,13 +124,12 @@ class Chat:
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
-        close = (
-            None if context.num_carried else context.closeness
-        )  # a carried passage may answer where no other is close
+        close = None if context.num_carried else context.closeness  # a carried passage may answer
         language = self._prompts.unknown_language(user_question)
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
-        own = context.closeness, turn, question, history, num_deletions, searched
-        return PreparedTurn(user_question, prompt, request, *found, self._prompts, said, *own, times=context.times)
+        own = turn, question, history, num_deletions, searched
+        built = user_question, prompt, request, *found, self._prompts, said, context.closeness
+        return PreparedTurn(*built, *own, times=context.times)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
