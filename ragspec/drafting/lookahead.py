@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from ragspec.drafting.acceptance import AcceptanceCells, Cell, Experience, Guess
+import numpy as np
+
+from ragspec.drafting.acceptance import AcceptanceCells, Cell, Experience, Guess, Ints
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
 from ragspec.tree import Origin, Proposal
 
@@ -40,9 +42,9 @@ class LookaheadAcceptance(AcceptanceCells):
     def cell(self, rank: int, depth: int) -> Cell:
         return Cell(rank * (_NGRAM - 1) + depth)
 
-    def learn(self, cell: Cell, accepted: bool) -> None:
-        super().learn(cell, accepted)
-        self._tokens += accepted
+    def learn(self, cells: Cell | Ints, accepted: bool | Ints) -> None:
+        super().learn(cells, accepted)
+        self._tokens += float(np.sum(accepted))
 
     def note_rows(self, num_rows: int) -> None:
         """A step had so many rows of a window."""

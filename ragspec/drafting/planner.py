@@ -128,7 +128,7 @@ class Planner:
         """Heads in the order to ask: one that is due for a trial, then the one whose drafts save most, to all sequences."""
         worth = {}
         for head in heads:
-            places = np.flatnonzero(allowed[:, head])
+            places = np.flatnonzero(allowed[:, head]).tolist()
             cost_s = self._drafters[head].cost_s([asked.step.sequences[i] for i in places]) if len(places) else math.inf
             gains = self._trust.gains(asked.rows[places], head, asked.step.trees.covered[places])
             worth[head] = self._trial_s[head] >= cost_s, gains.sum() * asked.step.token_s() - cost_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -37,7 +38,7 @@ class IncrementalDetokenizer:
     def push(self, token_id: int, may_stop: bool = True) -> bool:
         """Add a token. True: the token completes a stop string. Without `may_stop`, stop strings completed so far never count."""
         self._ids.append(token_id)
-        window = self._decode(self._ids[self._prefix :])
+        window = str(self._decode(self._ids[self._prefix :]))
         unfinished = window.endswith(_UNFINISHED)
         if unfinished and len(self._ids) - self._read < 8:
             return False
@@ -84,7 +85,7 @@ class IncrementalDetokenizer:
         return 0
 
 
-def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], Any]:
     """The text of token ids without special tokens. Why not transformers' own way: its checks take as long again."""
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)

@@ -31,6 +31,7 @@ from ragspec.engine.target import Target
 from ragspec.numerics.attention import AttentionMetadata, Ints
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import ONE_RANK
+from ragspec.speculation import Speculation, SpeculationGiven
 
 _NUM_WORDS, _BLOCK = 32_768, 256
 """The lower half of the words stands in sources, a block in each request's; word w + 1 mostly follows word w."""
@@ -198,7 +199,7 @@ def stub_engine(target: StubTarget, config: EngineConfig) -> Engine:
     return Engine(stub, planner, Admission(stub, "stub"), config)
 
 
-def stub_requests(count: int, max_tokens: int, temperature: float, speculation: bool) -> list[Request]:
+def stub_requests(count: int, max_tokens: int, temperature: float, speculation: SpeculationGiven) -> list[Request]:
     """Requests with one source each, of a passage in order and of the same words in another order, which makes branches."""
     requests, rng = list[Request](), np.random.default_rng(0)
     for number in range(count):
@@ -208,5 +209,5 @@ def stub_requests(count: int, max_tokens: int, temperature: float, speculation: 
         sources = tuple(CopySource(SourceKind.PASSAGE, text, f"{n}") for n, text in enumerate(texts))
         prompt = tuple((first + rng.integers(0, _BLOCK, _NUM_PROMPT)).tolist())
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
-        requests.append(Request(f"{number}", prompt, params, sources, f"salt{number}", speculation=speculation))
+        requests.append(Request(f"{number}", prompt, params, sources, f"salt{number}", Speculation.of(speculation)))
     return requests
