@@ -189,7 +189,10 @@ class DocumentTools:
         num_passages = given.num_passages or self._backend.config.retriever.num_passages
         scope = parse_scope(_tenant(request), given.filter)
         found = await asyncio.to_thread(self._backend.retriever.retrieve, [given.query], num_passages, scope)
-        return {"passages": passages_of(found.passages[0], range(1, len(found.passages[0]) + 1)), "index_generation": found.generation}
+        return {
+            "passages": passages_of(found.passages[0], range(1, len(found.passages[0]) + 1)),
+            "index_generation": found.generation,
+        }
 
     async def _ask(self, given: AskArguments, request: Request) -> dict[str, Any]:
         retrieval = {"num_passages": given.num_passages, "filter": given.filter}
