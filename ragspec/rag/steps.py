@@ -180,8 +180,8 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     language = prompts.unknown_language(question.text)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language)
-    own = prompts, said, retrieved.closeness
-    return PreparedQuestion(question.text, prompt, request, *index, *times, *own, times=retrieved.times)
+    prepared = PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
+    return replace(prepared, times=retrieved.times)
 
 
 def abstention(
