@@ -226,11 +226,14 @@ class Trust:
         ratio = (_PRIOR_TOKENS * state[..., _PRIOR] + state[..., _ACCEPTED]) / (_PRIOR_TOKENS + state[..., _EXPECTED])
         return np.minimum(1.0, ratio)
 
-    def due(self, rows: Rows, drafter: int) -> Mask:
-        """Whether misses allow a drafter to be asked in this step. Counts the step as waited. Shape: [B] -> [B]."""
-        waits = self._state[rows, drafter, _WAIT]
-        self._state[rows, drafter, _WAIT] = np.maximum(0.0, waits - 1.0)
-        due: Mask = waits <= 1.0
+    def due(self, rows: Rows) -> Mask:
+        """Whether requests and misses allow each drafter to be asked in this step, which counts as waited.
+
+        Shape: [B] -> [B, drafters].
+        """
+        waits = self._state[rows, :, _WAIT]
+        self._state[rows, :, _WAIT] = np.maximum(0.0, waits - 1.0)
+        due: Mask = (waits <= 1.0) & self._allowed[rows]
         return due
 
     def note(self, rows: Rows, drafter: int, is_hit: Mask) -> None:

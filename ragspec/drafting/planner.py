@@ -89,18 +89,20 @@ class Planner:
         wanted = [i for i, own in enumerate(owns) if own.drafters]
         if wanted:
             self._share.learn(self.costs, sequences, num_prompt_rows)
-        if wanted and spare_rows > 0:
+        rows = np.array([own.row for own in owns])
+        due = self.due(rows) if wanted and spare_rows > 0 else np.zeros(0, np.bool_)
+        if due.any():
             step = self.step_plan(self.costs, sequences, num_prompt_rows, self._share.value, len(self._drafters))
             # Why 0: a drawn tree is never left out for what it costs
             least_prob = 0.0 if any(owns[i].draws_children for i in wanted) else step.least_prob(spare_rows)
             if least_prob < _SUREST:
-                asked = _Asked(step, owns, np.array([own.row for own in owns]), spare_rows, least_prob)
-                self._ask(asked)
+                asked = _Asked(step, owns, rows, spare_rows, least_prob)
+                self._ask(asked, due)
                 if asked.places:
                     return self._cut(asked)
         return [DraftTree(sequence.tokens[-1]) for sequence in sequences]
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, asked: _Asked, due: Mask) -> None:
         """Ask the drafters, and merge their proposals into the step's trees."""
         allowed, trees = self._trust.allowed(asked.rows), asked.step.trees
         chains = np.array([own.needs_chain for own in asked.owns])
@@ -110,8 +112,7 @@ class Planner:
         taken = np.zeros(len(asked.owns), np.bool_)  # by a head in this step
         for number in [*others, *(self._ranked(heads, allowed, asked) if len(heads) > 1 else heads)]:
             drafter = self._drafters[number]
-            ready = allowed[:, number] & self.due(asked.rows, number)
-            ready &= ~(taken & drafter.is_head) & ~(chains & (trees.counts > 1))
+            ready = due[:, number] & ~(taken & drafter.is_head) & ~(chains & (trees.counts > 1))
             places = [] if drafter.disabled else np.flatnonzero(ready).tolist()
             cost_s = drafter.cost_s([asked.step.sequences[i] for i in places]) if places else math.inf
             if cost_s == math.inf:
@@ -228,9 +229,9 @@ class Planner:
         for drafter in self._drafters:
             drafter.close()
 
-    def due(self, rows: Rows, number: int) -> Mask:
-        """Whether recent misses allow a drafter to be asked in this step."""
-        return self._trust.due(rows, number)
+    def due(self, rows: Rows) -> Mask:
+        """Whether requests and recent misses allow each drafter to be asked in this step. Shape: [B] -> [B, drafters]."""
+        return self._trust.due(rows)
 
     def limits(self, own: _Own, is_drawn: bool) -> Limits:
         """Why no path beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it."""
@@ -325,8 +326,8 @@ class FixedTreePlanner(Planner):
 
     step_plan = _FreeStep
 
-    def due(self, rows: Rows, number: int) -> Mask:
-        return np.ones(len(rows), np.bool_)
+    def due(self, rows: Rows) -> Mask:
+        return self._trust.allowed(rows)
 
     def limits(self, own: _Own, is_drawn: bool) -> Limits:
         return Limits(self._max_nodes, 2**31, own.needs_chain, is_whole=True)
