@@ -150,7 +150,7 @@ _FIT_FILE = "abstention.json"
 
 
 class AbstentionFit(NamedTuple):
-    """The bias with which a target abstains: the first token of ABSTENTION gets `intercept + slope * logit(closeness)`, in logits.
+    """The bias with which a target abstains: ABSTENTION's first token gets `intercept + slope * logit(closeness)`, in logits.
 
     Fitted to the adapter in whose folder it stands.
     """
