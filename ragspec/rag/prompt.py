@@ -22,7 +22,6 @@ from jinja2 import TemplateError
 from ragspec.config import DEFAULT_ADAPTER, PassageOrder, PipelineConfig, PromptConfig
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.abstention import AbstentionFit
 from ragspec.rag.languages import ENGLISH, guess_language
 from ragspec.rag.wording import (
     ABSTENTION,
@@ -30,6 +29,7 @@ from ragspec.rag.wording import (
     INSTRUCTION,
     QUESTION,
     SHORT_INSTRUCTION,
+    AbstentionFit,
     numbered,
     system_text,
     user_text,

@@ -19,9 +19,14 @@ words of a passage.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from ragspec.errors import ModelError
 
 INSTRUCTION = (
     "Answer from the numbered passages. Quote the sentence that answers, word for word, then give the number of its passage "
@@ -139,3 +144,31 @@ def parse_answer(text: str) -> QuotedAnswer | None:
     if match is None:
         return None
     return QuotedAnswer(match["quote"], int(match["passage"]), match["short"].strip().rstrip("."))
+
+
+_FIT_FILE = "abstention.json"
+
+
+class AbstentionFit(NamedTuple):
+    """The bias with which a target abstains: ABSTENTION's first token gets `intercept + slope * logit(closeness)`, in logits.
+
+    Fitted to the adapter in whose folder it stands.
+    """
+
+    intercept: float = 0.0
+    slope: float = 0.0
+
+    @classmethod
+    def beside(cls, adapter: Path | None) -> Self:
+        """The fit in an adapter's folder; zero if there is none. Raises: ModelError."""
+        if adapter is None or not (path := adapter / _FIT_FILE).is_file():
+            return cls()
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as cause:
+            raise ModelError(f"{path} does not hold intercept and slope: {cause}") from cause
+
+    def bias(self, closeness: float) -> float:
+        """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""
+        odds = math.log(max(closeness, 1e-9) / max(1.0 - closeness, 1e-9))
+        return max(-100.0, min(100.0, self.intercept + self.slope * odds))

@@ -11,9 +11,8 @@ from ragspec.config import PipelineConfig, PromptConfig
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
-from ragspec.rag.abstention import AbstentionFit
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION
+from ragspec.rag.wording import ABSTENTION, AbstentionFit
 
 PASSAGES = (Passage("d", 0, "The mill is old.", 0, 16),)
 PARAMS = SamplingParams(temperature=1.0)
