@@ -126,7 +126,7 @@ def test_auto_is_a_type_before_anything_records_it() -> None:
     """A job's settings or a numerics id that name "auto" agree on two machines that compute differently."""
     on_cpu, on_gpu = TargetConfig(dtype="auto"), TargetConfig(dtype="auto", device="cuda")
     assert (on_cpu.dtype, on_gpu.dtype) == ("float32", "bfloat16")
-    assert on_cpu == TargetConfig() and on_gpu.numerics_dtype == "bfloat16-torch-cuda"
+    assert on_cpu == TargetConfig() and on_gpu.numerics_dtype == "bfloat16-cuda-cuda"
     assert TargetConfig().model_dump()["dtype"] == "float32" and TargetConfig(device="cuda").dtype == "float32"
 
 
