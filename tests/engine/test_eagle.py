@@ -194,7 +194,7 @@ def test_a_prompt_is_read_over_the_following_drafts(tiny: Tiny) -> None:
         features = features_of(target, tokens, network.taps).double()
         wanted = eagle3_outputs(head, target.embedding, tokens[-41:], features[-41:])[-1]
         are_whole.append(torch.allclose(state.double(), wanted, atol=5e-4))
-    assert not are_whole[0] and all(are_whole[12:]) and len(are_whole) > 18
+    assert not are_whole[0] and all(are_whole[6:]) and len(are_whole) > 7  # a head without hits is asked less and less
 
 
 def paper_tree(
