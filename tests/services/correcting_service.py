@@ -31,7 +31,7 @@ class Writing:
         self._target, self.rewrite = target, rewrite
 
     def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
-        text = self.rewrite(request.sources[0].text)
+        text = self.rewrite(request.sources[0].text) if request.sources else ""  # the instruction that is read at start
         ids = self._target.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ForcedSampler([*ids, self._target.eos_ids[0]])
 

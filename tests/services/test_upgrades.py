@@ -112,7 +112,7 @@ def test_turns_files_and_documents_go_on_when_the_service_is_replaced_under_load
     assert [turn for turn in turns if turn[0] not in talker.unknown] == talker.acknowledged[: len(turns)]
 
 
-@pytest.mark.parametrize(("schema", "words"), [(3, "of a newer ragspec"), (1, "build it again")])
+@pytest.mark.parametrize(("schema", "words"), [(4, "of a newer ragspec"), (1, "build it again")])
 def test_an_index_of_another_version_is_refused_by_name(tmp_path: Path, schema: int, words: str) -> None:
     """Whoever sets a service back to the version before is told to build the index again, and deletes the newer one."""
     index = Path(shutil.copytree(WRITTEN / "index", tmp_path / "index"))
