@@ -5,6 +5,7 @@ Owns the environment of the test process; imports nothing heavy, so that collect
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -41,6 +42,17 @@ if "RAY_AUTH_MODE" not in os.environ:
 # Why: by default an example that takes 200 ms fails, as beside other load any does.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage pass over the libraries that the test modules import: half a second each otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries in C++ report objects that are still frozen at the end as leaks."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
