@@ -25,11 +25,12 @@ from pipelines.batch.records import RowResult, answer_result
 from pipelines.batch.rows import QUESTIONS, Row
 from ragspec.cli.options import Adapter, Target
 from ragspec.cluster.topology import ClusterConfig
-from ragspec.config import PipelineConfig, RetrieverConfig, load_settings
+from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig, load_settings
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline_stages import HasId, StagedPipeline
+from ragspec.rag.wording import FORMER_RULES, TextRules
 from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.manifest import read_generation
 
@@ -64,6 +65,18 @@ class RagTask(Task):
         if named or retriever.mode != "hybrid" or "fusion" in retriever.model_fields_set:
             return config
         return config.model_copy(update={"retriever": retriever.model_copy(update={"fusion": "rank"})})
+
+    def rules(self, target: TargetConfig, begun: Mapping[str, Any]) -> TextRules:
+        """Those that the job was begun by. Jobs from before there were others name none."""
+        if not begun:
+            return TextRules.of(target)
+        try:
+            return TextRules.from_json(begun["rules"]) if "rules" in begun else FORMER_RULES
+        except ValueError as cause:
+            raise ConfigError(
+                f"the job was begun by rules {begun['rules']} that this version does not know: finish it with the version that "
+                "began it, use another folder, or --no-resume to discard its answers"
+            ) from cause
 
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
         retriever = config.retriever

@@ -1,5 +1,5 @@
 """Files of commit d5d7a05 stay readable: an index, conversations, dictionaries and half a batch job. So do a configuration with
-every key and a keys file of commit 44b9a34.
+every key and a keys file of commit 44b9a34, and half a job of questions of commit 8c684b18.
 
 `tests/written_before/` holds the files. They are never written again; a new format needs new files beside them.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,11 +22,15 @@ from tiny_target import SENTENCES, save_model
 from pipelines.batch.backend import BackendSpec
 from pipelines.batch.job import Job, run_job
 from pipelines.batch_grammar import GrammarTask
+from pipelines.batch_rag import RagTask
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import IndexConfig, PipelineConfig, RetrieverConfig, load_settings
 from ragspec.core import Block, BlockKind, Document, Heading, Passage
+from ragspec.errors import ConfigError
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.grammar.dictionaries import DictionaryStore
+from ragspec.rag.wording import FORMER_RULES, AbstentionFit, TextRules
+from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.store import Store, check_segment
@@ -182,7 +188,11 @@ def test_conversations_go_on(written: Path) -> None:
     assert store.find("ann", CONVERSATION).metadata == {"topic": "mills"}
     assert store.turns("ann", CONVERSATION) == [QaPair("When?", "In 1874."), QaPair("Why?", "")]
     passage = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill", "mill.md", 0.5)
-    assert store.load_shown("ann", ["key"]) == {"key": ShownPassages((passage,), "generation-1", ("mill#0",))}
+    former = ShownPassages((passage,), "generation-1", ("mill#0",), rules=FORMER_RULES)
+    assert store.load_shown("ann", ["key"]) == {"key": former}
+    new = ShownPassages((passage,), rules=TextRules(abstention=AbstentionFit(0.5, -2.0), languages=("en",)))
+    store.save_shown("ann", "new", new)
+    assert store.load_shown("ann", ["new"]) == {"new": new}
     store.append("ann", CONVERSATION, [QaPair("Who?", "The people.")])
     assert len(store.turns("ann", CONVERSATION)) == 3
     store.close()
@@ -196,30 +206,55 @@ def test_dictionaries_go_on(written: Path) -> None:
     words.close()
 
 
-def test_half_a_job_is_finished(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of days that starts again because the code was replaced while it was stopped."""
-    monkeypatch.chdir(written)  # job.json names the target as "target"
+@pytest.fixture
+def begun(written: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """A half-done job of the folder, whose job.json names the target as "target"."""
+    monkeypatch.chdir(written)
     save_model("llama", written / "target", max_position_embeddings=1024)
     for name in ("config.json", "generation_config.json"):  # the job knows the target by a digest of its files
         file = written / "target" / name
         config = json.loads(file.read_text()) | {"transformers_version": "5.23.0"}
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    settings = {
-        "target": {"model": "target"},
-        "engine": {"max_kv_tokens": 8192, "max_num_batched_tokens": 64, "max_num_seqs": 1},
-        "generation": {"max_tokens": 24, "temperature": 0.8, "seed": 5},
-    }
-    job = Job(
-        written / "job.jsonl",
-        written / "job",
-        PipelineConfig.model_validate(settings),
-        5,
-        backend=BackendSpec(address="local"),
-    )
-    *whole_lines, torn = (written / "job" / "answers-00000.jsonl.part").read_text().split("\n")
+
+    def job(name: str, generation: dict[str, Any], **sections: Any) -> Job:
+        engine = {"max_kv_tokens": 8192, "max_num_batched_tokens": 64, "max_num_seqs": 1}
+        generation = {"max_tokens": 24, "seed": 5, **generation}
+        settings = {"target": {"model": "target"}, "engine": engine, "generation": generation, **sections}
+        config = PipelineConfig.model_validate(settings)
+        return Job(written / f"{name}.jsonl", written / name, config, 5, backend=BackendSpec(address="local"))
+
+    return job
+
+
+def test_half_a_job_is_finished(begun: Callable[..., Job]) -> None:
+    """A job of days that starts again because the code was replaced while it was stopped."""
+    job = begun("job", {"temperature": 0.8})
+    *whole_lines, torn = (job.out / "answers-00000.jsonl.part").read_text().split("\n")
     kept = {row["id"]: row for row in map(json.loads, whole_lines)}
     assert kept.keys() == {"t0", "t1", "t3"} and torn
     summary = run_job(job, GrammarTask())
     assert (summary.num_skipped, summary.num_answered, summary.num_failed) == (3, 2, 0)
-    assert texts_of(written / "job", "corrected").keys() == {"t0", "t1", "t2", "t3", "t4"}
-    assert read_lines(written / "job" / "answers-00000.jsonl") == list(kept.values())
+    assert texts_of(job.out, "corrected").keys() == {"t0", "t1", "t2", "t3", "t4"}
+    assert read_lines(job.out / "answers-00000.jsonl") == list(kept.values())
+
+
+def test_half_a_job_of_questions_is_finished_by_its_rules(
+    begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a job's quotes were whole sentences, and half were any words."""
+    monkeypatch.setattr(Encoder, "load", lambda _: LetterEncoder())
+    retriever = {"index_dir": "index", "mode": "sparse", "num_passages": 2}
+    job = begun("rag_job", {}, retriever=retriever, prompts={"layout": "quote"})
+    summary = run_job(job, RagTask())
+    assert (summary.num_skipped, summary.num_answered, summary.num_failed) == (1, 3, 0)
+    quotes = {"q0": '""" [1]', "q1": '""" [2]', "q2": '""" [1]', "q3": '"" [1]'}  # as the code of then wrote them
+    words = texts_of(job.out)
+    assert words == {name: text.ljust(24, '"') for name, text in quotes.items()}
+
+    run_job(replace(job, resume=False), RagTask())
+    assert not words.items() & texts_of(job.out).items()
+    settings = json.loads((job.out / "job.json").read_text())
+    assert settings["rules"] == TextRules().to_json()
+    (job.out / "job.json").write_text(json.dumps(settings | {"rules": {"quotes": "pages"}}))
+    with pytest.raises(ConfigError, match=r"pages.*does not know: finish it with the version that began it"):
+        run_job(job, RagTask())

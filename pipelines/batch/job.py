@@ -38,6 +38,7 @@ from ragspec.core import SamplingParams, Say
 from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.errors import ConfigError, EngineError, InputError, ModelError, PromptTooLong, RagspecError
 from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline
+from ragspec.rag.wording import FORMER_RULES, TextRules
 
 _console = stderr_console()
 
@@ -85,7 +86,11 @@ class Task(ABC):
 
     @abstractmethod
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
-        """Every setting that decides a text, except rows, seed, target and sampling parameters; plain values for job.json."""
+        """Every setting that decides a text, except rows, seed, target, rules and sampling parameters; for job.json."""
+
+    def rules(self, target: TargetConfig, begun: Mapping[str, Any]) -> TextRules | None:
+        """By which the texts are made; None where no such rule decides them. Raises: ConfigError, ModelError."""
+        return None
 
     @abstractmethod
     def stages(self, runtime: Runtime) -> StagedPipeline:
@@ -162,7 +167,8 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
 
         target = with_available_dtype(target)
     backend = backend._replace(config=config.model_copy(update={"target": target}))
-    output.open_job(_text_settings(job.seed, task, backend.config), job.resume)
+    rules = task.rules(target, begun)
+    output.open_job(_text_settings(job.seed, task, backend.config, rules), job.resume)
     answered = {}
     for record in output.answers():
         recorded = recorded_row(record)
@@ -172,7 +178,7 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     summary.num_failed = _check(rows, output)
     summary.num_skipped, summary.ignored_columns = rows.num_skipped, rows.ignored_columns
     if rows.num_pending:
-        _answer(task, rows, backend, output, summary)
+        _answer(task, rules, rows, backend, output, summary)
     output.finish()
     summary.show(_console, job.out / "errors.jsonl")
     return summary
@@ -191,7 +197,7 @@ def _target_of_begun(target: TargetConfig, begun: Mapping[str, Any]) -> TargetCo
     return target
 
 
-def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
+def _text_settings(seed: int, task: Task, config: PipelineConfig, rules: TextRules | None) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
     folder, numerics = Path(target_folder(config.target)), config.target.numerics_dtype
     # Jobs from before quotes were held to their passages, or passages had another order, do not name these settings
@@ -210,6 +216,7 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
         **_words(config.prompts),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude=not_named),
+        **({"rules": rules.to_json()} if rules and rules != FORMER_RULES else {}),
         **task.text_settings(config),
     }
 
@@ -232,9 +239,11 @@ def _check(rows: JobInput, output: OutputFolder) -> int:
     return num_bad
 
 
-def _answer(task: Task, rows: JobInput, backend: Backend, output: OutputFolder, summary: Summary) -> None:
+def _answer(
+    task: Task, rules: TextRules | None, rows: JobInput, backend: Backend, output: OutputFolder, summary: Summary
+) -> None:
     with loading(_console, "starting the engines", logs_stages=True) as say, backend.load(backend.config) as runtime:
-        stages = task.stages(runtime)
+        stages = task.stages(runtime if rules is None else runtime._replace(prompts=runtime.prompts.by(rules)))
         summary.num_machines, summary.stages = runtime.num_machines, stages.metrics
         asyncio.run(_RowLoop(task, backend.config, output, summary, say).run(rows, stages))
 

@@ -147,17 +147,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         config = self.config
         with self.engine() as engine, closing(self.retriever()) as retriever:
             prompts = PromptBuilder.of(load_tokenizer(config.target), engine.max_context_tokens, config)
-            settings = config.retriever
-            yield Pipeline(
-                retriever,
-                engine,
-                prompts,
-                num_passages=settings.num_passages,
-                generation=config.generation,
-                abstain_below=settings.abstain_below,
-                when=settings.when,
-                chat=config.chat,
-            )
+            yield Pipeline.of(retriever, engine, prompts, config)
 
     def status(self) -> Status:
         """Raises: EngineError if its record does not answer, which lasts some seconds when that died."""

@@ -141,17 +141,8 @@ class Asker(Closeable):
         changed = dict.fromkeys(CHECKED_TEMPERATURES, 0)
         seed = _CHECK_SEED if self._params.seed is None else self._params.seed
         words = self._config.wording.model_copy(update={"require_support": False})
-        prompts = self._prompts
-        pipeline = self._pipeline(
-            PromptBuilder(
-                prompts.tokenizer,
-                prompts.max_context_tokens,
-                words,
-                prompts.abstention,
-                prompts.languages,
-                prompts.passage_order,
-            )
-        )
+        config, prompts = self._config.model_copy(update={"prompts": words}), self._prompts
+        pipeline = self._pipeline(PromptBuilder.of(prompts.tokenizer, prompts.max_context_tokens, config))
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)
             for begin in range(0, len(texts), _CHECKED_TOGETHER):
@@ -170,17 +161,7 @@ class Asker(Closeable):
 
     def _pipeline(self, prompts: PromptBuilder | None = None) -> Pipeline:
         assert self._retriever is not None, "questions need an index"
-        settings = self._config.retriever
-        return Pipeline(
-            self._retriever,
-            self._engine,
-            prompts or self._prompts,
-            num_passages=settings.num_passages,
-            generation=self._config.generation,
-            abstain_below=settings.abstain_below,
-            when=settings.when,
-            chat=self._config.chat,
-        )
+        return Pipeline.of(self._retriever, self._engine, prompts or self._prompts, self._config)
 
     def _converse(self, dialogue: Dialogue) -> Iterator[AnsweredQuestion]:
         with self._pipeline().chat() as chat:

@@ -271,8 +271,8 @@ def find_words(text: str, span: str) -> int | None:
 _FREE = r"""
 FREE: /(\s*[^"\s](.|\n)*)?/
 REST: /(.|\n)*/
-NO_SPACE_AT_ENDS: /\S((.|\n)*\S)?/
 """
+_NO_SPACE_AT_ENDS = r"NO_SPACE_AT_ENDS: /\S((.|\n)*\S)?/"
 
 
 def answer_grammar(
@@ -280,20 +280,27 @@ def answer_grammar(
     speculation: Speculation,
     passages: Sequence[Passage],
     *,
-    quotes_first: bool = True,
     left_out: Collection[str] = (),
+    quotes: str = "sentences",
 ) -> str:
-    """The grammar of an answer from passages; empty where quotes are free. `left_out`: texts that are not quoted.
+    """The grammar of an answer from passages; empty where quotes are free. `left_out`: texts that are not quoted. `quotes`: as in
+    `TextRules`; of "words", nothing is left out.
 
-    They are free if they are asked to be, where answers do not begin with quotes, beside a JSON schema or `ignore_eos`, and under
-    the published acceptance rules.
+    They are free if they are asked to be, beside a JSON schema or `ignore_eos`, and under the published acceptance rules.
     """
-    is_free = (
-        not quotes_first or params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
-    )
+    is_free = params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
     if is_free or not params.verbatim_quotes or not passages:
         return ""
-    return quote_grammar(passages, left_out)
+    return quote_grammar(passages, left_out) if quotes == "sentences" else _word_grammar(passages)
+
+
+def _word_grammar(passages: Sequence[Passage]) -> str:
+    """The grammar of earlier versions: a quote is any run of whole words of a passage."""
+    numbered = list(enumerate(passages, start=1))
+    rules = [f'/\\s*/ "\\"" PASSAGE_{number} "\\" [{number}]" REST' for number, _ in numbered]
+    chunks = [(number, [match[0] for match in _piece().finditer(passage.text)]) for number, passage in numbered]
+    words = [f'PASSAGE_{number}: %regex {{ "substring_chunks": {json.dumps(own)} }}' for number, own in chunks]
+    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(words)
 
 
 def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = ()) -> str:
@@ -305,7 +312,7 @@ def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = ()) -
     for name, own in runs.items():
         each = [f'{name}_{n}: %regex {{ "substring_chunks": {json.dumps(run)} }}' for n, run in enumerate(own)]
         spans += [f"{name}: ({' | '.join(f'{name}_{n}' for n in range(len(own)))}) & NO_SPACE_AT_ENDS", *each]
-    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(spans)
+    return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join([_NO_SPACE_AT_ENDS, *spans])
 
 
 def _chunk_runs(passage: Passage, left_out: Collection[str]) -> list[list[str]]:

@@ -107,6 +107,11 @@ class Pipeline(Closeable):
         retriever = Retriever.from_config(config.retriever, encoder or config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting, say=say)
         prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config)
+        return cls.of(retriever, engine, prompts, config)
+
+    @classmethod
+    def of(cls, retriever: RetrieverLike, engine: EngineLike, prompts: PromptBuilder, config: PipelineConfig) -> Self:
+        """On parts that run already, with the other settings of the configuration that they were made with."""
         settings = config.retriever
         return cls(
             retriever,

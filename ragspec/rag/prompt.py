@@ -19,22 +19,24 @@ from typing import Any, Self
 
 from jinja2 import TemplateError
 
-from ragspec.config import DEFAULT_ADAPTER, PassageOrder, PipelineConfig, PromptConfig
+from ragspec.config import PassageOrder, PipelineConfig, PromptConfig
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.languages import ENGLISH, guess_language
+from ragspec.rag.citations import answer_grammar
+from ragspec.rag.languages import guess_language
 from ragspec.rag.wording import (
     ABSTENTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
     QUESTION,
     SHORT_INSTRUCTION,
-    AbstentionFit,
+    TextRules,
     numbered,
     system_text,
     user_text,
 )
 from ragspec.retrieval.expansion import widths
+from ragspec.speculation import Speculation
 
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
@@ -102,13 +104,10 @@ class PromptBuilder:
         tokenizer: Any,
         max_context_tokens: int,
         words: PromptConfig | None = None,
-        abstention: AbstentionFit | None = None,
-        languages: Collection[str] = (),
+        rules: TextRules | None = None,
         passage_order: PassageOrder = "rank",
     ) -> None:
-        """`languages`: codes of those that the target answers in; empty: not known."""
-        words, self.abstention = words or PromptConfig(), abstention or AbstentionFit()
-        self.languages = languages
+        words, self.rules = words or PromptConfig(), rules or TextRules()
         self.passage_order: PassageOrder = passage_order
         self.quotes_first = words.layout != "short"
         """Whether answers begin with a verbatim quote."""
@@ -128,26 +127,43 @@ class PromptBuilder:
 
     @classmethod
     def of(cls, tokenizer: Any, max_context_tokens: int, config: PipelineConfig) -> PromptBuilder:
-        """In the words of a configuration, with the abstention that was fitted to its adapter. Raises: ModelError."""
-        adapter = config.target.adapter_dir
-        languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
-        order = config.generation.passage_order
-        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(adapter), languages, order)
+        """In the words of a configuration, by the rules for its target. Raises: ModelError."""
+        rules, order = TextRules.of(config.target), config.generation.passage_order
+        return cls(tokenizer, max_context_tokens, config.wording, rules, order)
+
+    def by(self, rules: TextRules) -> PromptBuilder:
+        """The same prompts for answers by other rules."""
+        other = copy.copy(self)
+        other.rules = rules
+        return other
 
     def unknown_language(self, question: str) -> str:
         """The name of the question's language if the target does not know it, or an empty text."""
-        if not self.languages:
+        if not self.rules.languages:
             return ""
         found = guess_language(question)
-        return "" if found.code in self.languages or found.confidence < _LEAST_CONFIDENCE else found.name
+        return "" if found.code in self.rules.languages or found.confidence < _LEAST_CONFIDENCE else found.name
 
     def biased(self, params: SamplingParams, passages: Sequence[Passage], closeness: float | None) -> SamplingParams:
         """The parameters of an answer from passages, with the fitted bias on abstention unless they have a bias of their own."""
         is_free = params.first_token_bias or params.json_schema or not self.quotes_first
-        if is_free or not any(self.abstention) or not passages or closeness is None:
+        if is_free or not any(self.rules.abstention) or not passages or closeness is None:
             return params
         (first, *_) = self.plain_ids([ABSTENTION])[0]
-        return replace(params, first_token_bias={first: self.abstention.bias(closeness)})
+        return replace(params, first_token_bias={first: self.rules.abstention.bias(closeness)})
+
+    def answer_grammar(
+        self,
+        params: SamplingParams,
+        speculation: Speculation,
+        passages: Sequence[Passage],
+        left_out: Collection[str] = (),
+    ) -> str:
+        """The grammar of an answer from passages, as `ragspec.rag.citations` writes it; empty where quotes are free, as they are
+        where answers do not begin with quotes."""
+        if not self.quotes_first:
+            return ""
+        return answer_grammar(params, speculation, passages, left_out=left_out, quotes=self.rules.quotes)
 
     def build(
         self,

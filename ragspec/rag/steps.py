@@ -33,7 +33,6 @@ from ragspec.core import (
 from ragspec.engine.client import completion_of
 from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.citations import answer_grammar
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
 from ragspec.rag.wording import NOT_SUPPORTED, nothing_close, other_language
@@ -172,9 +171,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
-        grammar=answer_grammar(
-            question.params, question.speculation, prompt.passages, quotes_first=prompts.quotes_first
-        ),
+        grammar=prompts.answer_grammar(question.params, question.speculation, prompt.passages),
         affinity=prompt.passages[0].id if prompt.passages else "",
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)

@@ -24,9 +24,14 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from ragspec.config import DEFAULT_ADAPTER, TargetConfig
 from ragspec.errors import ModelError
+from ragspec.rag.languages import ENGLISH
 
 INSTRUCTION = (
     "Answer from the numbered passages. Quote the sentence that answers, word for word, then give the number of its passage "
@@ -172,3 +177,37 @@ class AbstentionFit(NamedTuple):
         """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""
         odds = math.log(max(closeness, 1e-9) / max(1.0 - closeness, 1e-9))
         return max(-100.0, min(100.0, self.intercept + self.slope * odds))
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What decides texts from passages beside the configuration. Jobs and conversations go on by the rules they were begun with.
+
+    `quotes`: "sentences", as `ragspec.rag.quotable` says, or "words": any run of whole words. `languages`: codes of the languages
+    that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each message
+    is searched for.
+    """
+
+    quotes: Literal["sentences", "words"] = "sentences"
+    abstention: AbstentionFit = AbstentionFit()
+    languages: tuple[str, ...] = ()
+    routing: Literal["signs", "none"] = "signs"
+
+    @classmethod
+    def of(cls, target: TargetConfig) -> Self:
+        """Today's rules for a target. Raises: ModelError."""
+        adapter = target.adapter_dir
+        languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
+        return cls(abstention=AbstentionFit.beside(adapter), languages=languages)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Raises: ValueError for rules of a later version."""
+        return TypeAdapter(cls).validate_python(value)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(TypeAdapter(type(self)).dump_python(self, mode="json"))
+
+
+FORMER_RULES = TextRules(quotes="words", routing="none")
+"""Of jobs and conversations that name none: earlier versions knew no others."""

@@ -12,7 +12,7 @@ from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, AbstentionFit
+from ragspec.rag.wording import ABSTENTION, AbstentionFit, TextRules
 
 PASSAGES = (Passage("d", 0, "The mill is old.", 0, 16),)
 PARAMS = SamplingParams(temperature=1.0)
@@ -20,7 +20,7 @@ PARAMS = SamplingParams(temperature=1.0)
 
 def test_a_distant_passage_makes_abstaining_likelier_and_a_close_one_unlikelier(target: Target) -> None:
     """A bias on another token, or with the wrong sign, makes wrong answers likelier."""
-    prompts = PromptBuilder(target.tokenizer, 512, abstention=AbstentionFit(0.5, -2.0))
+    prompts = PromptBuilder(target.tokenizer, 512, rules=TextRules(abstention=AbstentionFit(0.5, -2.0)))
     far, near = (prompts.biased(PARAMS, PASSAGES, closeness).first_token_bias for closeness in (0.1, 0.9))
     (first, *_) = target.tokenizer(ABSTENTION, add_special_tokens=False)["input_ids"]
     assert far.keys() == near.keys() == {first} and far[first] > 0 > near[first]
@@ -29,15 +29,15 @@ def test_a_distant_passage_makes_abstaining_likelier_and_a_close_one_unlikelier(
 
 def test_only_answers_from_passages_without_a_bias_of_their_own_are_biased(target: Target) -> None:
     """A chat without passages that abstains, and a request whose own bias is lost."""
-    fit = AbstentionFit(0.5, -2.0)
-    prompts = PromptBuilder(target.tokenizer, 512, abstention=fit)
+    rules = TextRules(abstention=AbstentionFit(0.5, -2.0))
+    prompts = PromptBuilder(target.tokenizer, 512, rules=rules)
     own = replace(PARAMS, first_token_bias={3: 1.0})
     schema = replace(PARAMS, json_schema="{}")
     assert prompts.biased(own, PASSAGES, 0.1) == own and prompts.biased(schema, PASSAGES, 0.1) == schema
     assert prompts.biased(PARAMS, (), 0.1) == prompts.biased(PARAMS, PASSAGES, None) == PARAMS
     for other in (
         PromptBuilder(target.tokenizer, 512),
-        PromptBuilder(target.tokenizer, 512, PromptConfig(layout="short"), fit),
+        PromptBuilder(target.tokenizer, 512, PromptConfig(layout="short"), rules),
     ):
         assert other.biased(PARAMS, PASSAGES, 0.1) == PARAMS
 

@@ -36,6 +36,7 @@ from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import build_answer, parse_scope
+from ragspec.rag.wording import FORMER_RULES
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -252,6 +253,21 @@ def test_a_conversation_keeps_the_order_of_its_passages(
         assert best.document_id in ids(ready.prompt.passages)  # carried over as the best
     begun, _ = asking(turn(QUESTION, num_passages=3), QUOTE)  # another answer, so another conversation
     assert shared.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP)).prompt.order == begun.prompt.order == "rank"
+
+
+def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(
+    asking: Asking, store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation of an earlier version got other texts after an upgrade: other quotes, a bias, messages without a search."""
+    begun, _ = asking(turn(QUESTION), QUOTE)
+    key = begun.history.keys[-1]
+    (shown,) = store.load_shown("", [key]).values()
+    thanks = replace(turn(QUESTION, QUOTE, "Thanks!"), when="auto")
+    assert shown.rules == begun.prompts.rules != FORMER_RULES and not asking.chat.prepare(thanks).searched
+    store.save_shown("", key, replace(shown, rules=FORMER_RULES))
+    former = asking.chat.prepare(thanks)
+    assert former.searched and former.prompts.rules == FORMER_RULES
+    assert "substring_chunks" in former.request.grammar and "NO_SPACE_AT_ENDS" not in former.request.grammar
 
 
 def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(

@@ -21,7 +21,7 @@ from ragspec.rag.pipeline import AsyncPipeline, Pipeline, PipelineLimits
 from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, Question, RetrieverLike, build_request, retrieve_passages
-from ragspec.rag.wording import NOT_SUPPORTED, NOTHING_CLOSE
+from ragspec.rag.wording import NOT_SUPPORTED, NOTHING_CLOSE, TextRules
 from ragspec.retrieval.retriever import RetrievalResult, Retriever
 from ragspec.retrieval.search.filters import ComparisonFilter
 from ragspec.retrieval.search.index_types import Query, SearchResult
@@ -272,7 +272,7 @@ def test_a_question_in_a_language_that_the_target_does_not_know_is_named_so(
 ) -> None:
     """A question in German was answered with an English quote that had nothing to do with it."""
     recording = Recording(engine)
-    prompts = PromptBuilder(target.tokenizer, CONTEXT, languages=("en",))
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, rules=TextRules(languages=("en",)))
     asked = "Wann wurde die alte Mühle gebaut, und wer hat sie gebaut?"
     answer = Pipeline(retriever, recording, prompts).ask(asked)
     assert "German" in answer.text and answer.abstained and not recording.requests

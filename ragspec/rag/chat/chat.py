@@ -25,7 +25,6 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
-from ragspec.rag.citations import answer_grammar
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
@@ -91,6 +90,10 @@ class Chat:
         self.caches.note(turn.scope.tenant, turn.salt)
         num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
+        latest = history.latest
+        prompts = self._prompts.by(latest.rules if latest else self._prompts.rules)
+        if prompts.rules.routing == "none" and turn.when == "auto":
+            turn = replace(turn, when="always")
         begin = time.perf_counter()
         question = user_question
         searched = turn.searches(user_question)
@@ -101,7 +104,7 @@ class Chat:
         else:  # Why without passages: they bring the instruction to answer from them
             context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
-        order = history.order or self._prompts.passage_order
+        order = latest.order if latest else prompts.passage_order
         prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens, order)
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
@@ -109,15 +112,14 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            self._prompts.biased(turn.params, prompt.passages, context.closeness),
+            prompts.biased(turn.params, prompt.passages, context.closeness),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
-            grammar=answer_grammar(
+            grammar=prompts.answer_grammar(
                 turn.params,
                 turn.speculation,
                 prompt.passages,
-                quotes_first=self._prompts.quotes_first,
                 left_out=_used_quotes(user_question, history.pairs[-1:], prompt.passages),
             ),
             affinity=turn.conversation or history.keys[0],
@@ -125,10 +127,10 @@ class Chat:
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
         close = None if context.num_carried else context.closeness  # a carried passage may answer
-        language = self._prompts.unknown_language(user_question)
+        language = prompts.unknown_language(user_question)
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
-        built = user_question, prompt, request, *found, self._prompts, said, context.closeness
+        built = user_question, prompt, request, *found, prompts, said, context.closeness
         return PreparedTurn(*built, *own, times=context.times)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
@@ -147,7 +149,7 @@ class Chat:
         ranks = answer.ranks if answer.passage_order == "shared" else ()
         if ranks and not cited:  # the best passage is carried over, and is not the first
             cited = (answer.passages[ranks.index(1)].id,)
-        shown = ShownPassages(answer.passages, prepared.generation, cited, ranks)
+        shown = ShownPassages(answer.passages, prepared.generation, cited, ranks, prepared.prompts.rules)
         is_stored = False
         try:
             if turn.conversation:

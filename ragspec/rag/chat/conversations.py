@@ -24,9 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragspec.config import PassageOrder
 from ragspec.core import Passage, blocks_of
 from ragspec.errors import NoRoom, NotFound, StoreCorrupt
 from ragspec.rag.database import Database
+from ragspec.rag.wording import FORMER_RULES, TextRules
 from ragspec.retrieval.expansion import JoinedPassage
 
 MAX_BYTES_PER_TENANT = 64 * 2**20
@@ -63,12 +65,18 @@ class QaPair(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ShownPassages:
     """The passages of one prompt, in order, and their index generation. `cited`: ids of the passages that the answer cites.
-    `ranks`: of the passages in the order "shared"; empty in the order "rank", and in turns from before there was another."""
+    `ranks`: of the passages in the order "shared"; empty in the order "rank", and in turns from before there was another.
+    `rules`: by which the turn was answered; turns from before there were others name none."""
 
     passages: tuple[Passage | JoinedPassage, ...]
     generation: str = ""
     cited: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    rules: TextRules = FORMER_RULES
+
+    @property
+    def order(self) -> PassageOrder:
+        return "shared" if self.ranks else "rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,8 @@ class ConversationStore:
         """Replace the passages of a turn, and mark the `earlier` turns as used. Raises: SaveError, StoreCorrupt."""
         ranks = [{"rank": rank} for rank in shown.ranks] or [{}] * len(shown.passages)
         rows = [asdict(passage) | rank for passage, rank in zip(shown.passages, ranks, strict=True)]
+        for first in rows[:1]:
+            first["rules"] = shown.rules.to_json()
         now, text, cited = self._clock(), json.dumps(rows), json.dumps(shown.cited)
         with self._writing(tenant) as db:
             _delete_shown(db, tenant, key)
@@ -234,8 +244,9 @@ class ConversationStore:
             kinds = {False: Passage, True: JoinedPassage}
             rows = json.loads(passages)
             ranks = tuple(fields.pop("rank") for fields in rows if "rank" in fields)
+            rules = [TextRules.from_json(fields.pop("rules")) for fields in rows[:1] if "rules" in fields]
             read = tuple(kinds["hit_start" in fields](**_with_blocks(fields)) for fields in rows)
-            return ShownPassages(read, generation, tuple(json.loads(cited)), ranks)
+            return ShownPassages(read, generation, tuple(json.loads(cited)), ranks, *rules)
         except (ValueError, TypeError) as cause:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
 

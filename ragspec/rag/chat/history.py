@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ragspec.config import PassageOrder, When
+from ragspec.config import When
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, SaveError, StoreError
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
@@ -92,12 +92,9 @@ class ChatHistory:
         return [AskedBefore(pair.question, tuple(own)) for pair, own in zip(self.pairs, cited, strict=True)]
 
     @property
-    def order(self) -> PassageOrder | None:
-        """The order in which the latest turn showed its passages; None if no turn showed any."""
-        latest = next((shown for shown in reversed(self.shown) if shown.passages), None)
-        if latest is None:
-            return None
-        return "shared" if latest.ranks else "rank"
+    def latest(self) -> ShownPassages | None:
+        """Of the latest turn that showed passages; its order and rules are the conversation's. None if no turn showed any."""
+        return next((shown for shown in reversed(self.shown) if shown.passages), None)
 
     def passages_of_other_generations(self, generation: str) -> list[Passage]:
         """Passages retrieved in another generation than this one; all of them if it is empty."""
