@@ -14,12 +14,12 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import numpy as np
 import typer
@@ -112,67 +112,105 @@ def main(
         "index.words.language": language,
         "index.dense.kind": dense,
     }
-    sync, exclude = sync or watch, exclude or []
+    sync = sync or watch
     if watch and (dry_run or rebuild):
         raise typer.BadParameter("--watch goes with neither --dry-run nor --rebuild")
     if renew and (rebuild or not sync):
         raise typer.BadParameter("--renew goes with --sync, and not with --rebuild")
     with exit_on_error():
         settings, index = load_config(config, **overrides), index_folder(index, config)
-        index_overrides = [value for name, value in overrides.items() if name.startswith("index") and value is not None]
-        found = FileList.of(inputs, exclude, allow_none=sync)
+        is_given = config or any(value for name, value in overrides.items() if name.startswith("index"))
+        inputs_of = partial(FileList.of, inputs, exclude or [])
+        found = inputs_of(allow_none=sync)
         with (
             _encoder(settings.encoder, dry_run, workers) as (text_encoder, passages_per_encode),
             _folder(index, dry_run) as folder,
             BoundedReader(_READ_LIMITS) as reader,
         ):
-            files = found.files
-            while True:
-                begin = time.monotonic()
-                near = None if keep_duplicates else NearDuplicates(name for _, name in found.files)
-                try:
-                    with IndexWriter(
-                        folder,
-                        text_encoder,
-                        settings.index if config or index_overrides else None,
-                        replace=rebuild or renew,
-                        keep_duplicates=keep_duplicates,
-                        passages_per_encode=passages_per_encode,
-                    ) as writer:
-                        per_commit = None if dry_run or rebuild or renew else _PASSAGES_PER_COMMIT
-                        ingest = FileIngest(writer, reader, owner, near, keep_originals and not dry_run, per_commit)
-                        add_files(files, ingest)
-                        roots = [input_root(given) for given in inputs]
-                        if renew and (folder / CURRENT).exists():
-                            ingest.keep_others(Store.open(folder).documents(), roots, found.excluded)
-                        if sync:
-                            ingest.delete_missing(roots, found.excluded)
-                        ingest.delete_unseen()
-                        ingest.retry_duplicates()
-                        with loading(_console, "encoding the last passages"):
-                            writer.flush()
-                        others = Counter(path.suffix.lower() or path.name for path in passed_over(inputs))
-                        _warn(ingest.report, others, dry_run)
-                        if rebuild and writer.is_empty():
-                            raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
-                        manifest = None if dry_run else writer.commit()
-                except IndexBusy:
-                    if not watch:
-                        raise
-                    time.sleep(_POLL_S)
-                    continue
-                summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin)
-                summary |= {"excluded": len(found.excluded), "passed_over": dict(others)}
-                summary |= {"would": ingest.report.changed} if dry_run else {}
-                print(json.dumps({"index_dir": str(index), "dry_run": dry_run, **summary}), flush=True)
-                if not watch:
-                    break
-                renew = False
-                found, before = _changed(found, inputs, exclude), found
-                differs, must_repeat = partial(found.differs, before=before), ingest.must_repeat
-                files = tuple(each for each in found.files if differs(each[1]) or must_repeat(each[1]))
+            open_writer = partial(
+                IndexWriter,
+                folder,
+                text_encoder,
+                settings.index if is_given else None,
+                keep_duplicates=keep_duplicates,
+                passages_per_encode=passages_per_encode,
+            )
+            keep = Kept(sync, rebuild, renew, keep_duplicates, keep_originals)
+            indexing = Indexing(inputs, index, folder, open_writer, reader, owner, keep, dry_run)
+            ingest = indexing.follow(found, inputs_of) if watch else indexing.run(found)
     if strict and ingest.report.skipped:
         raise typer.Exit(1)
+
+
+class Kept(NamedTuple):
+    """Which documents and files stay or come in; each as the option of its name."""
+
+    sync: bool
+    rebuild: bool
+    renew: bool
+    duplicates: bool
+    originals: bool
+
+
+@dataclass
+class Indexing:
+    """Brings an index to the state of its inputs. `index`: the folder's name in summaries; a dry run may write to another."""
+
+    inputs: Sequence[str]
+    index: Path
+    folder: Path
+    open_writer: Callable[..., IndexWriter]
+    reader: BoundedReader
+    owner: str
+    keep: Kept
+    dry_run: bool
+
+    def run(self, found: FileList, files: Sequence[tuple[Path, str]] | None = None) -> FileIngest:
+        """Reads `files`, by default all that were found, commits, and prints the summary. Raises: RagspecError."""
+        begin, is_new = time.monotonic(), self.keep.rebuild or self.keep.renew
+        near = None if self.keep.duplicates else NearDuplicates(name for _, name in found.files)
+        per_commit = None if self.dry_run or is_new else _PASSAGES_PER_COMMIT
+        with self.open_writer(replace=is_new) as writer:
+            originals = self.keep.originals and not self.dry_run
+            ingest = FileIngest(writer, self.reader, self.owner, near, originals, per_commit)
+            add_files(found.files if files is None else files, ingest)
+            self._settle_others(ingest, found)
+            with loading(_console, "encoding the last passages"):
+                writer.flush()
+            others = Counter(path.suffix.lower() or path.name for path in passed_over(self.inputs))
+            _warn(ingest.report, others, self.dry_run)
+            if self.keep.rebuild and writer.is_empty():
+                raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
+            manifest = None if self.dry_run else writer.commit()
+        summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin)
+        summary |= {"excluded": len(found.excluded), "passed_over": dict(others)}
+        summary |= {"would": ingest.report.changed} if self.dry_run else {}
+        print(json.dumps({"index_dir": str(self.index), "dry_run": self.dry_run, **summary}), flush=True)
+        return ingest
+
+    def follow(self, found: FileList, inputs_of: Callable[..., FileList]) -> NoReturn:
+        """Runs at once and after each change of the inputs; waits while another process writes the index."""
+        files = found.files
+        while True:
+            try:
+                ingest = self.run(found, files)
+            except IndexBusy:
+                time.sleep(_POLL_S)
+                continue
+            self.keep = self.keep._replace(renew=False)
+            found, before = _changed(found, inputs_of), found
+            names = {name for _, name in found.files if found.differs(name, before) or ingest.must_repeat(name)}
+            files = tuple(each for each in found.files if each[1] in names)
+
+    def _settle_others(self, ingest: FileIngest, found: FileList) -> None:
+        """Keeps or deletes the documents that no file of the run holds."""
+        roots = [input_root(given) for given in self.inputs]
+        if self.keep.renew and (self.folder / CURRENT).exists():
+            ingest.keep_others(Store.open(self.folder).documents(), roots, found.excluded)
+        if self.keep.sync:
+            ingest.delete_missing(roots, found.excluded)
+        ingest.delete_unseen()
+        ingest.retry_duplicates()
 
 
 def add_files(files: Sequence[tuple[Path, str]], ingest: FileIngest) -> None:
@@ -186,12 +224,12 @@ def add_files(files: Sequence[tuple[Path, str]], ingest: FileIngest) -> None:
             done += size
 
 
-def _changed(before: FileList, inputs: Sequence[str], exclude: Sequence[str]) -> FileList:
+def _changed(before: FileList, inputs_of: Callable[..., FileList]) -> FileList:
     """Waits for a change of the inputs' files. An input that is away is waited for."""
     while True:
         time.sleep(_POLL_S)
         with suppress(InputError):
-            if (now := FileList.of(inputs, exclude, allow_none=True)) != before:
+            if (now := inputs_of(allow_none=True)) != before:
                 return now
 
 
