@@ -27,7 +27,7 @@ from pipelines.batch.records import RowResult, correction_result
 from pipelines.batch.rows import TEXTS, Row
 from pipelines.batch.summary import Summary
 from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
-from ragspec.cli.options import Adapter, Target
+from ragspec.cli.options import Adapter, Address, Config, Replicas, Target, TensorParallel, overrides
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.core import SamplingParams
@@ -79,7 +79,7 @@ class GrammarTask(Task):
 def main(
     inputs: options.Inputs,
     out: options.Out,
-    config: options.Config = None,
+    config: Config = None,
     target: Target = None,
     adapter: Adapter = None,
     seed: options.Seed = None,
@@ -97,27 +97,19 @@ def main(
         float, typer.Option(min=0.0, max=1.0, help="The share of a sentence's words that may change; 1: no limit.")
     ] = DEFAULT_FILTER.max_edit_ratio,
     ignore: Annotated[list[str] | None, typer.Option(help="A word or phrase that stays; may be repeated.")] = None,
-    replicas: options.Replicas = None,
-    tensor_parallel: options.TensorParallel = None,
+    replicas: Replicas = None,
+    tensor_parallel: TensorParallel = None,
     cluster: options.Cluster = "",
     resume: options.Resume = True,
     strict: options.Strict = False,
-    address: options.Address = None,
+    address: Address = None,
     price_per_hour: options.PricePerHour = None,
 ) -> None:
     """Correct every text of a file. Rows without a result go to errors.jsonl with the reason, and the job goes on."""
-    overrides = {
-        "target.model": target,
-        "target.adapter": adapter,
-        "generation.seed": seed,
-        "generation.max_tokens": max_tokens,
-        "generation.temperature": temperature,
-        "generation.top_p": top_p,
-        "topology.num_replicas": replicas,
-        "topology.tensor_parallel_size": tensor_parallel,
-    }
+    given = overrides(target=target, adapter=adapter, replicas=replicas, tensor_parallel=tensor_parallel)
+    given |= overrides(seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with options.exit_on_error():
-        settings = with_correction_length(load_settings(ClusterConfig, config, **overrides))
+        settings = with_correction_length(load_settings(ClusterConfig, config, **given))
         check_paths(inputs, out)  # before anything is written into the output
         backend = BackendSpec(settings.topology, cluster, address)
         job = Job(inputs, out, settings, settings.generation.seed or 0, resume, backend, price_per_hour)

@@ -23,7 +23,7 @@ from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, Task, run_command
 from pipelines.batch.records import RowResult, answer_result
 from pipelines.batch.rows import QUESTIONS, Row
-from ragspec.cli.options import Adapter, Target
+from ragspec.cli.options import Adapter, Address, Config, Replicas, Shards, Target, TensorParallel, overrides
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig, load_settings
 from ragspec.core import SamplingParams
@@ -121,7 +121,7 @@ def main(
     inputs: options.Inputs,
     out: options.Out,
     index: Annotated[Path | None, typer.Option(help="The index's folder.")] = None,
-    config: options.Config = None,
+    config: Config = None,
     target: Target = None,
     adapter: Adapter = None,
     seed: options.Seed = None,
@@ -131,31 +131,21 @@ def main(
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     passages: Annotated[int | None, typer.Option(help="Passages given to the target for each question.")] = None,
-    replicas: options.Replicas = None,
-    tensor_parallel: options.TensorParallel = None,
-    shards: options.Shards = None,
+    replicas: Replicas = None,
+    tensor_parallel: TensorParallel = None,
+    shards: Shards = None,
     cluster: options.Cluster = "",
     resume: options.Resume = True,
     strict: options.Strict = False,
-    address: options.Address = None,
+    address: Address = None,
     price_per_hour: options.PricePerHour = None,
 ) -> None:
     """Answer every row of a file. Rows without an answer go to errors.jsonl with the reason, and the job goes on."""
-    overrides = {
-        "retriever.index_dir": str(index) if index else None,
-        "retriever.num_passages": passages,
-        "target.model": target,
-        "target.adapter": adapter,
-        "generation.seed": seed,
-        "generation.max_tokens": max_tokens,
-        "generation.temperature": temperature,
-        "generation.top_p": top_p,
-        "topology.num_replicas": replicas,
-        "topology.tensor_parallel_size": tensor_parallel,
-        "topology.num_shards": shards,
-    }
+    given = overrides(index=index, k=passages, target=target, adapter=adapter, shards=shards)
+    given |= overrides(seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    given |= overrides(replicas=replicas, tensor_parallel=tensor_parallel)
     with options.exit_on_error():
-        settings = load_settings(ClusterConfig, config, **overrides)
+        settings = load_settings(ClusterConfig, config, **given)
         backend = BackendSpec(settings.topology, cluster, address)
         job = Job(inputs, out, settings, settings.generation.seed or 0, resume, backend, price_per_hour)
         summary = run_command(job, RagTask())

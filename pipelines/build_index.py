@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import typer
@@ -135,26 +135,17 @@ def main(
                 keep_duplicates=keep_duplicates,
                 passages_per_encode=passages_per_encode,
             )
-            keep = Kept(sync, rebuild, renew, keep_duplicates, keep_originals)
-            indexing = Indexing(inputs, index, folder, open_writer, reader, owner, keep, dry_run)
+            options = sync, rebuild, renew, keep_duplicates, keep_originals, dry_run
+            indexing = Indexing(inputs, index, folder, open_writer, reader, owner, *options)
             ingest = indexing.follow(found, inputs_of) if watch else indexing.run(found)
     if strict and ingest.report.skipped:
         raise typer.Exit(1)
 
 
-class Kept(NamedTuple):
-    """Which documents and files stay or come in; each as the option of its name."""
-
-    sync: bool
-    rebuild: bool
-    renew: bool
-    duplicates: bool
-    originals: bool
-
-
 @dataclass
 class Indexing:
-    """Brings an index to the state of its inputs. `index`: the folder's name in summaries; a dry run may write to another."""
+    """Brings an index to the state of its inputs. `index`: the folder's name in summaries; a dry run may write to another. The
+    last fields are the options of their names."""
 
     inputs: Sequence[str]
     index: Path
@@ -162,16 +153,20 @@ class Indexing:
     open_writer: Callable[..., IndexWriter]
     reader: BoundedReader
     owner: str
-    keep: Kept
+    sync: bool
+    rebuild: bool
+    renew: bool
+    keep_duplicates: bool
+    keep_originals: bool
     dry_run: bool
 
     def run(self, found: FileList, files: Sequence[tuple[Path, str]] | None = None) -> FileIngest:
         """Reads `files`, by default all that were found, commits, and prints the summary. Raises: RagspecError."""
-        begin, is_new = time.monotonic(), self.keep.rebuild or self.keep.renew
-        near = None if self.keep.duplicates else NearDuplicates(name for _, name in found.files)
+        begin, is_new = time.monotonic(), self.rebuild or self.renew
+        near = None if self.keep_duplicates else NearDuplicates(name for _, name in found.files)
         per_commit = None if self.dry_run or is_new else _PASSAGES_PER_COMMIT
         with self.open_writer(replace=is_new) as writer:
-            originals = self.keep.originals and not self.dry_run
+            originals = self.keep_originals and not self.dry_run
             ingest = FileIngest(writer, self.reader, self.owner, near, originals, per_commit)
             add_files(found.files if files is None else files, ingest)
             self._settle_others(ingest, found)
@@ -179,7 +174,7 @@ class Indexing:
                 writer.flush()
             others = Counter(path.suffix.lower() or path.name for path in passed_over(self.inputs))
             _warn(ingest.report, others, self.dry_run)
-            if self.keep.rebuild and writer.is_empty():
+            if self.rebuild and writer.is_empty():
                 raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
             manifest = None if self.dry_run else writer.commit()
         summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin)
@@ -197,7 +192,7 @@ class Indexing:
             except IndexBusy:
                 time.sleep(_POLL_S)
                 continue
-            self.keep = self.keep._replace(renew=False)
+            self.renew = False
             found, before = _changed(found, inputs_of), found
             names = {name for _, name in found.files if found.differs(name, before) or ingest.must_repeat(name)}
             files = tuple(each for each in found.files if each[1] in names)
@@ -205,9 +200,9 @@ class Indexing:
     def _settle_others(self, ingest: FileIngest, found: FileList) -> None:
         """Keeps or deletes the documents that no file of the run holds."""
         roots = [input_root(given) for given in self.inputs]
-        if self.keep.renew and (self.folder / CURRENT).exists():
+        if self.renew and (self.folder / CURRENT).exists():
             ingest.keep_others(Store.open(self.folder).documents(), roots, found.excluded)
-        if self.keep.sync:
+        if self.sync:
             ingest.delete_missing(roots, found.excluded)
         ingest.delete_unseen()
         ingest.retry_duplicates()

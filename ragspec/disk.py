@@ -40,11 +40,9 @@ def writer_lock(folder: Path) -> Iterator[None]:
 
     Raises: IndexBusy if another writer holds it.
     """
-    with open(folder / _LOCK, "w", encoding="ascii") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as cause:
-            raise IndexBusy(f"another index is being written to {folder} right now") from cause
+    with only_holder(folder / _LOCK) as is_only:
+        if not is_only:
+            raise IndexBusy(f"another index is being written to {folder} right now")
         yield
 
 

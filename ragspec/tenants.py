@@ -104,10 +104,16 @@ class TenantStates(dict[str, T]):
         """The state of a salt, made if there is none."""
         state = self.pop(salt) if salt in self else self._make()
         self[salt] = state
-        if len(self) > self._most:
-            counts = Counter(map(tenant_of, self))
-            del self[max(self, key=lambda each: counts[tenant_of(each)])]
+        if (surplus := self.surplus()) is not None:
+            del self[surplus]
         return state
+
+    def surplus(self) -> str | None:
+        """The salt to forget; None while there are few enough. Why parts first: a tenant's own salt stands for all of them."""
+        if len(self) <= self._most:
+            return None
+        counts = Counter(map(tenant_of, self))
+        return max(self, key=lambda each: (counts[tenant_of(each)], each != tenant_of(each)))
 
     def purge(self, salt: str) -> None:
         """Forget the states of a salt and of its parts."""
@@ -120,32 +126,16 @@ class TenantCaches:
 
     def __init__(self, purge: Callable[[str], None]) -> None:
         self._purge, self._lock = purge, threading.Lock()
-        # salts by tenant; most recently used last, in both dicts
-        self._salts: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
-        self._num_known = 0
+        self._salts = TenantStates[None](_MAX_SALTS, lambda: None)
 
-    def note(self, tenant: str, salt: str) -> None:
+    def note(self, salt: str) -> None:
         with self._lock:
-            own = self._salts.setdefault(tenant, OrderedDict())
-            self._num_known += salt not in own
-            own[salt] = None
-            own.move_to_end(salt)
-            self._salts.move_to_end(tenant)
-            oldest = self._forget_oldest() if self._num_known > _MAX_SALTS else None
+            self._salts.pop(salt, None)
+            self._salts[salt] = None
+            if (oldest := self._salts.surplus()) is not None:
+                del self._salts[oldest]
         if oldest is not None:
             self._purge(oldest)
-
-    def _forget_oldest(self) -> str:
-        """Why from the tenant with most salts: a tenant with many salts must not cost others their caches."""
-        self._num_known -= 1
-        tenant = max(self._salts, key=lambda each: len(self._salts[each]))
-        own = self._salts[tenant]
-        parts = (salt for salt in own if salt != tenant)  # Why: purging the tenant's own salt purges all its parts
-        oldest = next(parts, tenant)
-        del own[oldest]
-        if not own:
-            del self._salts[tenant]
-        return oldest
 
     def purge(self, tenant: str) -> None:
         """Empty all caches of a tenant, including its parts in other processes (`ragspec.core.salt_belongs_to`).
@@ -153,6 +143,6 @@ class TenantCaches:
         The empty tenant owns the public documents, so purging it empties the caches of every remembered tenant.
         """
         with self._lock:
-            salts = [salt for owner, own in self._salts.items() if not tenant or owner == tenant for salt in own]
+            salts = [salt for salt in self._salts if not tenant or salt_belongs_to(salt, tenant)]
         for salt in dict.fromkeys([tenant, *salts]):
             self._purge(salt)

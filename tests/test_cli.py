@@ -124,20 +124,22 @@ def one_error(ended: Ended, *words: str) -> None:
 # -- how calls end --------------------------------------------------------------------------------------------------------
 
 
-def test_help_does_not_load_torch() -> None:
-    """`ragspec --help` that takes ten seconds."""
-    code = "import sys, ragspec.cli; sys.exit(bool({'torch', 'transformers', 'numpy', 'ray'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("args", [["ask", "why", "--index", "none"], ["serve", "--index", "none"]])
-def test_a_missing_index_is_told_before_torch_loads(args: list[str], tmp_path: Path) -> None:
-    """Ten seconds until a mistyped folder is told."""
-    code = (
-        "import sys\nfrom ragspec.cli import main\ntry:\n    main(sys.argv[1:])\n"
-        "except SystemExit as end:\n    sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)) or end.code != 1)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, check=False).returncode == 0
+def test_help_and_what_is_missing_are_told_before_torch_loads(tmp_path: Path) -> None:
+    """Seconds of imports, or an index built first, until a mistyped folder or name is told; `--help` that takes ten seconds."""
+    no_model = [
+        [*command.split(), "--model", "nobody/nothing"] for command in ("ask why", "demo", "correct a", "serve")
+    ]
+    calls = [["--help"], ["ask", "why", "--index", "none"], ["serve", "--index", "none"], *no_model]
+    code = f"""if True:
+        import sys
+        from ragspec.cli import main
+        for call in {calls}:
+            try:
+                main(call)
+            except SystemExit as end:
+                assert end.code == (call != ["--help"]), call
+            assert not {{"torch", "transformers", "ray"}} & sys.modules.keys(), call"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["demo", "ask", "evaluate", "doctor", "index", "bench"])
@@ -631,6 +633,7 @@ def test_progress_says_the_stage_the_share_and_the_time_left(monkeypatch: pytest
     assert "testing the numerics … 0 s" in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_the_corpus_depends_on_python_alone() -> None:
     """An index built anew in every shell, with the user's environment inside (some signatures show it)."""
     code = """if True:

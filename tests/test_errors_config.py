@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from ragspec import errors
 from ragspec.config import PipelineConfig, load_config, settings_of
-from ragspec.core import MAX_SEED, SamplingParams, check_text
+from ragspec.core import SamplingParams, check_text
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RagspecError
 from ragspec.retrieval.search.filters import parse_filter
+from ragspec.sampling_params import MAX_SEED
 
 # Errors
 

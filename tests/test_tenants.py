@@ -15,12 +15,12 @@ def test_a_tenant_with_many_names_empties_its_own_caches_alone(monkeypatch: pyte
     purged: list[str] = []
     salts = TenantCaches(purged.append)
     for salt in ("", "x"):
-        salts.note("ann", cache_salt_of("ann", salt))
+        salts.note(cache_salt_of("ann", salt))
     for number in range(20):
-        salts.note("bob", cache_salt_of("bob", str(number)))
+        salts.note(cache_salt_of("bob", str(number)))
     assert purged == [cache_salt_of("bob", str(number)) for number in range(14)]
-    salts.note("bob", cache_salt_of("bob", "14"))  # known, and used last now
-    salts.note("bob", cache_salt_of("bob", "new"))
+    salts.note(cache_salt_of("bob", "14"))  # known, and used last now
+    salts.note(cache_salt_of("bob", "new"))
     assert purged[14:] == [cache_salt_of("bob", "15")]
 
 
@@ -29,7 +29,7 @@ def test_a_tenants_caches_are_emptied_and_no_others() -> None:
     purged: list[str] = []
     salts = TenantCaches(purged.append)
     for tenant, salt in (("ann", ""), ("ann", "x"), ("bob", "x"), ("ann", "x")):
-        salts.note(tenant, cache_salt_of(tenant, salt))
+        salts.note(cache_salt_of(tenant, salt))
     salts.purge("ann")
     assert sorted(purged) == sorted(["ann", cache_salt_of("ann", "x")])
     purged.clear()
@@ -43,7 +43,7 @@ def test_who_asked_longest_ago_is_forgotten_among_equals(monkeypatch: pytest.Mon
     purged: list[str] = []
     salts = TenantCaches(purged.append)
     for tenant in ("a", "b", "c", "d", "a", "e"):
-        salts.note(tenant, tenant)
+        salts.note(tenant)
     assert purged == ["a", "b", "c"]
 
 
@@ -52,9 +52,9 @@ def test_a_tenants_own_cache_is_not_emptied_for_its_parts(monkeypatch: pytest.Mo
     monkeypatch.setattr("ragspec.tenants._MAX_SALTS", 3)
     purged: list[str] = []
     salts = TenantCaches(purged.append)
-    salts.note("acme", "acme")
+    salts.note("acme")
     for name in "xyz":
-        salts.note("acme", cache_salt_of("acme", name))
+        salts.note(cache_salt_of("acme", name))
     assert purged == [cache_salt_of("acme", "x")]
 
 

@@ -137,15 +137,7 @@ def _deployed_config(
 @contextlib.contextmanager
 def _connect(deployment: Deployment, config: PipelineConfig) -> Iterator[Runtime]:
     """Clients of a deployment; the index in the generation that the configuration names."""
-    from ragspec.engine.target import load_tokenizer
-    from ragspec.rag.prompt import PromptBuilder
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(engine := deployment.engine())
-        retriever = None
-        if config.retriever.index_dir:
-            retriever = stack.enter_context(contextlib.closing(deployment.retriever(config.retriever)))
-        prompts = PromptBuilder.of(load_tokenizer(config.target), engine.max_context_tokens, config)
+    with deployment.parts(config) as (engine, retriever, prompts):
         in_flight = _max_in_flight(config, deployment.topology.num_replicas)
         yield Runtime(engine, retriever, prompts, len(deployment.status().nodes), in_flight)
 

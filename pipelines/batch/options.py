@@ -24,24 +24,12 @@ Inputs = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option(help="The folder of the results; in a submitted job an absolute path.")]
-Config = Annotated[Path | None, typer.Option(help="A YAML configuration, with a `topology` if need be; options win.")]
 Seed = Annotated[int | None, typer.Option(help="A row's seed is a hash of this and its id.")]
 Temperature = Annotated[float | None, typer.Option(help="For rows without a value of their own.")]
 TopP = Annotated[float | None, typer.Option(help="For rows without a value of their own.")]
-Replicas = Annotated[
-    int | None, typer.Option("--replicas", "--engines", min=1, help="Number of engines.", show_default="1")
-]
-TensorParallel = Annotated[
-    int | None, typer.Option(min=1, help="Processes that share a target: 1, 2 or 4.", show_default="1")
-]
-Shards = Annotated[int | None, typer.Option(min=1, help="Processes that the index is spread over.", show_default="1")]
 Cluster = Annotated[
     str,
     typer.Option(help="A running deployment (`ragspec cluster up`) to use; the deployment decides target and index."),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(help="A Ray cluster's address; default RAY_ADDRESS, else the job starts Ray if it needs Ray."),
 ]
 Resume = Annotated[bool, typer.Option(help="Keep the results in the folder, and add the missing ones.")]
 Strict = Annotated[bool, typer.Option(help="Exit with 1 if any row has no result.")]

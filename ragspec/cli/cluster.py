@@ -24,6 +24,7 @@ from pipelines.batch.ray_session import (
     prepare_token,
     ray_session,
 )
+from ragspec.cli import options
 from ragspec.cli.options import Adapter, Address, AsJson, Config, Target, group, overrides
 from ragspec.cli.terminal import plain_table, safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
@@ -41,9 +42,9 @@ _STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
 @cluster.command()
 def up(
     config: Config = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines beside each other.")] = None,
-    tensor_parallel: Annotated[int | None, typer.Option(help="Ranks that share an engine's target: 1, 2 or 4.")] = None,
-    shards: Annotated[int | None, typer.Option(help="Parts of the index.")] = None,
+    replicas: options.Replicas = None,
+    tensor_parallel: options.TensorParallel = None,
+    shards: options.Shards = None,
     index: Annotated[Path | None, typer.Option(help="The index's folder; none: engines only.")] = None,
     target: Target = None,
     adapter: Adapter = None,

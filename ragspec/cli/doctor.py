@@ -58,21 +58,13 @@ def doctor(
     stay_offline(settings.target)
     console = Console(quiet=True) if as_json else stdout_console()
     found: dict[str, Finding] = {}
-    checks: list[Callable[[PipelineConfig, Say], Finding]] = [
-        _packages,
-        _processor,
-        _memory,
-        _cache,
-        _products,
-        _encoder,
-    ]
-    checks += [_index] if settings.retriever.index_dir else []
-    checks += [_tested_target if full else _target]
+    checks: list[Callable[[PipelineConfig, Say], Finding]] = [_packages, _processor, _memory, _cache, _products]
+    checks += [_encoder, *([_index] if settings.retriever.index_dir else []), _target]
     for check in checks:
-        name = check.__name__.removeprefix("_").removeprefix("tested_")
+        name = check.__name__.removeprefix("_")
         with stage(console, name, f"checking: {name}") as shown:
             try:
-                found[name] = check(settings, shown)
+                found[name] = _target(settings, shown, full=full) if check is _target else check(settings, shown)
             except Exception as cause:  # a check that raises is a finding; the other checks still run
                 found[name] = Finding("broken", f"{type(cause).__name__}: {one_line(cause)}")
             shown.mark, shown.detail = Text(*_MARKS[found[name].status]), found[name].detail
@@ -202,7 +194,3 @@ def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Findin
     if ignored:
         detail += f"; transformers does not define these keys of its config.json: {', '.join(ignored)}"
     return Finding("broken" if not tested.passed else "warning" if ignored else "ok", detail)
-
-
-def _tested_target(settings: PipelineConfig, say: Say) -> Finding:
-    return _target(settings, say, full=True)

@@ -56,12 +56,8 @@ def add(
     from services.keys import add_key
     from services.settings import KeyLimits
 
-    options = {
-        "requests_per_minute": requests_per_minute,
-        "concurrency": concurrency,
-        "tokens_per_minute": tokens_per_minute,
-    }
-    given = {name: value for name, value in options.items() if value is not None}  # a None would mean "no limit"
+    numbers = zip(KeyLimits.model_fields, (requests_per_minute, concurrency, tokens_per_minute), strict=True)
+    given = {name: number for name, number in numbers if number is not None}  # a None would mean "no limit"
     limits = KeyLimits(**given) if given else None
     file = _keys_file(file, config)
     _show(*add_key(file, tenant, key_id=name, trusted=trusted, limits=limits), file, as_json)

@@ -25,6 +25,7 @@ _KEYS = {
     "temperature": "generation.temperature",
     "seed": "generation.seed",
     "max_tokens": "generation.max_tokens",
+    "top_p": "generation.top_p",
     "replicas": "topology.num_replicas",
     "tensor_parallel": "topology.tensor_parallel_size",
     "shards": "topology.num_shards",
@@ -50,6 +51,13 @@ IndexOrLibrary = Annotated[
 Index = Annotated[Path | None, typer.Option(help="The index's folder; default: that of the configuration.")]
 Data = Annotated[Path | None, typer.Option("--data", help="The service's data folder; default: in the user's own.")]
 Address = Annotated[str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.")]
+Replicas = Annotated[
+    int | None, typer.Option("--replicas", "--engines", min=0, help="Engines beside each other.", show_default="1")
+]
+TensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="Ranks that share an engine's target: 1, 2 or 4.", show_default="1")
+]
+Shards = Annotated[int | None, typer.Option(min=0, help="Parts of the index, each in a process.", show_default="1")]
 Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show the traceback of an error; may stand behind any command.", show_default=False),

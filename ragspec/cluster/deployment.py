@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -43,6 +43,7 @@ from ragspec.retrieval.encoder import Encoder
 
 if TYPE_CHECKING:
     from ragspec.rag.pipeline import Pipeline
+    from ragspec.rag.prompt import PromptBuilder
 
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -135,19 +136,30 @@ class Deployment(AbstractContextManager["Deployment"]):
         )
 
     @contextmanager
-    def pipeline(self) -> Iterator[Pipeline]:
-        """Questions in, cited answers out, as from one process. Raises: as `engine` and `retriever`.
+    def parts(self, config: PipelineConfig) -> Iterator[tuple[Router, ClusterRetriever | None, PromptBuilder]]:
+        """All engines as one, the index if `config` names it, and prompts, with the generation and the words of `config`.
 
-        The imports are in here because they take seconds that nothing else of a deployment needs.
+        The imports are in here because they take seconds that nothing else of a deployment needs. Raises: as `retriever`.
         """
         from ragspec.engine.target import load_tokenizer
-        from ragspec.rag.pipeline import Pipeline
         from ragspec.rag.prompt import PromptBuilder
 
-        config = self.config
-        with self.engine() as engine, closing(self.retriever()) as retriever:
-            prompts = PromptBuilder.of(load_tokenizer(config.target), engine.max_context_tokens, config)
-            yield Pipeline.of(retriever, engine, prompts, config)
+        with ExitStack() as stack:
+            stack.enter_context(engine := self.engine())
+            retriever = None
+            if config.retriever.index_dir:
+                retriever = stack.enter_context(closing(self.retriever(config.retriever)))
+            yield engine, retriever, PromptBuilder.of(load_tokenizer(config.target), engine.max_context_tokens, config)
+
+    @contextmanager
+    def pipeline(self) -> Iterator[Pipeline]:
+        """Questions in, cited answers out, as from one process. Raises: as `retriever`."""
+        from ragspec.rag.pipeline import Pipeline
+
+        with self.parts(self.config) as (engine, retriever, prompts):
+            if retriever is None:
+                raise ConfigError(f"the deployment {self.name!r} has no index")
+            yield Pipeline.of(retriever, engine, prompts, self.config)
 
     def status(self) -> Status:
         """Raises: EngineError if its record does not answer, which lasts some seconds when that died."""

@@ -1,5 +1,8 @@
 """Start the replicas of a deployment: check every node first, create the actors, wait until all are loaded.
 
+Each replica has a bundle of resources in one of Ray's placement groups. Why not Ray's "SPREAD" for actors: it counts no siblings,
+so it may put all encoders on one node. A placement group keeps its bundles apart, and Ray moves those of a dead node to another.
+
 >>> check_nodes(spec)
 >>> replicas = start_replicas("ragspec", spec, lifetime="detached")
 >>> wait_until_loaded(replicas, timeout_s=900.0)
@@ -8,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,21 +20,22 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ragspec.cluster.actors import Replica, remote_class
 from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
-from ragspec.cluster.placement import place_replicas
 from ragspec.cluster.ray_calls import ragspec_error, wait_for_all
-from ragspec.cluster.registry import NAMESPACE, actor_name, alive_nodes, kind_of
+from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
-from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, DeploymentSpec
+from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, DeploymentSpec, Topology
 from ragspec.config import PipelineConfig
 from ragspec.errors import ConfigError, EngineError
 
 _CHECK_S = 120.0
 _LOOK_S = 0.25
+_PLACED_S = 10.0
 
 
 class NodeCheck(NamedTuple):
@@ -135,6 +140,55 @@ def _start(name: str, spec: DeploymentSpec, options: dict[str, Any]) -> Any:
     engine = remote_class(EngineServer, CONCURRENT_CALLS)
     engine = engine.options(num_cpus=topology.cpus_per_rank, num_gpus=topology.gpus_per_rank, **options)
     return engine.remote(config, topology, num_beside, bundle)
+
+
+def place_replicas(
+    deployment: str, topology: Topology, lifetime: str | None
+) -> dict[str, PlacementGroupSchedulingStrategy]:
+    """Replicas of one kind lie on different nodes, or share nodes evenly where there are fewer nodes than replicas.
+
+    With a node to spare they stay apart for good: a replica whose node died waits for a node without a sibling. Else it moves to
+    any node with room.
+    """
+    places: dict[str, PlacementGroupSchedulingStrategy] = {}
+    for kind in KINDS:
+        names = [name for name in replica_names(topology) if kind_of(name) == kind]
+        bundle = bundle_of(kind, topology)
+        num_nodes = sum(node.cpus >= bundle["CPU"] and node.gpus >= bundle.get("GPU", 0.0) for node in alive_nodes())
+        num_apart = max(1, num_nodes)  # Why: Ray moves all lost bundles of a group or none, so a node holds one of each
+        for first in range(0, len(names), num_apart):
+            group_names = names[first : first + num_apart]
+            bundles, has_spare = [bundle] * len(group_names), num_nodes > len(group_names)
+            group = _group(actor_name(deployment, group_names[0]), bundles, has_spare, lifetime)
+            places |= {name: PlacementGroupSchedulingStrategy(group, i) for i, name in enumerate(group_names)}
+    return places
+
+
+def bundle_of(kind: str, topology: Topology) -> dict[str, float]:
+    """The resources of a replica's processes, which a bundle keeps on one node."""
+    if kind != "engine":
+        return {"CPU": CPUS_PER_SHARD if kind == "shard" else CPUS_PER_ENCODER}
+    ranks, share = topology.tensor_parallel_size, topology.gpus_per_rank
+    gpus = ranks * share
+    if share < 1.0 < gpus:  # no rank has parts of two GPUs, so whole GPUs are reserved
+        gpus = math.ceil(ranks / math.floor(1.0 / share))
+    amounts = {"CPU": ranks * topology.cpus_per_rank, "GPU": float(gpus)}
+    return {unit: amount for unit, amount in amounts.items() if amount}
+
+
+def _group(name: str, bundles: Sequence[dict[str, float]], is_strict: bool, lifetime: str | None) -> PlacementGroup:
+    """`is_strict`: never two bundles on one node, unless other work leaves no room for that."""
+    if is_strict:
+        group: PlacementGroup = placement_group(
+            list(bundles), "STRICT_SPREAD", name=f"{NAMESPACE}/{name}", lifetime=lifetime
+        )
+        if group.wait(_PLACED_S):
+            return group
+        remove_placement_group(group)
+    shared: PlacementGroup = placement_group(
+        list(bundles), "SPREAD", name=f"{NAMESPACE}/{name}/shared", lifetime=lifetime
+    )
+    return shared
 
 
 def wait_until_loaded(replicas: Sequence[Replica], timeout_s: float) -> None:

@@ -70,36 +70,36 @@ class ParsedAnswer(NamedTuple):
 
 def call_form(prompts: PromptBuilder) -> CallForm:
     """Raises: InputError for a target whose chat template writes no calls, or marks them by control tokens."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-    calls = [
-        {"type": "function", "id": f"call{name}", "function": {"name": name, "arguments": _ARGUMENTS}}
-        for name in ("fn_a", "fn_b")
-    ]
-    ended = [[*asked, {"role": "assistant", "content": "", "tool_calls": calls[:number]}] for number in (1, 2)]
-    try:
-        before = prompts.laid_out(asked, tools=[_PROBE], add_generation_prompt=True)
-        shown = [prompts.laid_out(each, tools=[_PROBE]) for each in ended]
-    except TemplateError:
-        before, shown = "", []
-    one, two = (
-        (text.removeprefix(before) for text in shown)
-        if all(t.startswith(before) for t in shown) and shown
-        else ("", "")
-    )
+    one, two = (_written_calls(prompts, count) for count in (1, 2))
     special = re.compile("|".join(map(re.escape, prompts.tokenizer.all_special_tokens)) or r"(?!)")
     name = one.find("fn_a")
     start = next((m.start() for m in re.finditer("{", one) if m.start() > name >= 0 and _starts(one[m.start() :])), -1)
-    if start > 0 and not special.search(one[:start]):
-        opening, middle = one[:name], one[name + len("fn_a") : start]
-        end = start + _DECODER.raw_decode(one[start:])[1]
-        closing = special.split(one[end:])[0].rstrip()
-        joint = two[end : two.find("fn_b")]
-        is_repeated = joint.startswith(closing) and joint.endswith(opening)
-        between = joint[len(closing) : len(joint) - len(opening)] if is_repeated else None
-        written = prompts.tokenizer.get_added_vocab()
-        tokens = {token: number for token, number in written.items() if token in opening + middle + closing}
-        return CallForm(opening, middle, closing, between, tokens)
-    raise InputError("tools cannot be called: this model's chat template does not write calls")
+    if start <= 0 or special.search(one[:start]):
+        raise InputError("tools cannot be called: this model's chat template does not write calls")
+    opening, middle = one[:name], one[name + len("fn_a") : start]
+    end = start + _DECODER.raw_decode(one[start:])[1]
+    closing, joint = special.split(one[end:])[0].rstrip(), two[end : two.find("fn_b")]
+    is_repeated = joint.startswith(closing) and joint.endswith(opening)
+    between = joint[len(closing) : len(joint) - len(opening)] if is_repeated else None
+    written = prompts.tokenizer.get_added_vocab()
+    tokens = {token: number for token, number in written.items() if token in opening + middle + closing}
+    return CallForm(opening, middle, closing, between, tokens)
+
+
+def _written_calls(prompts: PromptBuilder, count: int) -> str:
+    """Calls of fn_a and fn_b, or of the first alone, behind a question; empty if the template does not write them there."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    calls = [
+        {"type": "function", "id": f"call{name}", "function": {"name": name, "arguments": _ARGUMENTS}}
+        for name in ("fn_a", "fn_b")[:count]
+    ]
+    try:
+        before = prompts.laid_out(asked, tools=[_PROBE], add_generation_prompt=True)
+        answered = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+        shown = prompts.laid_out(answered, tools=[_PROBE])
+    except TemplateError:
+        return ""
+    return shown.removeprefix(before) if shown.startswith(before) else ""
 
 
 def _starts(text: str) -> bool:

@@ -30,12 +30,10 @@ from services.languagetool.corrector import AUTO, DEFAULT, LANGUAGES, Corrected,
 from services.limits import check_num_items
 
 _RENAMED = {
-    "enabled": "You specified 'enabled' but the parameter is now called 'enabledRules' in v2 of the API",
-    "disabled": "You specified 'disabled' but the parameter is now called 'disabledRules' in v2 of the API",
-    "preferredvariants": "You specified 'preferredvariants' but the parameter is now called 'preferredVariants' "
-    "(uppercase 'V') in v2 of the API",
-    "autodetect": "You specified 'autodetect' but automatic language detection is now activated with 'language=auto' "
-    "in v2 of the API",
+    "enabled": "the parameter is now called 'enabledRules'",
+    "disabled": "the parameter is now called 'disabledRules'",
+    "preferredvariants": "the parameter is now called 'preferredVariants' (uppercase 'V')",
+    "autodetect": "automatic language detection is now activated with 'language=auto'",
 }
 _LEVELS = ("default", "picky")
 _MAX_ITEMS = 100_000
@@ -111,7 +109,7 @@ class CheckRequest:
         """Raises: ApiError 400."""
         for name, hint in _RENAMED.items():
             if name in fields:
-                raise ApiError(400, hint)
+                raise ApiError(400, f"You specified '{name}' but {hint} in v2 of the API")
         text, parts = _text_of(fields)
         language, variant = _language_of(fields)
         level = fields.get("level", _LEVELS[0])

@@ -24,7 +24,6 @@ from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import parse_scope
 from ragspec.rag.wording import found_words
 from ragspec.retrieval.search.segment_search import SearchScope
-from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
 from services.openai import tools
 from services.openai.answer_fields import TokenTexts, citation_fields, passages_of, support_of
@@ -99,7 +98,7 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
         conversation=body.conversation or "",
         num_passages=options.num_passages or context.backend.config.retriever.num_passages,
         when=options.when or context.backend.config.retriever.when,
-        speculation=ON if body.speculation is None else Speculation.of(body.speculation),
+        speculation=context.drafting,
         prediction=body.prediction.content if body.prediction else "",
         cache_salt=body.cache_salt or "",
         abstain_below=context.backend.config.retriever.abstain_below,

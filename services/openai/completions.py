@@ -19,8 +19,6 @@ from ragspec.core import Completion, CopySource, SourceKind, TokenLogprob, check
 from ragspec.core import Request as Generation
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.speculation import ON, Speculation
-from ragspec.tenants import cache_salt_of
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai.answer_fields import TextOffsets, TokenTexts
@@ -30,10 +28,8 @@ from services.openai.types import CompletionBody
 
 
 def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
-    router, token_texts = (
-        APIRouter(tags=["completions"]),
-        {name: TokenTexts(model.prompts.tokenizer) for name, model in backend.models.items()},
-    )
+    router = APIRouter(tags=["completions"])
+    token_texts = {name: TokenTexts(model.prompts.tokenizer) for name, model in backend.models.items()}
 
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionBody, request: Request) -> Response:
@@ -56,8 +52,7 @@ async def _write(
 def requests_of(body: CompletionBody, context: RequestContext) -> list[Generation]:
     """One request a prompt. Raises: ApiError, InputError."""
     prompts, max_tokens = context.model.prompts, context.params.max_tokens
-    speculation = ON if body.speculation is None else Speculation.of(body.speculation)
-    salt, requests = cache_salt_of(context.caller.tenant, body.cache_salt or ""), []
+    requests = []
     for prompt in body.prompt:
         prompt_ids = _token_ids(prompt, prompts)
         room = prompts.max_context_tokens - max_tokens
@@ -65,12 +60,8 @@ def requests_of(body: CompletionBody, context: RequestContext) -> list[Generatio
             cause = PromptTooLong(len(prompt_ids), room, max_tokens)
             raise ApiError(400, str(cause), param="prompt", code="context_length_exceeded")
         text = prompt if isinstance(prompt, str) else prompts.tokenizer.decode(prompt_ids)
-        source = CopySource(SourceKind.HISTORY, text)
-        requests.append(
-            Generation(
-                secrets.token_hex(16), prompt_ids, context.params, (source,), salt, speculation, affinity=text[:64]
-            )
-        )
+        options = context.params, (CopySource(SourceKind.HISTORY, text),), context.salt, context.drafting
+        requests.append(Generation(secrets.token_hex(16), prompt_ids, *options, affinity=text[:64]))
     return requests
 
 

@@ -27,6 +27,8 @@ from fastapi import Request as HttpRequest
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.client import completion_of
+from ragspec.speculation import ON, Speculation
+from ragspec.tenants import cache_salt_of
 from services.backend import ServedEngine, ServedModel, ServiceBackend
 from services.errors import ApiError, ClientTooSlow
 from services.keys import Caller
@@ -75,6 +77,14 @@ class RequestContext:
             reason = "a stream with log-probabilities shows each token, which strict privacy forbids"
             raise ApiError(400, reason, param="logprobs")
         return context
+
+    @property
+    def drafting(self) -> Speculation:
+        return ON if self.body.speculation is None else Speculation.of(self.body.speculation)
+
+    @property
+    def salt(self) -> str:
+        return cache_salt_of(self.caller.tenant, self.body.cache_salt or "")
 
     @property
     def is_strict(self) -> bool:

@@ -15,8 +15,6 @@ from typing import Any
 from ragspec.core import Completion, CopySource, FinishReason, Request, SourceKind
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.tools import CallForm, ParsedAnswer, call_form, call_grammar, parse_calls
-from ragspec.speculation import ON, Speculation
-from ragspec.tenants import cache_salt_of
 from services.errors import ApiError
 from services.openai.answer_fields import TokenTexts
 from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, ResponseSender
@@ -54,35 +52,44 @@ def _request(body: ChatBody, context: RequestContext) -> tuple[CallForm, Request
 
     Raises: InputError, PromptTooLong.
     """
-    prompts, params = context.model.prompts, context.params
-    form, tools = call_form(prompts), [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    prompts = context.model.prompts
+    form, prompt_ids, schemas = call_form(prompts), _prompt_ids(body, context), _schemas(body)
+    is_named = isinstance(body.tool_choice, NamedTool)
+    is_parallel = body.parallel_tool_calls is not False and not is_named
+    is_required = is_named or body.tool_choice == "required"
+    grammar = call_grammar(form, schemas, required=is_required, parallel=is_parallel)
+    copied = dict.fromkeys([*_texts(body, form), *map(form.head, schemas)])
+    sources = tuple(CopySource(SourceKind.HISTORY, text[: prompts.max_chars]) for text in copied if text.strip())
+    context.model.chat.caches.note(salt := context.salt)
+    options = context.params, sources, salt, context.drafting
+    return form, Request(context.id, prompt_ids, *options, grammar=grammar, affinity=salt)
+
+
+def _prompt_ids(body: ChatBody, context: RequestContext) -> tuple[int, ...]:
+    """Raises: InputError, PromptTooLong."""
+    prompts, max_tokens = context.model.prompts, context.params.max_tokens
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     messages = [message.template_fields for message in body.messages]
     if prompts.writes_control([tools, messages]):
         raise InputError("a field of a tool is named as a control token of this model")
     prompt_ids = prompts.encode(messages, tools=tools or None, add_generation_prompt=True)
-    if (room := prompts.max_context_tokens - params.max_tokens) < len(prompt_ids):
-        raise PromptTooLong(len(prompt_ids), max(room, 0), params.max_tokens)
-    schemas = (
-        {}
-        if body.tool_choice == "none"
-        else {tool.function.name: tool.function.parameters for tool in body.tools or ()}
-    )
+    if (room := prompts.max_context_tokens - max_tokens) < len(prompt_ids):
+        raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
+    return prompt_ids
+
+
+def _schemas(body: ChatBody) -> dict[str, dict[str, Any]]:
+    """Of the arguments of the tools that may be called, by name. Raises: InputError."""
+    if body.tool_choice == "none":
+        return {}
+    schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
     if isinstance(body.tool_choice, NamedTool):
         if (chosen := body.tool_choice.function.name) not in schemas:
             raise InputError(f"tool_choice names {chosen!r}, which is not among the tools")
-        schemas = {chosen: schemas[chosen]}
-    is_required, is_named = body.tool_choice == "required", isinstance(body.tool_choice, NamedTool)
-    if is_required and not schemas:
+        return {chosen: schemas[chosen]}
+    if body.tool_choice == "required" and not schemas:
         raise InputError("tool_choice is required, but there are no tools")
-    grammar = call_grammar(
-        form, schemas, required=is_required or is_named, parallel=body.parallel_tool_calls is not False and not is_named
-    )
-    copied = dict.fromkeys([*_texts(body, form), *map(form.head, schemas)])
-    sources = tuple(CopySource(SourceKind.HISTORY, text[: prompts.max_chars]) for text in copied if text.strip())
-    speculation = ON if body.speculation is None else Speculation.of(body.speculation)
-    tenant, salt = context.caller.tenant, cache_salt_of(context.caller.tenant, body.cache_salt or "")
-    context.model.chat.caches.note(tenant, salt)
-    return form, Request(context.id, prompt_ids, params, sources, salt, speculation, grammar=grammar, affinity=salt)
+    return schemas
 
 
 def _texts(body: ChatBody, form: CallForm) -> Iterator[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +246,6 @@ def test_a_missing_name_is_one_short_look_and_names_the_nearest(
     with pytest.raises(ModelError, match="there is no folder models/mine/new"):
         check_files("models/mine/new")
     assert len(looks) == 1
-
-
-@pytest.mark.parametrize("command", [["ask", "why"], ["demo"], ["correct", "a.txt"], ["serve"]])
-def test_a_missing_model_is_told_before_torch_loads(command: list[str], tmp_path: Path) -> None:
-    """Seconds of imports, or an index built first, until a mistyped name is told."""
-    code = (
-        "import sys\nfrom ragspec.cli import main\ntry:\n    main(sys.argv[1:])\n"
-        "except SystemExit as end:\n    sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)) or end.code != 1)\n"
-    )
-    call = [sys.executable, "-c", code, *command, "--model", "nobody/nothing"]
-    assert subprocess.run(call, cwd=tmp_path, check=False).returncode == 0
 
 
 def test_a_model_without_a_chat_template_is_told(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

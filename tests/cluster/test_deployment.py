@@ -108,6 +108,7 @@ def assert_undisturbed(plain: Engine, asked: Sequence[tuple[Request, Heard]]) ->
         assert one.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.slow
 def test_streams_go_on_when_an_engine_is_killed(deployment: Deployment, router: Router, plain: Engine) -> None:
     """A stream is lost, begins again or changes; a wrong request or a second deployment of the name costs an engine."""
     with pytest.raises(InputError, match="the prompt is empty"):

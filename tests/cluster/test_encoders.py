@@ -89,25 +89,6 @@ def test_a_lost_encoder_ends_its_process(monkeypatch: pytest.MonkeyPatch, lost: 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_lost_encoder_s_process_ends(local_ray: None) -> None:
-    """It failed every call for ever, and answered its health checks."""
-    with (
-        ActorPool(EncoderActor, (EncoderConfig(), lambda _: Failing()), prefix="encoder") as own,
-        contextlib.closing(RemoteEncoder(own.replicas, POLICY)) as there,
-    ):
-        assert np.array_equal(there.encode(TEXTS), LetterEncoder().encode(TEXTS))
-        old = pid_of(own.replicas[0])
-        with (
-            contextlib.closing(RemoteEncoder(own.replicas, POLICY._replace(timeout_s=2.0))) as impatient,
-            pytest.raises(RetrievalError),
-        ):
-            impatient.encode(["fail"])
-        assert np.array_equal(there.encode(TEXTS), LetterEncoder().encode(TEXTS))
-        assert pid_of(own.replicas[0]) != old
-
-
-@pytest.mark.ray
-@pytest.mark.slow
 def test_without_a_fitting_encoder_there_is_one_clear_error(local_ray: None) -> None:
     """Queries encoded by another model than the index, or a wait for an encoder that nobody starts."""
     with (

@@ -16,8 +16,7 @@ from stand_ins import until
 
 from ragspec.cluster import launch
 from ragspec.cluster.actors import Replica, WorkerActor
-from ragspec.cluster.launch import start_replicas
-from ragspec.cluster.placement import bundle_of
+from ragspec.cluster.launch import bundle_of, start_replicas
 from ragspec.cluster.registry import teardown
 from ragspec.cluster.topology import DeploymentSpec, Topology
 from ragspec.config import EncoderConfig, PipelineConfig

@@ -10,8 +10,9 @@ import oracle
 import pytest
 from statistics_of import softmax, surprise
 
-from ragspec.core import MAX_SEED, SamplingParams
+from ragspec.core import SamplingParams
 from ragspec.numerics.noise import LARGEST_GUMBEL, bits, gumbel, output_key, random_seed, row_seed
+from ragspec.sampling_params import MAX_SEED
 from ragspec.verification.sampling import sample
 
 PARTS = ("seed", "choice", "index", "token")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ragspec.errors import SaveError, StoreError
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import Unread, bounded_reader, read_file
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
 from ragspec.retrieval.search.analysis import RULES, rules_of
 
 
@@ -35,10 +37,22 @@ def run(run_on: Callable[..., Ended], tmp_path: Path) -> Callable[..., Ended]:
     return lambda *arguments: run_on(tmp_path / "docs", *arguments)
 
 
+@pytest.fixture(scope="module")
+def reader() -> Iterator[BoundedReader]:
+    with BoundedReader(build_index_job._READ_LIMITS) as reader:
+        yield reader
+
+
 @pytest.fixture
-def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
-    """One run of the job over an input with a cheap encoder."""
+def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reader: BoundedReader) -> Callable[..., Ended]:
+    """One run of the job over an input with a cheap encoder; runs with the usual limits share one process that reads."""
     monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: LetterEncoder())
+    usual = build_index_job._READ_LIMITS
+
+    def opened(limits: ReadLimits, *more: Any) -> AbstractContextManager[BoundedReader]:
+        return nullcontext(reader) if limits == usual else BoundedReader(limits, *more)
+
+    monkeypatch.setattr(build_index_job, "BoundedReader", opened)
 
     def call(given_input: object, *arguments: object) -> Ended:
         given = [str(given_input), "--index", str(tmp_path / "index"), *map(str, arguments)]

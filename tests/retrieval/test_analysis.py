@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ragspec.config import AnalyzerConfig, Language
 from ragspec.retrieval.search.analysis import RULES, Analyzer, rules_of
+from ragspec.retrieval_config import AnalyzerConfig, Language
 
 ENGLISH = Analyzer(AnalyzerConfig(language="english"))
 AUTO = Analyzer(AnalyzerConfig())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from letter_encoder import LetterEncoder
 
-from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig, RetrieverConfig
+from ragspec.config import ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import InputError
 from ragspec.retrieval.chunking import chunk, embedded_text
@@ -27,6 +27,7 @@ from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval_config import AnalyzerConfig
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
 IDS = st.sampled_from([f"d{n}" for n in range(12)])

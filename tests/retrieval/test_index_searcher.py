@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
+from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import FloatArray, TextKind
@@ -25,6 +25,7 @@ from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import Query, ScorablePassage, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope, Shard
+from ragspec.retrieval_config import AnalyzerConfig
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "corn corn corn", "unknownword", "rivers", "the"]

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.config import AnalyzerConfig, RetrieverConfig
+from ragspec.config import RetrieverConfig
 from ragspec.core import Document, Heading, Passage
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import TermStatistics
 from ragspec.retrieval.search.relevance import Features, ListPlace, QueryWeights, Relevance, relevance_of
+from ragspec.retrieval_config import AnalyzerConfig
 
 COMMANDS = (
     "monitor who_points_at shows what points at an address: memcheck searches memory for it, then memcheck prints it."

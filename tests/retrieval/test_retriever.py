@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.config import AnalyzerConfig, ChunkingConfig, EncoderConfig, IndexConfig, RetrieverConfig
+from ragspec.config import ChunkingConfig, EncoderConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, StoreMissing
 from ragspec.rag.citations import find_citations
@@ -19,6 +19,7 @@ from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
+from ragspec.retrieval_config import AnalyzerConfig
 
 FACTS = [
     Document("rivers", "The Danube flows into the Black Sea. The Rhine flows into the North Sea.", "Rivers"),

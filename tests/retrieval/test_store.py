@@ -19,7 +19,7 @@ from letter_encoder import LetterEncoder
 from office_files import write_pdf
 
 from ragspec import disk
-from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig
+from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreError, StoreMissing
 from ragspec.retrieval.chunking import chunk
@@ -30,6 +30,7 @@ from ragspec.retrieval.index.store import FILES, Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import read_documents
 from ragspec.retrieval.retriever import build_index
+from ragspec.retrieval_config import AnalyzerConfig
 
 CHUNKING = ChunkingConfig(max_chars=40)
 CONFIG = IndexConfig(chunking=CHUNKING)

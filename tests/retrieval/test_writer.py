@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig
+from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig
 from ragspec.core import Document, Heading
 from ragspec.errors import (
     ConfigError,
@@ -35,6 +35,7 @@ from ragspec.retrieval.index.segment_writer import ArrowFile
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
 from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval_config import AnalyzerConfig
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
 UMASK = os.umask(0)

@@ -130,18 +130,19 @@ async def test_a_wrong_call_is_an_error_that_says_why(
         assert reason in await refused(client, tool, **arguments)
 
 
-async def test_a_result_too_large_to_read_is_refused(service: Service) -> None:
+async def test_a_result_too_large_to_read_is_refused(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten megabytes in the context of an agent's model."""
     text = "The tide at Oster is high. " * 400_000
     async with in_process(service, "large") as client:
         content = base64.b64encode(text.encode()).decode()
         assert "at most" in await refused(client, "add_document", name="x.txt", content=content, encoding="base64")
-        added = await called(client, "add_document", name="tide.txt", content=text[:2_100_000])
+        monkeypatch.setattr("services.mcp._MAX_RESULT_CHARS", 10_000)
+        added = await called(client, "add_document", name="tide.txt", content=text[:21_000])
         (row,) = [
             row for row in (await called(client, "list_documents", limit=1000))["documents"] if added["id"] in row["id"]
         ]
-        told = await refused(client, "get_passage", document_id=row["id"], start=0, end=2_000_000)
-        assert "at most 1000000" in told
+        told = await refused(client, "get_passage", document_id=row["id"], start=0, end=20_000)
+        assert "at most 10000" in told
 
 
 async def test_without_a_valid_key_nothing_is_listed(service: Service) -> None:

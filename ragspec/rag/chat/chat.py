@@ -87,7 +87,7 @@ class Chat:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError if the target rewrites."""
         system, given, user_question = split_messages(turn.messages)
         check_text(user_question, "the question")
-        self.caches.note(turn.scope.tenant, turn.salt)
+        self.caches.note(turn.salt)
         num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
         latest = history.latest

@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ragspec.config import NO_STOP_WORDS, AnalyzerConfig
+from ragspec.retrieval_config import NO_STOP_WORDS, AnalyzerConfig
 
 _BASE = "english"
 COMMON_WORDS = {
