@@ -23,7 +23,6 @@ from ragspec.retrieval_config import DenseConfig as DenseConfig
 from ragspec.retrieval_config import EncoderConfig as EncoderConfig
 from ragspec.retrieval_config import IndexConfig as IndexConfig
 from ragspec.retrieval_config import RetrieverConfig as RetrieverConfig
-from ragspec.retrieval_config import When as When
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16

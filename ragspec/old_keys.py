@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from ragspec.errors import ConfigError
@@ -96,7 +97,7 @@ OLD_SECTIONS = ("speculation.stride",)
 
 def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the keys of today; the argument stays as it is. Raises: ConfigError."""
-    tree, said, moved = _copied(tree), list[str](), dict[str, Any]()
+    tree, said, moved = deepcopy(tree), list[str](), dict[str, Any]()
     drafting = tree.get("drafting")
     if isinstance(drafting, dict):
         said += _without_old_drafters(drafting)
@@ -122,10 +123,6 @@ def with_new_keys(tree: dict[str, Any]) -> dict[str, Any]:
     if said:
         log.warning("the configuration is of an earlier version: %s", "; ".join(dict.fromkeys(said)))
     return tree
-
-
-def _copied(value: Any) -> Any:
-    return {name: _copied(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def _moved(moved: dict[str, Any], new: str, value: Any, old: str) -> Iterator[str]:

@@ -72,10 +72,6 @@ class LoadedModel(NamedTuple):
     engine: ServedEngine
     tokenizer: Any
 
-    @classmethod
-    def of(cls, engine: Engine) -> LoadedModel:
-        return cls(engine, engine.target.tokenizer)
-
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -205,7 +201,7 @@ def load_models(
         named = partial(_say_of, say, name) if steps else say
         engine = load_engine(own.target, own.engine, own.drafting, say=named, quiet=quiet, step_thread=steps)
         stack.callback(engine.close)
-        loaded[name] = LoadedModel.of(engine)
+        loaded[name] = LoadedModel(engine, engine.target.tokenizer)
     return loaded
 
 

@@ -139,7 +139,9 @@ def backend_of(engine: Engine, config: ServiceConfig) -> ServiceBackend:
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
     retriever = Retriever(encoder, store, config.retriever)
-    return ServiceBackend({config.model_name: LoadedModel.of(engine)}, retriever, config, engine.close)
+    return ServiceBackend(
+        {config.model_name: LoadedModel(engine, engine.target.tokenizer)}, retriever, config, engine.close
+    )
 
 
 @contextmanager

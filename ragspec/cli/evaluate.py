@@ -94,10 +94,6 @@ class Measured:
                 memory.look()
         self.peak_mb = memory.peak_mb
 
-    @property
-    def num_questions(self) -> int:
-        return sum(isinstance(result, AnsweredQuestion) for result in self.results)
-
     def to_dict(self) -> dict[str, Any]:
         """Flat keys, for JSON."""
         settings = self.settings
@@ -239,8 +235,9 @@ def _cells(run: Measured) -> Iterator[tuple[str, str]]:
     for share in shares(run.results):
         low, high = (f"{100 * end:.0f}" for end in wilson(share.num, share.of))
         yield share.meaning, f"{share.num:>4} of {share.of:<4} {100 * share.num / share.of:>3.0f} % ({low} to {high})"
+    num_questions = sum(isinstance(result, AnsweredQuestion) for result in run.results)
     for temperature, num in run.changed.items():
-        yield f"changed by drafts, temperature {temperature:g}", f"{num:>4} of {run.num_questions}"
+        yield f"changed by drafts, temperature {temperature:g}", f"{num:>4} of {num_questions}"
     if threshold := proposed_threshold(run.results):
         yield "proposed abstain_below", f"{threshold:>8.3f}"
     if seconds := p50_s(run.results):

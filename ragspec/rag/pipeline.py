@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from ragspec.config import ChatConfig, GenerationConfig, PipelineConfig, When, settings_of
+from ragspec.config import ChatConfig, GenerationConfig, PipelineConfig, settings_of
 from ragspec.core import Completion, Message, Passage, SamplingOptions, SamplingParams, Say, log_progress
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
@@ -53,6 +53,7 @@ from ragspec.rag.steps import (
 )
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval_config import When
 from ragspec.speculation import Speculation, SpeculationGiven
 
 Questions = Iterable[Question] | AsyncIterable[Question]

@@ -23,6 +23,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -185,20 +186,28 @@ class TextRules:
 
     `quotes`: "sentences", as `ragspec.rag.quotable` says, or "words": any run of whole words. `languages`: codes of the languages
     that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each message
-    is searched for.
+    is searched for. `target`: whose abstention and languages these are.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
     abstention: AbstentionFit = AbstentionFit()
     languages: tuple[str, ...] = ()
     routing: Literal["signs", "none"] = "signs"
+    target: str = ""
 
     @classmethod
     def of(cls, target: TargetConfig) -> Self:
         """Today's rules for a target. Raises: ModelError."""
         adapter = target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
-        return cls(abstention=AbstentionFit.beside(adapter), languages=languages)
+        name = f"{target.model}, adapter {target.adapter}"
+        return cls(abstention=AbstentionFit.beside(adapter), languages=languages, target=name)
+
+    def with_target_of(self, own: TextRules) -> TextRules:
+        """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
+        if self.target == own.target or self == FORMER_RULES:
+            return self
+        return replace(own, quotes=self.quotes, routing=self.routing)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:

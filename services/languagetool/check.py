@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple, NoReturn
@@ -25,8 +25,9 @@ from ragspec.rag.grammar.correction import Correction
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.rag.grammar.markup import MarkedText, Span, TextPart
+from ragspec.rag.languages import GuessedLanguage
 from services.errors import ApiError
-from services.languagetool.corrector import AUTO, DEFAULT, LANGUAGES, Corrected, DetectedLanguage
+from services.languagetool.corrector import AUTO, DEFAULT, LANGUAGES, Corrected
 from services.limits import check_num_items
 
 _RENAMED = {
@@ -196,6 +197,7 @@ def _language_of(fields: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _kinds_of(fields: Mapping[str, str]) -> frozenset[EditKind] | None:
+    """The kinds of edits to correct; None: all. Ignores rules and categories of other servers. Raises: ApiError 400."""
     names = ("enabledRules", "disabledRules", "enabledCategories", "disabledCategories")
     enabled, disabled, enabled_categories, disabled_categories = (_list_of(fields, name) for name in names)
     only = fields.get("enabledOnly", "").lower() in ("true", "yes")
@@ -205,32 +207,20 @@ def _kinds_of(fields: Mapping[str, str]) -> frozenset[EditKind] | None:
         raise ApiError(400, "You cannot specify disabled rules or categories using 'enabledOnly=true'")
     if fields.get("mode") == _TEXT_LEVEL_ONLY:
         return frozenset()
-    return enabled_kinds(enabled, disabled, enabled_categories, disabled_categories, enabled_only=only)
+    kinds = frozenset(
+        kind
+        for kind, rule in RULES.items()
+        if (rule.id in enabled or rule.category in enabled_categories)
+        or not (only or rule.id in disabled or rule.category in disabled_categories)
+    )
+    return None if len(kinds) == len(RULES) else kinds
 
 
 def _list_of(fields: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in fields.get(name, "").split(",") if item.strip())
 
 
-def enabled_kinds(
-    enabled_rules: Collection[str],
-    disabled_rules: Collection[str],
-    enabled_categories: Collection[str],
-    disabled_categories: Collection[str],
-    *,
-    enabled_only: bool,
-) -> frozenset[EditKind] | None:
-    """The kinds of edits to correct; None: all. Ignores rules and categories of other servers."""
-    kinds = {
-        kind
-        for kind, rule in RULES.items()
-        if (rule.id in enabled_rules or rule.category in enabled_categories)
-        or not (enabled_only or rule.id in disabled_rules or rule.category in disabled_categories)
-    }
-    return None if len(kinds) == len(RULES) else frozenset(kinds)
-
-
-def check_reply(language: str, found: DetectedLanguage, corrected: Corrected | None) -> dict[str, Any]:
+def check_reply(language: str, found: GuessedLanguage, corrected: Corrected | None) -> dict[str, Any]:
     """`language`: the requested code. `corrected` None: the text is not English."""
     warnings: dict[str, Any] = {"incompleteResults": False}
     matches, ranges = list[dict[str, Any]](), list[list[int]]()

@@ -18,7 +18,7 @@ from ragspec.errors import RagspecError
 from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText
-from ragspec.rag.languages import ENGLISH, guess_language
+from ragspec.rag.languages import ENGLISH, GuessedLanguage, guess_language
 from services.backend import ServedModel, ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
@@ -112,21 +112,8 @@ class Corrector:
         return True
 
 
-class DetectedLanguage(NamedTuple):
-    """`code`: of `LANGUAGES`, of a language that is not corrected, or "unknown". `confidence` is in [0, 1]."""
-
-    code: str
-    name: str
-    confidence: float
-
-    @property
-    def is_corrected(self) -> bool:
-        return self.code in LANGUAGES
-
-
-def detect_language(text: str, variant: str = DEFAULT) -> DetectedLanguage:
-    """`variant` for English, and for texts too short to tell."""
+def detect_language(text: str, variant: str = DEFAULT) -> GuessedLanguage:
+    """`code`: of `LANGUAGES`, of a language that is not corrected, or "unknown". `variant` for English, and for texts too short
+    to tell."""
     found = guess_language(text)
-    if found.code == ENGLISH:
-        return DetectedLanguage(variant, LANGUAGES[variant], found.confidence)
-    return DetectedLanguage(*found)
+    return found._replace(code=variant, name=LANGUAGES[variant]) if found.code == ENGLISH else found

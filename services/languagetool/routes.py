@@ -24,6 +24,7 @@ from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, Correctio
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
+from ragspec.rag.languages import GuessedLanguage
 from ragspec.speculation import Speculation
 from ragspec.tenants import cache_salt_of
 from services.backend import ServiceBackend
@@ -36,7 +37,7 @@ from services.languagetool.check import (
     languages_reply,
     software_reply,
 )
-from services.languagetool.corrector import AUTO, DEFAULT, Corrected, Corrector, DetectedLanguage, detect_language
+from services.languagetool.corrector import AUTO, DEFAULT, LANGUAGES, Corrected, Corrector, detect_language
 from services.limits import RequestBody, at_most, form_fields, read_form
 
 _MAX_WORDS_LISTED = 500
@@ -84,7 +85,7 @@ class GrammarRequest(RequestBody):
         return CorrectionRequest(secrets.token_hex(16), text, params, salt, speculation, edit_filter, parts)
 
 
-def grammar_reply(model: str, found: DetectedLanguage, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:
+def grammar_reply(model: str, found: GuessedLanguage, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:
     """Offsets are given in characters and in UTF-16 code units. Only trusted callers get statistics of drafting."""
     correction = corrected.correction
     offsets = Utf16Offsets(correction.text)
@@ -155,7 +156,7 @@ def _add_check(router: APIRouter, corrector: Corrector) -> None:
         checked = await asyncio.to_thread(CheckRequest.of, await _fields(request))
         variant = checked.variant if checked.language == AUTO else DEFAULT
         found = await asyncio.to_thread(detect_language, checked.text, variant)
-        if checked.language == AUTO and not found.is_corrected:
+        if checked.language == AUTO and found.code not in LANGUAGES:
             return JSONResponse(check_reply(checked.language, found, None))
         caller, edit_filter = request.state.caller, EditFilter(kinds=checked.kinds)
         correction = CorrectionRequest(
@@ -228,7 +229,7 @@ def _add_grammar(router: APIRouter, correctors: Mapping[str, Corrector], default
         caller = request.state.caller
         correction = await asyncio.to_thread(body.correction_request, caller.tenant)
         found = await asyncio.to_thread(detect_language, correction.text)
-        if body.language == AUTO and not found.is_corrected:
+        if body.language == AUTO and found.code not in LANGUAGES:
             raise ApiError(400, f"the text seems to be {found.name}, and only English is corrected", param="language")
         corrected = await corrector.correct(caller, correction)
         reply = await asyncio.to_thread(grammar_reply, corrector.model.name, found, corrected, trusted=caller.trusted)

@@ -21,6 +21,7 @@ import random
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -212,10 +213,8 @@ def request_metrics(stats: GenerationStats, steps: Sequence[Delta]) -> dict[str,
 
 def _histogram(lengths: Sequence[int]) -> list[int]:
     """Item k: the number of steps that accepted k drafted tokens and so wrote k + 1."""
-    counts = [0] * max(lengths, default=0)
-    for length in lengths:
-        counts[length - 1] += 1
-    return counts
+    counts = Counter(lengths)
+    return [counts[length] for length in range(1, max(lengths, default=0) + 1)]
 
 
 def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ragspec.config import When
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
 from ragspec.numerics.noise import portable_seed
@@ -32,6 +31,7 @@ from ragspec.rag.openai_fields import (
     refused_field,
     sampling_arguments,
 )
+from ragspec.retrieval_config import When
 from services.errors import ApiError
 from services.limits import RequestBody, at_most
 

@@ -36,7 +36,7 @@ from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import build_answer, parse_scope
-from ragspec.rag.wording import FORMER_RULES
+from ragspec.rag.wording import FORMER_RULES, AbstentionFit, TextRules
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -255,10 +255,9 @@ def test_a_conversation_keeps_the_order_of_its_passages(
     assert shared.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP)).prompt.order == begun.prompt.order == "rank"
 
 
-def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(
-    asking: Asking, store: ConversationStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A conversation of an earlier version got other texts after an upgrade: other quotes, a bias, messages without a search."""
+def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(asking: Asking, store: ConversationStore) -> None:
+    """A conversation of an earlier version got other texts after an upgrade: other quotes, a bias, messages without a search; or
+    another model was biased by the fit of the one before."""
     begun, _ = asking(turn(QUESTION), QUOTE)
     key = begun.history.keys[-1]
     (shown,) = store.load_shown("", [key]).values()
@@ -268,6 +267,9 @@ def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(
     former = asking.chat.prepare(thanks)
     assert former.searched and former.prompts.rules == FORMER_RULES
     assert "substring_chunks" in former.request.grammar and "NO_SPACE_AT_ENDS" not in former.request.grammar
+    own = TextRules(abstention=AbstentionFit(0.5, -2.0), languages=("en",), target="another model")
+    assert FORMER_RULES.with_target_of(own) == FORMER_RULES and own.with_target_of(own) is own
+    assert TextRules(quotes="words", target="this").with_target_of(own) == replace(own, quotes="words")
 
 
 def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(

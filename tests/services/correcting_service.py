@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,19 @@ def corrected_by(engine: Engine, folder: Path, index: Path, **overrides: Any) ->
     # The first request compiles kernels, beside whatever else the machine does
     settings = {"service.languagetool_open": True, "service.grammar.timeout_s": 600.0}
     return served(engine, folder, index, **settings | overrides)
+
+
+LATEX: tuple[dict[str, str], ...] = (
+    {"markup": "\\section{", "interpretAs": "\n\n"},
+    {"text": "He "},
+    {"markup": "\\emph{"},
+    {"text": "go"},
+    {"markup": "}"},
+    {"text": " to a old mill."},
+    {"markup": "}\n\n"},
+)
+
+
+def annotation(*nodes: Mapping[str, str | None]) -> str:
+    """The field `data` of an annotated text."""
+    return json.dumps({"annotation": nodes})

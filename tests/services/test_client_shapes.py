@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import httpx2 as httpx
 import pytest
-from correcting_service import correcting
+from correcting_service import LATEX, annotation, correcting
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from raw_http import ask, head
 from service_parts import Service
@@ -163,11 +163,7 @@ def placed(*nodes: dict[str, str]) -> str:
     for node in nodes:
         start, end = end, end + len(node.get("text", node.get("markup", "")))
         built.append(node | {"offset": {"start": start, "end": end}})
-    return json.dumps({"annotation": built})
-
-
-def annotation(*nodes: dict[str, str]) -> str:
-    return json.dumps({"annotation": list(nodes)})
+    return annotation(*built)
 
 
 FORM = ("Content-Type: application/x-www-form-urlencoded",)
@@ -186,15 +182,6 @@ MARKDOWN = (
     {"text": "go"},
     {"markup": "**", "interpretAs": ""},
     {"text": " to a old mill."},
-)
-LATEX = (
-    {"markup": "\\section{", "interpretAs": "\n\n"},
-    {"text": "He "},
-    {"markup": "\\emph{"},
-    {"text": "go"},
-    {"markup": "}"},
-    {"text": " to a old mill."},
-    {"markup": "}\n\n"},
 )
 CHECKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "VS Code LTeX": (

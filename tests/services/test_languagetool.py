@@ -5,7 +5,6 @@ The target writes what a function makes of each sentence; everything else is rea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from urllib.parse import quote
 import httpx2 as httpx
 import language_tool_python
 import pytest
-from correcting_service import correcting
+from correcting_service import LATEX, annotation, correcting
 from service_parts import Service
 from test_languagetool_matches import applied
 
@@ -59,10 +58,6 @@ def check(client: httpx.Client, **fields: str) -> httpx.Response:
     return client.post("/v2/check", data={"language": "en-US", **fields})
 
 
-def annotation(*nodes: dict[str, str | None]) -> str:
-    return json.dumps({"annotation": list(nodes)})
-
-
 def test_its_own_python_client_works(service: Service) -> None:
     """A field that a strict client misses; offsets that count otherwise than it does."""
     with language_tool_python.LanguageTool("en-US", remote_server=service.url) as tool:
@@ -83,17 +78,6 @@ def test_its_own_python_client_works(service: Service) -> None:
     with language_tool_python.LanguageTool("auto", remote_server=service.url) as tool:
         tool.preferred_variants = {"en-GB"}
         assert tool.correct(TEXT) == CORRECTED
-
-
-LATEX = annotation(
-    {"markup": "\\section{", "interpretAs": "\n\n"},
-    {"text": "He "},
-    {"markup": "\\emph{"},
-    {"text": "go"},
-    {"markup": "}"},
-    {"text": " to a old mill."},
-    {"markup": "}\n\n"},
-)
 
 
 def test_every_field_that_clients_look_for_is_there(client: httpx.Client) -> None:
@@ -253,8 +237,7 @@ def test_v1_grammar_gives_the_whole_text(service: Service) -> None:
     JavaScript rounds."""
     with service.client(service.keys.ann) as ann:
         reply = ann.post("/v1/grammar", json={"text": TEXT, "seed": 7, "speculation": False}).json()
-        nodes = json.loads(LATEX)["annotation"]
-        marked = ann.post("/v1/grammar", json={"annotation": nodes, "ignore": ["old"], "disabled_kinds": ["article"]})
+        marked = ann.post("/v1/grammar", json={"annotation": LATEX, "ignore": ["old"], "disabled_kinds": ["article"]})
     assert (reply["text"], reply["corrected"], reply["seed"]) == (TEXT, CORRECTED, 7)
     assert [edit["kind"] for edit in reply["edits"]] == ["agreement", "article", "agreement", "agreement"]
     edit = reply["edits"][-1]

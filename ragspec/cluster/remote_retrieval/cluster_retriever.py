@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import threading
 import time
 import weakref
@@ -278,10 +277,6 @@ class ClusterRetriever(Retriever):
         answers no health check for `hang_s` is killed.
         Raises: ConfigError, ModelError, StoreError or RetrievalError.
         """
-        if not all(0.0 < seconds < math.inf for seconds in (timeout_s, late_s, hang_s)) or shard_replicas < 1:
-            raise ConfigError(
-                "an index elsewhere needs finite time limits above 0, and at least one holder of a segment"
-            )
         self._index_dir = configured_index_dir(config).resolve()
         read_pointer(self._index_dir)  # Why first: a missing index fails before any wait
         self._num_replicas = shard_replicas

@@ -91,7 +91,9 @@ class Chat:
         num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
         latest = history.latest
-        prompts = self._prompts.by(latest.rules if latest else self._prompts.rules)
+        prompts = self._prompts
+        if latest is not None:
+            prompts = prompts.by(latest.rules.with_target_of(prompts.rules))
         if prompts.rules.routing == "none" and turn.when == "auto":
             turn = replace(turn, when="always")
         begin = time.perf_counter()

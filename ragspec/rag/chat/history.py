@@ -10,7 +10,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ragspec.config import When
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, SaveError, StoreError
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
@@ -20,6 +19,7 @@ from ragspec.rag.chat.routing import needs_documents
 from ragspec.retrieval.expansion import part
 from ragspec.retrieval.search.relevance import unit_relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
+from ragspec.retrieval_config import When
 from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
 

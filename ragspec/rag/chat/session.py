@@ -21,7 +21,6 @@ from typing import Any, Self, Unpack
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ragspec.config import When
 from ragspec.core import Completion, Message, SamplingOptions, SamplingParams
 from ragspec.disk import saving, write_atomically
 from ragspec.errors import InputError
@@ -31,6 +30,7 @@ from ragspec.rag.chat.conversations import QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.history import ChatTurn, load_history
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.steps import Closeable, EngineLike, params_of_each, said_completions, stream_answer
+from ragspec.retrieval_config import When
 from ragspec.speculation import Speculation, SpeculationGiven
 
 
