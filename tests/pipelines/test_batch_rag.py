@@ -106,26 +106,26 @@ def straight(place: Path, loaded: Runtime) -> dict[str, str]:
     return texts_of(place / "straight")
 
 
-def with_weights(begun: Job, kind: str) -> Job:
-    target = begun.config.target.model_copy(update={"quantization": kind})
-    return replace(begun, config=begun.config.model_copy(update={"target": target}))
+def changed(begun: Job, section: str, **settings: str) -> Job:
+    own = getattr(begun.config, section).model_copy(update=settings)
+    return replace(begun, config=begun.config.model_copy(update={section: own}))
 
 
 def test_a_job_begun_in_float_weights_is_not_continued_in_others(place: Path, tmp_path: Path) -> None:
     """An update made int8 automatic: a begun job was refused, or went on in other weights."""
     begun = job(place, write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out")  # no row needs an engine
-    run_job(with_weights(begun, "none"), RagTask())
+    run_job(changed(begun, "target", quantization="none"), RagTask())
     assert "weights" not in json.loads((tmp_path / "out" / "job.json").read_text())
     run_job(begun, RagTask())
     with pytest.raises(ConfigError, match="holds a job"):
-        run_job(with_weights(begun, "int8"), RagTask())
+        run_job(changed(begun, "target", quantization="int8"), RagTask())
 
 
 @pytest.mark.slow
 def test_a_job_begun_in_float_weights_goes_on_in_them(place: Path, tmp_path: Path) -> None:
     """Half of a begun job's texts came from other weights."""
     begun = job(place, write_lines(tmp_path / "q.jsonl", uneven_rows(4)), tmp_path / "out")
-    run_job(with_weights(begun, "none"), RagTask())
+    run_job(changed(begun, "target", quantization="none"), RagTask())
     whole = texts_of(begun.out)
     [answers] = begun.out.glob("answers-*.jsonl")
     answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))  # the begun job
@@ -155,18 +155,13 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
     assert json.loads((out / "job.json").read_text())["retriever"]["fusion"] == "learned"
 
 
-def with_order(begun: Job, order: str) -> Job:
-    generation = begun.config.generation.model_copy(update={"passage_order": order})
-    return replace(begun, config=begun.config.model_copy(update={"generation": generation}))
-
-
 def test_a_job_begun_without_an_order_of_passages_goes_on_by_rank(place: Path, tmp_path: Path) -> None:
     """Half of a job's prompts had another order; or a job was refused for a setting from after it."""
     begun = job(place, write_lines(tmp_path / "q.jsonl", [{"id": "a"}]), tmp_path / "out")
     run_job(begun, RagTask())
     assert "passage_order" not in json.loads((begun.out / "job.json").read_text())["generation"]
-    run_job(with_order(begun, "shared"), RagTask())
-    run_job(replace(with_order(begun, "shared"), resume=False), RagTask())
+    run_job(changed(begun, "generation", passage_order="shared"), RagTask())
+    run_job(replace(changed(begun, "generation", passage_order="shared"), resume=False), RagTask())
     assert json.loads((begun.out / "job.json").read_text())["generation"]["passage_order"] == "shared"
     with pytest.raises(ConfigError, match="holds a job"):
         run_job(begun, RagTask())
@@ -208,8 +203,7 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     monkeypatch.setattr(batch_job, "_answer", change_first)
     monkeypatch.setattr(batch_backend, "_load_in_process", load)
     begun = job(place, inputs, tmp_path / "out")
-    retriever = begun.config.retriever.model_copy(update={"index_dir": str(tmp_path / "index")})
-    run_job(replace(begun, config=begun.config.model_copy(update={"retriever": retriever})), RagTask())
+    run_job(changed(begun, "retriever", index_dir=str(tmp_path / "index")), RagTask())
     answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
     details = {**answers, "chat": answers["chat"]["response"]["body"]["ragspec"]}
     assert details["ann"]["passages"] == details["chat"]["passages"] == ["secret#0"]

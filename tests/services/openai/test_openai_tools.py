@@ -98,7 +98,7 @@ NAMED = {"type": "function", "function": {"name": "light"}}
         ({"tool_choice": "required", "temperature": 0.0}, 1),
         ({"tool_choice": "required", "temperature": 1.0, "parallel_tool_calls": False}, 1),
         ({"tool_choice": NAMED, "temperature": 1.0}, 1),
-        ({"tool_choice": "none", "temperature": 1.0}, 0),
+        ({"tool_choice": "none", "temperature": 1.0, "max_tokens": 60}, 0),
     ],
     ids=["auto", "required", "one", "named", "none"],
 )
