@@ -142,7 +142,7 @@ def test_help_and_what_is_missing_are_told_before_torch_loads(tmp_path: Path) ->
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["demo", "ask", "evaluate", "doctor", "index", "bench"])
+@pytest.mark.parametrize("command", ["index", "bench"])
 def test_every_command_explains_itself(run: Callable[..., Ended], command: str) -> None:
     """A command that is listed and cannot even start."""
     ended = run(command, "--help")

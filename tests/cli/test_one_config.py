@@ -106,12 +106,8 @@ def test_a_job_takes_the_file_of_a_service_and_an_adapter(tmp_path: Path, capsys
     """A batch job refused `service:`, and had no --adapter."""
     (tmp_path / "in.jsonl").write_text('{"id": 1, "text": "He go."}\n')
     call = ["--input", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out")]
-    settings = [
-        "--config",
-        str(written(tmp_path, "service: {port: 1}\nchat: {}\n")),
-        "--adapter",
-        str(tmp_path / "none"),
-    ]
+    config = written(tmp_path, "service: {port: 1}\nchat: {}\n")
+    settings = ["--config", str(config), "--adapter", str(tmp_path / "none")]
     with pytest.raises(SystemExit):
         batch_grammar(args=[*call, *settings], prog_name="job")
     assert f"{tmp_path / 'none'} is not an adapter's directory" in " ".join(capsys.readouterr().err.split())

@@ -95,13 +95,7 @@ def test_a_response_of_openai_node_reads_the_same_turns(client: httpx.Client) ->
         {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [answer]},
         {"role": "user", "content": [{"type": "input_text", "text": text} for text in QUESTION.split("\n")]},
     ]
-    asked: dict[str, Any] = {
-        "input": items,
-        "instructions": "Be brief.",
-        **COMMON,
-        "max_output_tokens": 8,
-        "stream": True,
-    }
+    asked = {"input": items, "instructions": "Be brief.", **COMMON, "max_output_tokens": 8, "stream": True}
     empty = dict.fromkeys(["previous_response_id", "max_tool_calls", "prompt", "top_logprobs", "truncation", "user"])
     defaults = {"tools": [], "tool_choice": "auto", "reasoning": {"effort": None}, "text": {"format": {"type": "text"}}}
     reply = client.post("/v1/responses", json=asked | empty | defaults | {"include": ["reasoning.encrypted_content"]})
