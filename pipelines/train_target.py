@@ -30,7 +30,7 @@ from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, case_scores, model_generate, question_cases
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.reference.mixture import LONG, SHARES, Mixture
+from ragspec.training.reference.mixture import LONG, Mixture
 from ragspec.training.reference.sources import json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer, Row
 from ragspec.training.trainer import WorkerGroup
@@ -139,7 +139,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
 
 def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, rng: random.Random) -> Row:
     """A row of one kind of text; a function of the generator."""
-    (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+    (kind,) = rng.choices(list(mixture.shares), list(mixture.shares.values()))
     row = Row(int(row_tokens * LONG.get(kind, 1)))
     for _ in range(MAX_DRAWS):
         row.add(map(encoder.encode, mixture.draw(kind, rng)))
