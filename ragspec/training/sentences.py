@@ -1,7 +1,7 @@
 """Sentences of training texts, and the one that answers; the parts of a passage that may answer.
 
-Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.quotable`): a sentence,
-a list item or a table row, or a sentence with the block that it announces. Code alone is no part.
+Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.quotable`): a
+sentence, a list item or a table row, or a sentence with the block that it announces. Code alone is no part.
 
 >>> split_sentences("Dr. Fox ran. It rained.")
 ['Dr. Fox ran.', 'It rained.']
@@ -81,8 +81,8 @@ _WHOLE = re.compile(r"[\"'“‘(`*\[]*[A-Z0-9$/.~<-].*[.!?:][\"'”’)`*\]]*",
 
 
 class Part(NamedTuple):
-    """The span `text[start:end]` of a document. `kind`: of the block that it begins in. `block_start`: where the block begins that
-    it announces; `end` if it announces none."""
+    """The span `text[start:end]` of a document. `kind`: of the block that it begins in. `block_start`: where the block that it
+    announces begins; `end` if it announces none."""
 
     start: int
     end: int
