@@ -147,7 +147,7 @@ class Asker(Closeable):
                 prompts.tokenizer,
                 prompts.max_context_tokens,
                 words,
-                prompts.abstention,
+                prompts.fit,
                 prompts.languages,
                 prompts.passage_order,
             )

@@ -23,13 +23,14 @@ from ragspec.config import DEFAULT_ADAPTER, PassageOrder, PipelineConfig, Prompt
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.languages import ENGLISH, guess_language
+from ragspec.rag.quote_bias import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
     QUESTION,
     SHORT_INSTRUCTION,
-    AbstentionFit,
+    AnswerFit,
     numbered,
     system_text,
     user_text,
@@ -102,12 +103,12 @@ class PromptBuilder:
         tokenizer: Any,
         max_context_tokens: int,
         words: PromptConfig | None = None,
-        abstention: AbstentionFit | None = None,
+        fit: AnswerFit | None = None,
         languages: Collection[str] = (),
         passage_order: PassageOrder = "rank",
     ) -> None:
         """`languages`: codes of those that the target answers in; empty: not known."""
-        words, self.abstention = words or PromptConfig(), abstention or AbstentionFit()
+        words, self.fit = words or PromptConfig(), fit or AnswerFit()
         self.languages = languages
         self.passage_order: PassageOrder = passage_order
         self.quotes_first = words.layout != "short"
@@ -128,11 +129,11 @@ class PromptBuilder:
 
     @classmethod
     def of(cls, tokenizer: Any, max_context_tokens: int, config: PipelineConfig) -> PromptBuilder:
-        """In the words of a configuration, with the abstention that was fitted to its adapter. Raises: ModelError."""
+        """In the words of a configuration, with the biases that were fitted to its adapter. Raises: ModelError."""
         adapter = config.target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         order = config.generation.passage_order
-        return cls(tokenizer, max_context_tokens, config.wording, AbstentionFit.beside(adapter), languages, order)
+        return cls(tokenizer, max_context_tokens, config.wording, AnswerFit.beside(adapter), languages, order)
 
     def unknown_language(self, question: str) -> str:
         """The name of the question's language if the target does not know it, or an empty text."""
@@ -141,13 +142,20 @@ class PromptBuilder:
         found = guess_language(question)
         return "" if found.code in self.languages or found.confidence < _LEAST_CONFIDENCE else found.name
 
-    def biased(self, params: SamplingParams, passages: Sequence[Passage], closeness: float | None) -> SamplingParams:
-        """The parameters of an answer from passages, with the fitted bias on abstention unless they have a bias of their own."""
-        is_free = params.first_token_bias or params.json_schema or not self.quotes_first
-        if is_free or not any(self.abstention) or not passages or closeness is None:
+    def biased(
+        self, params: SamplingParams, question: str, passages: Sequence[Passage], closeness: float | None
+    ) -> SamplingParams:
+        """The parameters of an answer from passages, with the fitted biases unless they have biases of their own."""
+        has_own = params.first_token_bias or params.prefix_bias
+        if has_own or params.json_schema or not self.quotes_first or not passages:
+            return params
+        if self.fit.question_weight and params.verbatim_quotes:
+            biases = quote_bias(question, passages, self.plain_ids, self.fit.question_weight)
+            params = replace(params, prefix_bias=biases)
+        if closeness is None or not (self.fit.intercept or self.fit.slope):
             return params
         (first, *_) = self.plain_ids([ABSTENTION])[0]
-        return replace(params, first_token_bias={first: self.abstention.bias(closeness)})
+        return replace(params, first_token_bias={first: self.fit.abstention_bias(closeness)})
 
     def build(
         self,

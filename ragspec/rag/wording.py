@@ -146,29 +146,35 @@ def parse_answer(text: str) -> QuotedAnswer | None:
     return QuotedAnswer(match["quote"], int(match["passage"]), match["short"].strip().rstrip("."))
 
 
-_FIT_FILE = "abstention.json"
+FIT_FILE = "answer_fit.json"
 
 
-class AbstentionFit(NamedTuple):
-    """The bias with which a target abstains: ABSTENTION's first token gets `intercept + slope * logit(closeness)`, in logits.
+def logit(share: float) -> float:
+    """The logarithm of the odds of a share between 0 and 1, where it is finite."""
+    return math.log(max(share, 1e-9) / max(1.0 - share, 1e-9))
 
-    Fitted to the adapter in whose folder it stands.
+
+class AnswerFit(NamedTuple):
+    """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands.
+
+    ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `question_weight`: of the words of the question that a
+    quote holds, see `ragspec.rag.quote_bias`.
     """
 
     intercept: float = 0.0
     slope: float = 0.0
+    question_weight: float = 0.0
 
     @classmethod
     def beside(cls, adapter: Path | None) -> Self:
         """The fit in an adapter's folder; zero if there is none. Raises: ModelError."""
-        if adapter is None or not (path := adapter / _FIT_FILE).is_file():
+        if adapter is None or not (path := adapter / FIT_FILE).is_file():
             return cls()
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as cause:
-            raise ModelError(f"{path} does not hold intercept and slope: {cause}") from cause
+            raise ModelError(f"{path} does not hold intercept, slope and question_weight: {cause}") from cause
 
-    def bias(self, closeness: float) -> float:
+    def abstention_bias(self, closeness: float) -> float:
         """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""
-        odds = math.log(max(closeness, 1e-9) / max(1.0 - closeness, 1e-9))
-        return max(-100.0, min(100.0, self.intercept + self.slope * odds))
+        return max(-100.0, min(100.0, self.intercept + self.slope * logit(closeness)))

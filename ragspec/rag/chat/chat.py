@@ -109,7 +109,7 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            self._prompts.biased(turn.params, prompt.passages, context.closeness),
+            self._prompts.biased(turn.params, question, prompt.passages, context.closeness),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
