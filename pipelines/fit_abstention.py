@@ -1,22 +1,23 @@
-"""Fit how readily a target with an adapter abstains, and write `abstention.json` into the adapter's folder.
+"""Fit how readily a target with an adapter abstains, and write `answer_fit.json` into the adapter's folder.
 
     python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --adapter RUN/adapter
 
 The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered without a bias. Its features are the
-log-probability of the abstention's first token over that of the answer's, and the logit of `closeness`. A logistic regression
-weighs them; the intercept is the highest with which at most `--lost` of the right answers are lost. Prints counts as JSON.
+log-probability of the abstention's first token over that of the answer's, and the logit of `closeness`. Of a grid, the fit is the
+intercept and slope with which abstentions tell the questions that are not answerable from the others best. Prints counts as JSON.
+
+Source: Youden, Index for Rating Diagnostic Tests (1950).
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from sklearn.linear_model import LogisticRegression
 
 from ragspec import Pipeline
 from ragspec.config import PipelineConfig
@@ -25,10 +26,10 @@ from ragspec.disk import write_atomically
 from ragspec.errors import InputError
 from ragspec.evaluation.questions import AskedQuestion, judge, read_lines
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, FIT_FILE, AnswerFit, logit
+from ragspec.rag.wording import ABSTENTION, FIT_FILE, AnswerFit
 
+SLOPES, INTERCEPTS = np.arange(0.0, -2.25, -0.25), np.arange(-10.0, 4.25, 0.25)
 _LEAST_QUESTIONS = 5
-"""Right answers, and questions that are not answerable."""
 
 
 class Case(NamedTuple):
@@ -44,7 +45,6 @@ def main(
     questions: Annotated[list[Path], typer.Argument(help="JSON lines of questions.")],
     index: Annotated[Path, typer.Option(help="The folder of the index that the questions are about.")],
     adapter: Annotated[Path, typer.Option(help="The adapter's folder.")],
-    lost: Annotated[float, typer.Option(help="The share of right answers that may be lost.")] = 0.05,
 ) -> None:
     """Fit the bias on abstention of one adapter."""
     config = PipelineConfig.model_validate(
@@ -53,7 +53,8 @@ def main(
     asked = [line for line in read_lines(questions) if isinstance(line, AskedQuestion)]
     with Pipeline.from_config(config) as pipeline:
         cases = list(filter(None, (case_of(pipeline, question) for question in asked)))
-    fit = fitted(cases, lost)
+    intercept, slope = fitted(cases)
+    fit = AnswerFit.beside(adapter)._replace(intercept=intercept, slope=slope)
     write_atomically(adapter / FIT_FILE, json.dumps(fit._asdict()) + "\n")
     print(json.dumps({**fit._asdict(), **counts(cases, AnswerFit()), **counts(cases, fit, "_fitted")}))
 
@@ -78,21 +79,27 @@ def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
     )
 
 
-def fitted(cases: list[Case], lost: float) -> AnswerFit:
-    """Raises: InputError if there are too few questions of a kind."""
-    right = [case for case in cases if case.is_right]
-    if min(len(right), sum(not case.answerable for case in cases)) < _LEAST_QUESTIONS:
-        raise InputError(f"a fit needs {_LEAST_QUESTIONS} right answers and as many questions that are not answerable")
-    features = np.array([(case.margin, logit(case.closeness)) for case in cases])
-    model = LogisticRegression(class_weight="balanced").fit(features, [not case.is_right for case in cases])
-    of_margin, of_closeness = model.coef_[0]
-    slope = float(of_closeness / of_margin) if of_margin > 0 and of_closeness < 0 else 0.0
-    room = sorted(-case.margin - slope * logit(case.closeness) for case in right)
-    return AnswerFit(math.floor(100 * room[int(lost * len(room))]) / 100, round(slope, 3))
+def fitted(cases: list[Case]) -> tuple[float, float]:
+    """Intercept and slope of the greatest `youden`. Raises: InputError if there are too few questions of a kind."""
+    num_answerable = sum(case.answerable for case in cases)
+    if min(num_answerable, len(cases) - num_answerable) < _LEAST_QUESTIONS:
+        raise InputError(f"a fit needs {_LEAST_QUESTIONS} questions that are answerable, and as many that are not")
+    pairs = ((float(intercept), float(slope)) for slope in SLOPES for intercept in INTERCEPTS)
+    return max(pairs, key=lambda pair: youden(cases, AnswerFit(*pair)))
+
+
+def youden(cases: list[Case], fit: AnswerFit) -> float:
+    """The share of abstentions among questions that are not answerable, less that among the others."""
+    abstains = [case.margin + fit.abstention_bias(case.closeness) > 0 for case in cases]
+    shares = [
+        mean(each for each, case in zip(abstains, cases, strict=True) if case.answerable is kind)
+        for kind in (False, True)
+    ]
+    return shares[0] - shares[1]
 
 
 def counts(cases: list[Case], fit: AnswerFit, name: str = "") -> dict[str, int]:
-    abstained = [case for case in cases if case.margin + fit.bias(case.closeness) > 0]
+    abstained = [case for case in cases if case.margin + fit.abstention_bias(case.closeness) > 0]
     return {
         f"not_answerable_abstained{name}": sum(not case.answerable for case in abstained),
         f"answerable_abstained{name}": sum(case.answerable for case in abstained),

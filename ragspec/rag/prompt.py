@@ -146,13 +146,12 @@ class PromptBuilder:
         self, params: SamplingParams, question: str, passages: Sequence[Passage], closeness: float | None
     ) -> SamplingParams:
         """The parameters of an answer from passages, with the fitted biases unless they have biases of their own."""
-        has_own = params.first_token_bias or params.prefix_bias
-        if has_own or params.json_schema or not self.quotes_first or not passages:
+        if params.json_schema or not self.quotes_first or not passages:
             return params
-        if self.fit.question_weight and params.verbatim_quotes:
+        if self.fit.question_weight and params.verbatim_quotes and not params.prefix_bias:
             biases = quote_bias(question, passages, self.plain_ids, self.fit.question_weight)
             params = replace(params, prefix_bias=biases)
-        if closeness is None or not (self.fit.intercept or self.fit.slope):
+        if closeness is None or params.first_token_bias or not (self.fit.intercept or self.fit.slope):
             return params
         (first, *_) = self.plain_ids([ABSTENTION])[0]
         return replace(params, first_token_bias={first: self.fit.abstention_bias(closeness)})

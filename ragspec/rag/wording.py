@@ -149,11 +149,6 @@ def parse_answer(text: str) -> QuotedAnswer | None:
 FIT_FILE = "answer_fit.json"
 
 
-def logit(share: float) -> float:
-    """The logarithm of the odds of a share between 0 and 1, where it is finite."""
-    return math.log(max(share, 1e-9) / max(1.0 - share, 1e-9))
-
-
 class AnswerFit(NamedTuple):
     """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands.
 
@@ -177,4 +172,5 @@ class AnswerFit(NamedTuple):
 
     def abstention_bias(self, closeness: float) -> float:
         """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""
-        return max(-100.0, min(100.0, self.intercept + self.slope * logit(closeness)))
+        odds = math.log(max(closeness, 1e-9) / max(1.0 - closeness, 1e-9))
+        return max(-100.0, min(100.0, self.intercept + self.slope * odds))
