@@ -24,13 +24,16 @@ import torch
 
 from pipelines.train import training_run
 from pipelines.train.training_run import absolute_path, positive
-from ragspec.config import DEFAULT_TARGET, TargetConfig
+from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
+from ragspec.core import Message, Request, SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.engine.checkpoints.target_files import check_target
+from ragspec.engine.loading import load_engine
 from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, case_scores, model_generate, question_cases
+from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.reference.mixture import LONG, SHARES, Mixture
+from ragspec.training.reference.mixture import LONG, Mixture
 from ragspec.training.reference.sources import json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer, Row
 from ragspec.training.trainer import WorkerGroup
@@ -44,6 +47,7 @@ CHAT_REQUESTS = ("Explain {} to a ten-year-old.", "Give me three tips about {}."
     "List five facts about {}.", "Tell me a joke about {}.", "Suggest a title for an essay on {}.")  # fmt: skip
 CHAT_TOPICS = ("photosynthesis", "cooking rice", "the moon", "learning to swim", "chess", "public transport", "bees",
     "saving money", "jazz", "gardening", "electric cars", "sleep")  # fmt: skip
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS)
 CHAT_INSTRUCTIONS, CHAT_QUESTION_SHARE, CHATS_AT_ONCE = ("roleplay", "codegen-instruct"), 0.35, 64
 BASES = {DEFAULT_TARGET: f"HuggingFaceTB/{DEFAULT_TARGET}"}
 GREETINGS = ("Hello!", "Who are you?", "Thank you!", "Can you help me?", "What can you do?", "How are you?")
@@ -62,7 +66,8 @@ class TargetRun(training_run.TrainingRun):
 
     @property
     def target_config(self) -> TargetConfig:
-        return TargetConfig(model=self.target, adapter="none")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return TargetConfig(model=self.target, adapter="none", device=device)
 
     def unadapted(self, device: str) -> FrozenTarget:
         """Raises: ModelError, SaveError."""
@@ -76,14 +81,15 @@ class TargetRun(training_run.TrainingRun):
         requests = chat_requests(self.data_dir, self.num_chats)[len(done) :]
         if not requests:
             return
-        target = self.unadapted("cuda" if torch.cuda.is_available() else "cpu")
-        generate = model_generate(target.model, target.tokenizer)
-        for at in range(0, len(requests), CHATS_AT_ONCE):
-            prompts = [[message("user", text)] for text in requests[at : at + CHATS_AT_ONCE]]
-            for prompt, answer in zip(prompts, generate(prompts), strict=True):
-                is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
-                done.append({"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut})
-            write_atomically(self.out / CHATS, "".join(f"{json.dumps(row)}\n" for row in done))
+        with load_engine(self.target_config, EngineConfig(), DraftingConfig()) as engine:
+            prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+            for at in range(0, len(requests), CHATS_AT_ONCE):
+                asked = [[Message("user", text)] for text in requests[at : at + CHATS_AT_ONCE]]
+                rows = [Request(str(n), prompts.tokens(each), SAMPLING) for n, each in enumerate(asked, start=at)]
+                for (question,), answer in zip(asked, engine.generate(rows), strict=True):
+                    messages = [message("user", question.content), message("assistant", answer.text.strip())]
+                    done.append({"messages": messages, "is_cut": answer.finish_reason == "length"})
+                write_atomically(self.out / CHATS, "".join(f"{json.dumps(row)}\n" for row in done))
 
 
 def main() -> None:
@@ -139,7 +145,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
 
 def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, rng: random.Random) -> Row:
     """A row of one kind of text; a function of the generator."""
-    (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+    (kind,) = rng.choices(list(mixture.shares), list(mixture.shares.values()))
     row = Row(int(row_tokens * LONG.get(kind, 1)))
     for _ in range(MAX_DRAWS):
         row.add(map(encoder.encode, mixture.draw(kind, rng)))

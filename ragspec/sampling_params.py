@@ -8,7 +8,7 @@ Other modules import them from `ragspec.core`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
@@ -17,6 +17,16 @@ from ragspec.errors import InputError
 MAX_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 1e-6
 """Logits are divided by at least this number: a smaller one would overflow float32, and infinities tie."""
+
+
+def _check_bias(name: str, biases: Any) -> None:
+    if not isinstance(biases, Mapping):
+        raise InputError(f"{name} must map token ids to numbers, not {biases!r}")
+    for token, bias in biases.items():
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InputError(f"{name} must map token ids to numbers, and {token!r} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100.0 <= bias <= 100.0:
+            raise InputError(f"{name} of token {token} must be a number from -100 to 100, not {bias!r}")
 
 
 def _in_range(default: Any, kind: type, low: float, high: float) -> Any:
@@ -34,7 +44,8 @@ class SamplingParams:
     output of `min_tokens` tokens or fewer. `json_schema`: a JSON schema as text, which the output follows; empty: none. Where
     `max_tokens` ends such an output, it is the beginning of a valid one. `verbatim_quotes`: an answer from passages that begins
     with a quote begins with words of a passage, character by character; without effect on other outputs. `first_token_bias`:
-    takes the place of `logit_bias` for its token ids at the first output token, and there alone.
+    takes the place of `logit_bias` for its token ids at the first output token, and there alone. `prefix_bias`: of the token
+    behind exactly these output tokens, added to the other biases.
     """
 
     temperature: float = _in_range(0.0, float, 0.0, 100.0)
@@ -46,6 +57,7 @@ class SamplingParams:
     frequency_penalty: float = _in_range(0.0, float, -100.0, 100.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     first_token_bias: Mapping[int, float] = field(default_factory=dict)
+    prefix_bias: Mapping[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     max_tokens: int = _in_range(128, int, 1, 2**31)
     min_tokens: int = _in_range(0, int, 0, 2**31)
@@ -73,7 +85,9 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name in ("logit_bias", "first_token_bias"):
-            self._check_bias(name)
+            _check_bias(name, getattr(self, name))
+        for biases in self.prefix_bias.values():
+            _check_bias("prefix_bias", biases)
         self._check_schema()
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
@@ -92,21 +106,17 @@ class SamplingParams:
                 "min_tokens and ignore_eos mean nothing beside json_schema: the output ends where its value does"
             )
 
-    def _check_bias(self, name: str) -> None:
-        biases = getattr(self, name)
-        if not isinstance(biases, Mapping):
-            raise InputError(f"{name} must map token ids to numbers, not {biases!r}")
-        for token, bias in biases.items():
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InputError(f"{name} must map token ids to numbers, and {token!r} is no token id")
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100.0 <= bias <= 100.0:
-                raise InputError(f"{name} of token {token} must be a number from -100 to 100, not {bias!r}")
+    @property
+    def longest_prefix(self) -> int:
+        """The most output tokens that a bias of `after` depends on; -1: no bias does."""
+        return max(map(len, self.prefix_bias), default=0 if self.first_token_bias else -1)
 
-    def at(self, index: int) -> SamplingParams:
-        """The parameters of output token `index`, the first of which may have other biases."""
-        if index or not self.first_token_bias:
-            return self
-        return replace(self, logit_bias={**self.logit_bias, **self.first_token_bias}, first_token_bias={})
+    def after(self, output: Sequence[int]) -> SamplingParams:
+        """The parameters of the token behind these output tokens, all its biases in `logit_bias`."""
+        biases = {**self.logit_bias, **({} if output else self.first_token_bias)}
+        for token, bias in self.prefix_bias.get(tuple(output), {}).items():
+            biases[token] = biases.get(token, 0.0) + bias
+        return replace(self, logit_bias=biases, first_token_bias={}, prefix_bias={})
 
     @property
     def greedy(self) -> bool:
@@ -134,6 +144,7 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     first_token_bias: Mapping[int, float]
+    prefix_bias: Mapping[tuple[int, ...], Mapping[int, float]]
     stop: tuple[str, ...]
     max_tokens: int
     min_tokens: int

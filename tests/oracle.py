@@ -53,7 +53,9 @@ def warped(
         x[v] = x[v] / repetition if x[v] > 0 else x[v] * repetition
     for v in set(output):
         x[v] -= presence + frequency * np.float32(list(output).count(v))
-    biases = {**params.logit_bias, **params.first_token_bias} if not output else params.logit_bias
+    biases = dict(params.logit_bias) if output else {**params.logit_bias, **params.first_token_bias}
+    for v, bias in params.prefix_bias.get(tuple(output), {}).items():
+        biases[v] = biases.get(v, 0.0) + bias
     for v, bias in biases.items():
         x[v] += np.float32(bias)
     if len(output) < params.min_tokens:

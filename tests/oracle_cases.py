@@ -37,6 +37,7 @@ PARAMS = {
         frequency_penalty=0.7,
         logit_bias={1: 6.0, 40: 3.0, 41: -50.0},
         first_token_bias={40: -9.0, 77: 12.0},
+        prefix_bias={(): {77: 1.0}, (77,): {5: 30.0, 40: -2.0}, (77, 5): {6: 30.0}, (3, 4): {1: 9.0}},
         min_tokens=6,
         seed=0,
         max_tokens=14,

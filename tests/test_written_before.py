@@ -29,7 +29,7 @@ from ragspec.core import Block, BlockKind, Document, Heading, Passage
 from ragspec.errors import ConfigError
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.grammar.dictionaries import DictionaryStore
-from ragspec.rag.wording import FORMER_RULES, AbstentionFit, TextRules
+from ragspec.rag.wording import FORMER_RULES, AnswerFit, TextRules
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import Manifest, read_current
@@ -190,7 +190,7 @@ def test_conversations_go_on(written: Path) -> None:
     passage = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill", "mill.md", 0.5)
     former = ShownPassages((passage,), "generation-1", ("mill#0",), rules=FORMER_RULES)
     assert store.load_shown("ann", ["key"]) == {"key": former}
-    new = ShownPassages((passage,), rules=TextRules(abstention=AbstentionFit(0.5, -2.0), languages=("en",)))
+    new = ShownPassages((passage,), rules=TextRules(fit=AnswerFit(0.5, -2.0), languages=("en",)))
     store.save_shown("ann", "new", new)
     assert store.load_shown("ann", ["new"]) == {"new": new}
     store.append("ann", CONVERSATION, [QaPair("Who?", "The people.")])

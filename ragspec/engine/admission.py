@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -65,9 +66,15 @@ class ModelLimits(NamedTuple):
                 raise InputError(f"the {what} holds a token id that is no whole number")
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InputError(f"the {what} holds a token id outside [0, {self.vocab_size})")
-        for name in ("logit_bias", "first_token_bias"):
-            wrong = [token for token in getattr(request.params, name) if not 0 <= token < self.vocab_size]
-            if wrong:
+        params = request.params
+        of_prefixes = itertools.chain.from_iterable(params.prefix_bias.values())
+        biased = {
+            "logit_bias": params.logit_bias,
+            "first_token_bias": params.first_token_bias,
+            "prefix_bias": of_prefixes,
+        }
+        for name, tokens in biased.items():
+            if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
                 raise InputError(f"{name} names token {wrong[0]}, outside [0, {self.vocab_size})")
 
 

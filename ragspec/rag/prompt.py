@@ -24,6 +24,7 @@ from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
+from ragspec.rag.quote_bias import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
     GRAMMAR_REQUEST,
@@ -144,13 +145,20 @@ class PromptBuilder:
         found = guess_language(question)
         return "" if found.code in self.rules.languages or found.confidence < _LEAST_CONFIDENCE else found.name
 
-    def biased(self, params: SamplingParams, passages: Sequence[Passage], closeness: float | None) -> SamplingParams:
-        """The parameters of an answer from passages, with the fitted bias on abstention unless they have a bias of their own."""
-        is_free = params.first_token_bias or params.json_schema or not self.quotes_first
-        if is_free or not any(self.rules.abstention) or not passages or closeness is None:
+    def biased(
+        self, params: SamplingParams, question: str, passages: Sequence[Passage], closeness: float | None
+    ) -> SamplingParams:
+        """The parameters of an answer from passages, with the fitted biases unless they have biases of their own."""
+        fit = self.rules.fit
+        if params.json_schema or not self.quotes_first or not passages:
+            return params
+        if fit.question_weight and params.verbatim_quotes and not params.prefix_bias:
+            biases = quote_bias(question, passages, self.plain_ids, fit.question_weight)
+            params = replace(params, prefix_bias=biases)
+        if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope):
             return params
         (first, *_) = self.plain_ids([ABSTENTION])[0]
-        return replace(params, first_token_bias={first: self.rules.abstention.bias(closeness)})
+        return replace(params, first_token_bias={first: fit.abstention_bias(closeness)})
 
     def answer_grammar(
         self,

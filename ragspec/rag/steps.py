@@ -167,7 +167,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     request = Request(
         question.id,
         prompt.prompt_ids,
-        prompts.biased(question.params, prompt.passages, retrieved.closeness),
+        prompts.biased(question.params, question.text, prompt.passages, retrieved.closeness),
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,

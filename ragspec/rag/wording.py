@@ -152,29 +152,31 @@ def parse_answer(text: str) -> QuotedAnswer | None:
     return QuotedAnswer(match["quote"], int(match["passage"]), match["short"].strip().rstrip("."))
 
 
-_FIT_FILE = "abstention.json"
+FIT_FILE = "answer_fit.json"
 
 
-class AbstentionFit(NamedTuple):
-    """The bias with which a target abstains: ABSTENTION's first token gets `intercept + slope * logit(closeness)`, in logits.
+class AnswerFit(NamedTuple):
+    """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands.
 
-    Fitted to the adapter in whose folder it stands.
+    ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `question_weight`: of the words of the question that a
+    quote holds, see `ragspec.rag.quote_bias`.
     """
 
     intercept: float = 0.0
     slope: float = 0.0
+    question_weight: float = 0.0
 
     @classmethod
     def beside(cls, adapter: Path | None) -> Self:
         """The fit in an adapter's folder; zero if there is none. Raises: ModelError."""
-        if adapter is None or not (path := adapter / _FIT_FILE).is_file():
+        if adapter is None or not (path := adapter / FIT_FILE).is_file():
             return cls()
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as cause:
-            raise ModelError(f"{path} does not hold intercept and slope: {cause}") from cause
+            raise ModelError(f"{path} does not hold intercept, slope and question_weight: {cause}") from cause
 
-    def bias(self, closeness: float) -> float:
+    def abstention_bias(self, closeness: float) -> float:
         """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""
         odds = math.log(max(closeness, 1e-9) / max(1.0 - closeness, 1e-9))
         return max(-100.0, min(100.0, self.intercept + self.slope * odds))
@@ -186,11 +188,11 @@ class TextRules:
 
     `quotes`: "sentences", as `ragspec.rag.quotable` says, or "words": any run of whole words. `languages`: codes of the languages
     that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each message
-    is searched for. `target`: whose abstention and languages these are.
+    is searched for. `target`: whose fit and languages these are.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
-    abstention: AbstentionFit = AbstentionFit()
+    fit: AnswerFit = AnswerFit()
     languages: tuple[str, ...] = ()
     routing: Literal["signs", "none"] = "signs"
     target: str = ""
@@ -201,7 +203,7 @@ class TextRules:
         adapter = target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
-        return cls(abstention=AbstentionFit.beside(adapter), languages=languages, target=name)
+        return cls(fit=AnswerFit.beside(adapter), languages=languages, target=name)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Block, BlockKind, Document, Passage
+from ragspec.core import BlockKind, Document, Passage, blocks_reaching
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
-from ragspec.training.sentences import Part, blocks_reaching, normalise, quotable_parts
+from ragspec.training.sentences import Part, is_quotable, normalise, quotable_parts
 
 
 class RuleMatch(NamedTuple):
@@ -47,15 +47,15 @@ def _plain(text: str) -> str:
 
 def matches(document: Document, passage: Passage, tool: str) -> Iterator[RuleMatch]:
     """Every question that a rule makes of a passage. `tool`: the program that the document is about; empty: it has no name."""
-    text, parts = document.text, list(quotable_parts(document, passage.start, passage.end))
-    yield from _of_terms(document, passage, parts, tool)
+    text, parts = document.text, list(quotable_parts(passage))
+    yield from _of_terms(document, passage, tool)
     yield from _of_heading(document, passage, parts)
     for part in parts:
         if part.kind is BlockKind.TABLE:
             yield from _of_row(document, part, passage, tool)
         elif part.announces:
             yield from _of_announcement(text, part, tool)
-        else:
+        elif "\n\n" not in text[part.start : part.end]:
             yield from _of_sentence(text, part, tool)
 
 
@@ -88,37 +88,25 @@ _DEFAULT = re.compile(
 )
 
 
-def _of_terms(document: Document, passage: Passage, parts: Sequence[Part], tool: str) -> Iterator[RuleMatch]:
+def _of_terms(document: Document, passage: Passage, tool: str) -> Iterator[RuleMatch]:
     """A paragraph that is a term, with the first sentence of the block behind it; and the default that it names."""
     text, of_tool = document.text, f" of {tool}" * bool(tool)
-    blocks = [block for block in blocks_reaching(document, passage.start, passage.end) if block.start >= passage.start]
-    for block, after in itertools.pairwise(blocks):
+    blocks = blocks_reaching(document.blocks, passage.start, passage.end)
+    for block, after in itertools.pairwise(each for each in blocks if each.start >= passage.start):
         term = _TERM.fullmatch(text, block.start, block.end) if block.kind is BlockKind.PARAGRAPH else None
-        if (
-            term is None
-            or _NO_TERM.fullmatch(text, term.start("name"), block.end)
-            or not (asked := _asked_of_term(term, of_tool))
-        ):
+        if term is None or _NO_TERM.fullmatch(text, term.start("name"), block.end) or after.kind is BlockKind.TABLE:
             continue
-        behind = [part for part in parts if part.start >= after.start and part.end <= after.end and not part.announces]
-        behind = behind or _indented(text, after, passage)
-        if not behind or not behind[0].is_sentence(text) or text.startswith(_NO_DEFINITION, behind[0].start):
+        asked, behind = _asked_of_term(term, of_tool), sentences(text, after.start, min(after.end, passage.end))
+        if asked is None or not behind or text.startswith(_NO_DEFINITION, behind[0][0]):
             continue
-        first = behind[0]
-        if text[block.end : first.start].strip():
+        if text[behind[0][1] - 1] not in ".!)" or not text[behind[0][0]].isupper():
             continue
         is_option = bool(term["option"]) or term["directive"] in ("option", "cmdoption", "envvar")
-        yield RuleMatch(asked[0], block.start, first.end, "option" if is_option else "definition")
-        for part in behind[:2]:
-            if (value := _DEFAULT.search(text, part.start, part.end)) and not re.match(r"see\b|\W*$", value["value"]):
+        yield RuleMatch(asked[0], block.start, behind[0][1], "option" if is_option else "definition")
+        for start, end in behind[:2]:
+            if (value := _DEFAULT.search(text, start, end)) and not re.match(r"see\b|\W*$", value["value"]):
                 asks = f"What is the default of {asked[1]}?"
-                yield RuleMatch(asks, block.start, part.end, "default", _short(_plain(value["value"])))
-
-
-def _indented(text: str, block: Block, passage: Passage) -> list[Part]:
-    """The sentences of a block that a directive of reStructuredText indents, as code is."""
-    spans = sentences(text, block.start, min(block.end, passage.end)) if block.kind is BlockKind.CODE else []
-    return [Part(start, end, block.kind, end) for start, end in spans]
+                yield RuleMatch(asks, block.start, end, "default", _short(_plain(value["value"])))
 
 
 def _asked_of_term(term: re.Match[str], of_tool: str) -> tuple[str, str] | None:
@@ -141,7 +129,7 @@ def _asked_of_term(term: re.Match[str], of_tool: str) -> tuple[str, str] | None:
 
 def _of_heading(document: Document, passage: Passage, parts: Sequence[Part]) -> Iterator[RuleMatch]:
     """A heading that is a question or names a task, with the part right behind it."""
-    for block in blocks_reaching(document, passage.start, passage.end):
+    for block in blocks_reaching(document.blocks, passage.start, passage.end):
         if block.kind is not BlockKind.HEADING or block.start < passage.start:
             continue
         heading = re.sub(
@@ -356,10 +344,10 @@ MAX_SHORT_WORDS = 8
 
 def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iterator[RuleMatch]:
     """What a column says of the first cell of a row, where the table has a header and no other row begins with that cell."""
-    table = blocks_reaching(document, part.start, part.end)[0]
-    text = document.text[table.start : table.end]
-    cells = _cells(document.text[part.start : part.end])
-    is_repeated = text.count(f"| {document.text[part.start : part.end].partition(' |')[0]} |") > 1
+    table = blocks_reaching(document.blocks, part.start, part.end)[0]
+    text, row = document.text[table.start : table.end], document.text[part.start : part.end]
+    cells = _cells(row)
+    is_repeated = text.count(f"| {row.strip('| ').partition(' |')[0]} |") > 1
     headed = re.match(r"([^\n]+)\n[ \t|+]*[-=]{2}[-=+| :]*\n", text)
     titles = [title for title in passage.heading.split(" > ") if " | " not in title] or [passage.title]
     about = re.sub(r"^[\d.]+ ", "", _plain(titles[-1]).split(" --- ")[0].rstrip("?¶ "))
@@ -478,8 +466,12 @@ def rule_questions(document: Document, tool: str, num_asked: Counter[str]) -> It
         for found in matches(document, passage, tool):
             question, quote = normalise(found.question), document.text[found.start : found.end]
             is_new = question not in asked and 3 <= len(question.split()) <= MAX_QUESTION_WORDS
-            is_inside = passage.start <= found.start and found.end <= passage.end
-            if is_new and is_inside and normalise(quote).rstrip(".?") not in question and _is_whole(question):
+            if (
+                is_new
+                and is_quotable(passage, found.start, found.end)
+                and normalise(quote).rstrip(".?") not in question
+                and _is_whole(question)
+            ):
                 num_asked[quote] += 1
                 if num_asked[quote] <= SAME_QUOTE or found.kind == "table value":
                     asked.add(question)

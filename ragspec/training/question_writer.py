@@ -101,7 +101,7 @@ class WrittenQuestion(NamedTuple):
 def readings_of(file: PackageFile, document: Document) -> Iterator[Reading]:
     """The passages, as the product cuts them, that have enough to ask about."""
     for passage in chunk(document, ChunkingConfig()):
-        parts = list(quotable_parts(document, passage.start, passage.end))
+        parts = list(quotable_parts(passage))
         prose = [part for part in parts if part.kind is not BlockKind.TABLE]
         if len(parts) >= _LEAST_PARTS and sum(part.num_words(document.text) for part in prose) >= _LEAST_PROSE:
             yield Reading(file, document, passage, parts)

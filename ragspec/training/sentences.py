@@ -1,8 +1,7 @@
-"""Sentences of training texts, and the one that answers; the parts of a document that may answer, by its structure.
+"""Sentences of training texts, and the one that answers; the parts of a passage that may answer.
 
-Every sentence is a substring of its paragraph. A part of a document is a sentence, a list item or a table row; a sentence that
-ends in a colon reaches to the end of the code, list or table that it announces. Headings, code on its own, and sentences whose
-announced block is elsewhere are no parts.
+Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.quotable`): a
+sentence, a list item or a table row, or a sentence with the block that it announces. Code alone is no part.
 
 >>> split_sentences("Dr. Fox ran. It rained.")
 ['Dr. Fox ran.', 'It rained.']
@@ -10,15 +9,12 @@ announced block is elsewhere are no parts.
 
 import random
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ragspec.core import Block, BlockKind, Document
-from ragspec.retrieval import chunking
-from ragspec.retrieval.chunking import Span
+from ragspec.core import Block, BlockKind, Passage, blocks_reaching
+from ragspec.rag.quotable import quotable_runs
 
 _BOUNDARY = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(\[0-9`])")
 _ABBREVIATION = re.compile(
@@ -80,16 +76,13 @@ def common_answer(answers: list[str]) -> str:
 
 
 QUOTE_WORDS, BLOCK_WORDS = range(4, 56), range(4, 91)
-_MARKER = re.compile(r"\s*(?:[-*•+]|\(?\w{1,3}[.)])\s+")
 _WHOLE = re.compile(r"[\"'“‘(`*\[]*[A-Z0-9$/.~<-].*[.!?:][\"'”’)`*\]]*", re.DOTALL)
-"""Of the texts that stand as paragraphs the sentences: no heading, term or line of navigation."""
-_RULE_ROW = re.compile(r"[\s|+:=-]*")
-_ANNOUNCED = (BlockKind.CODE, BlockKind.LIST_ITEM, BlockKind.TABLE)
+"""Of the texts that stand as paragraphs the sentences: no term or line of navigation."""
 
 
 class Part(NamedTuple):
-    """The span `text[start:end]` of a document. `kind`: of the block that it begins in. `announces`: it holds an announced
-    block, which begins at `block_start`; else that is `end`."""
+    """The span `text[start:end]` of a document. `kind`: of the block that it begins in. `block_start`: where the block that it
+    announces begins; `end` if it announces none."""
 
     start: int
     end: int
@@ -100,55 +93,31 @@ class Part(NamedTuple):
     def announces(self) -> bool:
         return self.block_start < self.end
 
-    def is_sentence(self, text: str) -> bool:
-        return text[self.end - 1] in ".!)" and text[self.start].isupper()
-
     def num_words(self, text: str) -> int:
         return len(text[self.start : self.end].split())
 
 
-def blocks_reaching(document: Document, start: int, end: int) -> Sequence[Block]:
-    """The blocks that have a part in `document.text[start:end]`."""
-    first = bisect_right(document.blocks, start, key=lambda block: block.end)
-    return document.blocks[first : bisect_left(document.blocks, end, key=lambda block: block.start)]
+def quotable_parts(passage: Passage) -> Iterator[Part]:
+    """Its parts by their places in the document, in order; a part that holds another one comes before it."""
+    whole = (Block(0, len(passage.text), BlockKind.PARAGRAPH),)
+    spans = {span for run in quotable_runs(passage) for span in run}
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+        block, *others = blocks_reaching(passage.blocks or whole, start, end)
+        is_paragraph, announced = block.kind is BlockKind.PARAGRAPH, end
+        if others and passage.text[: block.end].endswith(":") and others[0].kind is not BlockKind.PARAGRAPH:
+            announced = others[0].start
+        num_words = len(passage.text[start:end].split())
+        is_whole = not is_paragraph or _WHOLE.fullmatch(passage.text, start, block.end if announced < end else end)
+        if (
+            is_whole
+            and block.kind is not BlockKind.CODE
+            and num_words in (QUOTE_WORDS if announced == end else BLOCK_WORDS)
+        ):
+            yield Part(passage.start + start, passage.start + end, block.kind, passage.start + announced)
 
 
-def quotable_parts(document: Document, start: int, end: int) -> Iterator[Part]:
-    """The parts that lie in `document.text[start:end]`, in order."""
-    blocks = blocks_reaching(document, start, end)
-    for number, block in enumerate(blocks):
-        for first, last in _spans(document.text, block, max(start, block.start), min(end, block.end)):
-            if document.text[last - 1] != ":":
-                part = Part(first, last, block.kind, last)
-            elif last == block.end and (follows := _announced(blocks[number + 1 :])) and follows[-1].end <= end:
-                part = Part(first, follows[-1].end, block.kind, follows[0].start)
-            else:
-                continue
-            if part.num_words(document.text) in (BLOCK_WORDS if part.announces else QUOTE_WORDS):
-                yield part
-
-
-def _spans(text: str, block: Block, start: int, end: int) -> Iterator[Span]:
-    if block.kind is BlockKind.PARAGRAPH:
-        for first, last in chunking.sentences(text, start, end):
-            if _WHOLE.fullmatch(text, first, last):
-                yield first, last
-    elif block.kind is BlockKind.LIST_ITEM and start == block.start:
-        marker = _MARKER.match(text, start, end)
-        first = marker.end() if marker else start
-        if first < end:
-            yield first, first + len(text[first:end].rstrip())
-    elif block.kind is BlockKind.TABLE:
-        for line in re.finditer(r"[^\n]+", text[start:end]):
-            if not _RULE_ROW.fullmatch(line[0]):
-                lead = len(line[0]) - len(line[0].lstrip("| \t"))
-                yield start + line.start() + lead, start + line.start() + len(line[0].rstrip("| \t"))
-
-
-def _announced(after: Sequence[Block]) -> list[Block]:
-    """The first block if a colon may announce it; of a list all items."""
-    if not after or after[0].kind not in _ANNOUNCED:
-        return []
-    if after[0].kind is BlockKind.LIST_ITEM:
-        return list(takewhile(lambda block: block.kind is BlockKind.LIST_ITEM, after))
-    return list(after[:1])
+def is_quotable(passage: Passage, start: int, end: int) -> bool:
+    """Whether an answer may quote `document.text[start:end]`: one or more neighbours of one run."""
+    first, last = start - passage.start, end - passage.start
+    runs = quotable_runs(passage)
+    return any(first in (a for a, _ in run) and last in (b for _, b in run) for run in runs)

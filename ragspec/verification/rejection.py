@@ -311,11 +311,11 @@ class RejectionSampler(ChoiceSampler):
         verdict = rejection_sample(self._rule, tree, draws, probs_at, random, most_tokens)
         if self._counts is not None:
             self._counts = self._counts.after(verdict.tokens)
-        self._index += len(verdict.tokens)
+        self._advance(verdict.tokens)
         return verdict
 
     def _probs_after(self, tokens: list[int], logits: LogitRows, row: int) -> Probs:
         """The target's probabilities after a path; penalties and minimum length count the path's tokens."""
         counts = self._counts.after(tokens) if self._counts is not None else None
         forbidden = self._eos_ids if self._index + len(tokens) < self._params.min_tokens else ()
-        return row_probs(logits, row, self._params.at(self._index + len(tokens)), counts, forbidden)
+        return row_probs(logits, row, self._params_after(tokens), counts, forbidden)

@@ -232,7 +232,21 @@ class ChoiceSampler:
         self._params = request.params
         self._seed, self._choice, self._eos_ids = seed, choice, eos_ids
         self._index = len(output_ids)
+        self._longest_prefix = request.params.longest_prefix
+        self._begin = tuple(output_ids[: self._longest_prefix + 1])
         self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """The tokens are decided."""
+        if self._index <= self._longest_prefix:
+            self._begin = (*self._begin, *tokens)
+        self._index += len(tokens)
+
+    def _params_after(self, path: Sequence[int] = ()) -> SamplingParams:
+        """The parameters of the token behind the output and further tokens."""
+        if self._index + len(path) > self._longest_prefix:
+            return self._params
+        return self._params.after((*self._begin, *path))
 
 
 class KeyedSampler(ChoiceSampler):
@@ -243,13 +257,13 @@ class KeyedSampler(ChoiceSampler):
 
     def warped(self, logits: Logits) -> Logits:
         """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
-        return warp(logits, self._params.at(self._index), self._counts, self._forbidden(self._index))
+        return warp(logits, self._params_after(), self._counts, self._forbidden(self._index))
 
     def take(self, token: int) -> int:
         """Count a token as decided; returns it."""
         if self._counts is not None:
             self._counts.push(token)
-        self._index += 1
+        self._advance((token,))
         return token
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
@@ -258,18 +272,18 @@ class KeyedSampler(ChoiceSampler):
         keys: list[int | None] = [None] * num_levels
         if not params.greedy:
             keys = [*output_keys(self._seed, self._choice, index, num_levels)]
-        if self._counts is None:
-            levels = [KeyedDraw(params, key, self._edits(None, index + n)) for n, key in enumerate(keys)]
+        if self._counts is None and index > self._longest_prefix:
+            levels = [
+                KeyedDraw(params, key, logit_edits(params, None, self._forbidden(index + n)))
+                for n, key in enumerate(keys)
+            ]
             return [levels[depth] for depth in tree.depths]
         paths = ([tree.token_ids[n] for n in tree.ancestors(node)[1:]] for node in range(len(tree)))
-        counts = [self._counts.after(path) if path else self._counts for path in paths]
-        return [
-            KeyedDraw(params, keys[depth], self._edits(own, index + depth))
-            for own, depth in zip(counts, tree.depths, strict=True)
-        ]
+        return [KeyedDraw(params, keys[len(path)], self._edits(path)) for path in paths]
 
-    def _edits(self, counts: TokenCounts | None, index: int) -> LogitEdits | None:
-        return logit_edits(self._params.at(index), counts, self._forbidden(index))
+    def _edits(self, path: list[int]) -> LogitEdits | None:
+        counts = self._counts.after(path) if self._counts and path else self._counts
+        return logit_edits(self._params_after(path), counts, self._forbidden(self._index + len(path)))
 
     def _forbidden(self, index: int) -> tuple[int, ...]:
         return self._eos_ids if index < self._params.min_tokens else ()

@@ -36,7 +36,7 @@ from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import build_answer, parse_scope
-from ragspec.rag.wording import FORMER_RULES, AbstentionFit, TextRules
+from ragspec.rag.wording import FORMER_RULES, AnswerFit, TextRules
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -267,7 +267,7 @@ def test_a_conversation_goes_on_by_the_rules_it_was_begun_with(asking: Asking, s
     former = asking.chat.prepare(thanks)
     assert former.searched and former.prompts.rules == FORMER_RULES
     assert "substring_chunks" in former.request.grammar and "NO_SPACE_AT_ENDS" not in former.request.grammar
-    own = TextRules(abstention=AbstentionFit(0.5, -2.0), languages=("en",), target="another model")
+    own = TextRules(fit=AnswerFit(0.5, -2.0), languages=("en",), target="another model")
     assert FORMER_RULES.with_target_of(own) == FORMER_RULES and own.with_target_of(own) is own
     assert TextRules(quotes="words", target="this").with_target_of(own) == replace(own, quotes="words")
 

@@ -31,7 +31,7 @@ QUESTIONS = {
         "--speed{n} TURNS\n\nSet the speed of the pump. The default is 4{n} turns."
     ),
     "How do I clean pump number {n}?": "To clean pump number {n} run:\n\npump{n} --clean now",
-    "What is the default of width{n} in Options?": "width{n} | 80 columns",
+    "What is the default of width{n} in Options?": "| width{n} | 80 columns |",
 }
 
 

@@ -114,7 +114,7 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(turn.params, prompt.passages, context.closeness),
+            prompts.biased(turn.params, question, prompt.passages, context.closeness),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,

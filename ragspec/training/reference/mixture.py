@@ -213,6 +213,15 @@ def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Co
 
 
 SHARES = {"questions": 0.46, "documentation": 0.1, "stdlib": 0.08, "grammar": 0.17, "follow_ups": 0.09, "chat": 0.1}
+DOCUMENTATION_SHARES = {
+    **SHARES,
+    "questions": 0.2,
+    "documentation": 0.4,
+    "stdlib": 0.05,
+    "grammar": 0.15,
+    "follow_ups": 0.1,
+}
+"""With rows of documentation packages."""
 LONG = {"follow_ups": 2.5}
 """Kinds whose rows are longer than the others', and how much."""
 NUM_CORRECTIONS, PERSONA_SHARE = 14, 0.08
@@ -243,6 +252,7 @@ class Mixture:
         except OSError as cause:
             raise InputError(f"the training data lacks {cause.filename}: {cause.strerror}") from cause
         self._chats = chats
+        self.shares = DOCUMENTATION_SHARES if documentation else SHARES
 
     def draw(self, kind: str, rng: random.Random) -> list[Conversation]:
         """Conversations that share a beginning."""

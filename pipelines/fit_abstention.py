@@ -1,0 +1,111 @@
+"""Fit how readily a target with an adapter abstains, and write `answer_fit.json` into the adapter's folder.
+
+    python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --adapter RUN/adapter
+
+The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered without a bias. Its features are the
+log-probability of the abstention's first token over that of the answer's, and the logit of `closeness`. Of a grid, the fit is the
+intercept and slope with which abstentions tell the questions that are not answerable from the others best. Prints counts as JSON.
+
+Source: Youden, Index for Rating Diagnostic Tests (1950).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+from ragspec import Pipeline
+from ragspec.config import PipelineConfig
+from ragspec.core import SamplingParams
+from ragspec.disk import write_atomically
+from ragspec.errors import InputError
+from ragspec.evaluation.questions import AskedQuestion, judge, read_lines
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.wording import ABSTENTION, FIT_FILE, AnswerFit
+
+SLOPES, INTERCEPTS = np.arange(0.0, -2.25, -0.25), np.arange(-10.0, 4.25, 0.25)
+_LEAST_QUESTIONS = 5
+
+
+class Case(NamedTuple):
+    """`margin`: log-probability of the abstention's first token over the next other token's. `is_right`: answered right."""
+
+    margin: float
+    closeness: float
+    answerable: bool
+    is_right: bool
+
+
+def main(
+    questions: Annotated[list[Path], typer.Argument(help="JSON lines of questions.")],
+    index: Annotated[Path, typer.Option(help="The folder of the index that the questions are about.")],
+    adapter: Annotated[Path, typer.Option(help="The adapter's folder.")],
+) -> None:
+    """Fit the bias on abstention of one adapter."""
+    config = PipelineConfig.model_validate(
+        {"retriever": {"index_dir": str(index)}, "target": {"adapter": str(adapter)}}
+    )
+    asked = [line for line in read_lines(questions) if isinstance(line, AskedQuestion)]
+    with Pipeline.from_config(config) as pipeline:
+        cases = list(filter(None, (case_of(pipeline, question) for question in asked)))
+    intercept, slope = fitted(cases)
+    fit = AnswerFit.beside(adapter)._replace(intercept=intercept, slope=slope)
+    write_atomically(adapter / FIT_FILE, json.dumps(fit._asdict()) + "\n")
+    print(json.dumps({**fit._asdict(), **counts(cases, AnswerFit()), **counts(cases, fit, "_fitted")}))
+
+
+def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
+    """None for a question that gets no passage."""
+    engine: Any = pipeline.engine
+    prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+    (first, *_), (quote, *_) = prompts.plain_ids([ABSTENTION, '"'])
+    neutral = {first: 0.0}
+    answer = pipeline.ask(asked.question, SamplingParams(max_tokens=96, logprobs=20, first_token_bias=neutral))
+    if answer.closeness is None or not answer.logprobs:
+        return None
+    top = dict(answer.logprobs[0].top)
+    least = min(top.values())
+    forced = pipeline.ask(asked.question, SamplingParams(max_tokens=96, first_token_bias={first: -100.0}))
+    return Case(
+        top.get(first, least) - top.get(quote, least),
+        answer.closeness,
+        asked.answerable,
+        asked.answerable and judge(asked, forced).right is True,
+    )
+
+
+def fitted(cases: list[Case]) -> tuple[float, float]:
+    """Intercept and slope of the greatest `youden`. Raises: InputError if there are too few questions of a kind."""
+    num_answerable = sum(case.answerable for case in cases)
+    if min(num_answerable, len(cases) - num_answerable) < _LEAST_QUESTIONS:
+        raise InputError(f"a fit needs {_LEAST_QUESTIONS} questions that are answerable, and as many that are not")
+    pairs = ((float(intercept), float(slope)) for slope in SLOPES for intercept in INTERCEPTS)
+    return max(pairs, key=lambda pair: youden(cases, AnswerFit(*pair)))
+
+
+def youden(cases: list[Case], fit: AnswerFit) -> float:
+    """The share of abstentions among questions that are not answerable, less that among the others."""
+    abstains = [case.margin + fit.abstention_bias(case.closeness) > 0 for case in cases]
+    shares = [
+        mean(each for each, case in zip(abstains, cases, strict=True) if case.answerable is kind)
+        for kind in (False, True)
+    ]
+    return shares[0] - shares[1]
+
+
+def counts(cases: list[Case], fit: AnswerFit, name: str = "") -> dict[str, int]:
+    abstained = [case for case in cases if case.margin + fit.abstention_bias(case.closeness) > 0]
+    return {
+        f"not_answerable_abstained{name}": sum(not case.answerable for case in abstained),
+        f"answerable_abstained{name}": sum(case.answerable for case in abstained),
+        f"right_lost{name}": sum(case.is_right for case in abstained),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
