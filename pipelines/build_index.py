@@ -28,6 +28,7 @@ from rich.text import Text
 from pipelines.batch.options import exit_on_error
 from pipelines.batch.ray_session import ray_session
 from pipelines.file_ingest import FileIngest, FileList, IngestReport
+from pipelines.near_duplicates import NearDuplicates
 from ragspec.cli.options import index_folder
 from ragspec.cli.terminal import loading, safe, stderr_console
 from ragspec.config import EncoderConfig, load_config
@@ -38,8 +39,7 @@ from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
 from ragspec.retrieval.reading import SUFFIXES, input_root, passed_over
-from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
-from ragspec.retrieval.reading.near_duplicates import NearDuplicates
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, check_ocr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = stderr_console()
@@ -93,6 +93,7 @@ def main(
     keep_originals: Annotated[
         bool, typer.Option(help="Keep copies of the files in the index, so that quotes are shown on their pages.")
     ] = False,
+    ocr: Annotated[bool, typer.Option(help="Read scanned pages of PDF files, with the program ocrmypdf.")] = False,
     rebuild: Annotated[bool, typer.Option(help="Replace the index by one of these inputs only.")] = False,
     renew: Annotated[
         bool,
@@ -121,10 +122,12 @@ def main(
         settings, index = load_config(config, **overrides), index_folder(index, config)
         index_overrides = [value for name, value in overrides.items() if name.startswith("index") and value is not None]
         found = FileList.of(inputs, exclude, allow_none=sync)
+        if ocr:
+            check_ocr()
         with (
             _encoder(settings.encoder, dry_run, workers) as (text_encoder, passages_per_encode),
             _folder(index, dry_run) as folder,
-            BoundedReader(_READ_LIMITS) as reader,
+            BoundedReader(_READ_LIMITS, ocr) as reader,
         ):
             files = found.files
             while True:
@@ -141,6 +144,7 @@ def main(
                     ) as writer:
                         per_commit = None if dry_run or rebuild or renew else _PASSAGES_PER_COMMIT
                         ingest = FileIngest(writer, reader, owner, near, keep_originals and not dry_run, per_commit)
+                        reader.expect(files)
                         add_files(files, ingest)
                         roots = [input_root(given) for given in inputs]
                         if renew and (folder / CURRENT).exists():

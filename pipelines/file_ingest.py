@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pipelines.near_duplicates import NearDuplicates, is_source
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.index.content_key import check_document
@@ -23,7 +24,6 @@ from ragspec.retrieval.index.manifest import file_checksum
 from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
 from ragspec.retrieval.reading import Unread, find_files, has_rows
 from ragspec.retrieval.reading.bounded_reader import BoundedReader
-from ragspec.retrieval.reading.near_duplicates import NearDuplicates, is_source
 
 _READ_AT_ONCE_BYTES = 64 * 2**20
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import docx
+import pypdfium2
 import pytest
 from docx.oxml import parse_xml
 from docx.oxml.ns import nsdecls
 from office_files import RAW, form_pdf, pdf_bytes, unnamed_letters_pdf, write_docx, write_pdf
 
 from ragspec.core import Document
-from ragspec.errors import InputError
+from ragspec.errors import ConfigError, InputError
 from ragspec.retrieval.reading import Unread, read_file
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, check_ocr
 from ragspec.retrieval.reading.parsed_file import MOST_GARBAGE, garbage_share
 
 
@@ -395,6 +398,26 @@ def test_a_scanned_page_is_named(tmp_path: Path) -> None:
     document, unread = pdf(tmp_path, pdf_bytes(["The mill opens at nine."], None))
     assert document.text == "The mill opens at nine." and [each.place for each in unread] == ["page 2"]
     assert "ocrmypdf" in unread[0].reason and [block.page for block in document.blocks] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ocrmypdf") is None, reason="needs ocrmypdf")
+def test_text_of_scanned_pages_is_recognised(tmp_path: Path) -> None:
+    """A scan was named and left out, although the program that reads it was there."""
+    with pypdfium2.PdfDocument(pdf_bytes(["# The mill opens at nine."])) as document:
+        scan = document[0].render(scale=4).to_pil()
+    scan.save(tmp_path / "scan.pdf")
+    unread: list[Unread] = []
+    with BoundedReader(ocr=True) as reader:
+        (found,) = reader.documents(tmp_path / "scan.pdf", "scan.pdf", unread)
+    assert found.text == "The mill opens at nine." and found.title == "scan" and not unread
+
+
+def test_text_recognition_needs_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours ended with every scan left out."""
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="--ocr needs the program ocrmypdf"):
+        check_ocr()
 
 
 def test_raised_and_lowered_digits_of_a_pdf_are_signs(tmp_path: Path) -> None:

@@ -87,10 +87,12 @@ _UNREADABLE = frozenset({"Cc", "Co", "Cn"})
 
 
 class Unread(NamedTuple):
-    """A part of a file that was not read. `place`: a page, a line, or empty for the whole file."""
+    """A part of a file that was not read. `place`: a page, a line, or empty for the whole file. `page`: a page that text
+    recognition could read, or 0."""
 
     place: str
     reason: str
+    page: int = 0
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}" if self.place else self.reason

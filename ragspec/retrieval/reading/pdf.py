@@ -72,6 +72,7 @@ _MOST_GARBAGE_UNMAPPED = 0.1
 
 _TEX_LIGATURES = {11: "ff", 12: "fi", 13: "fl", 14: "ffi", 15: "ffl"}
 _SAMPLED_CHARS = 200
+_HINT = "`ocrmypdf` reads it (`index add --ocr`)"
 _LINE_HYPHENS = (2, 0xFFFE)  # PDFium's signs for a hyphen at the end of a line
 _PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 
@@ -118,9 +119,6 @@ def read_pdf(path: Path) -> ParsedFile:
         unread: list[Unread] = []
         second = _SecondReader(path)
         lines = [_readable_lines(document, number, second, unread) for number in range(len(document))]
-        if not any(line.text for page in lines for line in page):
-            reasons = "; ".join(map(str, unread[:3]))
-            raise InputError(f"{path} cannot be read: its {len(lines)} pages hold no text. {reasons}".rstrip(". "))
         builder, starts = TextBuilder(), list[int]()
         sizes = Counter[float]()
         for line in itertools.chain.from_iterable(lines):
@@ -132,6 +130,8 @@ def read_pdf(path: Path) -> ParsedFile:
             kind = BlockKind.LIST_ITEM if _ITEM.match(block.text) else BlockKind.PARAGRAPH
             builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL), kind=kind, page=block.page + 1)
         title = document.get_metadata_value("Title")
+        if not builder.num_chars:
+            unread.insert(0, Unread("", f"its {len(lines)} pages hold no text"))
         found = builder.build(title, {"pages": len(lines)}, unread)
         starts += [len(found.text)] * (len(lines) + 1 - len(starts))
         headings = _headings(document, found.text, starts) or found.headings
@@ -162,14 +162,14 @@ def _readable_lines(
     place = f"page {number + 1}"
     if not lines:
         if any(each.type == pdfium.FPDF_PAGEOBJ_IMAGE for each in page.get_objects(max_depth=2)):
-            unread.append(Unread(place, "it is an image without text, as of a scan; `ocrmypdf` adds the text"))
+            unread.append(Unread(place, f"it is an image without text, as of a scan; {_HINT}", number + 1))
         return []
     if garbage_share(_text(lines)) <= (MOST_GARBAGE if is_mapped else _MOST_GARBAGE_UNMAPPED):
         return lines
     again = second.lines(number)
     if again and garbage_share(_text(again)) <= MOST_GARBAGE / 2:
         return again
-    unread.append(Unread(place, "its text is garbage, as its fonts do not name their letters; `ocrmypdf` reads it"))
+    unread.append(Unread(place, f"its text is garbage, as its fonts do not name their letters; {_HINT}", number + 1))
     return []
 
 
