@@ -428,6 +428,12 @@ def test_raised_and_lowered_digits_of_a_pdf_are_signs(tmp_path: Path) -> None:
     assert pdf(tmp_path, pdf_bytes([RAW + line]))[0].text == "10⁻⁶ kg of H₂O in the mill"
 
 
+def test_words_that_are_set_apart_by_spacing_are_apart(tmp_path: Path) -> None:
+    """A manual page set by groff had "anyerrors": PDFium took a space inside a string for spacing of letters."""
+    lines = ["If an) Tj 2.75 Tc (ye) Tj 0 Tc [250 (rrors occur)] TJ (", ") Tj 4 Tc (OPENING HOURS) Tj 0 Tc ("]
+    assert pdf(tmp_path, pdf_bytes([RAW + line for line in lines]))[0].text.split() == "If any errors occur OPENING HOURS".split()
+
+
 def test_garbage_is_told_from_words() -> None:
     """The words of a PDF of a TeX route were glued together, and indexed."""
     for text in (

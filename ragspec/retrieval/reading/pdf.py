@@ -59,6 +59,8 @@ _RUNNING_PAGES, _RUNNING_LINES = 3, 2
 _SCRIPT_SIZE = 0.85
 """Superscripts and subscripts are smaller than that share of the letters to their left."""
 _SCRIPT_SIGNS = frozenset("0123456789+-−–")
+_WORD_GAP, _MOST_WORD_STARTS = 0.2, 0.05
+"""A gap between words, in heights of the line; more such gaps are space between the letters of a page."""
 _SAME_LINE, _OFF_LINE = 0.5, 0.08
 """Distances of baselines, in sizes of letters."""
 _PARAGRAPH_GAP = 1.4
@@ -208,7 +210,22 @@ class _PageText:
         for place, code in enumerate(codes):
             if code in _TEX_LIGATURES and pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1:
                 self.characters[place] = _TEX_LIGATURES[code]
+        self._word_starts = self._far_characters()
         self.line_ends = [place for place, code in enumerate(codes) if code in _LINE_HYPHENS or code == ord("\n")]
+
+    def _far_characters(self) -> frozenset[int]:
+        """Characters that begin a word without a space before them. Why: PDFium takes kerned spaces for none."""
+        found, box, right, bottom = list[int](), pdfium.FS_RECTF(), math.inf, 0.0
+        for place, character in enumerate(self.characters):
+            if character.isspace():
+                right = math.inf
+                continue
+            pdfium.FPDFText_GetLooseCharBox(self._page, place, box)
+            height = box.top - box.bottom
+            if box.left - right > _WORD_GAP * height and abs(box.bottom - bottom) < height / 2:
+                found.append(place)
+            right, bottom = box.right, box.bottom
+        return frozenset(found if len(found) <= _MOST_WORD_STARTS * self.num_chars else ())
 
     def unmapped_share(self) -> float:
         """Share of characters that their fonts do not name, in a sample."""
@@ -242,6 +259,7 @@ class _PageText:
         """The characters `[start, end)`, with superscripts and subscripts as signs."""
         found, place = "", start
         while place < end:
+            found += " " * (place in self._word_starts and place > start)
             script_end = place
             while script_end < end and place > start and self._is_script(script_end, place - 1):
                 script_end += 1
