@@ -59,8 +59,8 @@ _RUNNING_PAGES, _RUNNING_LINES = 3, 2
 _SCRIPT_SIZE = 0.85
 """Superscripts and subscripts are smaller than that share of the letters to their left."""
 _SCRIPT_SIGNS = frozenset("0123456789+-−–")
-_WORD_GAP, _MOST_WORD_STARTS = 0.2, 0.05
-"""A gap between words, in heights of the line; more such gaps are space between the letters of a page."""
+_WORD_GAP = 0.15
+"""Between words, in heights of the line."""
 _SAME_LINE, _OFF_LINE = 0.5, 0.08
 """Distances of baselines, in sizes of letters."""
 _PARAGRAPH_GAP = 1.4
@@ -215,7 +215,7 @@ class _PageText:
 
     def _far_characters(self) -> frozenset[int]:
         """Characters that begin a word without a space before them. Why: PDFium takes kerned spaces for none."""
-        found, box, right, bottom = list[int](), pdfium.FS_RECTF(), math.inf, 0.0
+        found, box, right, bottom = set[int](), pdfium.FS_RECTF(), math.inf, 0.0
         for place, character in enumerate(self.characters):
             if character.isspace():
                 right = math.inf
@@ -223,9 +223,9 @@ class _PageText:
             pdfium.FPDFText_GetLooseCharBox(self._page, place, box)
             height = box.top - box.bottom
             if box.left - right > _WORD_GAP * height and abs(box.bottom - bottom) < height / 2:
-                found.append(place)
+                found.add(place)
             right, bottom = box.right, box.bottom
-        return frozenset(found if len(found) <= _MOST_WORD_STARTS * self.num_chars else ())
+        return frozenset(place for place in found if found.isdisjoint((place - 1, place + 1)))  # others: spaced letters
 
     def unmapped_share(self) -> float:
         """Share of characters that their fonts do not name, in a sample."""
