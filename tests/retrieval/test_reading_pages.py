@@ -437,6 +437,21 @@ def test_words_that_are_set_apart_by_spacing_are_apart(tmp_path: Path) -> None:
     )
 
 
+def test_signs_that_a_producer_raises_far_are_superscripts(tmp_path: Path) -> None:
+    """WeasyPrint's superscripts are hardly smaller, and "10^6 kg" was read as "106 kg"; TeX's and ReportLab's stood apart."""
+    raised = "10) Tj /F1 9.8 Tf 5 Ts (6) Tj /F1 11 Tf 0 Ts ( kg) Tj 0 -30 Td (and x) Tj /F1 8 Tf 27 5 Td (2) Tj ("
+    assert pdf(tmp_path, pdf_bytes([RAW + raised]))[0].text.split() == ["10⁶", "kg", "and", "x²"]
+
+
+def test_values_of_a_form_stand_beside_their_labels(tmp_path: Path) -> None:
+    """The value of the second field stood beside the first field's label."""
+    drawn = "/AP << /N 7 0 R >>"
+    assert pdf(tmp_path, form_pdf("Ada", drawn, second=drawn))[0].text.split("\n\n") == [
+        "Name: Ada",
+        "Signed at the mill. Ada",
+    ]
+
+
 def test_garbage_is_told_from_words() -> None:
     """The words of a PDF of a TeX route were glued together, and indexed."""
     for text in (
