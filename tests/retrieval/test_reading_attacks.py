@@ -129,6 +129,7 @@ def test_five_megabytes_of_anything_take_seconds(tmp_path: Path, suffix: str, pa
         "<table><tr><td>" * 10_000 + "deep",
         "<ul><li>" * 10_000 + "deep" + "</ul>" * 20_000,
         "<blockquote>" * 10_000 + "deep" + "</p></td></b>" * 10_000,
+        "<table><tr>" + "<td rowspan=2>x" * 20_000 + "<tr>" * 4 + "</table>deep",
     ],
 )
 def test_ten_thousand_levels_of_a_web_page_are_read(tmp_path: Path, markup: str) -> None:

@@ -122,7 +122,7 @@ class _OdtReader(OfficeReader):
                 text = self.flat_text(cell)
                 repeated = min(_number(cell, "table:number-columns-repeated", 1), MAX_COLUMNS)
                 cells += [Cell(text, columns, _number(cell, "table:number-rows-spanned", 1))] * repeated
-            lines.add(cells, is_header=row.getparent().tag == _name("table:table-header-rows"))
+            lines.add(cells[:MAX_COLUMNS], is_header=row.getparent().tag == _name("table:table-header-rows"))
 
     def pieces(self, parent: Any, script: str = "") -> Iterator[tuple[str, str]]:
         yield _SPACE.sub(" ", parent.text or ""), script

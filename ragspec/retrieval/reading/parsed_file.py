@@ -196,7 +196,8 @@ class Table:
         """
         columns: list[Cell] = []
         rest = list(reversed(cells))
-        while rest or any(cell.rows for cell in self._above[len(columns) :]):
+        num_spanned = max((number for number, cell in enumerate(self._above, 1) if cell.rows), default=0)
+        while rest or len(columns) < num_spanned:
             above = self._above[len(columns)] if len(columns) < len(self._above) else _NO_CELL
             if above.rows:
                 columns.append(above)
