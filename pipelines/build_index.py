@@ -27,8 +27,7 @@ from rich.text import Text
 
 from pipelines.batch.options import exit_on_error
 from pipelines.batch.ray_session import ray_session
-from pipelines.file_ingest import FileIngest, FileList, IngestReport
-from pipelines.near_duplicates import NearDuplicates
+from pipelines.file_ingest import FileIngest, FileList, IngestReport, NearDuplicates
 from ragspec.cli.options import index_folder
 from ragspec.cli.terminal import loading, safe, stderr_console
 from ragspec.config import EncoderConfig, load_config

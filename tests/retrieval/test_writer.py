@@ -102,33 +102,6 @@ def test_of_a_changed_document_only_the_new_passages_are_encoded(
     assert np.array_equal(last.vectors, LetterEncoder().encode(texts))
 
 
-def test_the_last_version_given_wins(index_dir: Path, counting: Counting) -> None:
-    """Two versions of one id in one session, in every place a document can be in: waiting, written, sealed, committed."""
-    with IndexWriter(index_dir, counting, passages_per_encode=3) as writer:
-        for number in range(7):
-            outcome = writer.upsert(Document("x", f"Version {number}. One. Two. Three."[: 10 + 8 * (number % 3)]))
-            assert outcome is (UpsertOutcome.UPDATED if number else UpsertOutcome.ADDED)
-        writer.upsert(Document("d1", "Short."))
-        writer.upsert(Document("d1", "Shorter."))
-        assert writer.delete("d2") and not writer.delete("d2")
-        writer.upsert(Document("d2", "Back."))
-        writer.commit()
-        writer.upsert(Document("x", "Version last."))
-        writer.commit()
-    texts = {document.id: document.text for document in Store.open(index_dir).documents()}
-    assert (texts["x"], texts["d1"], texts["d2"], len(texts)) == ("Version last.", "Shorter.", "Back.", 21)
-
-
-def test_deleting_by_id_and_by_source(index_dir: Path, counting: Counting) -> None:
-    """Deleted files whose chunks stay in the index and are quoted for ever."""
-    with IndexWriter(index_dir, counting) as writer:
-        writer.upsert(Document("new", "New.", source="7.txt"))
-        assert writer.delete("d1") and not writer.delete("nobody")
-        assert writer.delete_source("7.txt") == 2 and writer.delete_source("none.txt") == 0
-        assert writer.commit().num_documents == 18 and writer.changes.deleted == 3
-    assert ids(index_dir) == sorted(f"d{n}" for n in range(20) if n not in (1, 7))
-
-
 def test_deletions_are_effective_at_the_next_query(index_dir: Path, counting: Counting) -> None:
     """A service that has to be started again before it forgets a document."""
     retriever = Retriever(counting, Store.open(index_dir))
