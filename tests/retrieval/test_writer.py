@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index import generation_builder
 from ragspec.retrieval.index import index_directory as generation
 from ragspec.retrieval.index.index_directory import locked_generations, reader_lock
-from ragspec.retrieval.index.manifest import Manifest
+from ragspec.retrieval.index.manifest import Manifest, file_checksum
 from ragspec.retrieval.index.segment_writer import ArrowFile
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
@@ -406,6 +407,22 @@ def test_scrubbing_takes_one_segment_at_a_time_and_changes_no_answer(
             break
     assert (rounds, dead) == ((2, [1, 0]) if kind == "exact" else (1, [2]))
     assert retriever.retrieve(["new fact 2 1"], 30).passages == before
+
+
+def test_originals_of_a_killed_session_leave_with_the_next_compaction(index_dir: Path, counting: Counting) -> None:
+    """Copies that no document names stayed on the disk for ever."""
+    file = index_dir.with_name("a.txt")
+    file.write_text("Text.")
+    digest = file_checksum(file).sha256
+    if (child := os.fork()) == 0:
+        with IndexWriter(index_dir, counting) as writer:
+            writer.keep_original(file, digest)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [path.name for path in (index_dir / generation.ORIGINALS).iterdir()] == [digest]
+    with IndexWriter(index_dir) as writer:
+        writer.compact()
+    assert not list((index_dir / generation.ORIGINALS).iterdir())
 
 
 def test_a_folder_that_is_no_index_keeps_its_files(tmp_path: Path, counting: Counting) -> None:
