@@ -227,21 +227,6 @@ def test_segments_stay_few_and_none_grows_without_bound(
         assert [s.num_passages for s in writer.compact().segments] == [12, 12, 6]
 
 
-def test_an_emptied_index_is_an_index(index_dir: Path, counting: Counting, documents: list[Document]) -> None:
-    """The last document deleted, and nothing can be opened or added any more."""
-    with IndexWriter(index_dir, counting) as writer:
-        for document in documents:
-            writer.delete(document.id)
-        assert writer.commit().segments == ()
-    retriever = Retriever(counting, Store.open(index_dir))
-    assert retriever.retrieve(["fact"], 3).passages == [[]]
-    with IndexWriter(index_dir, counting) as writer:
-        writer.compact()
-        writer.upsert(Document("new", "New fact."))
-        writer.commit()
-    assert [p.document_id for p in retriever.retrieve(["fact"], 3).passages[0]] == ["new"]
-
-
 def test_an_index_keeps_the_settings_it_was_built_with(index_dir: Path, counting: Counting) -> None:
     """Passages of two lengths, words of two languages or vectors of two models in one index."""
     for config in (IndexConfig(), CONFIG.model_copy(update={"words": AnalyzerConfig(language="german")})):

@@ -59,15 +59,10 @@ class _OdtReader(OfficeReader):
         super().__init__()
         self.unread: list[Unread] = []
         self._archive = archive
-        self.content = _tree(archive.read("content.xml"))
-        named = [
-            *_find(_tree(archive.read("styles.xml")), "/*/*/*[@style:name]"),
-            *_find(self.content, "/*/*/*[@style:name]"),
-        ]
+        self.content, office_styles = (_tree(archive.read(f"{name}.xml")) for name in ("content", "styles"))
+        named = [style for tree in (office_styles, self.content) for style in _find(tree, "/*/*/*[@style:name]")]
         self._styles = {style.get(_name("style:name")): style for style in named}
-        self._outline = ListCounter(
-            _levels(next(iter(_find(_tree(archive.read("styles.xml")), "//text:outline-style")), ()))
-        )
+        self._outline = ListCounter(_levels(_find(office_styles, "//text:outline-style/*")))
         self._counters: dict[str, ListCounter] = {}
         self._list_style, self._list_depth = "", -1
         self._item: Any = None  # the item of a list whose first paragraph comes next
