@@ -260,7 +260,8 @@ class _PageText:
         """Whether a character begins a word, though no space stands between it and the one `before` it."""
         box = pdfium.FS_RECTF()
         pdfium.FPDFText_GetLooseCharBox(self._page, before, box)
-        return abs(self.origin(place)[0] - box.right) > _WORD_GAP * self.size(before)
+        right: float = box.right
+        return abs(self.origin(place)[0] - right) > _WORD_GAP * self.size(before)
 
     def lines_of_values(self, first: int) -> list[int]:
         """Places from `first` on after which the next visible character stands in another line."""
