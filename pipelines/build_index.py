@@ -27,7 +27,7 @@ from rich.text import Text
 
 from pipelines.batch.options import exit_on_error
 from pipelines.batch.ray_session import ray_session
-from pipelines.file_ingest import FileIngest, FileList, IngestReport
+from pipelines.file_ingest import FileIngest, FileList, IngestReport, NearDuplicates
 from ragspec.cli.options import index_folder
 from ragspec.cli.terminal import loading, safe, stderr_console
 from ragspec.config import EncoderConfig, load_config
@@ -38,8 +38,7 @@ from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
 from ragspec.retrieval.reading import SUFFIXES, input_root, passed_over
-from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
-from ragspec.retrieval.reading.near_duplicates import NearDuplicates
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, check_ocr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = stderr_console()
@@ -93,6 +92,7 @@ def main(
     keep_originals: Annotated[
         bool, typer.Option(help="Keep copies of the files in the index, so that quotes are shown on their pages.")
     ] = False,
+    ocr: Annotated[bool, typer.Option(help="Read scanned pages of PDF files, with the program ocrmypdf.")] = False,
     rebuild: Annotated[bool, typer.Option(help="Replace the index by one of these inputs only.")] = False,
     renew: Annotated[
         bool,
@@ -122,10 +122,12 @@ def main(
         is_given = config or any(value for name, value in overrides.items() if name.startswith("index"))
         inputs_of = partial(FileList.of, inputs, exclude or [])
         found = inputs_of(allow_none=sync)
+        if ocr:
+            check_ocr()
         with (
             _encoder(settings.encoder, dry_run, workers) as (text_encoder, passages_per_encode),
             _folder(index, dry_run) as folder,
-            BoundedReader(_READ_LIMITS) as reader,
+            BoundedReader(_READ_LIMITS, ocr) as reader,
         ):
             open_writer = partial(
                 IndexWriter,
@@ -168,7 +170,9 @@ class Indexing:
         with self.open_writer(replace=is_new) as writer:
             originals = self.keep_originals and not self.dry_run
             ingest = FileIngest(writer, self.reader, self.owner, near, originals, per_commit)
-            add_files(found.files if files is None else files, ingest)
+            files = found.files if files is None else files
+            self.reader.expect(files)
+            add_files(files, ingest)
             self._settle_others(ingest, found)
             with loading(_console, "encoding the last passages"):
                 writer.flush()

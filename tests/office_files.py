@@ -46,19 +46,20 @@ def pdf_bytes(*pages: Sequence[str] | None, place: str = "72 760 Td", size: int 
     return _written(objects)
 
 
-def form_pdf(value: str, appearance: str) -> bytes:
-    """A page with a text field; object 7 is its drawing."""
+def form_pdf(value: str, appearance: str, second: str = "") -> bytes:
+    """A page with a text field; object 7 is its drawing. `second`: of a field 40 points below."""
     font = "/Resources << /Font << /F1 6 0 R >> >>"
+    field = f"<< /Subtype /Widget /FT /Tx /V ({value}) /F 4 /DA (/F1 11 Tf 0 g) /T (name"
     return _written(
         [
             "<< /Type /Catalog /Pages 2 0 R /AcroForm << /Fields [5 0 R] /DR << /Font << /F1 6 0 R >> >> >> >>",
             "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Annots [5 0 R] {font} >>",
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Annots [5 0 R 8 0 R] {font} >>",
             _stream("BT /F1 11 Tf 72 700 Td (Name:) Tj 0 -40 Td (Signed at the mill.) Tj ET"),
-            f"<< /Subtype /Widget /FT /Tx /T (name) /V ({value}) /Rect [200 695 400 715] /F 4 /DA (/F1 11 Tf 0 g) "
-            f"{appearance} >>",
+            f"{field}) /Rect [200 695 400 715] {appearance} >>",
             _FONT,
             _stream(f"BT /F1 11 Tf 2 6 Td ({value}) Tj ET", f"/Subtype /Form /BBox [0 0 200 20] {font}"),
+            f"{field}2) /Rect [200 655 400 675] {second} >>" if second else "null",
         ]
     )
 

@@ -71,7 +71,7 @@ class RequestContext:
             reason = f"{name} is {given}, but the context has {context_tokens} tokens, the prompt included"
             raise ApiError(400, reason, param=name, code="context_length_exceeded")
         caller, begin_s = request.state.caller, request.state.begin
-        name, base_url = secrets.token_hex(16), str(request.base_url).rstrip("/")
+        name, base_url = secrets.token_hex(16), address_of(request)
         context = cls(backend, model, mailbox, body, caller, begin_s, name, int(time.time()), params, base_url)
         if context.is_strict and body.stream and params.logprobs is not None:
             reason = "a stream with log-probabilities shows each token, which strict privacy forbids"
@@ -115,6 +115,13 @@ class RequestContext:
                     yield stream
             finally:
                 reservation.used(num_prompt + stream.num_tokens)
+
+
+def address_of(request: HttpRequest) -> str:
+    """The service's address as its client sees it: a proxy with TLS says so in `X-Forwarded-Proto`."""
+    scheme = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    url = request.base_url.replace(scheme=scheme) if scheme in ("http", "https") else request.base_url
+    return str(url).rstrip("/")
 
 
 def served_model(backend: ServiceBackend, name: str) -> ServedModel:

@@ -41,7 +41,7 @@ def parsed(path: Path, filename: str, limits: ReadLimits) -> TextIO:
         output = Path(folder) / "documents.jsonl"
         try:
             if format_of(filename).is_safe:
-                write_documents(path, filename, output, limits)
+                write_documents(path, filename, output, limits, [])
             else:
                 with BoundedReader(limits) as reader:
                     reader.write(path, filename, output)

@@ -50,7 +50,7 @@ def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reader: BoundedReade
     usual = build_index_job._READ_LIMITS
 
     def opened(limits: ReadLimits, *more: Any) -> AbstractContextManager[BoundedReader]:
-        return nullcontext(reader) if limits == usual else BoundedReader(limits, *more)
+        return nullcontext(reader) if limits == usual and not any(more) else BoundedReader(limits, *more)
 
     monkeypatch.setattr(build_index_job, "BoundedReader", opened)
 

@@ -197,7 +197,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert {d.id: d for d in Store.open(self.folder).documents()} == self.model.documents
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(2, 12), pytest.param(25, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("examples", "steps"), [(5, 25), pytest.param(25, 50, marks=pytest.mark.slow)])
 def test_random_changes_and_searches_agree_with_the_model(
     examples: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import docx
+import psutil
 import pytest
 from docx.oxml import parse_xml
 from docx.oxml.ns import nsdecls
@@ -22,9 +23,10 @@ from office_files import pdf_bytes, write_docx, write_pdf
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import SUFFIXES, parsed_file, read_file
+from ragspec.retrieval.reading.bounded_reader import BoundedReader
 
 MAX_S = 20
-BINARY = (".docx", ".epub", ".pdf", ".pptx", ".xlsx")
+BINARY = (".docx", ".epub", ".odt", ".pdf", ".pptx", ".xlsx")
 TAGS = [
     *"<p> <ul> <li> </li> <table> <tr> <td> </td> </tr> </table> <h1> </h1> <pre> </pre> <nav> </nav> </p> x <br/> </ul>".split(),
     *"<title> </title> <ol> </ol> <svg> </svg> <script> </script> <th> <dl> <dt> <dd> </dl>".split(),
@@ -127,6 +129,7 @@ def test_five_megabytes_of_anything_take_seconds(tmp_path: Path, suffix: str, pa
         "<table><tr><td>" * 10_000 + "deep",
         "<ul><li>" * 10_000 + "deep" + "</ul>" * 20_000,
         "<blockquote>" * 10_000 + "deep" + "</p></td></b>" * 10_000,
+        "<table><tr>" + "<td rowspan=2>x" * 20_000 + "<tr>" * 4 + "</table>deep",
     ],
 )
 def test_ten_thousand_levels_of_a_web_page_are_read(tmp_path: Path, markup: str) -> None:
@@ -206,3 +209,27 @@ def test_a_file_that_vanished_is_told(tmp_path: Path) -> None:
     """A file deleted between listing and reading was a traceback."""
     assert "cannot be read: No such file" in tried(tmp_path / "gone.txt")
     assert "cannot be read: No such file" in tried(tmp_path / "gone.pdf")
+
+
+def test_files_are_read_ahead_as_they_are_when_asked_for(tmp_path: Path) -> None:
+    """A file that changed after it was read ahead had its old text; a crash of the process took all files read ahead."""
+    files = [(put(tmp_path, f"{n}.html", f"<p>Text {n}."), f"{n}.html") for n in range(12)]
+    with BoundedReader() as reader:
+
+        def text_of(file: tuple[Path, str]) -> str:
+            try:
+                return "".join(document.text for document in reader.documents(*file, []))
+            except InputError as refusal:
+                return str(refusal)
+
+        reader.expect(files)
+        assert text_of(files[0]) == "Text 0."
+        put(tmp_path, "1.html", "<p>Other.")
+        assert text_of(files[1]) == "Other."
+        (child,) = psutil.Process().children()
+        child.kill()
+        child.wait()
+        rest = [text_of(file) for file in files[2:]]
+        assert [text_of(files[0]), text_of(files[0])] == ["Text 0."] * 2
+    wrong = [text for n, text in enumerate(rest, 2) if text != f"Text {n}."]
+    assert all("cannot be read: reading it took too much memory or time" in text for text in wrong) and len(wrong) <= 1

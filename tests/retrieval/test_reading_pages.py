@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import docx
+import pypdfium2
 import pytest
 from docx.oxml import parse_xml
 from docx.oxml.ns import nsdecls
 from office_files import RAW, form_pdf, pdf_bytes, unnamed_letters_pdf, write_docx, write_pdf
 
 from ragspec.core import Document
-from ragspec.errors import InputError
+from ragspec.errors import ConfigError, InputError
 from ragspec.retrieval.reading import Unread, read_file
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, check_ocr
 from ragspec.retrieval.reading.parsed_file import MOST_GARBAGE, garbage_share
 
 
@@ -397,12 +400,56 @@ def test_a_scanned_page_is_named(tmp_path: Path) -> None:
     assert "ocrmypdf" in unread[0].reason and [block.page for block in document.blocks] == [1]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ocrmypdf") is None, reason="needs ocrmypdf")
+def test_text_of_scanned_pages_is_recognised(tmp_path: Path) -> None:
+    """A scan was named and left out, although the program that reads it was there."""
+    with pypdfium2.PdfDocument(pdf_bytes(["# The mill opens at nine."])) as document:
+        scan = document[0].render(scale=4).to_pil()
+    scan.save(tmp_path / "scan.pdf")
+    unread: list[Unread] = []
+    with BoundedReader(ocr=True) as reader:
+        (found,) = reader.documents(tmp_path / "scan.pdf", "scan.pdf", unread)
+    assert found.text == "The mill opens at nine." and found.title == "scan" and not unread
+
+
+def test_text_recognition_needs_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours ended with every scan left out."""
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="--ocr needs the program ocrmypdf"):
+        check_ocr()
+
+
 def test_raised_and_lowered_digits_of_a_pdf_are_signs(tmp_path: Path) -> None:
     """10 to the power of 6 was 106."""
     line = (
         "10) Tj /F1 7 Tf 4 Ts (-6) Tj /F1 11 Tf 0 Ts ( kg of H) Tj /F1 7 Tf -2 Ts (2) Tj /F1 11 Tf 0 Ts (O in the mill"
     )
     assert pdf(tmp_path, pdf_bytes([RAW + line]))[0].text == "10⁻⁶ kg of H₂O in the mill"
+
+
+def test_words_that_are_set_apart_by_spacing_are_apart(tmp_path: Path) -> None:
+    """A manual page set by groff had "anyerrors": PDFium took a space inside a string for spacing of letters."""
+    lines = ["If an) Tj 2.75 Tc (ye) Tj 0 Tc [250 (rrors occur)] TJ (", ") Tj 4 Tc (OPENING) Tj 0 Tc ("]
+    assert (
+        pdf(tmp_path, pdf_bytes([RAW + line for line in lines]))[0].text.split()
+        == "If any errors occur OPENING".split()
+    )
+
+
+def test_signs_that_a_producer_raises_far_are_superscripts(tmp_path: Path) -> None:
+    """WeasyPrint's superscripts are hardly smaller, and "10^6 kg" was read as "106 kg"; TeX's and ReportLab's stood apart."""
+    raised = "10) Tj /F1 9.8 Tf 5 Ts (6) Tj /F1 11 Tf 0 Ts ( kg) Tj 0 -30 Td (and x) Tj /F1 8 Tf 27 5 Td (2) Tj ("
+    assert pdf(tmp_path, pdf_bytes([RAW + raised]))[0].text.split() == ["10⁶", "kg", "and", "x²"]
+
+
+def test_values_of_a_form_stand_beside_their_labels(tmp_path: Path) -> None:
+    """The value of the second field stood beside the first field's label."""
+    drawn = "/AP << /N 7 0 R >>"
+    assert pdf(tmp_path, form_pdf("Ada", drawn, second=drawn))[0].text.split("\n\n") == [
+        "Name: Ada",
+        "Signed at the mill. Ada",
+    ]
 
 
 def test_garbage_is_told_from_words() -> None:

@@ -106,28 +106,6 @@ def test_every_layout_gives_the_same_passages_and_scores(
     assert expected is not None and sum(map(len, expected)) > 50
 
 
-@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
-def test_what_another_tenant_has_changes_nothing(tmp_path: Path, mode: Any) -> None:
-    """A passage of another tenant, or a score that tells how often its words stand there."""
-    encoder, config = CoarseEncoder(), RetrieverConfig(mode=mode)
-    mine = [document for document in corpus(40) if document.owner in ("", "ann")]
-    build_index(mine, tmp_path / "mine", encoder, CONFIG)
-    theirs = [Document(f"a{n}", f"River mill secret {n}. The old stone.", owner="bob") for n in range(50)]
-    build_index([*theirs, *mine], tmp_path / "both", encoder, CONFIG)
-    answers = [
-        passages(
-            Retriever(encoder, Store.open(tmp_path / name), config).retrieve(QUERIES, 20, SearchScope("ann")).passages
-        )
-        for name in ("mine", "both")
-    ]
-    assert answers[0] == answers[1]
-    retriever = Retriever(encoder, Store.open(tmp_path / "both"), config)
-    nobody = retriever.retrieve(QUERIES, 90).passages
-    assert {passage.document_id[0] for some in nobody for passage in some} == {"d"}
-    seen_by_nobody = {passage.document_id for some in nobody for passage in some}
-    assert seen_by_nobody <= {document.id for document in mine if document.owner == ""}
-
-
 def test_many_scopes_do_not_fill_the_memory(layouts: list[Path]) -> None:
     """A mask of every row for every tenant that ever asked."""
     shard = Shard.open(Store.open(layouts[0]).segments)
@@ -161,18 +139,6 @@ def test_fusion_follows_its_definition() -> None:
         ("d", 1 / 63),
         ("e", 1 / 64),
     ]
-
-
-@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
-def test_the_first_passages_do_not_depend_on_how_many_are_wanted(
-    layouts: list[Path], mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another answer for k=10 than for the first ten of k=64, since more of each list was fused."""
-    monkeypatch.setattr(index_searcher, "FUSION_DEPTH", 7)
-    retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode))
-    most = retriever.retrieve(QUERIES, 200).passages
-    for k in (1, 6, 7, 8, 30):
-        assert retriever.retrieve(QUERIES, k).passages == [some[:k] for some in most]
 
 
 def test_filters_for_1_and_for_true_are_two_filters(tmp_path: Path) -> None:

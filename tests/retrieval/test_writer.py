@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index import generation_builder
 from ragspec.retrieval.index import index_directory as generation
 from ragspec.retrieval.index.index_directory import locked_generations, reader_lock
-from ragspec.retrieval.index.manifest import Manifest
+from ragspec.retrieval.index.manifest import Manifest, file_checksum
 from ragspec.retrieval.index.segment_writer import ArrowFile
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
@@ -101,33 +102,6 @@ def test_of_a_changed_document_only_the_new_passages_are_encoded(
     last = Store.open(index_dir).segments[-1].segment
     texts = [f"{last.passage(row).title}\n{last.passage(row).text}" for row in range(len(last.vectors))]
     assert np.array_equal(last.vectors, LetterEncoder().encode(texts))
-
-
-def test_the_last_version_given_wins(index_dir: Path, counting: Counting) -> None:
-    """Two versions of one id in one session, in every place a document can be in: waiting, written, sealed, committed."""
-    with IndexWriter(index_dir, counting, passages_per_encode=3) as writer:
-        for number in range(7):
-            outcome = writer.upsert(Document("x", f"Version {number}. One. Two. Three."[: 10 + 8 * (number % 3)]))
-            assert outcome is (UpsertOutcome.UPDATED if number else UpsertOutcome.ADDED)
-        writer.upsert(Document("d1", "Short."))
-        writer.upsert(Document("d1", "Shorter."))
-        assert writer.delete("d2") and not writer.delete("d2")
-        writer.upsert(Document("d2", "Back."))
-        writer.commit()
-        writer.upsert(Document("x", "Version last."))
-        writer.commit()
-    texts = {document.id: document.text for document in Store.open(index_dir).documents()}
-    assert (texts["x"], texts["d1"], texts["d2"], len(texts)) == ("Version last.", "Shorter.", "Back.", 21)
-
-
-def test_deleting_by_id_and_by_source(index_dir: Path, counting: Counting) -> None:
-    """Deleted files whose chunks stay in the index and are quoted for ever."""
-    with IndexWriter(index_dir, counting) as writer:
-        writer.upsert(Document("new", "New.", source="7.txt"))
-        assert writer.delete("d1") and not writer.delete("nobody")
-        assert writer.delete_source("7.txt") == 2 and writer.delete_source("none.txt") == 0
-        assert writer.commit().num_documents == 18 and writer.changes.deleted == 3
-    assert ids(index_dir) == sorted(f"d{n}" for n in range(20) if n not in (1, 7))
 
 
 def test_deletions_are_effective_at_the_next_query(index_dir: Path, counting: Counting) -> None:
@@ -252,21 +226,6 @@ def test_segments_stay_few_and_none_grows_without_bound(
     manifest = build_index((Document(str(n), f"Text {n}.") for n in range(30)), tmp_path / "big", counting)
     with IndexWriter(tmp_path / "big") as writer:
         assert [s.num_passages for s in writer.compact().segments] == [12, 12, 6]
-
-
-def test_an_emptied_index_is_an_index(index_dir: Path, counting: Counting, documents: list[Document]) -> None:
-    """The last document deleted, and nothing can be opened or added any more."""
-    with IndexWriter(index_dir, counting) as writer:
-        for document in documents:
-            writer.delete(document.id)
-        assert writer.commit().segments == ()
-    retriever = Retriever(counting, Store.open(index_dir))
-    assert retriever.retrieve(["fact"], 3).passages == [[]]
-    with IndexWriter(index_dir, counting) as writer:
-        writer.compact()
-        writer.upsert(Document("new", "New fact."))
-        writer.commit()
-    assert [p.document_id for p in retriever.retrieve(["fact"], 3).passages[0]] == ["new"]
 
 
 def test_an_index_keeps_the_settings_it_was_built_with(index_dir: Path, counting: Counting) -> None:
@@ -434,6 +393,22 @@ def test_scrubbing_takes_one_segment_at_a_time_and_changes_no_answer(
             break
     assert (rounds, dead) == ((2, [1, 0]) if kind == "exact" else (1, [2]))
     assert retriever.retrieve(["new fact 2 1"], 30).passages == before
+
+
+def test_originals_of_a_killed_session_leave_with_the_next_compaction(index_dir: Path, counting: Counting) -> None:
+    """Copies that no document names stayed on the disk for ever."""
+    file = index_dir.with_name("a.txt")
+    file.write_text("Text.")
+    digest = file_checksum(file).sha256
+    if (child := os.fork()) == 0:
+        with IndexWriter(index_dir, counting) as writer:
+            writer.keep_original(file, digest)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [path.name for path in (index_dir / generation.ORIGINALS).iterdir()] == [digest]
+    with IndexWriter(index_dir) as writer:
+        writer.compact()
+    assert not list((index_dir / generation.ORIGINALS).iterdir())
 
 
 def test_a_folder_that_is_no_index_keeps_its_files(tmp_path: Path, counting: Counting) -> None:

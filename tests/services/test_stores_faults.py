@@ -29,6 +29,7 @@ from ragspec.retrieval.index import index_directory as generation
 from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.reading import Unread
 from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -415,11 +416,11 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
     begun, go_on, read = threading.Event(), threading.Event(), list[str]()
     write_documents = parsing.write_documents
 
-    def held(path: Path, name: str, output: Path, limits: ReadLimits) -> None:
+    def held(path: Path, name: str, output: Path, limits: ReadLimits, unread: list[Unread]) -> None:
         if "slow" in name:
             begun.set()
             go_on.wait(90.0)
-        write_documents(path, name, output, limits)
+        write_documents(path, name, output, limits, unread)
         read.append(name)
 
     monkeypatch.setattr(parsing, "write_documents", held)

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +17,13 @@ from docx.oxml.ns import nsmap, qn
 from docx.styles.style import BaseStyle, ParagraphStyle
 from lxml import etree
 
-from ragspec.core import BlockKind
-from ragspec.retrieval.reading.inline import list_number, scripted
+from ragspec.retrieval.reading.office import ListCounter, ListLevel, OfficeReader
 from ragspec.retrieval.reading.parsed_file import (
     REPEATED_CHARS,
     Cell,
     ParsedFile,
     Table,
-    TextBuilder,
     check_archive,
-    one_line,
     silence_logger,
 )
 
@@ -64,14 +59,6 @@ class _Style(NamedTuple):
     list_level: int = 0
 
 
-class _ListLevel(NamedTuple):
-    """One level of a list. `pattern`: of the number, such as "%1.%2"."""
-
-    style: str
-    pattern: str
-    start: int
-
-
 def read_docx(path: Path) -> ParsedFile:
     check_archive(path)
     with open(path, "rb") as file, silence_logger("docx"):
@@ -81,48 +68,35 @@ def read_docx(path: Path) -> ParsedFile:
     return reader.builder.build(document.core_properties.title or "")
 
 
-class _WordReader:
-    """Reads the body of a document once, from its beginning to its end: numbers of lists count on."""
+class _WordReader(OfficeReader):
+    left_out = _LEFT_OUT
 
     def __init__(self, document: Any) -> None:
-        self.builder = TextBuilder()
+        super().__init__()
         self._styles = {style.style_id: _style(style) for style in document.styles}
         raised = _find(document.styles.element, "./w:style[w:rPr/w:vertAlign]")
         self._scripts = {style.get(qn("w:styleId")): _find(style, "./w:rPr/w:vertAlign/@w:val")[0] for style in raised}
         self._lists = _Lists(document)
-        self._notes = {kind: _notes(document, kind) for kind in _NOTES.values()}
-        self._shown_notes: list[Any] = []
-        self._boxes: list[Any] = []  # of the paragraph that is being read
+        self._notes_of = {kind: _notes(document, kind) for kind in _NOTES.values()}
         self._before = ""  # text of paragraphs whose end was deleted
 
-    def read(self, body: Any) -> None:
-        self._read_blocks(body)
-        for number, note in enumerate(self._shown_notes, 1):
-            self.builder.add(f"[{number}] {self._flat_text(note)}")
-
-    def _read_blocks(self, parent: Any) -> None:
-        """Reads paragraphs and tables, also inside content controls and tracked insertions."""
-        for element in parent:
-            if element.tag == _TABLE:
-                self._read_table(element)
-            elif element.tag == _PARAGRAPH:
-                self._read_paragraph(element)
-            elif element.tag not in _LEFT_OUT:
-                self._read_blocks(element)
+    def read_element(self, element: Any) -> bool:
+        if element.tag == _TABLE and not self.is_flat:
+            self._read_table(element)
+        elif element.tag == _PARAGRAPH:
+            self._read_paragraph(element)
+        else:
+            return False
+        return True
 
     def _read_paragraph(self, paragraph: Any) -> None:
-        text = self._before + self._text(paragraph)
-        boxes, self._boxes = self._boxes, []
+        text = self._before + self.text(paragraph)
         is_end_deleted = bool(_find(paragraph, "./w:pPr/w:rPr/w:del"))
         self._before = text if is_end_deleted else ""
         if text.strip() and not is_end_deleted:
             style = self._style_of(paragraph)
-            marker = self._lists.marker(style)
-            gap = "\n" if marker and not style.level else "\n\n"
-            kind = BlockKind.LIST_ITEM if marker else BlockKind.PARAGRAPH
-            self.builder.add(marker + text.strip(), style.level, gap, kind)
-        for box in boxes:
-            self._read_blocks(box)
+            self.add_paragraph(text, style.level, self._lists.marker(style))
+        self.read_boxes()
 
     def _read_table(self, table: Any) -> None:
         lines = Table(self.builder)
@@ -135,36 +109,17 @@ class _WordReader:
             for cell in _find(row, "./w:tc | ./w:sdt/w:sdtContent/w:tc"):
                 merge = _find(cell, "./w:tcPr/w:vMerge")
                 continues = merge and merge[0].get(qn("w:val")) != "restart"
-                text = above.get(column, "") if continues else self._flat_text(cell)
+                text = above.get(column, "") if continues else self.flat_text(cell)
                 above[column] = text if merge and len(text) <= REPEATED_CHARS else ""
                 cells.append(Cell(text, _number(cell, "./w:tcPr/w:gridSpan/@w:val", 1)))
                 column += cells[-1].columns
             lines.add(cells, is_header=bool(_find(row, "./w:trPr/w:tblHeader")))
 
-    def _flat_text(self, element: Any) -> str:
-        """The paragraphs of a cell or note on one line."""
-        texts: list[str] = []
-        open_paragraphs = list(reversed(_find(element, ".//w:p[not(ancestor::w:txbxContent)]")))
-        while open_paragraphs:
-            paragraph = open_paragraphs.pop()
-            text = self._text(paragraph)
-            texts.append(self._lists.marker(self._style_of(paragraph)) + text if text.strip() else "")
-            boxes, self._boxes = self._boxes, []
-            open_paragraphs += [each for box in reversed(boxes) for each in reversed(_find(box, "./w:p"))]
-        return one_line(" ".join(texts))
-
     def _style_of(self, paragraph: Any) -> _Style:
         name = _find(paragraph, "./w:pPr/w:pStyle/@w:val")
         return _set_style(paragraph, self._styles.get(name[0] if name else "", _Style()))
 
-    def _text(self, paragraph: Any) -> str:
-        found = ""
-        for script, pieces in itertools.groupby(self._pieces(paragraph), key=itemgetter(1)):
-            found += scripted("".join(text for text, _ in pieces), found, script)
-        return found
-
-    def _pieces(self, parent: Any, script: str = "") -> Iterator[tuple[str, str]]:
-        """(text, "superscript", "subscript" or empty) of the runs. Collects the boxes on the way."""
+    def pieces(self, parent: Any, script: str = "") -> Iterator[tuple[str, str]]:
         for element in parent:
             tag = element.tag
             if tag in _TEXTS:
@@ -172,26 +127,20 @@ class _WordReader:
             elif tag in _WRITTEN:
                 yield _WRITTEN[tag], script
             elif tag in _NOTES:
-                yield self._note_mark(_NOTES[tag], element), ""
+                note = self._notes_of[_NOTES[tag]].get(element.get(qn("w:id")))
+                yield "" if note is None else self.note_mark(note), ""
             elif tag == _BOX:
-                self._boxes.append(element)
+                self.boxes.append(element)
             elif tag == _RUN:
                 if not _find(element, "./w:rPr/w:vanish"):
-                    yield from self._pieces(element, self._run_script(element))
+                    yield from self.pieces(element, self._run_script(element))
             elif tag not in _LEFT_OUT:
-                yield from self._pieces(element, _MATH_SCRIPTS.get(tag, script))
+                yield from self.pieces(element, _MATH_SCRIPTS.get(tag, script))
 
     def _run_script(self, run: Any) -> str:
         own = _find(run, "./w:rPr/w:vertAlign/@w:val")
         style = _find(run, "./w:rPr/w:rStyle/@w:val")
         return own[0] if own else self._scripts.get(style[0], "") if style else ""
-
-    def _note_mark(self, kind: str, reference: Any) -> str:
-        note = self._notes[kind].get(reference.get(qn("w:id")))
-        if note is None:
-            return ""
-        self._shown_notes.append(note)
-        return f"[{len(self._shown_notes)}]"
 
 
 class _Lists:
@@ -200,13 +149,12 @@ class _Lists:
     def __init__(self, document: Any) -> None:
         related = [each.target_part for each in document.part.rels.values() if each.reltype.endswith("/numbering")]
         root = related[0].element if related else None
-        self._levels: dict[str, dict[int, _ListLevel]] = {}
         self._abstract: dict[str, str] = {}
         self._starts: dict[tuple[str, int], int] = {}
-        self._counts: dict[str, dict[int, int]] = {}
+        self._counters: dict[str, ListCounter] = {}
         for abstract in _find(root, "./w:abstractNum") if root is not None else ():
             levels = {_number(each, "./@w:ilvl", 0): _list_level(each) for each in _find(abstract, "./w:lvl")}
-            self._levels[abstract.get(qn("w:abstractNumId"))] = levels
+            self._counters[abstract.get(qn("w:abstractNumId"))] = ListCounter(levels)
         for each in _find(root, "./w:num") if root is not None else ():
             list_id = each.get(qn("w:numId"))
             self._abstract[list_id] = (_find(each, "./w:abstractNumId/@w:val") or [""])[0]
@@ -216,29 +164,15 @@ class _Lists:
 
     def marker(self, style: _Style) -> str:
         """The number or dash of the next item of a list, with a space; empty outside lists."""
-        abstract = self._abstract.get(style.list_id)
-        levels = self._levels.get(abstract or "", {})
-        if abstract is None or style.list_level not in levels:
+        counter = self._counters.get(self._abstract.get(style.list_id, ""))
+        if counter is None:
             return "- " if style.list_id not in ("", "0") else ""
-        counts = self._counts.setdefault(abstract, {})
-        own = levels[style.list_level]
-        start = self._starts.pop((style.list_id, style.list_level), None)
-        if start is None:
-            start = counts[style.list_level] + 1 if style.list_level in counts else own.start
-        counts[style.list_level] = start
-        for deeper in [level for level in counts if level > style.list_level]:
-            del counts[deeper]
-        if own.style in ("bullet", "none"):
-            return "- " if own.style == "bullet" else ""
-        number = own.pattern
-        for level, each in levels.items():
-            number = number.replace(f"%{level + 1}", list_number(counts.get(level, each.start), each.style))
-        return f"{number} " if number.strip() else ""
+        return counter.marker(style.list_level, self._starts.pop((style.list_id, style.list_level), None))
 
 
-def _list_level(level: Any) -> _ListLevel:
+def _list_level(level: Any) -> ListLevel:
     style, pattern = _find(level, "./w:numFmt/@w:val"), _find(level, "./w:lvlText/@w:val")
-    return _ListLevel(
+    return ListLevel(
         style[0] if style else "decimal", pattern[0] if pattern else "", _number(level, "./w:start/@w:val", 0)
     )
 

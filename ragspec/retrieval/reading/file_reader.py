@@ -15,7 +15,7 @@ from ragspec.retrieval.reading.file_search import find_files
 from ragspec.retrieval.reading.formats import ReaderInput, format_of
 from ragspec.retrieval.reading.parsed_file import WINDOWS, ParsedFile, Unread, encoding_of, read_text
 
-_SHOWN_PARTS = 10
+_SHOWN_PARTS, _SHOWN_REASONS = 10, 4
 
 
 def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
@@ -62,6 +62,8 @@ def _documents(path: Path, name: str, unread: list[Unread]) -> Iterator[Document
         return
     parsed: ParsedFile = reader(read_text(path) if found.reader_input is ReaderInput.TEXT else path)
     unread += parsed.unread
+    if parsed.unread and not parsed.text.strip():
+        raise InputError(f"cannot be read: {'; '.join(map(str, parsed.unread[:_SHOWN_REASONS]))}")
     metadata = dict(parsed.metadata)
     if parsed.unread:
         metadata["unread"] = "; ".join(map(str, parsed.unread[:_SHOWN_PARTS]))

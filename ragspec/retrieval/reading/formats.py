@@ -48,6 +48,7 @@ FORMATS = (
     FileFormat((".tex",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_indexed=False),
     FileFormat((".pdf",), "pdf.read_pdf", ReaderInput.PATH),
     FileFormat((".docx",), "docx.read_docx", ReaderInput.PATH),
+    FileFormat((".odt",), "odt.read_odt", ReaderInput.PATH),
     FileFormat((".xlsx",), "containers.read_workbook", ReaderInput.PATH),
     FileFormat((".pptx",), "containers.read_slides", ReaderInput.PATH),
     FileFormat((".epub",), "containers.read_epub", ReaderInput.PATH),

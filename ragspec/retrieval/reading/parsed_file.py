@@ -87,10 +87,12 @@ _UNREADABLE = frozenset({"Cc", "Co", "Cn"})
 
 
 class Unread(NamedTuple):
-    """A part of a file that was not read. `place`: a page, a line, or empty for the whole file."""
+    """A part of a file that was not read. `place`: a page, a line, or empty for the whole file. `page`: a page that text
+    recognition could read, or 0."""
 
     place: str
     reason: str
+    page: int = 0
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}" if self.place else self.reason
@@ -194,7 +196,8 @@ class Table:
         """
         columns: list[Cell] = []
         rest = list(reversed(cells))
-        while rest or any(cell.rows for cell in self._above[len(columns) :]):
+        num_spanned = max((number for number, cell in enumerate(self._above, 1) if cell.rows), default=0)
+        while rest or len(columns) < num_spanned:
             above = self._above[len(columns)] if len(columns) < len(self._above) else _NO_CELL
             if above.rows:
                 columns.append(above)

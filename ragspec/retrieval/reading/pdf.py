@@ -56,10 +56,12 @@ _TITLE_CHARS, _TITLE_LINES = 200, 4
 """More is no title, neither a heading nor a running one."""
 _RUNNING_PAGES, _RUNNING_LINES = 3, 2
 """A running title is among that many first or last lines of that many pages, and of more than half of them."""
-_SCRIPT_SIZE = 0.85
-"""Superscripts and subscripts are smaller than that share of the letters to their left."""
+_SCRIPT_SIZE, _FAR_SCRIPT_SIZE = 0.85, 0.95
+"""Superscripts and subscripts are smaller than that share of the letters to their left; those far off the line, than that."""
 _SCRIPT_SIGNS = frozenset("0123456789+-−–")
-_SAME_LINE, _OFF_LINE = 0.5, 0.08
+_WORD_GAP = 0.15
+"""Between words, in heights of the line."""
+_SAME_LINE, _OFF_LINE, _FAR_OFF_LINE = 0.5, 0.08, 0.25
 """Distances of baselines, in sizes of letters."""
 _PARAGRAPH_GAP = 1.4
 """Usual distances of lines on the page. A paragraph ends before a larger gap."""
@@ -72,6 +74,7 @@ _MOST_GARBAGE_UNMAPPED = 0.1
 
 _TEX_LIGATURES = {11: "ff", 12: "fi", 13: "fl", 14: "ffi", 15: "ffl"}
 _SAMPLED_CHARS = 200
+_HINT = "`ocrmypdf` reads it (`index add --ocr`)"
 _LINE_HYPHENS = (2, 0xFFFE)  # PDFium's signs for a hyphen at the end of a line
 _PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 
@@ -91,7 +94,7 @@ class _Line(NamedTuple):
 class _PlacedLine(NamedTuple):
     """A line on its page. `x`, `y`: where it begins; `size`: of most of its letters; in points.
 
-    `turn`: 1.0 if it runs up the page, -1.0 if it runs down, else 0.0.
+    `turn`: 1.0 if it runs up the page, -1.0 if it runs down, else 0.0. `last`: the place of its last visible character.
     """
 
     text: str
@@ -99,6 +102,7 @@ class _PlacedLine(NamedTuple):
     x: float
     y: float
     turn: float
+    last: int
 
 
 class _Block(NamedTuple):
@@ -118,9 +122,6 @@ def read_pdf(path: Path) -> ParsedFile:
         unread: list[Unread] = []
         second = _SecondReader(path)
         lines = [_readable_lines(document, number, second, unread) for number in range(len(document))]
-        if not any(line.text for page in lines for line in page):
-            reasons = "; ".join(map(str, unread[:3]))
-            raise InputError(f"{path} cannot be read: its {len(lines)} pages hold no text. {reasons}".rstrip(". "))
         builder, starts = TextBuilder(), list[int]()
         sizes = Counter[float]()
         for line in itertools.chain.from_iterable(lines):
@@ -132,6 +133,8 @@ def read_pdf(path: Path) -> ParsedFile:
             kind = BlockKind.LIST_ITEM if _ITEM.match(block.text) else BlockKind.PARAGRAPH
             builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL), kind=kind, page=block.page + 1)
         title = document.get_metadata_value("Title")
+        if not builder.num_chars:
+            unread.insert(0, Unread("", f"its {len(lines)} pages hold no text"))
         found = builder.build(title, {"pages": len(lines)}, unread)
         starts += [len(found.text)] * (len(lines) + 1 - len(starts))
         headings = _headings(document, found.text, starts) or found.headings
@@ -162,14 +165,14 @@ def _readable_lines(
     place = f"page {number + 1}"
     if not lines:
         if any(each.type == pdfium.FPDF_PAGEOBJ_IMAGE for each in page.get_objects(max_depth=2)):
-            unread.append(Unread(place, "it is an image without text, as of a scan; `ocrmypdf` adds the text"))
+            unread.append(Unread(place, f"it is an image without text, as of a scan; {_HINT}", number + 1))
         return []
     if garbage_share(_text(lines)) <= (MOST_GARBAGE if is_mapped else _MOST_GARBAGE_UNMAPPED):
         return lines
     again = second.lines(number)
     if again and garbage_share(_text(again)) <= MOST_GARBAGE / 2:
         return again
-    unread.append(Unread(place, "its text is garbage, as its fonts do not name their letters; `ocrmypdf` reads it"))
+    unread.append(Unread(place, f"its text is garbage, as its fonts do not name their letters; {_HINT}", number + 1))
     return []
 
 
@@ -208,7 +211,22 @@ class _PageText:
         for place, code in enumerate(codes):
             if code in _TEX_LIGATURES and pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1:
                 self.characters[place] = _TEX_LIGATURES[code]
+        self._word_starts = self._far_characters()
         self.line_ends = [place for place, code in enumerate(codes) if code in _LINE_HYPHENS or code == ord("\n")]
+
+    def _far_characters(self) -> frozenset[int]:
+        """Characters that begin a word without a space before them. Why: PDFium takes kerned spaces for none."""
+        found, box, right, bottom = set[int](), pdfium.FS_RECTF(), math.inf, 0.0
+        for place, character in enumerate(self.characters):
+            if character.isspace():
+                right = math.inf
+                continue
+            pdfium.FPDFText_GetLooseCharBox(self._page, place, box)
+            height = box.top - box.bottom
+            if box.left - right > _WORD_GAP * height and abs(box.bottom - bottom) < height / 2:
+                found.add(place)
+            right, bottom = box.right, box.bottom
+        return frozenset(place for place in found if found.isdisjoint((place - 1, place + 1)))  # others: spaced letters
 
     def unmapped_share(self) -> float:
         """Share of characters that their fonts do not name, in a sample."""
@@ -238,17 +256,34 @@ class _PageText:
         pdfium.FPDFText_GetCharOrigin(self._page, place, x, y)
         return x.value, y.value
 
-    def written(self, start: int, end: int) -> str:
-        """The characters `[start, end)`, with superscripts and subscripts as signs."""
+    def is_apart(self, place: int, before: int) -> bool:
+        """Whether a character begins a word, though no space stands between it and the one `before` it."""
+        box = pdfium.FS_RECTF()
+        pdfium.FPDFText_GetLooseCharBox(self._page, before, box)
+        right: float = box.right
+        return abs(self.origin(place)[0] - right) > _WORD_GAP * self.size(before)
+
+    def lines_of_values(self, first: int) -> list[int]:
+        """Places from `first` on after which the next visible character stands in another line."""
+        visible = [place for place in range(first, self.num_chars) if not self.characters[place].isspace()]
+        pairs = itertools.pairwise(visible)
+        return [a for a, b in pairs if abs(self.origin(a)[1] - self.origin(b)[1]) > self.size(a)]
+
+    def written(self, start: int, end: int, left: str = "", before: int = -1) -> str:
+        """The characters `[start, end)`, with superscripts and subscripts as signs.
+
+        `left`: the text that they continue; `before`: the place of its last character, or -1.
+        """
         found, place = "", start
         while place < end:
-            script_end = place
-            while script_end < end and place > start and self._is_script(script_end, place - 1):
+            found += " " * (place in self._word_starts and place > start)
+            script_end, before = place, place - 1 if place > start else before
+            while script_end < end and before >= 0 and self._is_script(script_end, before):
                 script_end += 1
             if script_end > place:
                 text = "".join(self.characters[place:script_end])
-                is_raised = self.origin(place)[1] > self.origin(place - 1)[1]
-                found += scripted(text, found, "superscript" if is_raised else "subscript")
+                is_raised = self.origin(place)[1] > self.origin(before)[1]
+                found += scripted(text, left + found, "superscript" if is_raised else "subscript")
             else:
                 found += self.characters[place]
             place = max(script_end, place + 1)
@@ -259,8 +294,9 @@ class _PageText:
         if self.characters[place] not in _SCRIPT_SIGNS or self.characters[before].isspace():
             return False
         size = self.size(before)
-        is_off_line = abs(self.origin(place)[1] - self.origin(before)[1]) > _OFF_LINE * size
-        return is_off_line and self.size(place) < _SCRIPT_SIZE * size
+        off_line = abs(self.origin(place)[1] - self.origin(before)[1])
+        is_far = off_line > _FAR_OFF_LINE * size
+        return off_line > _OFF_LINE * size and self.size(place) < (_FAR_SCRIPT_SIZE if is_far else _SCRIPT_SIZE) * size
 
 
 def _lines(page: pypdfium2.PdfPage, number: int, num_page_chars: int | None = None) -> tuple[list[_Line], bool]:
@@ -268,7 +304,10 @@ def _lines(page: pypdfium2.PdfPage, number: int, num_page_chars: int | None = No
     text = _PageText(page)
     lines: list[_PlacedLine] = []
     start = 0
-    for place in (*text.line_ends, text.num_chars - 1):
+    ends = {*text.line_ends, text.num_chars - 1}
+    if num_page_chars is not None:
+        ends.update(text.lines_of_values(num_page_chars))
+    for place in sorted(ends):
         _add_line(lines, text, start, place + 1, num_page_chars is not None and start >= num_page_chars)
         start = place + 1
     if not any(line.turn == 0.0 for line in lines):  # Why: PDFium gives the lines of some turned pages from below
@@ -290,12 +329,17 @@ def _add_line(lines: list[_PlacedLine], text: _PageText, start: int, end: int, i
         return
     x, y = text.origin(visible[0])
     size = round(text.size(visible[len(visible) // 2]), 1)
-    line = _PlacedLine(text.written(start, end), size, x, y, text.turn(visible[0]))
+    line = _PlacedLine(text.written(start, end), size, x, y, text.turn(visible[0]), visible[-1])
     for place in range(len(lines) - 1, -1 if is_value else max(-1, len(lines) - 2), -1):
         before = lines[place]
-        if line.turn == before.turn == 0.0 and x > before.x and abs(y - before.y) <= _SAME_LINE * size:
-            gap = "" if before.text[-1].isspace() or line.text[0].isspace() else " "
-            lines[place] = before._replace(text=before.text + gap + line.text)
+        is_level = abs(y - before.y) <= _SAME_LINE * max(size, before.size)
+        if line.turn == before.turn == 0.0 and x > before.x and is_level:
+            left = before.text.rstrip()
+            if text.is_apart(visible[0], before.last):
+                joined = f"{left} {line.text}"
+            else:
+                joined = left + text.written(visible[0], end, left, before.last)
+            lines[place] = before._replace(text=joined, last=line.last)
             return
     lines.append(line)
 

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from ragspec.core import Document
 from ragspec.errors import InputError
@@ -98,8 +98,15 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
 
 def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) -> Iterator[tuple[int, list[str]]]:
     """Each row with the number of its first line, from `line` on. A row with a badly quoted cell ends with its first line."""
-    source = _LineSource(lines)
-    rows = csv.reader(source, delimiter=delimiter, strict=True)
+    taken: list[str] = []  # lines since the last row
+    returned: deque[str] = deque()  # to be read again
+
+    def source() -> Iterator[str]:
+        while each := returned.popleft() if returned else next(lines, ""):
+            taken.append(each)
+            yield each
+
+    rows = csv.reader(source(), delimiter=delimiter, strict=True)
     while True:
         try:
             cells = next(rows)
@@ -107,35 +114,14 @@ def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) ->
             return
         except csv.Error as cause:
             unread.append(Unread(f"line {line}", str(cause)))
-            source.return_lines()
-            rows = csv.reader(source, delimiter=delimiter, strict=True)
+            returned.extendleft(reversed(taken[1:]))
+            del taken[1:]
+            rows = csv.reader(source(), delimiter=delimiter, strict=True)
             cells = []
         if cells:
             yield line, cells
-        line += len(source.taken)
-        source.taken.clear()
-
-
-class _LineSource:
-    """Lines of a file. `taken`: since the last row."""
-
-    def __init__(self, lines: TextIO) -> None:
-        self.taken: list[str] = []
-        self._lines = lines
-        self._returned: deque[str] = deque()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> str:
-        line = self._returned.popleft() if self._returned else next(self._lines)
-        self.taken.append(line)
-        return line
-
-    def return_lines(self) -> None:
-        """Read all taken lines but the first again."""
-        self._returned.extendleft(reversed(self.taken[1:]))
-        del self.taken[1:]
+        line += len(taken)
+        taken.clear()
 
 
 def _delimiter(header: str) -> str:

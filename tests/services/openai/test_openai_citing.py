@@ -6,11 +6,13 @@ from urllib.parse import urlencode
 
 import pytest
 from openai.types.chat.chat_completion_message import Annotation
+from starlette.requests import Request
 
 from ragspec.core import FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.support import find_support
 from services.openai.answer_fields import citation_fields, citations_of, passages_of, support_of
+from services.openai.generation import address_of
 
 DOCUMENTS = {
     "mill": "Ça commence. Die Mühle 🏭 am Fluß steht seit 1874. E\u0301te\u0301 dernier.",
@@ -108,3 +110,13 @@ def test_every_span_is_string_identical(text: str, num_cited: int) -> None:
         assert source["text"][citation["passage_start"] : citation["passage_end"]] == cited
         assert DOCUMENTS[citation["document_id"]][citation["document_start"] : citation["document_end"]] == cited
         assert source["document_id"] == citation["document_id"]
+
+
+@pytest.mark.parametrize(
+    ("said", "scheme"), [("", "http"), ("https", "https"), ("https, http", "https"), ("data", "http")]
+)
+def test_addresses_have_the_scheme_that_the_client_used(said: str, scheme: str) -> None:
+    """Behind a proxy with TLS the link to a source was plain http, which a page with https refuses to open."""
+    headers = [(b"host", b"mill.example"), (b"x-forwarded-proto", said.encode())]
+    request = Request({"type": "http", "scheme": "http", "path": "/v1/chat/completions", "headers": headers})
+    assert address_of(request) == f"{scheme}://mill.example"
