@@ -24,7 +24,7 @@ from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
-from ragspec.rag.quote_bias import quote_bias
+from ragspec.rag.quotable import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
     GRAMMAR_REQUEST,

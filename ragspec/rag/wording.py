@@ -159,7 +159,7 @@ class AnswerFit(NamedTuple):
     """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands.
 
     ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `question_weight`: of the words of the question that a
-    quote holds, see `ragspec.rag.quote_bias`.
+    quote holds, see `ragspec.rag.quotable`.
     """
 
     intercept: float = 0.0

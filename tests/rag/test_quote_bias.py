@@ -7,7 +7,7 @@ import math
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.quote_bias import quote_bias
+from ragspec.rag.quotable import quote_bias
 from ragspec.rag.wording import AnswerFit, TextRules
 
 TEXT = "The mill was sold in 1901. The mill was built by Anna Weaver. Its wheel is of oak. Rain falls."
