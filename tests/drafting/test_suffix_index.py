@@ -43,7 +43,8 @@ def every_match(tokens: list[int], output_begin: int, most: int) -> list[tuple[i
 def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int]) -> None:
     """An index over tokens that loses a match, or prefers an older or a shorter one."""
     base = ReferenceIndex([reference(text) for text in texts])
-    index = SuffixIndex(base, output[:3], "", CopyAcceptance({"match": (0.1, 0.9)}), bool)
+    index = SuffixIndex(base, "", CopyAcceptance({"match": (0.1, 0.9)}), bool)
+    index.append(output[:3])
     index.append(output[3:])
     expected = every_match(index.tokens.tolist(), len(base.tokens), 5)[:24] if output else []
     assert index.matches(5) == expected
@@ -52,7 +53,7 @@ def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int
 def test_a_long_output_keeps_its_tokens() -> None:
     """The growing array of the output lost tokens when it was enlarged."""
     written = np.random.default_rng(0).integers(0, 9, 700).tolist()
-    index = SuffixIndex(ReferenceIndex([reference([1, 2])]), [], "", CopyAcceptance({"match": (0.1, 0.9)}), bool)
+    index = SuffixIndex(ReferenceIndex([reference([1, 2])]), "", CopyAcceptance({"match": (0.1, 0.9)}), bool)
     for first in range(0, 700, 7):
         index.append(written[first : first + 7])
     assert index.tokens[-700:].tolist() == written and not index.searched.opens.any()
