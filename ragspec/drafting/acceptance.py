@@ -175,16 +175,15 @@ class ChildAcceptance(AcceptanceCells):
         self.typical += 0.02 * weight * (chance - self.typical)
 
 
-
-
 class Trust:
     """How far drafters are trusted: one rule, in arrays with a row for each open sequence and a column for each drafter.
 
     A drafter estimates the probabilities of its nodes over all requests. A sequence scales them by the ratio of accepted to
     expected tokens that the drafter had there, which begins at the ratio of the tenant's other sequences and is 1 at most. After
     some misses in a row a drafter is asked again in a step whose number, counted from the sequence's first, is a multiple of 1,
-    2, 4 and then 8: sequences that began together are asked together, and the steps between cost nothing. A drafter that takes time has a gain
-    beside, the accepted tokens that a draft adds: where cheaper drafters probably have the next token, and where they do not.
+    2, 4 and then 8: sequences that began together are asked together, and the steps between cost nothing. A drafter that takes
+    time has a gain beside, the accepted tokens that a draft adds: where cheaper drafters probably have the next token, and where
+    they do not.
     Only counts are kept, never text. A sequence gets its row when it is first named.
     """
 

@@ -123,7 +123,7 @@ class Planner:
         return found
 
     def _ask(self, asked: _Asked, due: Mask, costs_s: Mapping[int, float]) -> None:
-        """Ask the drafters, and merge their proposals into the step's trees. `costs_s`: of those that have something to propose."""
+        """Ask the drafters, and merge their proposals into the step's trees. `costs_s`: by drafter with something to propose."""
         allowed, trees = self._trust.allowed(asked.rows), asked.step.trees
         chains = np.array([own.needs_chain for own in asked.owns])
         heads = [d for d, drafter in enumerate(self._drafters) if drafter.is_head]
@@ -210,7 +210,9 @@ class Planner:
         if (asked := self._step) is not None:
             self._judge(asked, {s.key: r.token_ids for s, r in zip(sequences, results, strict=True)})
         for sequence, result, own in zip(sequences, results, features, strict=True) if self._watching else ():
-            for drafter in self._watching.intersection((self._own.get(sequence.key) or self._own_of(sequence)).drafters):
+            for drafter in self._watching.intersection(
+                (self._own.get(sequence.key) or self._own_of(sequence)).drafters
+            ):
                 self._drafters[drafter].observe(sequence, result.token_ids, own)
 
     def _judge(self, asked: _Asked, decided: Mapping[tuple[str, int], list[int]]) -> None:

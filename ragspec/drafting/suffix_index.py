@@ -268,11 +268,6 @@ class ReferenceIndex:
         self.order = SortedSuffixes.build(self.tokens, 1).order
         self.distinct = frozenset(self.tokens.tolist())
 
-    def places(self, token: int) -> Ints:
-        """Where a token stands, ascending."""
-        first, last = _find(_read_only(self.tokens), self.order, np.array([token], np.int32), 0, len(self.order), 0)
-        return self.order[first:last]
-
 
 class SearchedText(NamedTuple):
     """A sequence's references and output as compiled code reads them.
@@ -345,12 +340,6 @@ class SuffixIndex:
         if len(self.base.quotes):  # else no point depends on it
             opens[end - begin : room - begin] = [self._opens_quote(token) for token in token_ids]
         place[1] = room
-
-    def matches(self, max_length: int) -> list[tuple[int, int]]:
-        """(position after the match, its length) of every earlier occurrence of the output's end; longest first, then latest."""
-        begin, end = self.searched.place[:2].tolist()
-        found = longest_matches(self.searched.text, self.base.order, begin, end, max_length)
-        return [(at, length) for at, length in found.tolist()]
 
 
 def _starts(references: list[Reference], begin: NDArray[np.int64]) -> Ints:
