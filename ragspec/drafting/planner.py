@@ -115,7 +115,7 @@ class Planner:
         found = {}
         for number in np.flatnonzero(due.any(0)).tolist():
             drafter, places = self._drafters[number], np.flatnonzero(due[:, number])
-            cost_s = math.inf if drafter.disabled else drafter.cost_s([sequences[i] for i in places])
+            cost_s = math.inf if drafter.disabled else drafter.cost_s([sequences[i] for i in places.tolist()])
             if cost_s < math.inf:
                 found[number] = cost_s
             else:
