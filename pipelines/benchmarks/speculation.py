@@ -1,11 +1,10 @@
 """The suite `speculation`: how much faster drafts make decoding, by workload and by drafter, and whether any token differs.
 
-Four kinds of rows, one request at a time unless the row says otherwise:
+Three kinds of rows, one request at a time unless the row says otherwise:
 
 * workload: the default drafters beside plain decoding, transformers and llama.cpp, T = 0; beside plain decoding, T = 1
 * batch:    eight requests side by side, prompts included
 * drafters: each drafter alone and its useful combinations, beside plain decoding
-* step:     a forward of 16 rows over a forward of one row, and one row over the time to read the weights
 
 With `--device stub` the rows are of the host alone: its processor time a step on a device of tables (`stub_device`).
 
@@ -14,16 +13,12 @@ Every row counts whether the tokens equal plain decoding's. Speed-ups are ratios
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-import torch
-from transformers import AutoConfig
 
 from pipelines.benchmarks.cases.timing import (
     GENERATE,
@@ -58,16 +53,12 @@ from pipelines.benchmarks.harness import (
     Run,
     Suite,
     at_least,
-    at_most,
     equal_to,
 )
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
 from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HeadConfig
-from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
-from ragspec.engine.measurements import forward_s
-from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.evaluation.stub_device import StubDevice, StubTarget, read_devices, stub_engine, stub_requests
 from ragspec.rag.prompt import PromptBuilder
@@ -79,7 +70,6 @@ _NOTHING, _IN_VAIN = "nothing to copy", "sources in vain"
 _COPY, _DATASTORE = "copy", "copy + datastore"
 _WORKLOADS = (RAG, GRAMMAR, CHAT, PROSE)
 _BATCHED = (RAG, GRAMMAR, CHAT)
-_STEP_CONTEXT, _TREE_ROWS, _NUM_STEPS = 500, 16, 40
 _STUB_SLOTS, _STUB_TOKENS = 65_536, 160
 _LEAST_NOTHING_RUNS = 5
 """No difference is expected where nothing can be copied, and single runs scatter by several percent."""
@@ -219,7 +209,8 @@ def run_speculation(run: Run) -> Iterator[Row]:
         yield from _host_rows(run)
         return
     with Speculations(run) as bench:
-        workloads = [*_WORKLOADS, *(_SPEC_BENCH + task for task in SPEC_BENCH_TASKS)]
+        tasks = () if run.quick else SPEC_BENCH_TASKS  # more prompts than five minutes allow
+        workloads = [*_WORKLOADS, *(_SPEC_BENCH + task for task in tasks)]
         for workload in workloads if run.data_dir else [RAG]:
             for temperature in (0.0, 1.0):
                 measure = partial(_workload_row, bench, workload, temperature)
@@ -231,7 +222,6 @@ def run_speculation(run: Run) -> Iterator[Row]:
         for name, drafters in drafter_table(run.heads).items():
             for workload in _drafted_workloads(run, drafters):
                 yield run.row(f"{name}: {workload}", partial(_drafter_row, bench, name, drafters, workload))
-        yield run.row("steps", partial(_step_row, bench))
 
 
 def _host_rows(run: Run) -> Iterator[Row]:
@@ -354,51 +344,6 @@ def _drafter_row(bench: Speculations, name: str, drafters: Drafters, workload: s
     return {"drafters": name} | _pair_row(workload, 0.0, cases, timings)
 
 
-def _step_row(bench: Speculations) -> Row:
-    """Medians of forwards after 500 tokens of context, and the time to read all weights once at measured bandwidth."""
-    engine = bench.engine()
-    target, context = engine.target, min(_STEP_CONTEXT, (engine.max_context_tokens - _TREE_ROWS) // 2)
-    seconds: dict[int, list[float]] = {1: [], _TREE_ROWS: []}
-
-    def take() -> None:
-        for rows, taken in seconds.items():
-            taken += [forward_s(target, rows, context, range(-1, rows - 1)) for _ in range(_NUM_STEPS)][2:]
-
-    engine.purge("runs")  # cached prompts leave no room for the context
-    engine.between_steps(take)
-    one_s, tree_s = (median(taken) for taken in seconds.values())
-    num_bytes = weight_bytes(target)
-    fastest_s = num_bytes / read_bandwidth(num_bytes)
-    return {
-        "step_ms": 1e3 * one_s,
-        "step16_over_step1": tree_s / one_s,
-        "weights_mb": num_bytes / 1e6,
-        "step_over_roofline": one_s / fastest_s,
-    }
-
-
-def weight_bytes(target: Target) -> int:
-    """Bytes of weights that a step reads: all but an embedding table that the output layer does not share."""
-    config = AutoConfig.from_pretrained(target_folder(target.config)).get_text_config()
-    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    itemsize: int = getattr(torch, target.config.weight_dtype).itemsize
-    return (target.num_parameters - unread) * itemsize
-
-
-def read_bandwidth(num_bytes: int, repeats: int = 7) -> float:
-    """Bytes a second of reading a buffer of this size again and again with all threads; the best of `repeats`.
-
-    Why the weights' own size: decoding, too, reads what fits from the processor's cache.
-    """
-    buffer = torch.ones(max(1, num_bytes // 4))
-    best_s = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        buffer.sum()
-        best_s = min(best_s, time.perf_counter() - begin)
-    return buffer.numel() * 4 / best_s
-
-
 def summarise(rows: Sequence[Row]) -> Result:
     """The figures of the workload rag under their plain names, of other workloads with a prefix."""
     named = {row["row"]: row for row in rows}
@@ -423,8 +368,6 @@ def summarise(rows: Sequence[Row]) -> Result:
     }
     for workload in (GRAMMAR, CHAT):
         result[f"{workload}_speedup_vs_plain"] = named.get(f"{workload}, T=0", {}).get("speedup_vs_plain")
-    for key in ("step16_over_step1", "step_over_roofline"):
-        result[key] = named.get("steps", {}).get(key)
     for key, share in (("stub_nothing_to_copy", " 0%"), ("stub_copies", " 90%")):
         ratios = [row["on_over_off"] for row in rows if f"{share} copyable" in row["row"]]
         result |= {key: min(ratios)} if ratios else {}
@@ -478,7 +421,5 @@ METRICS = (
     Metric("worst_single_over_off", "each drafter alone over plain decoding, worst workload", at_least(0.97)),
     Metric("stub_nothing_to_copy", "stub device, nothing to copy: tokens a second, on over off, worst", at_least(0.985)),
     Metric("stub_copies", "stub device, 90 % copyable: tokens a second, on over off, worst", at_least(1.0)),
-    Metric("step16_over_step1", "a forward of 16 rows over a forward of one row", at_most(1.6)),
-    Metric("step_over_roofline", "a forward of one row over the time to read the weights", at_most(1.35)),
 )  # fmt: skip
 SUITE = Suite("speculation", run_speculation, summarise, METRICS, PLOT)

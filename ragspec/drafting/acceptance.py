@@ -19,9 +19,33 @@ from ragspec.tenants import tenant_of
 
 Ints = NDArray[np.int64]
 
+_PRIOR_TOKENS = 6.0
+"""Expected tokens after which a sequence's own ratio weighs as much as its tenant's. Fewer: short answers trust chance hits."""
+_MEMORY = 0.98
+"""Weight of the past after a step with guesses, so that a sequence that begins to copy late is trusted again."""
+FREE_MISSES, _NUM_DOUBLINGS = 3, 3
+"""Misses in a row before a drafter is asked less often, and how often the wait doubles. Longer waits lose the beginning of a
+copy."""
+_PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
+"""Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts."""
+
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+_EXPECTED, _ACCEPTED, _PRIOR, _NUM_MISSES, _BEGUN, _DUE, _GAINED = range(7)
+_NUM_FIGURES = _GAINED + 4  # tokens gained and drafts, alone and beside a cheaper drafter's token
+
 MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
 _MAX_TENANTS = 256
 _NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
+
+
+@compiled(nogil=True)
+def _note(state: Any, rows: Any, drafter: int, is_hit: Any, step: int, num_free: float) -> None:
+    for n in range(len(rows)):
+        own = state[rows[n], drafter]
+        own[_NUM_MISSES] = 0.0 if is_hit[n] else own[_NUM_MISSES] + 1.0
+        wait = 2.0 ** min(max(0.0, own[_NUM_MISSES] - num_free - 1.0), _NUM_DOUBLINGS)
+        own[_DUE] = own[_BEGUN] + ((step - own[_BEGUN]) // wait + 1.0) * wait
 
 
 @compiled(nogil=True)
@@ -151,32 +175,22 @@ class ChildAcceptance(AcceptanceCells):
         self.typical += 0.02 * weight * (chance - self.typical)
 
 
-_PRIOR_TOKENS = 6.0
-"""Expected tokens after which a sequence's own ratio weighs as much as its tenant's. Fewer: short answers trust chance hits."""
-_MEMORY = 0.98
-"""Weight of the past after a step with guesses, so that a sequence that begins to copy late is trusted again."""
-_FREE_MISSES, _MAX_WAIT_STEPS = 3, 8
-"""Misses in a row before a drafter is asked less often, and the longest wait. Longer waits lose the beginning of a copy."""
-_PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
-"""Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts."""
-
-Rows = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-_EXPECTED, _ACCEPTED, _PRIOR, _NUM_MISSES, _WAIT, _GAINED = range(6)
-_NUM_FIGURES = _GAINED + 4  # tokens gained and drafts, alone and beside a cheaper drafter's token
-
-
 class Trust:
     """How far drafters are trusted: one rule, in arrays with a row for each open sequence and a column for each drafter.
 
     A drafter estimates the probabilities of its nodes over all requests. A sequence scales them by the ratio of accepted to
     expected tokens that the drafter had there, which begins at the ratio of the tenant's other sequences and is 1 at most. After
-    some misses in a row a drafter is asked again after 1, 2, 4 and then every 8 steps. A drafter that takes time has a gain
-    beside, the accepted tokens that a draft adds: where cheaper drafters probably have the next token, and where they do not.
+    some misses in a row a drafter is asked again in a step whose number, counted from the sequence's first, is a multiple of 1,
+    2, 4 and then 8: sequences that began together are asked together, and the steps between cost nothing. A drafter that takes
+    time has a gain beside, the accepted tokens that a draft adds: where cheaper drafters probably have the next token, and where
+    they do not.
     Only counts are kept, never text. A sequence gets its row when it is first named.
     """
 
-    def __init__(self, num_drafters: int) -> None:
+    def __init__(self, num_drafters: int, num_free_misses: float = FREE_MISSES) -> None:
+        self._num_free_misses = num_free_misses
+        self.step = 0
+        """The number of the present step."""
         self._state = np.zeros((8, num_drafters, _NUM_FIGURES))
         self._allowed = np.zeros((8, num_drafters), np.bool_)
         self._tenants = Experience(lambda: np.zeros((num_drafters, 2)))
@@ -185,6 +199,7 @@ class Trust:
         """Mean number of rows that a draft takes of the step."""
         self._rows: dict[tuple[str, int], tuple[int, str]] = {}
         self._free = list(range(8))
+        self.note(np.zeros(0, np.int64), 0, np.zeros(0, np.bool_))  # compiles it
 
     def row(self, key: tuple[str, int], salt: str, drafters: Sequence[int] = ()) -> int:
         """`drafters`: the numbers of those that the request allows."""
@@ -193,10 +208,11 @@ class Trust:
                 count = len(self._state)
                 self._free = list(range(count, 2 * count))
                 self._state = np.concatenate([self._state, np.zeros_like(self._state)])
-                self._allowed = np.concatenate([self._allowed, self._allowed])
+                self._allowed = np.concatenate([self._allowed, np.zeros_like(self._allowed)])
             known = self._rows[key] = self._free.pop(), salt
             expected, accepted = self._tenants.of(salt).T
-            self._state[known[0]], self._allowed[known[0]] = 0.0, False
+            self._state[known[0]] = 0.0
+            self._state[known[0], :, _BEGUN] = self.step
             self._allowed[known[0], [*drafters]] = True
             self._state[known[0], :, _PRIOR] = (_PRIOR_TOKENS + accepted) / (_PRIOR_TOKENS + expected)
             scale = _PRIOR_DRAFTS / self._overall[:, [1, 1, 3, 3]]
@@ -208,6 +224,7 @@ class Trust:
         row, salt = self._rows.pop(key, (-1, ""))
         if row >= 0:
             self._free.append(row)
+            self._allowed[row] = False
             expected, accepted = self._state[row, :, _EXPECTED], self._state[row, :, _ACCEPTED]
             table = self._tenants.of(salt)
             table *= np.where(expected > 0.0, _MEMORY, 1.0)[:, None]
@@ -227,21 +244,17 @@ class Trust:
         return np.minimum(1.0, ratio)
 
     def due(self, rows: Rows) -> Mask:
-        """Whether requests and misses allow each drafter to be asked in this step, which counts as waited.
-
-        Shape: [B] -> [B, drafters].
-        """
-        waits = self._state[rows, :, _WAIT]
-        self._state[rows, :, _WAIT] = np.maximum(0.0, waits - 1.0)
-        due: Mask = (waits <= 1.0) & self._allowed[rows]
+        """Whether requests and misses allow each drafter to be asked in this step. Shape: [B] -> [B, drafters]."""
+        due: Mask = (self._state[rows, :, _DUE] <= self.step) & self._allowed[rows]
         return due
 
+    def next_due(self) -> float:
+        """The first step in which a drafter may be asked for any of the sequences; infinity if there is none."""
+        return float(self._state[..., _DUE].min(initial=np.inf, where=self._allowed))
+
     def note(self, rows: Rows, drafter: int, is_hit: Mask) -> None:
-        """Whether a token of a draft was accepted, in each of these sequences."""
-        misses = np.where(is_hit, 0.0, self._state[rows, drafter, _NUM_MISSES] + 1.0)
-        beyond = np.minimum(misses - _FREE_MISSES, _MAX_WAIT_STEPS)
-        self._state[rows, drafter, _NUM_MISSES] = misses
-        self._state[rows, drafter, _WAIT] = np.where(beyond > 0, np.minimum(_MAX_WAIT_STEPS, 2 ** (beyond - 1)) + 1, 0)
+        """Whether a token of this step's draft was accepted, in each of these sequences."""
+        _note(self._state, rows, drafter, is_hit, self.step, float(self._num_free_misses))
 
     def gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64]) -> NDArray[np.float64]:
         """Accepted tokens that a draft is expected to add. `covered`: the probability that a node so far holds the next token."""

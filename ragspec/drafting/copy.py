@@ -23,6 +23,7 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -34,9 +35,16 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import Request, SourceKind, salt_belongs_to
 from ragspec.drafting.acceptance import Cell, CopyAcceptance, Experience, Guess
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
-from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
+from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
-from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex, longest_matches
+from ragspec.drafting.suffix_index import (
+    MOST_FOLLOWED,
+    SEPARATOR,
+    GrowingSuffixes,
+    ReferenceIndex,
+    SuffixIndex,
+    longest_matches,
+)
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.tenants import TenantStates
 from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, ProposalArrays
@@ -227,7 +235,7 @@ def _follow(searched: Any, num_new: int) -> None:
             place[_EXPECTED if follows else _NUM_OFF] += 1
     if place[_EXPECTED] >= 0 and place[_NUM_OFF] == 0:
         return
-    if place[_NUM_OFF] > 8:
+    if place[_NUM_OFF] > MOST_FOLLOWED:
         place[_EXPECTED], place[_NUM_OFF] = -1, 0
     num_inputs, num_ahead, ahead = 0, 0, 0
     expected = place[_EXPECTED]
@@ -266,9 +274,9 @@ class CopyDrafter(Drafter):
         self._counted_acceptance = Experience(CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
         self._out = _Proposed(np.empty((_SPARE_NODES, NUM_GIVEN), np.int64), np.empty(_SPARE_NODES))  # of one call
-        index = SuffixIndex(ReferenceIndex([]), [], "", CopyAcceptance(_PRIORS, _MAX_MATCH), self._reader.opens_quote)
+        index = SuffixIndex(ReferenceIndex([]), "", CopyAcceptance(_PRIORS, _MAX_MATCH), self._reader.opens_quote)
         self._copies(index, 0, 0, 1.0)  # compiles the search, for which the first answer would otherwise wait
-        self._observe(index, [])
+        _follow(index.searched, 0)
         index.acceptance.learn(Cell(0), True)
 
     def prepare(self, request: Request) -> ReferenceIndex:
@@ -283,25 +291,27 @@ class CopyDrafter(Drafter):
         index = sequence.prepared.get(self.name)
         if index is None:  # preparing failed
             return
-        acceptance = self._acceptance.of(sequence.request.salt)
-        output_ids, salt = sequence.tokens[sequence.num_prompt :], sequence.request.salt
-        self._indexes[sequence.key] = SuffixIndex(index, output_ids, salt, acceptance, self._reader.opens_quote)
+        salt = sequence.request.salt
+        acceptance = self._acceptance.of(salt)
+        self._indexes[sequence.key] = SuffixIndex(index, salt, acceptance, self._reader.opens_quote)
+
+    def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
+        return 0.0 if any(map(self._may_copy, sequences)) else math.inf
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
         least_prob = max(self._least_prob, budget.least_prob)
         return [
             self._propose(sequence, min(budget.max_nodes, depth), depth, least_prob)
+            if self._may_copy(sequence)
+            else ProposalArrays.of(self.name, [])
             for sequence, depth in zip(sequences, budget.depths, strict=True)
         ]
 
-    def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
-        if tokens and (index := self._indexes.get(sequence.key)) is not None:
-            self._observe(index, tokens)
-
-    def _observe(self, index: SuffixIndex, tokens: SequenceOf[int]) -> None:
-        index.append(tokens)
-        if index.base.follows_input or not tokens:
-            _follow(index.searched, len(tokens))
+    def _may_copy(self, sequence: SequenceView) -> bool:
+        if (index := self._indexes.get(sequence.key)) is None:
+            return False
+        has_earlier = self._counts is not None and sequence.request.salt in self._earlier
+        return has_earlier or index.may_continue(sequence.tokens, sequence.num_prompt)
 
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
@@ -321,8 +331,12 @@ class CopyDrafter(Drafter):
 
     def _propose(self, sequence: SequenceView, num_any: int, num_likely: int, least_prob: float) -> ProposalArrays:
         """`num_any`: the most tokens of any branch; `num_likely`: of a likely branch."""
-        if (index := self._indexes.get(sequence.key)) is None:
-            return ProposalArrays.of(self.name, [])
+        index = self._indexes[sequence.key]
+        written = sequence.tokens[sequence.num_prompt + index.num_output :]
+        if written:
+            index.append(written)
+            if index.base.follows_input:
+                _follow(index.searched, len(written))
         copies, left, longest = self._copies(index, num_any, num_likely, least_prob)
         recalled, length = self._recalled(sequence, num_any)
         if not recalled:

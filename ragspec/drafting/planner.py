@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import Mask, Rows, Trust
+from ragspec.drafting.acceptance import FREE_MISSES, Mask, Rows, Trust
 from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, OwnShare, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
@@ -46,6 +46,7 @@ class Planner:
     """Merges the proposals of all drafters and cuts them to the size that pays. A drafter's errors cost only its draft."""
 
     step_plan: type[StepPlan] = StepPlan
+    num_free_misses: float = FREE_MISSES
 
     def __init__(
         self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
@@ -53,11 +54,15 @@ class Planner:
         self._drafters = [SafeDrafter(drafter) for drafter in drafters]
         self._names = [drafter.name for drafter in drafters]
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
-        self._trust = Trust(len(drafters))
+        self._trust = Trust(len(drafters), self.num_free_misses)
+        self._watching = frozenset(
+            number for number, drafter in enumerate(drafters) if type(drafter).observe is not Drafter.observe
+        )
         compile_trees()
         self._own: dict[tuple[str, int], _Own] = {}
         self._trial_s = np.zeros(len(drafters))  # time for a trial of each drafter that takes time
         self._step: _Asked | None = None
+        self._next_number = 0.0  # of the next step in which a drafter may be asked
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs, self._share = costs, OwnShare()
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
@@ -84,26 +89,41 @@ class Planner:
 
         `num_prompt_rows`: rows of prompts in the same step.
         """
-        self._step = None
+        self._step, self._trust.step = None, self._trust.step + 1
+        if self._trust.step < self._next_number and all(sequence.key in self._own for sequence in sequences):
+            return _roots(sequences)
         owns = [self._own.get(sequence.key) or self._own_of(sequence) for sequence in sequences]
-        wanted = [i for i, own in enumerate(owns) if own.drafters]
-        if wanted:
+        rows = np.array([own.row for own in owns], np.int64)
+        due = self._trust.due(rows)
+        costs_s, trees = self._costs_s(sequences, rows, due) if spare_rows > 0 else {}, list[DraftTree]()
+        if costs_s:
             self._share.learn(self.costs, sequences, num_prompt_rows)
-        rows = np.array([own.row for own in owns])
-        due = self.due(rows) if wanted and spare_rows > 0 else np.zeros(0, np.bool_)
-        if due.any():
             step = self.step_plan(self.costs, sequences, num_prompt_rows, self._share.value, len(self._drafters))
             # Why 0: a drawn tree is never left out for what it costs
-            least_prob = 0.0 if any(owns[i].draws_children for i in wanted) else step.least_prob(spare_rows)
+            is_drawn = any(own.draws_children for own in owns if own.drafters)
+            least_prob = 0.0 if is_drawn else step.least_prob(spare_rows)
             if least_prob < _SUREST:
                 asked = _Asked(step, owns, rows, spare_rows, least_prob)
-                self._ask(asked, due)
-                if asked.places:
-                    return self._cut(asked)
-        return [DraftTree(sequence.tokens[-1]) for sequence in sequences]
+                self._ask(asked, due, costs_s)
+                trees = self._cut(asked)
+        self._next_number = 0.0 if trees else self._trust.next_due()
+        return trees or _roots(sequences)
 
-    def _ask(self, asked: _Asked, due: Mask) -> None:
-        """Ask the drafters, and merge their proposals into the step's trees."""
+    def _costs_s(self, sequences: SequenceOf[SequenceView], rows: Rows, due: Mask) -> dict[int, float]:
+        """Seconds of a draft for all sequences for which a drafter is due, by drafter. A drafter that has nothing to propose has
+        missed."""
+        found = {}
+        for number in np.flatnonzero(due.any(0)).tolist():
+            drafter, places = self._drafters[number], np.flatnonzero(due[:, number])
+            cost_s = math.inf if drafter.disabled else drafter.cost_s([sequences[i] for i in places.tolist()])
+            if cost_s < math.inf:
+                found[number] = cost_s
+            else:
+                self._trust.note(rows[places], number, np.zeros(len(places), np.bool_))
+        return found
+
+    def _ask(self, asked: _Asked, due: Mask, costs_s: Mapping[int, float]) -> None:
+        """Ask the drafters, and merge their proposals into the step's trees. `costs_s`: by drafter with something to propose."""
         allowed, trees = self._trust.allowed(asked.rows), asked.step.trees
         chains = np.array([own.needs_chain for own in asked.owns])
         heads = [d for d, drafter in enumerate(self._drafters) if drafter.is_head]
@@ -113,12 +133,9 @@ class Planner:
         for number in [*others, *(self._ranked(heads, allowed, asked) if len(heads) > 1 else heads)]:
             drafter = self._drafters[number]
             ready = due[:, number] & ~(taken & drafter.is_head) & ~(chains & (trees.counts > 1))
-            places = [] if drafter.disabled else np.flatnonzero(ready).tolist()
-            cost_s = drafter.cost_s([asked.step.sequences[i] for i in places]) if places else math.inf
-            if cost_s == math.inf:
-                continue
-            if cost_s:
-                places = self._paying(number, places, cost_s, asked)
+            places = np.flatnonzero(ready).tolist() if number in costs_s else []
+            if places and costs_s[number]:
+                places = self._paying(number, places, asked)
                 asked.costly |= {number} if places else set()
             if places:
                 taken[places] |= drafter.is_head
@@ -135,21 +152,21 @@ class Planner:
             worth[head] = self._trial_s[head] >= cost_s, gains.sum() * asked.step.token_s() - cost_s
         return sorted(heads, key=worth.__getitem__, reverse=True)
 
-    def _paying(self, number: int, places: list[int], cost_s: float, asked: _Asked) -> list[int]:
+    def _paying(self, number: int, places: list[int], asked: _Asked) -> list[int]:
         """Of these sequences the ones for which a drafter that takes time is asked: where its drafts save more, and all of them
-        when the time since the last trial has earned its cost. `cost_s`: seconds of a draft for all."""
+        when the time since the last trial has earned its cost."""
         drafter, step, rows = self._drafters[number], asked.step, asked.rows
         gains = self._trust.gains(rows[places], number, step.trees.covered[places])
         nodes = self._trust.nodes_a_draft[number]
 
         def needed_s(chosen: SequenceOf[int]) -> float:
-            draft_s = (
-                cost_s if len(chosen) == len(places) else drafter.cost_s([step.sequences[places[n]] for n in chosen])
-            )
+            draft_s = drafter.cost_s([step.sequences[places[n]] for n in chosen])
             return draft_s + step.nodes_s(round(len(chosen) * nodes))
 
         chosen = select_paying(gains.tolist(), step.saved_s, needed_s)
         all_s = needed_s(range(len(places)))
+        if all_s == math.inf:
+            return []
         if len(chosen) == len(places) or self._trial_s[number] + (needed_s(chosen) if chosen else 0.0) >= all_s:
             self._trial_s[number], chosen = 0.0, [*range(len(places))]
         found = [places[n] for n in chosen]
@@ -171,14 +188,12 @@ class Planner:
                 trees.drop(i)
 
     def _cut(self, asked: _Asked) -> list[DraftTree]:
-        step, trust = asked.step, self._trust
+        """The trees cut to the size that pays; none if nothing was proposed."""
+        step, trust, found = asked.step, self._trust, list[DraftTree]()
         if step.trees.counts.max() > 1:
             limits = [self.limits(own, bool(step.trees.draws[i])) for i, own in enumerate(asked.owns)]
             step.fit(limits, trust.factors(asked.rows), asked.spare_rows)
-            found = step.trees.trees(self._names)
-            self._step = asked
-        else:
-            found = [DraftTree(sequence.tokens[-1]) for sequence in step.sequences]
+            found, self._step = step.trees.trees(self._names), asked
         figures = step.trees.figures
         for number, places in asked.places.items():
             if number not in asked.costly:
@@ -194,8 +209,10 @@ class Planner:
         """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
         if (asked := self._step) is not None:
             self._judge(asked, {s.key: r.token_ids for s, r in zip(sequences, results, strict=True)})
-        for sequence, result, own in zip(sequences, results, features, strict=True):
-            for drafter in (self._own.get(sequence.key) or self._own_of(sequence)).drafters:
+        for sequence, result, own in zip(sequences, results, features, strict=True) if self._watching else ():
+            for drafter in self._watching.intersection(
+                (self._own.get(sequence.key) or self._own_of(sequence)).drafters
+            ):
                 self._drafters[drafter].observe(sequence, result.token_ids, own)
 
     def _judge(self, asked: _Asked, decided: Mapping[tuple[str, int], list[int]]) -> None:
@@ -228,10 +245,6 @@ class Planner:
         """End what drafters do beside the steps."""
         for drafter in self._drafters:
             drafter.close()
-
-    def due(self, rows: Rows) -> Mask:
-        """Whether requests and recent misses allow each drafter to be asked in this step. Shape: [B] -> [B, drafters]."""
-        return self._trust.due(rows)
 
     def limits(self, own: _Own, is_drawn: bool) -> Limits:
         """Why no path beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it."""
@@ -298,6 +311,10 @@ def select_paying(
     return sorted(order[:best])
 
 
+def _roots(sequences: SequenceOf[SequenceView]) -> list[DraftTree]:
+    return [DraftTree(sequence.tokens[-1]) for sequence in sequences]
+
+
 def _is_sound(sequence: SequenceView, trees: StepTrees, tree: int, vocab_size: int) -> bool:
     """Whether children can have been drawn as declared: else no rule could accept them."""
     try:
@@ -325,9 +342,7 @@ class FixedTreePlanner(Planner):
     """Asks every drafter in every step and keeps the best `max_tree_nodes` nodes of each tree, whatever they cost."""
 
     step_plan = _FreeStep
-
-    def due(self, rows: Rows) -> Mask:
-        return self._trust.allowed(rows)
+    num_free_misses = math.inf
 
     def limits(self, own: _Own, is_drawn: bool) -> Limits:
         return Limits(self._max_nodes, 2**31, own.needs_chain, is_whole=True)

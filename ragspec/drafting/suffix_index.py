@@ -25,6 +25,8 @@ Ints = NDArray[np.int32]
 SEPARATOR = -1
 SORTED_TOKENS = 32
 """Suffixes that are searched for counts are in order by so many tokens."""
+MOST_FOLLOWED = 8
+"""Output tokens after which an input that the output left is followed no more."""
 _NUM_RUNS = 8
 _MOST_MATCHES = 24
 NO_TOKENS: Ints = np.empty(0, np.int32)
@@ -264,11 +266,7 @@ class ReferenceIndex:
         self.starts = _starts(references, self.begin)
         self.quotes = np.array(_ranked_quotes(references, self.begin), np.int32)
         self.order = SortedSuffixes.build(self.tokens, 1).order
-
-    def places(self, token: int) -> Ints:
-        """Where a token stands, ascending."""
-        first, last = _find(_read_only(self.tokens), self.order, np.array([token], np.int32), 0, len(self.order), 0)
-        return self.order[first:last]
+        self.distinct = frozenset(self.tokens.tolist())
 
 
 class SearchedText(NamedTuple):
@@ -290,15 +288,13 @@ class SearchedText(NamedTuple):
 
 
 class SuffixIndex:
-    """The references of one sequence, then the output, which grows. `acceptance`: of its tenant."""
+    """The references of one sequence, then the output, which grows. `acceptance`: of its tenant.
+
+    A sequence without a match costs a look-up of its last token: the output is read when there is one.
+    """
 
     def __init__(
-        self,
-        base: ReferenceIndex,
-        output_ids: SequenceOf[int],
-        salt: str,
-        acceptance: CopyAcceptance,
-        opens_quote: Callable[[int], bool],
+        self, base: ReferenceIndex, salt: str, acceptance: CopyAcceptance, opens_quote: Callable[[int], bool]
     ) -> None:
         """`opens_quote`: whether a token ends with a mark that opens a quotation."""
         self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
@@ -307,12 +303,31 @@ class SuffixIndex:
         text = np.concatenate([base.tokens, np.full(256, SEPARATOR, np.int32)])
         fixed = base.order, base.facts, base.quotes, base.starts
         self.searched = SearchedText(text, *fixed, np.zeros(256, np.bool_), np.array([begin, begin, -1, 0]))
-        self.append(output_ids)
+        self._written, self._num_seen, self._has_match = set[int](), 0, False
 
     @property
     def tokens(self) -> Ints:
         """References and output. Shape: int32 [T]."""
         return self.searched.text[: self.searched.place[1]]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the output that were appended."""
+        return int(self.searched.place[1]) - len(self.base.tokens)
+
+    def may_continue(self, tokens: SequenceOf[int], num_prompt: int) -> bool:
+        """Whether a search could find a point to copy from. `tokens`: prompt and output."""
+        num_output, last = len(tokens) - num_prompt, tokens[-1]
+        if not num_output:
+            return len(self.base.starts) + len(self.base.quotes) > 0
+        if num_output > self._num_seen:
+            self._written.update(tokens[num_prompt + self._num_seen : -1])
+            self._has_match = last in self._written or last in self.base.distinct
+            self._written.add(last)
+            self._num_seen = num_output
+        if self._has_match or (len(self.base.quotes) and self._opens_quote(last)):
+            return True
+        return self.base.follows_input and (num_output <= MOST_FOLLOWED or self.searched.place.item(2) >= 0)
 
     def append(self, token_ids: SequenceOf[int]) -> None:
         text, opens, place = self.searched.text, self.searched.opens, self.searched.place
@@ -325,12 +340,6 @@ class SuffixIndex:
         if len(self.base.quotes):  # else no point depends on it
             opens[end - begin : room - begin] = [self._opens_quote(token) for token in token_ids]
         place[1] = room
-
-    def matches(self, max_length: int) -> list[tuple[int, int]]:
-        """(position after the match, its length) of every earlier occurrence of the output's end; longest first, then latest."""
-        begin, end = self.searched.place[:2].tolist()
-        found = longest_matches(self.searched.text, self.base.order, begin, end, max_length)
-        return [(at, length) for at, length in found.tolist()]
 
 
 def _starts(references: list[Reference], begin: NDArray[np.int64]) -> Ints:

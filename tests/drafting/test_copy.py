@@ -42,10 +42,10 @@ class Writing(Running):
         drafter.start(self)
 
     def write(self, drafter: CopyDrafter, text: str) -> None:
-        """Token by token, as without speculation."""
+        """Token by token, with a draft after each, as without speculation."""
         for token in ids(text):
             self.tokens.append(token)
-            drafter.observe(self, [token], {})
+            proposals(drafter, self)
 
 
 def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") -> CopySource:
@@ -184,7 +184,7 @@ def test_copying_goes_on_behind_an_edit(edit: str, at: int) -> None:
     }[edit]
     for token in written:
         sequence.tokens.append(token)
-        drafter.observe(sequence, [token], {})
+        proposals(drafter, sequence)
     assert drafts(drafter, sequence, tokenizer().decode(given[behind : behind + 5]))
 
 
