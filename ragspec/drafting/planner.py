@@ -270,6 +270,7 @@ class Planner:
         row = self._trust.row(sequence.key, request.salt, drafters)
         own = _Own(row, drafters, 2**31 if most is None else most, draws_children(sequence), needs_chain(sequence))
         self._own[sequence.key] = own
+        self._next_number = 0.0  # it may be met before its first step, in a step that had none to ask for
         return own
 
 

@@ -145,6 +145,14 @@ def test_a_request_without_speculation_puts_nobody_else_to_sleep() -> None:
     assert [plan(planner, Running("on"))[0].num_drafted for _ in range(3)] == [2] * 3
 
 
+def test_a_sequence_whose_prompt_takes_steps_of_its_own_gets_drafts() -> None:
+    """A long prompt ended drafting for its sequence, which was first met in a step that had no sequence to plan for."""
+    planner = Planner([Chain([5, 6], 0.5)], FREE, 12)
+    plan(planner)
+    planner.observe([Running()], [StepResult(None, [], [])], [{}])
+    assert plan(planner, Running())[0].num_drafted == 2
+
+
 def test_steps_in_which_nobody_is_due_touch_no_drafter() -> None:
     """Speculation that had nothing to copy cost 12 microseconds a sequence and step: drafters read every token."""
     drafter = Nothing([], 0.5)
