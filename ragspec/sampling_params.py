@@ -86,7 +86,9 @@ class SamplingParams:
                 raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name in ("logit_bias", "first_token_bias"):
             _check_bias(name, getattr(self, name))
-        for biases in self.prefix_bias.values():
+        for begin, biases in self.prefix_bias.items():
+            if not isinstance(begin, tuple):
+                raise InputError(f"prefix_bias must map tuples of token ids to biases, not {begin!r}")
             _check_bias("prefix_bias", biases)
         self._check_schema()
         if self.min_tokens > self.max_tokens:

@@ -86,6 +86,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "stop": ("end", ("",), ("end", 3), None, 5),
     "logit_bias": (None, {1: math.nan}, {1: math.inf}, {"1": 1.0}),
     "first_token_bias": (None, {1: math.nan}, {1: 101}, {"1": 1.0}),
+    "prefix_bias": ({"1": {1: 1.0}}, {(1,): {1: 101}}, {(1,): None}),
     "ignore_eos": ("no",),
 }
 

@@ -16,8 +16,8 @@ from typing import Any
 from ragspec.core import GenerationStats, SamplingParams, SourceKind
 from ragspec.errors import InputError
 
-_OTHER_FORM = frozenset({"logprobs", "json_schema"})
-"""Parameters that request bodies give in another form."""
+_OTHER_FORM = frozenset({"logprobs", "json_schema", "prefix_bias"})
+"""Parameters that request bodies give in another form, or not at all."""
 SAMPLING_FIELDS = {each.name: each.name for each in fields(SamplingParams) if each.name not in _OTHER_FORM} | {
     "max_completion_tokens": "max_tokens",
     "response_format": "json_schema",
