@@ -2,7 +2,8 @@
 
 Other modules import them from `ragspec.core`.
 
-    >>> SamplingParams(temperature=0.7, seed=5).at(1)
+    >>> SamplingParams(logit_bias={7: 1.0}, prefix_bias={(3,): {7: 2.0}}).after((3,)).logit_bias
+    {7: 3.0}
 """
 
 from __future__ import annotations

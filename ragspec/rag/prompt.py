@@ -146,13 +146,22 @@ class PromptBuilder:
         return "" if found.code in self.rules.languages or found.confidence < _LEAST_CONFIDENCE else found.name
 
     def biased(
-        self, params: SamplingParams, question: str, passages: Sequence[Passage], closeness: float | None
+        self,
+        params: SamplingParams,
+        question: str,
+        passages: Sequence[Passage],
+        closeness: float | None,
+        *,
+        holds_quotes: bool = True,
     ) -> SamplingParams:
-        """The parameters of an answer from passages, with the fitted biases unless they have biases of their own."""
+        """The parameters of an answer from passages, with the fitted biases unless they have biases of their own.
+
+        `holds_quotes`: a grammar holds the quote to the passages; the bias on quotes is for these alone.
+        """
         fit = self.rules.fit
         if params.json_schema or not self.quotes_first or not passages:
             return params
-        if fit.question_weight and params.verbatim_quotes and not params.prefix_bias:
+        if fit.question_weight and holds_quotes and not params.prefix_bias:
             biases = quote_bias(question, passages, self.plain_ids, fit.question_weight)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope):

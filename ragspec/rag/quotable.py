@@ -10,8 +10,8 @@ without blocks counts as one paragraph, in which a line that repeats a title or 
 The more of the question's words a span holds, the likelier an answer quotes it. The score is BM25 among the spans of all
 passages, over the score of a span that held every word of the question once; common words do not count. The bias makes a tree of
 the spans' tokens. Where spans part, each branch gets the score of its best span less that of the best of all branches, times a
-weight. The best span so gets no bias at any token, and whether an answer quotes at all does not change. The bias is a sampling
-parameter, so drafts change no token. Source: Robertson and Zaragoza, The Probabilistic Relevance Framework (2009), for BM25.
+weight. The best span so gets no bias at any token. The bias is a sampling parameter, so drafts change no token.
+Source: Robertson and Zaragoza, The Probabilistic Relevance Framework (2009), for BM25.
 
     >>> quote_bias("Who built the mill?", passages, prompts.plain_ids, weight=20.0)
     {(18,): {540: -7.3}, (18, 504): {9103: -20.0}}

@@ -164,14 +164,16 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     """Build the prompt, the copy sources and the routing affinity. Raises: as `PromptBuilder.build`."""
     begin, question = time.perf_counter(), retrieved.question
     prompt = prompts.build(question.messages, retrieved.passages, question.params.max_tokens)
+    params, passages = question.params, prompt.passages
+    grammar = prompts.answer_grammar(params, question.speculation, passages)
     request = Request(
         question.id,
         prompt.prompt_ids,
-        prompts.biased(question.params, question.text, prompt.passages, retrieved.closeness),
+        prompts.biased(params, question.text, passages, retrieved.closeness, holds_quotes=bool(grammar)),
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
-        grammar=prompts.answer_grammar(question.params, question.speculation, prompt.passages),
+        grammar=grammar,
         affinity=prompt.passages[0].id if prompt.passages else "",
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)

@@ -8,6 +8,7 @@ from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.quotable import quote_bias
+from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules
 
 TEXT = "The mill was sold in 1901. The mill was built by Anna Weaver. Its wheel is of oak. Rain falls."
@@ -49,8 +50,11 @@ def test_only_held_quotes_are_biased_and_only_by_a_fit(target: Target) -> None:
     )
     assert fitted.biased(params, QUESTION, PASSAGES, None).prefix_bias
     assert other.biased(params, QUESTION, PASSAGES, None) == params
-    free = SamplingParams(verbatim_quotes=False)
-    assert fitted.biased(free, QUESTION, PASSAGES, None) == free
+    assert fitted.biased(params, QUESTION, PASSAGES, None, holds_quotes=False) == params
+    for free in (SamplingParams(verbatim_quotes=False), SamplingParams(ignore_eos=True)):
+        question = Question("q", QUESTION, free)
+        retrieved = RetrievedQuestion(question, list(PASSAGES), "g", 0.0)
+        assert build_request(retrieved, fitted).request.params == free
 
 
 def test_a_prefix_bias_counts_behind_its_prefix_alone() -> None:

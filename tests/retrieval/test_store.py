@@ -149,6 +149,11 @@ def test_the_content_key_depends_on_all_that_answers_depend_on(
     assert len(set(keys)) == len(keys)
 
 
+def test_vectors_are_mapped_not_read(index_dir: Path) -> None:
+    """A copy of every vector in every process does not fit beside a model."""
+    assert isinstance(Store.open(index_dir).segments[0].segment.vectors, np.memmap)
+
+
 @pytest.mark.parametrize("name", [*sorted(FILES), "manifest.json", "deleted-000001.npy"])
 def test_a_damaged_file_is_named_and_nothing_is_loaded(
     index_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -111,19 +111,16 @@ class Chat:
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
+        used, passages = _used_quotes(user_question, history.pairs[-1:], prompt.passages), prompt.passages
+        grammar = prompts.answer_grammar(turn.params, turn.speculation, passages, used)
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(turn.params, question, prompt.passages, context.closeness),
+            prompts.biased(turn.params, question, passages, context.closeness, holds_quotes=bool(grammar)),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
-            grammar=prompts.answer_grammar(
-                turn.params,
-                turn.speculation,
-                prompt.passages,
-                left_out=_used_quotes(user_question, history.pairs[-1:], prompt.passages),
-            ),
+            grammar=grammar,
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
