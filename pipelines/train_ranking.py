@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -49,9 +49,15 @@ class Asked(NamedTuple):
         return self.quote in passage.text if self.quote else passage.document_id in self.golds
 
 
+Weights = TypeVar("Weights", bound=Any)
+"""A NamedTuple with a weight for each feature."""
+
+
 class Candidates(NamedTuple):
-    """The passages that are read for each question. Shapes: features [C, features] float64, gold [C] bool, question [C] int64,
-    ascending; a question's candidates come in the order of their fused ranks."""
+    """The passages or spans that are read for each question; a question's candidates come in the order of their fused ranks.
+
+    Shapes: features [C, features] float64, gold [C] bool, question [C] int64, ascending.
+    """
 
     features: NDArray[np.float64]
     gold: NDArray[np.bool_]
@@ -72,10 +78,10 @@ def candidates_of(store: Store, encoder: TextEncoder, asked: Sequence[Asked]) ->
     return Candidates(np.array(features), np.array(gold), np.array(question))
 
 
-def learned_weights(sets: Sequence[Candidates]) -> Features:
-    """Minimises the negative logarithm of the probability that a softmax over a question's candidates gives to its gold
-    passages; every set counts alike."""
-    weights = torch.zeros(len(Features._fields), dtype=torch.float64, requires_grad=True)
+def learned_weights(features: type[Weights], sets: Sequence[Candidates]) -> Weights:
+    """Minimises the negative logarithm of the probability that a softmax over a question's candidates gives to the gold
+    ones; every set counts alike."""
+    weights = torch.zeros(len(features._fields), dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.LBFGS([weights], max_iter=300, line_search_fn="strong_wolfe")
 
     def loss() -> Any:
@@ -85,7 +91,7 @@ def learned_weights(sets: Sequence[Candidates]) -> Features:
         return total.detach()
 
     optimiser.step(loss)
-    return Features(*(round(float(weight), 3) for weight in weights.detach()))
+    return features(*(round(float(weight), 3) for weight in weights.detach()))
 
 
 def _loss_of(candidates: Candidates, weights: torch.Tensor) -> torch.Tensor:
@@ -98,7 +104,7 @@ def _loss_of(candidates: Candidates, weights: torch.Tensor) -> torch.Tensor:
     return -(sums[1][is_answered].log() - sums[0][is_answered].log()).mean()
 
 
-def shares(candidates: Candidates, weights: Features | None, tops: Sequence[int] = (1, 3)) -> list[float]:
+def shares(candidates: Candidates, weights: Sequence[float] | None, tops: Sequence[int] = (1, 3)) -> list[float]:
     """The share of questions with a gold passage among the first; `weights` None: in the order of the fused ranks."""
     scores = np.zeros(len(candidates.gold)) if weights is None else candidates.features @ np.array(weights)
     order = np.lexsort((np.arange(len(scores)), -scores, candidates.question))
@@ -161,7 +167,7 @@ def main(
         "varied": candidates_of(cached_store(texts, whole, cache, WHOLE), whole, about_texts),
         "squad": candidates_of(cached_store(paragraphs, whole, cache, WHOLE), whole, about_paragraphs),
     }
-    weights = learned_weights(list(sets.values()))
+    weights = learned_weights(Features, list(sets.values()))
     measured = {name: {"before": shares(each, None), "after": shares(each, weights)} for name, each in sets.items()}
     print(json.dumps({"weights": weights._asdict(), "top1_top3": measured}))
 

@@ -116,8 +116,11 @@ class SamplingParams:
 
     def after(self, output: Sequence[int]) -> SamplingParams:
         """The parameters of the token behind these output tokens, all its biases in `logit_bias`."""
+        of_prefix = self.prefix_bias.get(tuple(output), {})
+        if output and not of_prefix:
+            return self
         biases = {**self.logit_bias, **({} if output else self.first_token_bias)}
-        for token, bias in self.prefix_bias.get(tuple(output), {}).items():
+        for token, bias in of_prefix.items():
             biases[token] = biases.get(token, 0.0) + bias
         return replace(self, logit_bias=biases, first_token_bias={}, prefix_bias={})
 

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = """
-    errors old_keys disk retrieval_config config speculation sampling_params core tenants tree numerics retrieval verification
-    drafting engine rag training evaluation cluster cli __init__
+    errors old_keys disk database retrieval_config config speculation sampling_params core tenants tree numerics retrieval
+    verification drafting engine rag training evaluation cluster cli __init__
 """.split()
 """The modules and packages of ragspec/ in DESIGN's order: each imports from itself and from those before it."""
 

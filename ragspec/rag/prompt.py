@@ -24,7 +24,7 @@ from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
-from ragspec.rag.quotable import quote_bias
+from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
     GRAMMAR_REQUEST,
@@ -151,18 +151,19 @@ class PromptBuilder:
         question: str,
         passages: Sequence[Passage],
         closeness: float | None,
+        left_out: Collection[str] = (),
         *,
         holds_quotes: bool = True,
     ) -> SamplingParams:
         """The parameters of an answer from passages, with the fitted biases unless they have biases of their own.
 
-        `holds_quotes`: a grammar holds the quote to the passages; the bias on quotes is for these alone.
+        `holds_quotes`: a grammar holds the quote to the passages, without `left_out`; the bias on quotes is for these alone.
         """
         fit = self.rules.fit
         if params.json_schema or not self.quotes_first or not passages:
             return params
-        if fit.question_weight and holds_quotes and not params.prefix_bias:
-            biases = quote_bias(question, passages, self.plain_ids, fit.question_weight)
+        if fit.quote_weight and holds_quotes and not params.prefix_bias:
+            biases = quote_bias(question, passages, self.plain_ids, fit.quote_weight, left_out)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope):
             return params

@@ -158,13 +158,13 @@ FIT_FILE = "answer_fit.json"
 class AnswerFit(NamedTuple):
     """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands.
 
-    ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `question_weight`: of the words of the question that a
-    quote holds, see `ragspec.rag.quotable`.
+    ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a certain quote, see
+    `ragspec.rag.quote_choice`.
     """
 
     intercept: float = 0.0
     slope: float = 0.0
-    question_weight: float = 0.0
+    quote_weight: float = 0.0
 
     @classmethod
     def beside(cls, adapter: Path | None) -> Self:
@@ -174,7 +174,7 @@ class AnswerFit(NamedTuple):
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as cause:
-            raise ModelError(f"{path} does not hold intercept, slope and question_weight: {cause}") from cause
+            raise ModelError(f"{path} does not hold intercept, slope and quote_weight: {cause}") from cause
 
     def abstention_bias(self, closeness: float) -> float:
         """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""

@@ -22,8 +22,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragspec.database import Database
 from ragspec.errors import InputError, NotFound, SaveError
-from ragspec.rag.database import Database
 
 _SCHEMA = 1
 _TABLES = """

@@ -1,44 +1,70 @@
-"""The bias on quotes leads to the spans that hold the question's words, and to no others."""
+"""The bias on quotes leads to the spans that are likely to answer."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.quotable import quote_bias
+from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules
 
-TEXT = "The mill was sold in 1901. The mill was built by Anna Weaver. Its wheel is of oak. Rain falls."
-PASSAGES = (Passage("d", 0, TEXT, 0, len(TEXT)),)
-QUESTION = "Who built the mill?"
 SENTENCES = ("The mill was sold in 1901.", "The mill was built by Anna Weaver.", "Its wheel is of oak.", "Rain falls.")
+PASSAGES = tuple(Passage("d", n, text, 0, len(text)) for n, text in enumerate(SENTENCES))
+QUESTION = "Who built the mill?"
 
 
-def total(biases: dict[tuple[int, ...], dict[int, float]], ids: list[int]) -> float:
+def total(biases: dict[tuple[int, ...], dict[int, float]], ids: Sequence[int]) -> float:
     """Of all tokens of a span, each behind those before it."""
     return sum(biases.get(tuple(ids[:at]), {}).get(token, 0.0) for at, token in enumerate(ids))
 
 
-def test_a_span_loses_what_the_best_span_holds_more_of_the_question(target: Target) -> None:
-    """A bias that grows with a span's tokens, that hits the best span, or that counts "who" and "the"."""
+def test_the_span_that_holds_more_of_the_question_is_boosted_more(target: Target) -> None:
+    """A bias on the quotation mark, which would stop abstentions; one below zero, which other tokens of a word escape."""
     prompts = PromptBuilder(target.tokenizer, 512)
     biases = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 20.0)
-    ids = [list(each)[:12] for each in prompts.plain_ids([f'"{sentence}' for sentence in SENTENCES])]
-    sold, built, wheel, rain = (total(biases, each) for each in ids)
-    assert built == 0.0 > sold > wheel and math.isclose(wheel, rain)
-    assert all(bias < 0.0 for branch in biases.values() for bias in branch.values())
+    sold, built, wheel, rain = (
+        total(biases, ids) for ids in prompts.plain_ids([f'"{sentence}' for sentence in SENTENCES])
+    )
+    assert built > sold > wheel > 0.0 and math.isclose(wheel, rain)
+    assert () not in biases
+    assert all(bias > 0.0 for branch in biases.values() for bias in branch.values())
     halved = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 10.0)
-    assert math.isclose(total(halved, ids[0]), sold / 2)
+    assert {at: {token: bias / 2 for token, bias in branch.items()} for at, branch in biases.items()} == halved
 
 
-def test_no_word_in_common_and_no_passage_make_no_bias(target: Target) -> None:
-    """A division by the weight of no word."""
+def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Target) -> None:
+    """A reader asks for a number, and the sentence with the number names nothing of the question."""
+    text = "The mill keeps old flour. It keeps for 12 days. Rain falls."
+    passages = (Passage("d", 0, text, 0, len(text)),)
     prompts = PromptBuilder(target.tokenizer, 512)
-    for question, passages in ((QUESTION, ()), ("What is it?", PASSAGES), ("Where do swans nest?", PASSAGES)):
-        assert quote_bias(question, passages, prompts.plain_ids, 20.0) == {}
+    biases = quote_bias("How long does the mill keep flour?", passages, prompts.plain_ids, 20.0)
+    short, long = (
+        list(ids)
+        for ids in prompts.plain_ids(
+            ['"The mill keeps old flour."', '"The mill keeps old flour. It keeps for 12 days."']
+        )
+    )
+    at = next(n for n, (a, b) in enumerate(zip(short, long, strict=False)) if a != b)
+    branch = biases[tuple(short[:at])]
+    assert branch[long[at]] > branch[short[at]]
+
+
+def test_texts_that_are_left_out_get_no_bias(target: Target) -> None:
+    """A boost that the grammar forbids, which leaves the choice among the other spans to chance."""
+    prompts = PromptBuilder(target.tokenizer, 512)
+    sold, built, *_ = prompts.plain_ids([f'"{sentence}' for sentence in SENTENCES])
+    biases = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 20.0, [SENTENCES[1]])
+    at = next(n for n, (a, b) in enumerate(zip(sold, built, strict=False)) if a != b)
+    assert built[at] not in biases.get(tuple(built[:at]), {})
+
+
+def test_no_passage_makes_no_bias(target: Target) -> None:
+    """A softmax over nothing."""
+    assert quote_bias(QUESTION, (), PromptBuilder(target.tokenizer, 512).plain_ids, 20.0) == {}
 
 
 def test_only_held_quotes_are_biased_and_only_by_a_fit(target: Target) -> None:

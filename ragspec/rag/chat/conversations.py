@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from ragspec.config import PassageOrder
 from ragspec.core import Passage, blocks_of
+from ragspec.database import Database
 from ragspec.errors import NoRoom, NotFound, StoreCorrupt
-from ragspec.rag.database import Database
 from ragspec.rag.wording import FORMER_RULES, TextRules
 from ragspec.retrieval.expansion import JoinedPassage
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragspec.core import check_text
+from ragspec.database import Database
 from ragspec.errors import InputError
-from ragspec.rag.database import Database
 
 MAX_WORDS = 20_000
 _MAX_CHARS = 100

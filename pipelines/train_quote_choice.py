@@ -1,0 +1,101 @@
+"""Learns the weights by which the spans of passages are chosen for quotes (`ragspec.rag.quote_choice`).
+
+From questions about documentation (the rows that `pipelines.documentation_rows rebuild` writes) and about encyclopedias, health
+pages and abstracts; beside a question's own passage stands the passage that is most like the question among the others.
+Prints the weights, and the share of questions whose best span holds their quote, with all features and with BM25 alone.
+
+    python -m pipelines.train_quote_choice --rows rows.jsonl --data ../shared/data
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import typer
+
+from pipelines.train_ranking import Candidates, learned_weights, shares
+from ragspec.core import Passage
+from ragspec.evaluation.datasets import fixed_sample
+from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.quote_choice import SpanFeatures, span_features
+from ragspec.training.documentation import Neighbours
+from ragspec.training.reference.sources import json_lines, question_paragraphs
+
+_NEAREST, _LEAST_SHARED = 4, 0.6
+
+
+class Quoted(NamedTuple):
+    """A question, its passage, and the words that answer it."""
+
+    question: str
+    passage: Passage
+    quote: str
+
+
+def documentation(rows: Path) -> Iterator[Quoted]:
+    for row in json_lines(rows):
+        if row["quote"]:
+            title, heading, *_ = [*row["lead"].split("\n"), "", ""]
+            yield Quoted(row["question"], _passage(row["passage"], title, heading), row["quote"])
+
+
+def paragraphs(data: Path) -> Iterator[Quoted]:
+    for paragraph in question_paragraphs(data):
+        passage = _passage(paragraph.text, paragraph.title)
+        yield from (Quoted(question.text, passage, question.quote) for question in paragraph.questions)
+
+
+def _passage(text: str, title: str, heading: str = "") -> Passage:
+    return Passage("", 0, text, 0, len(text), title, heading=heading)
+
+
+def candidates_of(asked: Sequence[Quoted], count: int) -> Candidates:
+    """The spans of a fixed sample of the questions."""
+    passages = list({each.passage.text: each.passage for each in asked}.values())
+    neighbours = Neighbours([passage.text for passage in passages])
+    features, gold, question = list[np.ndarray](), list[bool](), list[int]()
+    for number, each in enumerate(fixed_sample(list(asked), count)):
+        near = (passages[place] for place in neighbours.nearest(each.question, _NEAREST))
+        other = [passage for passage in near if each.quote not in passage.text][:1]
+        shown = random.Random(each.question).sample([each.passage, *other], 1 + len(other))
+        runs = [(passage, run) for passage in shown for run in quotable_runs(passage)]
+        holds = [_holds(each, passage, *span) for passage, run in runs for span in run]
+        features.append(span_features(each.question, runs))
+        gold += holds
+        question += [number] * len(holds)
+    return Candidates(np.concatenate(features), np.array(gold), np.array(question))
+
+
+def _holds(asked: Quoted, passage: Passage, start: int, end: int) -> bool:
+    """Whether the span and the quote have most of the shorter of them in common."""
+    if passage is not asked.passage or (begin := passage.text.find(asked.quote)) < 0:
+        return False
+    shared = min(end, begin + len(asked.quote)) - max(start, begin)
+    return shared > _LEAST_SHARED * min(end - start, len(asked.quote))
+
+
+def main(
+    rows: Annotated[Path, typer.Option(help="Questions about documentation, with their passages.")],
+    data: Annotated[Path, typer.Option(help="The folder of the data sets.")],
+    count: Annotated[int, typer.Option(help="Questions of each set.")] = 4000,
+) -> None:
+    """Learn the weights of the choice of quotes."""
+    sets = {
+        "documentation": candidates_of(list(documentation(rows)), count),
+        "paragraphs": candidates_of(list(paragraphs(data)), count),
+    }
+    weights = learned_weights(SpanFeatures, list(sets.values()))
+    words = SpanFeatures(1.0, *[0.0] * (len(SpanFeatures._fields) - 1))
+    measured = {
+        name: {"words": shares(each, words, (1,)), "all": shares(each, weights, (1,))} for name, each in sets.items()
+    }
+    print(json.dumps({"weights": weights._asdict(), "top1": measured}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,204 @@
+"""How likely an answer quotes each span that it may quote, and the bias of tokens that follows.
+
+A span's score is a linear function of `SpanFeatures`; a softmax over the spans of all passages makes it a probability. A quote of
+neighbouring spans has the sum of their probabilities, less a cost for each span beyond the first. The quotes' tokens make a tree.
+Where quotes part, behind the quotation mark, each branch gets the probability of its best quote times a weight. Why no negative
+biases: a grammar lets a target write a word in other tokens than the tokenizer's, and those would escape them. The bias is a
+sampling parameter, so drafts change no token.
+
+The weights were learned by `pipelines/train_quote_choice.py`. Source: Robertson and Zaragoza, The Probabilistic Relevance
+Framework (2009), for BM25; Yih et al., Question Answering Using Enhanced Lexical Semantic Models (2013), for the scoring of
+sentences by features.
+
+    >>> quote_bias("Who built the mill?", passages, prompts.plain_ids, weight=20.0)
+    {(18,): {540: 14.3, 504: 1.1}, (18, 504): {9103: 1.1, 2117: 0.2}}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import Passage
+from ragspec.rag.quotable import quotable_runs
+from ragspec.retrieval.chunking import Span
+from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
+from ragspec.retrieval_config import AnalyzerConfig
+
+
+class SpanFeatures(NamedTuple):
+    """Of a span and a question, from 0 to 1, `words` to about 2.
+
+    `words`: BM25 among the spans, over the score of a span that holds every word of the question once; common words do not count.
+    `pairs`: the question's pairs of neighbouring words that are neighbours here. `heading`: the question's words in the title and
+    headings above, by rarity. `number`: the question asks for a number or a time, and the span names one. `code`: it asks for a
+    command or a name, and the span holds code. `row`: the span is a row of a table.
+    """
+
+    words: float
+    pairs: float
+    heading: float
+    number: float
+    code: float
+    row: float
+
+
+WEIGHTS = SpanFeatures(5.103, 5.133, 2.212, 1.781, 1.096, 1.428)
+_MAX_SPANS, _SPAN_COST = 3, 0.1
+"""Of a quote; and the probability that each span beyond the first must add. Why so little: a reader misses an answer that stands
+in the next sentence, and hardly minds a sentence more."""
+_MAX_CHARS = 300
+"""Of a quote of several spans."""
+_BIASED_TOKENS = 3
+
+_ASKS_NUMBER = re.compile(
+    r"\bhow (?:big|deep|far|fast|high|large|long|many|much|often|old|small|soon|tall|wide)\b|\bwhen\b|\b(?:max|min)imum\b|"
+    r"\bwhat (?:is the )?(?:\w+ )?(?:age|date|length|limit|number|percentage|port|rate|size|timeout|version|year)\b|"
+    r"\bwhich (?:number|port|version|year)\b",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(
+    r"\bhow (?:big|deep|far|fast|high|large|long|many|much|often|old|small|soon|tall|wide)\b|\bwhen\b|"
+    r"\b(?:age|date|length|limit|maximum|minimum|number|percentage|port|rate|size|timeout|version|year)\b",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(
+    r"\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|hundred|thousand|half|once|twice|zero|never|unlimited)\b",
+    re.IGNORECASE,
+)
+_ASKS_CODE = re.compile(
+    r"\bhow (?:can|do|should|would) i\b|\bwhat (?:do|should) i (?:add|put|run|set|type|use|write)\b|\bwhich\b|"
+    r"\b(?:argument|boot|called|command|config\w*|directive|directory|file|flag|function|keyword|one-?liner|option|package|"
+    r"parameter|script|setting|switch|syntax|tool|variable)s?\b",
+    re.IGNORECASE,
+)
+_CODE = re.compile(
+    r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
+    r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
+)
+_SATURATION, _LENGTH_WEIGHT = 1.2, 0.3
+"""BM25's k1 and b; sentences are short, so their length counts less than a passage's."""
+
+
+def quote_bias(
+    question: str,
+    passages: Sequence[Passage],
+    encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
+    weight: float,
+    left_out: Collection[str] = (),
+) -> dict[tuple[int, ...], dict[int, float]]:
+    """Biases of the next token, in logits, by the output tokens before it.
+
+    `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`.
+    """
+    runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out)]
+    quotes: dict[str, float] = {}
+    for passage, run, values in _with_probabilities(question, runs):
+        for first, last, probability in _best_quotes(run, values):
+            text = f'"{passage.text[run[first][0] : run[last][1]]}"'
+            quotes[text] = max(probability, quotes.get(text, 0.0))
+    return _tree_bias(list(zip(map(tuple, encode(list(quotes))), quotes.values(), strict=True)), weight)
+
+
+def _with_probabilities(
+    question: str, runs: Sequence[tuple[Passage, list[Span]]]
+) -> Iterator[tuple[Passage, list[Span], list[float]]]:
+    scores = span_features(question, runs) @ np.array(WEIGHTS)  # [spans]
+    chances = np.exp(scores - scores.max(initial=-math.inf))
+    values = iter((chances / max(chances.sum(), 1e-9)).tolist())
+    for passage, run in runs:
+        yield passage, run, [next(values) for _ in run]
+
+
+def _best_quotes(run: Sequence[Span], values: Sequence[float]) -> Iterator[tuple[int, int, float]]:
+    """First and last span, and probability, of the best quote from each span on, and of all shorter ones."""
+    for first, (start, _) in enumerate(run):
+        quotes, total = list[tuple[int, int, float]](), _SPAN_COST
+        for last in range(first, min(first + _MAX_SPANS, len(run))):
+            if last > first and run[last][1] - start > _MAX_CHARS:
+                break
+            total += values[last] - _SPAN_COST
+            quotes.append((first, last, total))
+        best = max(quotes, key=lambda quote: quote[2])
+        yield from quotes[: best[1] - first + 1]
+
+
+def _tree_bias(
+    quotes: Sequence[tuple[tuple[int, ...], float]], weight: float
+) -> dict[tuple[int, ...], dict[int, float]]:
+    """Behind a place where quotes part, a few tokens of each branch get its bias too: a quote may end there in other tokens."""
+    biases: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    waiting = [(0, 0, quotes)]
+    while waiting:
+        length, num_biased, alike = waiting.pop()
+        branches: dict[int, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
+        for ids, probability in alike:
+            if len(ids) > length:
+                branches[ids[length]].append((ids, probability))
+        left = _BIASED_TOKENS if length and len(branches) > 1 else num_biased
+        for token, own in branches.items():
+            if left:
+                biases[own[0][0][:length]][token] = weight * max(probability for _, probability in own)
+            if len(own) > 1 or left > 1:
+                waiting.append((length + 1, max(0, left - 1), own))
+    return dict(biases)
+
+
+def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> NDArray[np.float64]:
+    """`SpanFeatures` of all spans of all runs, in order. Shapes: -> [spans, features]."""
+    texts = [passage.text[start:end] for passage, run in runs for start, end in run]
+    terms = [_terms(text) for text in texts]
+    holding = Counter(chain.from_iterable(map(set, terms)))
+    asked = _terms(question)
+    weights = {
+        term: math.log1p((len(texts) - holding[term] + 0.5) / (holding[term] + 0.5))
+        for term in sorted({*asked} - _common())
+    }
+    whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms))
+    pairs = {*pairwise(asked)}
+    asks_number, asks_code = (bool(pattern.search(question)) for pattern in (_ASKS_NUMBER, _ASKS_CODE))
+
+    def words(own: Sequence[str]) -> float:
+        damping = _SATURATION * (1.0 - _LENGTH_WEIGHT + _LENGTH_WEIGHT * len(own) / average)
+        held = ((weights[term], count) for term, count in Counter(own).items() if term in weights)
+        return math.fsum(weight * count * (_SATURATION + 1.0) / (count + damping) for weight, count in held) / whole
+
+    def heading(passage: Passage) -> float:
+        above = {*_terms(passage.title), *_terms(passage.heading)}
+        return math.fsum(weight for term, weight in weights.items() if term in above) / whole
+
+    above = [found for passage, run in runs for found in [heading(passage)] * len(run)]
+    rows = [
+        SpanFeatures(
+            words(own),
+            len(pairs & {*pairwise(own)}) / max(1, len(pairs)),
+            over,
+            float(asks_number and _NUMBER.search(text) is not None),
+            float(asks_code and _CODE.search(text) is not None),
+            float("|" in text),
+        )
+        for text, own, over in zip(texts, terms, above, strict=True)
+    ]
+    return np.array(rows).reshape(len(rows), len(SpanFeatures._fields))
+
+
+@cache
+def _analyzer() -> Analyzer:
+    return Analyzer(AnalyzerConfig())
+
+
+@cache
+def _common() -> frozenset[str]:
+    return frozenset(term for words in COMMON_WORDS.values() for term in _terms(words))
+
+
+def _terms(text: str) -> list[str]:
+    return _analyzer().terms(text, own_only=True)
