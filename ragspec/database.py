@@ -3,7 +3,7 @@
 A committed transaction survives a crash of the process. Deleted content is overwritten on disk. Error messages never contain
 values of statements.
 
-    >>> database = Database(Path("notes.sqlite"), "CREATE TABLE notes (id TEXT PRIMARY KEY, text TEXT);", schema=1)
+    >>> database = Database(Path("notes.sqlite"), "CREATE TABLE IF NOT EXISTS notes (id TEXT PRIMARY KEY, text TEXT);", schema=1)
     >>> with database.writing() as db:
     ...     db.execute("INSERT INTO notes VALUES (?, ?)", ("a", "It rained."))
 """
@@ -27,7 +27,7 @@ class Database:
     """Owns the connection. States: open -> closed."""
 
     def __init__(self, path: Path, tables: str, schema: int) -> None:
-        """`tables`: the statements that create the tables of version `schema`.
+        """`tables`: the statements that create each table of version `schema` that is missing, with IF NOT EXISTS.
 
         Raises: SaveError if the file cannot be created, StoreCorrupt if it is damaged or has another schema.
         """
@@ -76,7 +76,7 @@ class Database:
         self._db.execute("PRAGMA secure_delete=ON")
         self._db.execute("BEGIN IMMEDIATE")
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
-        if not found:
+        if found in (0, schema):
             for statement in filter(str.strip, tables.split(";")):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version={schema:d}")

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from ragspec.config import PipelineConfig
 from ragspec.core import Request, Say, log_progress
@@ -33,7 +33,6 @@ from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
-from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics, Telemetry
@@ -109,7 +108,6 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         )
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = CachingRetriever(batching or retriever, lambda: retriever.generation)
-        self._searched, self._opened = retriever, cast(Store | None, None)
         self.encoder: TextEncoder = retriever.encoder
         self.models = {name: self._served(name, loaded) for name, loaded in models.items()}
         self.target = self.models[self.model]
@@ -145,14 +143,6 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         """Why an engine or the encoder of this process is lost; empty as long as they compute."""
         parts = (*(model.engine for model in self.models.values()), self.encoder)
         return next((part.lost for part in parts if isinstance(part, Engine | Encoder) and part.lost), "")
-
-    def store(self) -> Store:
-        """The current generation of the index, with its documents. Raises: StoreError."""
-        searched = self._searched.store
-        if searched.only is None:
-            return searched
-        self._opened = self._opened.refreshed() if self._opened else Store.open(searched.index_dir)
-        return self._opened
 
     def close(self) -> None:
         for close in self._closing:

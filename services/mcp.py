@@ -38,7 +38,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ragspec.errors import InputError, NotFound
+from ragspec.errors import InputError
 from ragspec.rag.steps import parse_scope
 from services.backend import ServiceBackend
 from services.errors import ApiError, api_error, is_expected, validation_error
@@ -214,32 +214,18 @@ class DocumentTools:
         return await asyncio.to_thread(self._read, given, _tenant(request))
 
     def _read(self, given: PassageArguments, tenant: str) -> dict[str, Any]:
-        for segment, numbers in self._backend.store().readable(tenant):
-            for number in numbers:
-                if segment.ids[number] == given.document_id:
-                    document = segment.document(number)
-                    if not given.start <= given.end <= len(document.text):
-                        raise InputError(
-                            f"the document has {len(document.text)} characters: no [{given.start}, {given.end})"
-                        )
-                    start, end = max(0, given.start - given.around), min(len(document.text), given.end + given.around)
-                    names = {"document_id": document.id, "title": document.title, "source": document.source}
-                    text, num_chars = document.text[start:end], len(document.text)
-                    return names | {"start": start, "end": end, "text": text, "num_chars": num_chars}
-        raise NotFound(f"there is no document {given.document_id!r}")
+        document = self._backend.documents.find(tenant, given.document_id)
+        if not given.start <= given.end <= len(document.text):
+            raise InputError(f"the document has {len(document.text)} characters: no [{given.start}, {given.end})")
+        start, end = max(0, given.start - given.around), min(len(document.text), given.end + given.around)
+        names = {"document_id": document.id, "title": document.title, "source": document.source}
+        text, num_chars = document.text[start:end], len(document.text)
+        return names | {"start": start, "end": end, "text": text, "num_chars": num_chars}
 
     async def _list(self, given: ListArguments, request: Request) -> dict[str, Any]:
-        return await asyncio.to_thread(self._listing, given, _tenant(request))
-
-    def _listing(self, given: ListArguments, tenant: str) -> dict[str, Any]:
-        store = self._backend.store()
-        found = [(segment, number) for segment, numbers in store.readable(tenant) for number in numbers]
-        page = found[given.offset : given.offset + given.limit]
-        rows = [
-            {name: segment.documents[name][number].as_py() for name in ("id", "title", "source")}
-            for segment, number in page
-        ]
-        return {"documents": rows, "total": len(found), "has_more": given.offset + len(page) < len(found)}
+        listing = self._backend.documents.listing
+        rows, total = await asyncio.to_thread(listing, _tenant(request), given.offset, given.limit)
+        return {"documents": rows, "total": total, "has_more": given.offset + len(rows) < total}
 
     async def _add(self, given: AddArguments, request: Request) -> dict[str, Any]:
         tenant, library = _tenant(request), self._backend.library

@@ -19,6 +19,7 @@ import typer
 
 from ragspec.cli.cluster import cluster
 from ragspec.cli.doctor import doctor
+from ragspec.cli.feedback import feedback
 from ragspec.cli.index import index
 from ragspec.cli.keys import keys
 from ragspec.cli.models import models
@@ -54,7 +55,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-for commands in (index, cluster, keys, models):
+for commands in (index, cluster, keys, models, feedback):
     app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
 

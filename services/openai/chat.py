@@ -102,6 +102,7 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
         prediction=body.prediction.content if body.prediction else "",
         cache_salt=body.cache_salt or "",
         abstain_below=context.backend.config.retriever.abstain_below,
+        keep=body.store is not False,
     )
     return context.model.chat.prepare(turn)
 

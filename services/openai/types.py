@@ -286,7 +286,7 @@ class SamplingBody(SamplingFields):
     privacy: Literal["normal", "strict"] | None = None
     user: Any = None
     metadata: Any = None
-    store: Any = None
+    store: bool | None = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None

@@ -18,9 +18,11 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from ragspec.core import Block, BlockKind, Document, blocks_reaching
+from ragspec.disk import saving
 from ragspec.errors import InputError, NotFound, Overloaded
 from ragspec.retrieval.index.index_directory import original_of
 from ragspec.retrieval.index.manifest import file_checksum
+from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
 from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
@@ -58,6 +60,20 @@ class DocumentViews:
                 if live.is_live[number] and live.segment.readable(tenant)[number]:
                     return live.segment.document(number)
         raise NotFound(f"there is no document {document_id!r}")
+
+    def listing(self, tenant: str, offset: int, limit: int) -> tuple[list[dict[str, str]], int]:
+        """Ids, titles and sources of documents that the tenant may search, and how many there are. Raises: StoreError."""
+        found = [(segment, number) for segment, own in self._current().readable(tenant) for number in own]
+        rows = [
+            {name: segment.documents[name][number].as_py() for name in ("id", "title", "source")}
+            for segment, number in found[offset : offset + limit]
+        ]
+        return rows, len(found)
+
+    def changed_at(self) -> int:
+        """When the index changed last, in seconds since the epoch. Raises: SaveError."""
+        with saving(self._index_dir):
+            return int((self._index_dir / CURRENT).stat().st_mtime)
 
     def original(self, document: Document) -> Path | None:
         """The file that the document was read from, as it was then: an upload, or a kept original."""

@@ -27,17 +27,17 @@ from ragspec.errors import InputError, NotFound, SaveError
 
 _SCHEMA = 1
 _TABLES = """
-CREATE TABLE files (
+CREATE TABLE IF NOT EXISTS files (
     tenant TEXT, id TEXT, filename TEXT, purpose TEXT, num_bytes INTEGER, created_s REAL, PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID;
-CREATE TABLE stores (
+CREATE TABLE IF NOT EXISTS stores (
     tenant TEXT, id TEXT, name TEXT, created_s REAL, used_s REAL, metadata TEXT, PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID;
-CREATE TABLE members (
+CREATE TABLE IF NOT EXISTS members (
     tenant TEXT, store TEXT, file TEXT, created_s REAL, status TEXT, code TEXT, message TEXT, attributes TEXT,
     num_bytes INTEGER, PRIMARY KEY (tenant, store, file)
 ) WITHOUT ROWID;
-CREATE INDEX members_by_status ON members (status)
+CREATE INDEX IF NOT EXISTS members_by_status ON members (status)
 """
 
 _KEY = "tenant=? AND store=? AND file=?"

@@ -1,6 +1,6 @@
-"""The routes of /v1/files, /v1/vector_stores and /v1/conversations.
+"""The routes of /v1/files, /v1/documents and /v1/vector_stores.
 
-`schemas` has their fields; `Library` and `ConversationStore` do the work. Routes that wait for disks are plain functions, which
+`schemas` has their fields; `Library` and `DocumentViews` do the work. Routes that wait for disks are plain functions, which
 FastAPI runs in threads. Deletions wait for the index, which may take long, and hold no thread meanwhile.
 """
 
@@ -13,15 +13,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Form, Query, UploadFile
 from starlette.responses import FileResponse, HTMLResponse
 
-from ragspec.core import Message
-from ragspec.errors import InputError, NotFound
-from ragspec.rag.chat.conversations import QaPair
-from ragspec.rag.chat.history import split_messages
+from ragspec.errors import NotFound
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.stores import schemas
+from services.stores import conversation_routes, schemas
 from services.stores.document_view import POLICY
 from services.stores.parsing import STORE
 from services.stores.records import StoreMember, StoreRecord
@@ -37,7 +34,7 @@ def routes(backend: ServiceBackend) -> APIRouter:
         _member_routes,
         _batch_routes,
         _search_routes,
-        _conversation_routes,
+        conversation_routes.routes,
     ):
         router.include_router(part(backend))
     return router
@@ -80,6 +77,12 @@ def _file_routes(backend: ServiceBackend) -> APIRouter:
 
 def _document_routes(backend: ServiceBackend) -> APIRouter:
     router, views = APIRouter(), backend.documents
+
+    @router.get("/v1/documents")
+    def documents(tenant: Tenant, query: Annotated[schemas.ListingQuery, Query()]) -> Fields:
+        """The documents that the caller may search, and when the index changed last."""
+        rows, total = views.listing(tenant, query.offset, query.limit)
+        return {"object": "list", "data": rows, "total": total, "changed_at": views.changed_at()}
 
     @router.get("/v1/documents/view")
     def view(tenant: Tenant, query: Annotated[schemas.SpanQuery, Query()]) -> Any:
@@ -204,43 +207,3 @@ def _search_routes(backend: ServiceBackend) -> APIRouter:
         return schemas.result_page(queries, results)
 
     return router
-
-
-def _conversation_routes(backend: ServiceBackend) -> APIRouter:
-    router, conversations = APIRouter(), backend.conversations
-
-    @router.post("/v1/conversations")
-    def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
-        body = body or schemas.NewConversation()
-        created = conversations.create(tenant, body.metadata or {}, _turns(body))
-        return schemas.conversation_object(created)
-
-    @router.get("/v1/conversations/{conversation}")
-    def find(tenant: Tenant, conversation: Name) -> Fields:
-        return schemas.conversation_object(conversations.find(tenant, conversation))
-
-    @router.delete("/v1/conversations/{conversation}")
-    def delete(tenant: Tenant, conversation: Name) -> Fields:
-        conversations.delete(tenant, conversation)
-        return schemas.deleted("conversation.deleted", conversation)
-
-    @router.get("/v1/conversations/{conversation}/items")
-    def items(tenant: Tenant, conversation: Name, query: Annotated[schemas.PageQuery, Query()]) -> Fields:
-        texts = [text for turn in conversations.turns(tenant, conversation) for text in turn]
-        found = [schemas.conversation_item(conversation, number, text) for number, text in enumerate(texts)]
-        return query.page(found, lambda item: item, lambda item: (0.0, item["id"]))
-
-    return router
-
-
-def _turns(body: schemas.NewConversation) -> list[QaPair]:
-    """Raises: InputError unless the items are whole turns."""
-    messages = [Message(item.role, item.text) for item in body.items or ()]
-    if not messages:
-        return []
-    last, is_dialogue = messages[-1], all(message.role in ("user", "assistant") for message in messages)
-    if not is_dialogue or last.role != "assistant" or not last.content.strip():
-        raise InputError(
-            "items must be messages of user and assistant, and the last of them the assistant's and not empty"
-        )
-    return split_messages([*messages, Message("user", "?")])[1]

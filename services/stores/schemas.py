@@ -1,4 +1,4 @@
-"""Request bodies, query parameters and response objects of /v1/files, /v1/vector_stores and /v1/conversations.
+"""Request bodies, query parameters and response objects of files, documents, vector stores and conversations.
 
 Owns the fields of OpenAI's API for them. Unknown fields of bodies are refused. Never touches a store.
 """
@@ -144,6 +144,17 @@ class NewConversation(RequestBody):
     metadata: Metadata | None = None
 
 
+class ConversationChange(RequestBody):
+    metadata: Metadata
+
+
+class FeedbackBody(RequestBody):
+    """`rating` null takes the feedback back."""
+
+    rating: Literal["up", "down"] | None
+    note: Annotated[str, Field(max_length=4000)] = ""
+
+
 class SpanQuery(BaseModel):
     """A document, and a span of its text in characters."""
 
@@ -173,6 +184,17 @@ class PageQuery(BaseModel):
         has_more = first > 0 if before and not self.after else first + self.limit < end
         names = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
         return {"object": "list", "data": data, **names, "has_more": has_more}
+
+
+class ItemQuery(PageQuery):
+    """`include`: with the passages, citations and feedback of stored answers."""
+
+    include: Literal["", "ragspec"] = ""
+
+
+class ListingQuery(BaseModel):
+    offset: int = Field(0, ge=0)
+    limit: int = Field(100, ge=1, le=1000)
 
 
 class FileQuery(PageQuery):
@@ -291,21 +313,34 @@ def result_page(queries: Sequence[str], results: Sequence[Fields]) -> Fields:
     return {"object": kind, "search_query": queries, "data": results, "has_more": False, "next_page": None}
 
 
-def conversation_object(conversation: Conversation) -> Fields:
+def conversation_object(conversation: Conversation, ttl_s: float) -> Fields:
     return {
         "id": conversation.id,
         "object": "conversation",
         "created_at": int(conversation.created_s),
         "metadata": dict(conversation.metadata),
+        "last_active_at": int(conversation.used_s),
+        "expires_at": int(conversation.used_s + ttl_s),
     }
 
 
+def item_id(conversation: str, number: int) -> str:
+    """Ids sort as the numbers do."""
+    return f"msg_{conversation.removeprefix('conv_')}_{number:06d}"
+
+
+def number_of(item: str) -> int:
+    """The number of an item in its conversation; 0 for an id without one."""
+    digits = item.rpartition("_")[2]
+    return int(digits) if digits.isascii() and digits.isdecimal() else 0
+
+
 def conversation_item(conversation: str, number: int, text: str) -> Fields:
-    """Item `number` of a stored conversation. Even items are the user's. Ids sort as the numbers do."""
+    """Item `number` of a stored conversation. Even items are the user's."""
     role, kind = ("assistant", "output_text") if number % 2 else ("user", "input_text")
     part: Fields = {"type": kind, "text": text} | ({"annotations": []} if number % 2 else {})
     return {
-        "id": f"msg_{conversation.removeprefix('conv_')}_{number:06d}",
+        "id": item_id(conversation, number),
         "type": "message",
         "status": "completed",
         "role": role,

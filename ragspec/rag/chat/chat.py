@@ -16,11 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ragspec.config import ChatConfig, PassageOrder
-from ragspec.core import Completion, Passage, Request, check_text
+from ragspec.core import Citation, Completion, Passage, Request, check_text
 from ragspec.errors import RagspecError, RetrievalError, StoreError
-from ragspec.rag.answer import Answer
+from ragspec.rag.answer import Answer, AnswerSentence
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
@@ -28,6 +29,7 @@ from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
+from ragspec.rag.support import find_support
 from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
@@ -62,6 +64,15 @@ class PreparedTurn(PreparedQuestion):
     def dropped_passages(self) -> tuple[Passage, ...]:
         """Passages that did not fit: of earlier turns, then the question's own."""
         return (*self.prompt.dropped_history, *self.prompt.dropped)
+
+
+class SupportedText(NamedTuple):
+    """A text and the passages beside it, with the fields that an `Answer` has of them."""
+
+    passages: tuple[Passage, ...]
+    citations: tuple[Citation, ...]
+    sentences: tuple[AnswerSentence, ...]
+    unknown_quotations: tuple[tuple[int, int], ...]
 
 
 class Chat:
@@ -143,6 +154,8 @@ class Chat:
         if self.conversations is None:
             return False
         turn, history = prepared.turn, prepared.history
+        if not turn.keep:
+            return False
         tenant, keys = turn.scope.tenant, history.keys
         cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
         ranks = answer.ranks if answer.passage_order == "shared" else ()
@@ -154,7 +167,7 @@ class Chat:
             if turn.conversation:
                 said = answer.text.replace("\0", "\ufffd")  # Why: no later prompt may hold NUL
                 pairs = [*history.unsaved, QaPair(prepared.user_question, said)]
-                self.conversations.append(tenant, turn.conversation, pairs)
+                self.conversations.append(tenant, turn.conversation, pairs, keys[-len(pairs) :])
                 is_stored = True
             if answer.passages:
                 self.conversations.save_shown(
@@ -166,6 +179,11 @@ class Chat:
             log.warning("a turn could not be kept%s: %s", " whole" if is_stored else "", type(cause).__name__)
             return is_stored
         return True
+
+    def supported(self, turn: QaPair, shown: ShownPassages) -> SupportedText:
+        """A stored answer with its citations and labels, which are found again in the passages that are kept."""
+        asked = None if self._prompts.quotes_first else turn.question
+        return SupportedText(shown.passages, *find_support(turn.answer, shown.passages, asked))
 
     def forget(self, tenant: str, documents: Sequence[str]) -> None:
         """Remove deleted documents from stored turns, and empty the tenant's caches.

@@ -2,6 +2,7 @@
 
 A conversation has an id and stores its messages. The passages in a turn's prompt are stored under a digest of all turns up to it
 (`turn_keys`). So they are also found for a client that sends all messages itself, and no message of such a client is stored.
+A reader's feedback on a turn belongs to the turn's conversation.
 
 Tenants see only their own entries. Entries not used for `ttl_s` are deleted, as are a tenant's oldest beyond
 `max_bytes_per_tenant`.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ragspec.config import PassageOrder
 from ragspec.core import Passage, blocks_of
@@ -34,21 +35,30 @@ from ragspec.retrieval.expansion import JoinedPassage
 MAX_BYTES_PER_TENANT = 64 * 2**20
 _SCHEMA = 1
 _TABLES = """
-CREATE TABLE conversations (
+CREATE TABLE IF NOT EXISTS conversations (
     tenant TEXT, id TEXT, created_s REAL, used_s REAL, num_bytes INTEGER, metadata TEXT, PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID;
-CREATE TABLE said (
+CREATE TABLE IF NOT EXISTS said (
     tenant TEXT, conversation TEXT, number INTEGER, question TEXT, answer TEXT, PRIMARY KEY (tenant, conversation, number)
 ) WITHOUT ROWID;
-CREATE TABLE shown (
+CREATE TABLE IF NOT EXISTS shown (
     tenant TEXT, key TEXT, conversation TEXT, used_s REAL, num_bytes INTEGER, generation TEXT, cited TEXT, passages TEXT,
     PRIMARY KEY (tenant, key)
 ) WITHOUT ROWID;
-CREATE INDEX shown_by_use ON shown (used_s, tenant, num_bytes);
-CREATE INDEX shown_by_conversation ON shown (tenant, conversation);
-CREATE TABLE shown_documents (tenant TEXT, document TEXT, key TEXT, PRIMARY KEY (tenant, document, key)) WITHOUT ROWID;
-CREATE INDEX shown_documents_by_key ON shown_documents (tenant, key)
+CREATE INDEX IF NOT EXISTS shown_by_use ON shown (used_s, tenant, num_bytes);
+CREATE INDEX IF NOT EXISTS shown_by_conversation ON shown (tenant, conversation);
+CREATE TABLE IF NOT EXISTS shown_documents (
+    tenant TEXT, document TEXT, key TEXT, PRIMARY KEY (tenant, document, key)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS shown_documents_by_key ON shown_documents (tenant, key);
+CREATE TABLE IF NOT EXISTS said_keys (
+    tenant TEXT, conversation TEXT, number INTEGER, key TEXT, PRIMARY KEY (tenant, conversation, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS feedback (
+    tenant TEXT, conversation TEXT, number INTEGER, rating TEXT, note TEXT, PRIMARY KEY (tenant, conversation, number)
+) WITHOUT ROWID
 """
+_OF_TURN = "WHERE tenant=? AND conversation=? AND number=?"
 _RECORD_BYTES = 256
 """What a conversation counts beside its texts, so that empty ones count too."""
 _CLEAN_EVERY = 16
@@ -77,6 +87,13 @@ class ShownPassages:
     @property
     def order(self) -> PassageOrder:
         return "shared" if self.ranks else "rank"
+
+
+class Feedback(NamedTuple):
+    """A reader's verdict on an answer."""
+
+    rating: Literal["up", "down"]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +134,7 @@ class ConversationStore:
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`clock` gives seconds since the epoch; None: `_steady_clock`. Raises: SaveError, StoreCorrupt."""
-        self._ttl_s, self._max_bytes, self._num_writes = ttl_s, max_bytes_per_tenant, 0
+        self.ttl_s, self._max_bytes, self._num_writes = ttl_s, max_bytes_per_tenant, 0
         self._database = Database(Path(path), _TABLES, _SCHEMA)
         self._clock = clock or _steady_clock(self._last_used_s(), ttl_s)
         with self._database.writing() as db:
@@ -141,14 +158,27 @@ class ConversationStore:
 
     def find(self, tenant: str, conversation: str) -> Conversation:
         """Raises: NotFound, SaveError, StoreCorrupt."""
+        for found in self._conversations(tenant, "AND id=?", conversation):
+            return found
+        raise _missing(conversation)
+
+    def conversations(self, tenant: str) -> list[Conversation]:
+        """Raises: SaveError, StoreCorrupt."""
+        return self._conversations(tenant)
+
+    def _conversations(self, tenant: str, condition: str = "", *values: object) -> list[Conversation]:
+        query = f"SELECT id, created_s, used_s, metadata FROM conversations WHERE tenant=? AND used_s>=? {condition}"
         with self._database.reading() as db:
-            row = db.execute(
-                "SELECT created_s, used_s, metadata FROM conversations WHERE tenant=? AND id=? AND used_s>=?",
-                (tenant, conversation, self._clock() - self._ttl_s),
-            ).fetchone()
-        if row is None:
-            raise _missing(conversation)
-        return Conversation(conversation, row[0], row[1], json.loads(row[2]))
+            rows = db.execute(query, (tenant, self._clock() - self.ttl_s, *values)).fetchall()
+        return [Conversation(name, made_s, used_s, json.loads(text)) for name, made_s, used_s, text in rows]
+
+    def change(self, tenant: str, conversation: str, metadata: Mapping[str, str]) -> Conversation:
+        """Replace its metadata. Raises: NotFound, SaveError, StoreCorrupt."""
+        old, text = self.find(tenant, conversation), json.dumps(dict(metadata))
+        with self._writing(tenant) as db:
+            self._use(db, tenant, conversation, len(text) - len(json.dumps(dict(old.metadata))))
+            db.execute("UPDATE conversations SET metadata=? WHERE tenant=? AND id=?", (text, tenant, conversation))
+        return self.find(tenant, conversation)
 
     def turns(self, tenant: str, conversation: str) -> list[QaPair]:
         """The turns of a conversation, the oldest first. Raises: NotFound, SaveError, StoreCorrupt."""
@@ -160,13 +190,45 @@ class ConversationStore:
             ).fetchall()
         return [QaPair(*row) for row in rows]
 
-    def append(self, tenant: str, conversation: str, turns: Sequence[QaPair]) -> None:
-        """Append all turns or none. Raises: NotFound, NoRoom, SaveError, StoreCorrupt."""
-        with self._writing(tenant) as db:
-            self._append(db, tenant, conversation, turns)
+    def append(self, tenant: str, conversation: str, turns: Sequence[QaPair], keys: Sequence[str] = ()) -> None:
+        """Append all turns or none. `keys`: of each turn, under which its passages are kept.
 
-    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, turns: Sequence[QaPair]) -> None:
-        num_bytes = sum(len(text.encode()) for turn in turns for text in turn)
+        Raises: NotFound, NoRoom, SaveError, StoreCorrupt.
+        """
+        with self._writing(tenant) as db:
+            first = self._append(db, tenant, conversation, turns)
+            rows = [(tenant, conversation, number, key) for number, key in enumerate(keys, first)]
+            db.executemany("INSERT INTO said_keys VALUES (?,?,?,?)", rows)
+
+    def shown(self, tenant: str, conversation: str) -> dict[int, ShownPassages]:
+        """The passages that turns of a conversation were shown, by the turn's number. Raises: SaveError, StoreCorrupt."""
+        query = "SELECT number, key FROM said_keys WHERE tenant=? AND conversation=?"
+        with self._database.reading() as db:
+            keys = dict(db.execute(query, (tenant, conversation)).fetchall())
+        found = self.load_shown(tenant, list(keys.values()))
+        return {number: found[key] for number, key in keys.items() if key in found}
+
+    def rate(self, tenant: str, conversation: str, number: int, feedback: Feedback | None) -> None:
+        """Keep feedback on a turn, or none, in place of the earlier. Raises: NotFound, NoRoom, SaveError, StoreCorrupt."""
+        place = (tenant, conversation, number)
+        with self._writing(tenant) as db:
+            if not db.execute(f"SELECT 1 FROM said {_OF_TURN}", place).fetchone():
+                raise NotFound(f"conversation {conversation!r} has no turn {number}")
+            earlier = db.execute(f"DELETE FROM feedback {_OF_TURN} RETURNING note", place).fetchall()
+            more = len(feedback.note.encode()) if feedback else 0
+            self._use(db, tenant, conversation, more - sum(len(note.encode()) for (note,) in earlier))
+            if feedback:
+                db.execute("INSERT INTO feedback VALUES (?,?,?,?,?)", (*place, *feedback))
+
+    def feedback(self, tenant: str, conversation: str) -> dict[int, Feedback]:
+        """By the turn's number. Raises: SaveError, StoreCorrupt."""
+        query = "SELECT number, rating, note FROM feedback WHERE tenant=? AND conversation=?"
+        with self._database.reading() as db:
+            rows = db.execute(query, (tenant, conversation)).fetchall()
+        return {number: Feedback(*rest) for number, *rest in rows}
+
+    def _use(self, db: sqlite3.Connection, tenant: str, conversation: str, num_bytes: int) -> None:
+        """Mark as used, and count `num_bytes` more. Raises: NotFound, NoRoom."""
         row = db.execute(
             "UPDATE conversations SET used_s=?, num_bytes=num_bytes+? WHERE tenant=? AND id=? RETURNING num_bytes",
             (self._clock(), num_bytes, tenant, conversation),
@@ -175,11 +237,16 @@ class ConversationStore:
             raise _missing(conversation)
         if row[0] > self._max_bytes:
             raise NoRoom(f"conversation {conversation!r} would have more than {self._max_bytes} bytes")
+
+    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, turns: Sequence[QaPair]) -> int:
+        """The number of the first of these turns."""
+        self._use(db, tenant, conversation, sum(len(text.encode()) for turn in turns for text in turn))
         (number,) = db.execute(
             "SELECT COALESCE(MAX(number), -1) + 1 FROM said WHERE tenant=? AND conversation=?", (tenant, conversation)
         ).fetchone()
         rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(turns)]
         db.executemany("INSERT INTO said VALUES (?,?,?,?,?)", rows)
+        return int(number)
 
     def save_shown(
         self, tenant: str, key: str, shown: ShownPassages, *, conversation: str = "", earlier: Sequence[str] = ()
@@ -206,7 +273,7 @@ class ConversationStore:
 
     def load_shown(self, tenant: str, keys: Sequence[str]) -> dict[str, ShownPassages]:
         """The stored passages of these turns, by key; unknown keys are left out. Raises: SaveError, StoreCorrupt."""
-        oldest_s = self._clock() - self._ttl_s
+        oldest_s = self._clock() - self.ttl_s
         shown: dict[str, ShownPassages] = {}
         if not keys:
             return shown
@@ -279,7 +346,7 @@ class ConversationStore:
             return float(db.execute(f"SELECT max(used_s) FROM ({entries})").fetchone()[0] or 0.0)
 
     def _expired(self, db: sqlite3.Connection) -> list[Any]:
-        oldest_s = self._clock() - self._ttl_s
+        oldest_s = self._clock() - self.ttl_s
         return db.execute(_ENTRIES_BY_AGE.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
 
 
@@ -320,7 +387,8 @@ def _delete_conversation(db: sqlite3.Connection, tenant: str, conversation: str)
     keys = db.execute("SELECT key FROM shown WHERE tenant=? AND conversation=?", (tenant, conversation)).fetchall()
     for (key,) in keys:
         _delete_shown(db, tenant, key)
-    db.execute("DELETE FROM said WHERE tenant=? AND conversation=?", (tenant, conversation))
+    for table in ("said", "said_keys", "feedback"):
+        db.execute(f"DELETE FROM {table} WHERE tenant=? AND conversation=?", (tenant, conversation))
     return bool(db.execute("DELETE FROM conversations WHERE tenant=? AND id=?", (tenant, conversation)).rowcount)
 
 

@@ -33,7 +33,7 @@ class ChatTurn:
     `messages` have the roles system, user and assistant; the last is the user's. `conversation`: the id of a stored conversation
     that precedes the messages; earlier turns in `messages` replace its turns. `prediction`: text that the answer may repeat.
     `when` it is searched for: "auto" leaves out what `routing` says needs no documents. `cache_salt` separates caches within the
-    tenant. `abstain_below` as in `RetrieverConfig`.
+    tenant. `abstain_below` as in `RetrieverConfig`. `keep`: store the turn.
     """
 
     id: str
@@ -47,6 +47,7 @@ class ChatTurn:
     prediction: str = ""
     cache_salt: str = ""
     abstain_below: float = 0.0
+    keep: bool = True
 
     def __post_init__(self) -> None:
         if self.num_passages < 1:

@@ -20,7 +20,7 @@ MAX_WORDS = 20_000
 _MAX_CHARS = 100
 _MAX_NAMES = 16
 _SCHEMA = 1
-_TABLES = "CREATE TABLE words (tenant TEXT, name TEXT, word TEXT, PRIMARY KEY (tenant, name, word)) WITHOUT ROWID"
+_TABLES = "CREATE TABLE IF NOT EXISTS words (tenant TEXT, name TEXT, word TEXT, PRIMARY KEY (tenant, name, word)) WITHOUT ROWID"
 
 
 class DictionaryStore:
