@@ -1,23 +1,23 @@
 """The FastAPI app: all routes behind the middleware. The same in one process and in Ray Serve.
 
-Owns the order of middleware, the web pages with the headers that keep foreign code off them, and turns FastAPI's own errors into
-`ApiError`.
+Owns the order of middleware, the addresses of the web pages with the headers that keep foreign code off them, and turns FastAPI's
+own errors into `ApiError`.
 
     >>> uvicorn.run(build_app(backend, KeyFile(Path("keys.json"))))
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
@@ -30,9 +30,9 @@ from services.languagetool import routes as languagetool
 from services.metrics import TracingMiddleware
 from services.openai import routes as openai_routes
 from services.stores import routes as stores
+from services.web.pages import PAGES, STATIC, markup
 
 _EXPOSED = ["x-request-id", "retry-after"]
-STATIC = Path(__file__).parent / "web" / "static"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; frame-src blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -80,31 +80,25 @@ async def _raise_validation_error(_: Request, error: Exception) -> NoReturn:
 
 
 def page_routes() -> APIRouter:
-    """The chat, the editor, the page of a source and their files. The pages call the service like any client."""
+    """The pages and their files. The pages call the service like any client."""
     router, files = APIRouter(include_in_schema=False), StaticFiles(directory=STATIC)
+    for page in PAGES:
+        router.add_api_route(page.path, _sender(markup(page)), methods=["GET", "HEAD"])
 
-    async def respond(name: str, request: Request) -> Response:
+    @router.api_route("/web/{path:path}", methods=["GET", "HEAD"])
+    async def static(path: str, request: Request) -> Response:
         try:
-            response = await files.get_response(name, request.scope)
+            response = await files.get_response(path, request.scope)
         except HTTPException as cause:
             raise HTTPException(404, "there is no such file") from cause
         response.headers.update(PAGE_HEADERS)
         return response
 
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def index(request: Request) -> Response:
-        return await respond("index.html", request)
-
-    @router.api_route("/grammar", methods=["GET", "HEAD"])
-    async def grammar(request: Request) -> Response:
-        return await respond("grammar.html", request)
-
-    @router.api_route("/document", methods=["GET", "HEAD"])
-    async def document(request: Request) -> Response:
-        return await respond("document.html", request)
-
-    @router.api_route("/web/{path:path}", methods=["GET", "HEAD"])
-    async def static(path: str, request: Request) -> Response:
-        return await respond(path, request)
-
     return router
+
+
+def _sender(text: str) -> Callable[[], Awaitable[Response]]:
+    async def send() -> Response:
+        return HTMLResponse(text, headers=PAGE_HEADERS)
+
+    return send

@@ -18,6 +18,7 @@ import ragspec
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.old_keys import OLD_KEYS
 from services.settings import ServiceConfig
+from services.web.pages import PAGES as WEB_PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -110,7 +111,7 @@ def test_settings_that_pages_name_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_routes_and_log_lines_that_pages_name_exist(page: Path) -> None:
     """Bug guarded: a check of health, or a search of the log, that finds nothing."""
-    routes, source = set[str](), ""
+    routes, source = {page.path for page in WEB_PAGES}, ""
     for module in sorted((ROOT / "services").rglob("*.py")):
         text = module.read_text(encoding="utf-8")
         prefix = "".join(re.findall(r'APIRouter\(prefix="([^"]+)"', text))

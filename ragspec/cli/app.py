@@ -8,8 +8,10 @@ Owns the options of the commands whose modules need torch; these import their mo
 from __future__ import annotations
 
 import enum
+import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +21,6 @@ import typer
 
 from ragspec.cli.cluster import cluster
 from ragspec.cli.doctor import doctor
-from ragspec.cli.feedback import feedback
 from ragspec.cli.index import index
 from ragspec.cli.keys import keys
 from ragspec.cli.models import models
@@ -37,12 +38,14 @@ from ragspec.cli.options import (
     Speculation,
     Target,
     Temperature,
+    group,
     overrides,
     pass_on,
 )
-from ragspec.cli.terminal import cache_folder, one_line, prepare_process, print_error
+from ragspec.cli.terminal import cache_folder, data_folder, note, one_line, prepare_process, print_error, stderr_console
 from ragspec.config import PipelineConfig, load_config, load_settings
 from ragspec.core import SamplingParams, check_text
+from ragspec.disk import atomic_writer, saving
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import RagspecError
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
@@ -55,6 +58,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
+feedback = group("feedback", "What readers said of answers.")
 for commands in (index, cluster, keys, models, feedback):
     app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
@@ -218,6 +222,35 @@ def evaluate(
     from ragspec.cli.evaluate import run_evaluate
 
     raise typer.Exit(run_evaluate(lines, settings, out, corpus, check_drafts=check_drafts))
+
+
+@feedback.callback()
+def _feedback() -> None:
+    """Why: a group of one command without a callback would be that command."""
+
+
+@feedback.command()
+def export(
+    out: Annotated[Path | None, typer.Option(help="A file for the lines; default: standard output.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only of this tenant; default: of all.")] = None,
+    data: Data = None,
+    config: Config = None,
+) -> None:
+    """Rated answers of a service, which may be running, as lines that ragspec evaluate reads."""
+    from services.settings import ServiceConfig
+    from services.stores.rated import rated_questions
+
+    folder = data or Path(load_settings(ServiceConfig, config).service.data_dir or data_folder() / "service")
+    ratings, text = Counter[str](), ""
+    for line in rated_questions(folder / "conversations.sqlite", tenant):
+        ratings[line["evidence"]["rating"]] += 1
+        text += json.dumps(line, ensure_ascii=False) + "\n"
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        with saving(out), atomic_writer(out) as file:
+            file.write(text.encode())
+    note(stderr_console(), f"{ratings['up']} answers rated up, {ratings['down']} down")
 
 
 @app.command()

@@ -29,6 +29,7 @@ from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
 from ragspec.retrieval.retriever import Retriever
 from services.stores.library import Library
 from services.stores.parsing import FILE
+from services.web.pages import head
 
 POLICY = "default-src 'none'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; sandbox"
 _SHOWN_CHARS = 60_000
@@ -39,7 +40,6 @@ _MAX_DRAWN = 2
 """Pages drawn at the same time, each by a process of its own."""
 _WAIT_S = 10.0
 _LIMITS = ReadLimits(timeout_s=20.0)
-_STYLES = "".join(f'<link rel=stylesheet href="/web/{name}.css">' for name in ("base", "document"))
 _QUOTE = ' id="quote"'
 """Of the first mark."""
 _TAGS = {BlockKind.CODE: "pre", BlockKind.TABLE: "pre"}
@@ -96,8 +96,7 @@ class DocumentViews:
             text = text.replace(f"<mark{_QUOTE}>", "<mark>", 1)
         notes = "".join(f"<p class=note>{escape(note)}</p>" for note in self._changes(document))
         return (
-            f'<!doctype html><meta charset="utf-8"><title>{title}</title>{_STYLES}'
-            f"<header><h1>{title}</h1><p class=place>{place}</p>{notes}</header>"
+            f"{head(shown, 'base', 'article')}<header><h1>{title}</h1><p class=place>{place}</p>{notes}</header>"
             f"<main>{pages}<article>{text}</article></main>"
         )
 

@@ -11,7 +11,7 @@ import pytest
 from service_parts import Service, Serving
 
 from ragspec.cli import main
-from ragspec.evaluation.questions import AskedQuestion, Dialogue, read_lines
+from ragspec.evaluation.questions import AskedQuestion, Dialogue, Line, read_lines
 from ragspec.rag.chat.conversations import ConversationStore, Feedback, QaPair
 from services.stores.rated import rated_questions
 
@@ -33,18 +33,15 @@ def test_conversations_are_listed_renamed_rated_and_exported(kept: Service, tmp_
         assert ask(ann, **asked, question="When was the bridge built?", store=False)["ragspec"]["kept"] is False
         ask(ann, **asked, question="By whom?")
         listed = ann.get("/v1/conversations").json()
-        assert [each["id"] for each in listed["data"]] == [first["id"], second["id"]]
-        assert listed["data"][0]["metadata"] == {"title": "Bridges"}
-        assert listed["data"][0]["expires_at"] == pytest.approx(
-            listed["data"][0]["last_active_at"] + listed["ttl_s"], abs=1
-        )
+        latest, earlier = listed["data"]
+        assert (latest["id"], earlier["id"]) == (first["id"], second["id"])
+        assert latest["metadata"] == {"title": "Bridges"}
+        assert latest["expires_at"] == pytest.approx(latest["last_active_at"] + listed["ttl_s"], abs=1)
         items = ann.get(f"{path}/items", params={"order": "asc", "include": "ragspec"}).json()["data"]
         assert len(items) == 4 and items[1]["ragspec"]["passages"] == said["ragspec"]["passages"] != []
         assert items[1]["ragspec"]["sentences"] == said["ragspec"]["sentences"]
-        for item, feedback in (
-            (items[1], {"rating": "up", "note": "ü"}),
-            (items[3], {"rating": "down", "note": "Who?"}),
-        ):
+        verdicts = ({"rating": "up", "note": "ü"}, {"rating": "down", "note": "Who?"})
+        for item, feedback in zip(items[1::2], verdicts, strict=True):
             assert ann.post(f"{path}/items/{item['id']}/feedback", json=feedback).json() == feedback
         assert "ragspec" not in ann.get(f"{path}/items").text
         assert ann.get(f"{path}/items", params={"include": "ragspec"}).json()["data"][0]["feedback"]["note"] == "Who?"
@@ -55,19 +52,20 @@ def test_conversations_are_listed_renamed_rated_and_exported(kept: Service, tmp_
         assert bob.post(path, json={"metadata": {}}).status_code == 404
         assert bob.post(f"{path}/items/{items[1]['id']}/feedback", json={"rating": "up"}).status_code == 404
         data = Path(kept.backend.config.service.data_dir)
-        out = tmp_path / "rated.jsonl"
-        export = ("feedback", "export", "--data", str(data), "--out", str(out))
-        assert run_cli(*export) == 0
-        rated, dialogue = read_lines([out])
+
+        def exported(*options: str) -> list[Line]:
+            with pytest.raises(SystemExit, match=r"^0$"):
+                main(("feedback", "export", "--data", str(data), "--out", str(tmp_path / "rated.jsonl"), *options))
+            return read_lines([tmp_path / "rated.jsonl"])
+
+        rated, dialogue = exported()
         assert isinstance(rated, AskedQuestion) and rated.question == "When was the bridge built?"
-        assert rated.evidence["note"] == "ü" and rated.evidence["answer"] == said["choices"][0]["message"]["content"]
-        assert isinstance(dialogue, Dialogue) and [turn.question for turn in dialogue.turns] == [
-            rated.question,
-            "By whom?",
-        ]
-        assert run_cli(*export, "--tenant", "bob") == 0 and read_lines([out]) == []
+        assert rated.evidence["note"] == "ü" and rated.evidence["answer"] == items[1]["content"][0]["text"]
+        assert isinstance(dialogue, Dialogue)
+        assert [turn.question for turn in dialogue.turns] == [rated.question, "By whom?"]
+        assert exported("--tenant", "bob") == []
         assert ann.delete(path).status_code == 200
-        assert run_cli(*export) == 0 and read_lines([out]) == []
+        assert exported() == []
         documents = ann.get("/v1/documents", params={"limit": 1}).json()
         assert len(documents["data"]) == 1 < documents["total"] and documents["changed_at"] > 0
         titles = {each["title"] for each in bob.get("/v1/documents").json()["data"]}
@@ -97,9 +95,3 @@ def test_a_rated_answer_becomes_a_question_that_is_judged(
 def ask(client: httpx.Client, question: str, **body: Any) -> dict[str, Any]:
     body |= {"messages": [{"role": "user", "content": question}]}
     return dict(client.post("/v1/chat/completions", json=body).raise_for_status().json())
-
-
-def run_cli(*args: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    return int(end.value.code or 0)

@@ -10,10 +10,11 @@ import pytest
 from service_parts import Service
 
 from ragspec.retrieval.reading import SUFFIXES
-from services.app import PAGE_HEADERS, STATIC
+from services.app import PAGE_HEADERS
+from services.web.pages import PAGES, STATIC, markup
 
 FILES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())
-TEXTS = {name: (STATIC / name).read_text() for name in FILES}
+TEXTS = {name: (STATIC / name).read_text() for name in FILES} | {f"{page.name}.html": markup(page) for page in PAGES}
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def public(service: Service) -> Iterator[httpx.Client]:
 
 def test_pages_come_without_a_key_and_under_the_policy(public: httpx.Client) -> None:
     """A page nobody can open to enter a key; or one without the headers that contain it."""
-    for name in ["/", *(f"/web/{name}" for name in FILES)]:
+    for name in [*(page.path for page in PAGES), *(f"/web/{name}" for name in FILES)]:
         reply = public.get(name)
         assert reply.status_code == 200, name
         assert {key: reply.headers[key] for key in PAGE_HEADERS} == PAGE_HEADERS, name
@@ -34,8 +35,8 @@ def test_pages_come_without_a_key_and_under_the_policy(public: httpx.Client) -> 
 
 def test_a_page_that_did_not_change_is_not_sent_again(public: httpx.Client) -> None:
     """Every visit loads everything; or a tag that says "unchanged" of another file."""
-    tag = public.get("/web/js/main.js").headers["etag"]
-    assert public.get("/web/js/main.js", headers={"If-None-Match": tag}).status_code == 304
+    tag = public.get("/web/js/chat.js").headers["etag"]
+    assert public.get("/web/js/chat.js", headers={"If-None-Match": tag}).status_code == 304
     assert public.get("/web/js/api.js", headers={"If-None-Match": tag}).status_code == 200
 
 
@@ -73,5 +74,5 @@ def test_pages_hold_nothing_inline_and_nothing_from_elsewhere() -> None:
 
 def test_the_page_offers_the_files_that_can_be_read() -> None:
     """A format that the service reads and the page's dialog hides."""
-    (offered,) = re.findall(r'accept="([^"]*)"', TEXTS["index.html"])
+    (offered,) = re.findall(r'accept="([^"]*)"', TEXTS["chat.html"])
     assert sorted(offered.split(",")) == sorted(SUFFIXES)

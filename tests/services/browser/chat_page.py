@@ -33,6 +33,11 @@ class ChatPage:
         turn.locator(".verdict").first.wait_for()
         return turn
 
+    def show_telemetry(self) -> None:
+        self.page.locator("#more summary").click()
+        self.page.locator("#telemetry").check()
+        self.page.locator("#more summary").click()
+
     def shot(self, name: str) -> None:
         self.page.screenshot(path=self._shots / f"{name}.png")
 

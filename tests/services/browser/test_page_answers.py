@@ -33,26 +33,16 @@ def test_a_quote_pointed_at_is_marked_in_its_passage_and_is_the_same_text(chat: 
         assert text in chat.page.locator(".passage.active .passage-text").text_content()
     chat.shot("answer-wide-light")
     assert " 2 sources. " in turn.locator(".verdict").text_content()
-    assert turn.locator(".sources h3").text_content() == "2 sources used"
+    assert turn.locator(".sources h3").text_content() == "2 sources"
     others = turn.locator(".support li").all_text_contents()
     assert "Not found in the sources: That is all." in others
     assert not any(text.partition(": ")[2].startswith((quote, f'"{quote}')) for text in others for quote in MILL_QUOTES)
     under = turn.locator(".under > *").evaluate_all("all => all.map((e) => e.className)")
-    assert under.index("support") < under.index("figures")
+    assert under.index("support") < under.index("outcome") < under.index("made")
     colours = [quote.evaluate("e => getComputedStyle(e).backgroundColor") for quote in quotes.all()]
     chat.page.mouse.move(0, 0)
     assert chat.page.locator("mark.now").count() == 0
     assert len(set(colours)) == 2
-
-
-def test_the_marked_place_of_a_passage_is_scrolled_into_view(chat: ChatPage) -> None:
-    """A mark below the fold of the sources, which nobody sees."""
-    chat.page.set_viewport_size({"width": 1440, "height": 420})
-    turn = chat.answered(MILL)
-    for quote in turn.locator(".quote").all():
-        quote.focus()
-        mark, aside = chat.page.locator("mark.now").bounding_box(), chat.page.locator(".sources").bounding_box()
-        assert aside["y"] <= mark["y"] and mark["y"] + mark["height"] <= aside["y"] + aside["height"] + 1
 
 
 def test_spans_count_characters_where_emoji_take_two_units(chat: ChatPage) -> None:
@@ -65,21 +55,23 @@ def test_spans_count_characters_where_emoji_take_two_units(chat: ChatPage) -> No
     assert turn.locator(".quote.broken").count() == 0
 
 
-def test_a_chosen_passage_lights_up_its_quotes_and_no_others(chat: ChatPage) -> None:
-    """A click on a source that shows nothing, or everything."""
+def test_passages_that_are_not_used_stand_behind_one_line_and_no_telemetry_is_shown(chat: ChatPage) -> None:
+    """An answer between three cards, of which it uses one, and two rows of figures."""
     turn = chat.answered(MILL)
-    card = turn.locator(".passage", has_text="The old mill was built").first
-    card.locator("button").click()
-    assert turn.locator(".quote.lit").all_text_contents() == [MILL_QUOTES[0]]
-    turn.locator(".passage.quoted").nth(1).locator("button").click()
-    assert turn.locator(".quote.lit").count() == 1
-    assert turn.locator(".passage-title[aria-pressed=true]").count() == 1
+    assert turn.locator(".sources > .passages .passage").count() == 2
+    other = turn.locator(".others .passage")
+    assert other.count() == 1 and not other.is_visible()
+    turn.locator(".others summary").click()
+    assert other.is_visible() and turn.locator(".others summary").text_content() == "1 other passage found, not used"
+    assert not turn.locator(".made").is_visible() and "metrics" not in chat.asked[0]
+    chat.show_telemetry()
+    assert chat.page.locator(".made").is_visible()
 
 
 def test_a_quote_has_a_number_unless_the_answer_writes_the_right_one_behind_it(chat: ChatPage) -> None:
     """A quote followed by the number of another passage, and nothing that says which one it is from."""
     turn = chat.answered(MILL)
-    numbers = turn.locator(".passage.quoted .number").all_text_contents()
+    numbers = turn.locator(".sources > .passages .number").all_text_contents()
     written = turn.locator(".marker").all_text_contents()
     for quote, number, marker in zip(turn.locator(".quote").all(), numbers, written, strict=True):
         assert quote.get_attribute("data-number") == (None if marker == f"[{number}]" else number)
@@ -107,28 +99,25 @@ def test_a_passage_that_is_not_what_was_quoted_is_said_so(chat: ChatPage) -> Non
     )
 
 
-@pytest.mark.parametrize("automatic", [False, True])
-def test_the_run_without_speculation_asks_the_same_and_is_the_same_text(chat: ChatPage, automatic: bool) -> None:
-    """Another seed, or speculation left on: equal texts that prove nothing."""
-    if automatic:
-        chat.page.locator("#comparing").check()
+def test_the_run_without_speculation_asks_the_same_and_is_the_same_text(chat: ChatPage) -> None:
+    """Another seed, or speculation left on: equal texts that prove nothing. Or a run that the conversation keeps."""
+    chat.show_telemetry()
     turn = chat.answered(MILL)
-    if not automatic:
-        turn.get_by_role("button", name="Run without speculation").click()
+    turn.get_by_role("button", name="Run without speculation").click()
     turn.locator(".comparison.same").wait_for()
     assert [body.pop("speculation") for body in chat.asked] == [True, False, True]
     first, *others = chat.asked
-    assert others == [first, first] and isinstance(first["seed"], int)
+    assert first.pop("conversation") and others == [first | {"store": False}] * 2 and isinstance(first["seed"], int)
     assert turn.locator(".comparison .answer").text_content() == MILL_ANSWER
     verdict = turn.locator(".comparison .verdict").text_content()
     assert verdict.startswith(f"The same text, all {len(MILL_ANSWER)} characters.") and "times as fast" in verdict
     assert turn.locator(".time .value").count() == 2
-    if automatic:
-        chat.shot("comparison")
+    chat.shot("comparison")
 
 
 def test_texts_that_differ_are_said_loudly_and_where(chat: ChatPage) -> None:
     """A comparison that cannot fail."""
+    chat.show_telemetry()
     turn = chat.answered(EMOJI)
 
     def forge(route: Any) -> None:
@@ -179,22 +168,64 @@ def test_a_follow_up_sends_what_was_said_before_and_a_new_conversation_nothing(c
     assert [message["content"] for message in chat.asked[2]["messages"]] == [MILL]
 
 
-def test_conversations_stay_in_the_tab_until_they_are_forgotten(chat: ChatPage) -> None:
-    """A reload that loses everything; a forgotten conversation that is still stored."""
+def test_conversations_are_opened_renamed_exported_and_deleted(chat: ChatPage, service: Service) -> None:
+    """A reload that loses everything, an answer that comes back without its sources, or a deleted one that stays."""
     chat.answered(MILL)
     chat.page.locator("#new").click()
     chat.answered(EMOJI)
     chat.page.reload()
-    titles = chat.page.locator("#conversations .open")
-    assert titles.all_text_contents() == [EMOJI, MILL]
-    titles.nth(1).click()
     quotes = chat.page.locator(".quote")
+    quotes.first.wait_for()
+    assert tuple(quotes.all_text_contents()) == EMOJI_QUOTES
+    titles = chat.page.locator("#conversations .open")
+    titles.nth(1).click()
+    chat.page.locator(".turn", has_text=MILL).wait_for()
     assert tuple(quotes.all_text_contents()) == MILL_QUOTES
     assert _shown_at(chat.page, quotes.nth(1)) == MILL_QUOTES[1]
-    chat.page.get_by_role("button", name=f"Forget: {MILL}").click()
-    assert titles.all_text_contents() == [EMOJI]
+    chat.page.get_by_role("button", name=f"Rename: {MILL}").click()
+    chat.page.keyboard.type("Mills")
+    chat.page.keyboard.press("Enter")
+    mills = titles.filter(has_text="Mills")
+    mills.wait_for()
+    with chat.page.expect_download() as download:
+        chat.page.get_by_role("button", name="Export: Mills").click()
+    kept = json.loads(download.value.path().read_text())
+    assert kept["title"] == "Mills" and kept["items"][1]["ragspec"]["citations"]
+    assert "7 days after their last use" in chat.page.locator("#kept").text_content()
+    chat.page.get_by_role("button", name="Delete: Mills").click()
+    mills.wait_for(state="detached")
+    with service.client() as client:
+        assert client.get(f"/v1/conversations/{kept['id']}").status_code == 404
     assert MILL_ANSWER not in chat.page.evaluate("JSON.stringify(sessionStorage)")
     assert chat.page.evaluate("localStorage.length") == 0
+
+
+def test_feedback_is_kept_with_its_note_and_taken_back(chat: ChatPage) -> None:
+    """A thumb that only looks pressed."""
+    turn = chat.answered(MILL)
+    turn.get_by_role("button", name="Wrong answer").click()
+    turn.get_by_label("Note").last.fill("The year is missing.")
+    turn.get_by_role("button", name="Save note").click()
+    turn.get_by_text("Kept with this conversation.").wait_for()
+    chat.page.reload()
+    pressed = chat.page.locator(".thumb[aria-pressed=true]")
+    pressed.wait_for()
+    assert pressed.text_content() == "Wrong answer"
+    assert chat.page.locator(".note textarea").input_value() == "The year is missing."
+    pressed.click()
+    chat.page.locator(".feedback", has_text="Taken back.").wait_for()
+    chat.page.reload()
+    chat.page.locator(".thumb").first.wait_for()
+    assert pressed.count() == 0
+
+
+def test_an_example_is_asked_and_the_page_says_how_much_is_indexed(chat: ChatPage) -> None:
+    """A first page that says nothing of the documents behind it."""
+    example = chat.page.locator("#examples button", has_text="The old mill")
+    example.wait_for()
+    assert "documents can be searched; the index changed last on" in chat.page.locator("#indexed").text_content()
+    example.click()
+    chat.page.locator(".turn .question", has_text="What is there to know about The old mill?").wait_for()
 
 
 def test_copy_gives_the_answer_and_nothing_else(chat: ChatPage) -> None:
@@ -208,6 +239,7 @@ def test_copy_gives_the_answer_and_nothing_else(chat: ChatPage) -> None:
 
 def test_figures_are_there_while_the_answer_is_written(chat: ChatPage, script: Script) -> None:
     """Live figures that come when everything is over; or an answer that is shown only then."""
+    chat.show_telemetry()
     with script.held():
         chat.ask(LONG)
         chat.page.locator(".answer[aria-busy=true]", has_text="Rain 0 falls").wait_for()
@@ -222,12 +254,15 @@ def test_figures_are_the_servers_for_trusted_keys_and_fewer_for_others(
     chat: ChatPage, open_page: Callable[..., ChatPage], service: Service
 ) -> None:
     """Invented numbers where the server says none; or a page that breaks without them."""
+    chat.show_telemetry()
     trusted = chat.answered(MILL)
     names = trusted.locator(".figures dt").all_text_contents()
     assert {"first word", "tokens/s", "tokens a step", "in all", "tokens"} <= set(names)
     assert "copy" in trusted.locator(".legend").text_content()
     length = dict(zip(names, trusted.locator(".figures dd").all_text_contents(), strict=True))["tokens a step"]
     assert float(length) > 1.0  # most of the answer is copied
-    stranger = open_page(service, service.keys.ann).answered(MILL)
+    page = open_page(service, service.keys.ann)
+    page.show_telemetry()
+    stranger = page.answered(MILL)
     assert "tokens a step" not in stranger.locator(".figures dt").all_text_contents()
     assert stranger.locator(".shares").count() == 0

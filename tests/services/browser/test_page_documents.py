@@ -14,14 +14,18 @@ pytestmark = pytest.mark.browser
 TEXT = "The lighthouse keeper owns eleven grey cats. He feeds them at noon."
 
 
+def a_collection(chat: ChatPage, name: str) -> None:
+    chat.page.locator("#documents-open").click()
+    chat.page.fill("#collection-name", name)
+    chat.page.keyboard.press("Enter")
+    chat.page.locator("#documents-said", has_text="ready for documents").wait_for()
+
+
 def test_a_collection_is_made_filled_asked_and_emptied(chat: ChatPage, tmp_path: Path) -> None:
     """An upload that is never searched; answers from other documents than those chosen; a document that cannot be removed."""
     page = chat.page
-    page.locator("#documents-open").click()
-    page.fill("#collection-name", "Lighthouse 🗼 <b>")
-    page.keyboard.press("Enter")
+    a_collection(chat, "Lighthouse 🗼 <b>")
     said = page.locator("#documents-said")
-    said.filter(has_text="ready for documents").wait_for()
     assert page.locator("#collection-chosen").text_content() == "Lighthouse 🗼 <b>"
     assert page.locator("#files .none").is_visible()
     (tmp_path / "cats & dogs.txt").write_text(TEXT)
@@ -44,21 +48,11 @@ def test_a_collection_is_made_filled_asked_and_emptied(chat: ChatPage, tmp_path:
 def test_a_file_that_cannot_be_read_is_said_in_the_dialog(chat: ChatPage, tmp_path: Path) -> None:
     """An upload that fails in silence."""
     page = chat.page
-    page.locator("#documents-open").click()
-    page.fill("#collection-name", "Broken")
-    page.keyboard.press("Enter")
-    page.locator("#documents-said", has_text="ready for documents").wait_for()
+    a_collection(chat, "Broken")
     (tmp_path / "torn.pdf").write_bytes(b"%PDF-1.7 torn")
     page.set_input_files("#upload", str(tmp_path / "torn.pdf"))
     page.locator("#documents-said.wrong").wait_for()
     assert "torn.pdf" in page.locator("#documents-said").text_content()
-
-
-def a_collection(chat: ChatPage, name: str) -> None:
-    chat.page.locator("#documents-open").click()
-    chat.page.fill("#collection-name", name)
-    chat.page.keyboard.press("Enter")
-    chat.page.locator("#documents-said", has_text="ready for documents").wait_for()
 
 
 def test_a_choice_outlives_a_listing_that_failed(chat: ChatPage) -> None:
@@ -143,3 +137,16 @@ def test_a_removed_file_can_be_deleted_from_the_server(chat: ChatPage, tmp_path:
         ".then((found) => found.json()).then((found) => found.data.map((file) => file.filename))"
     )
     assert "secret.txt" not in names
+
+
+def test_files_dropped_anywhere_on_the_page_are_added(chat: ChatPage) -> None:
+    """The browser left the page and showed the file."""
+    chat.page.locator("#documents-open").wait_for()
+    chat.page.evaluate("""() => {
+      const dataTransfer = new DataTransfer();
+      dataTransfer.items.add(new File(["The ferry costs two coins."], "ferry.txt", { type: "text/plain" }));
+      for (const kind of ["dragover", "drop"])
+        document.body.dispatchEvent(new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true }));
+    }""")
+    chat.page.locator("#documents-said", has_text="1 document added").wait_for()
+    assert "My documents" in chat.page.locator("#collections").text_content()

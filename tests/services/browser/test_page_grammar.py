@@ -25,7 +25,7 @@ def _corrected(editor: ChatPage, text: str = MISTAKEN) -> Any:
     """Write, correct, and wait; the cards."""
     editor.page.fill("#text", text)
     editor.page.press("#text", "Control+Enter")
-    editor.page.locator("#outcome .figures").wait_for()
+    editor.page.locator("#outcome .checked").wait_for()
     return editor.page.locator(".card")
 
 

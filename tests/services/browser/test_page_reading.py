@@ -29,15 +29,18 @@ def test_all_text_can_be_read_in_every_state(open_page: Opening, service: Servic
     chat = open_page(service, color_scheme=scheme)
     page = chat.page
     assert faint_texts(page) == []
+    chat.show_telemetry()
     turn = chat.answered(MILL)
+    turn.locator(".others summary").click()
+    turn.get_by_role("button", name="Good answer").click()
+    turn.get_by_text("Kept with this conversation.").wait_for()
     turn.get_by_role("button", name="Run without speculation").click()
     turn.locator(".comparison.same").wait_for()
     assert faint_texts(page) == []
     for quote in turn.locator(".quote").all():
         quote.hover()
         assert faint_texts(page) == []
-    turn.locator(".passage-title").first.click()
-    page.locator("summary").click()
+    page.locator("#more summary").click()
     assert faint_texts(page) == []
     chat.shot(f"answer-wide-{scheme}")
     page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
@@ -56,13 +59,13 @@ def test_every_documents_colour_is_readable(open_page: Opening, service: Service
     """The fifth document's colour, which no other test shows."""
     page = open_page(service, color_scheme=scheme).page
     page.evaluate("""() => {
-      for (let n = 1; n <= 6; n++) for (const kind of ["quote", "quote lit", "marker", "quote broken"]) {
+      for (let n = 1; n <= 6; n++) for (const kind of ["quote", "marker", "quote broken"]) {
         const link = Object.assign(document.createElement("a"), { className: `${kind} doc-${n}`, href: "#turns" });
         link.textContent = `${kind} ${n}`;
         document.getElementById("turns").append(link);
       }
     }""")
-    assert page.locator("#turns a").count() == 24
+    assert page.locator("#turns a").count() == 18
     assert faint_texts(page) == []
 
 
@@ -70,7 +73,11 @@ def test_everything_has_a_name_and_a_place(chat: ChatPage) -> None:
     """A button that a screen reader calls "button"; headings that skip a level; labels that point nowhere."""
     page = chat.page
     assert nameless(page) == [] and structure_faults(page) == []
+    chat.show_telemetry()
     turn = chat.answered(MILL)
+    turn.locator(".others summary").click()
+    turn.get_by_role("button", name="Good answer").click()
+    turn.get_by_text("Kept with this conversation.").wait_for()
     turn.get_by_role("button", name="Run without speculation").click()
     turn.locator(".comparison.same").wait_for()
     assert nameless(page) == [] and structure_faults(page) == []
@@ -105,19 +112,17 @@ def test_all_of_it_works_with_the_keyboard_alone(open_page: Opening, service: Se
     _tab_to(page, quote, back=True)
     assert page.locator("mark.now").text_content() == MILL_QUOTES[0]
     assert _outline(page) >= 2
+    with page.expect_popup() as opened:
+        page.keyboard.press("Enter")
+    assert "/document?" in opened.value.url
+    _tab_to(page, page.get_by_role("button", name="Good answer"))
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.className") == "passage-title"
-    assert page.locator("mark.now").text_content() == MILL_QUOTES[0]
+    page.locator(".thumb[aria-pressed=true]").wait_for()
+    _tab_to(page, page.locator("#more summary"))
     page.keyboard.press("Enter")
-    assert page.locator(".quote.lit").all_text_contents() == [MILL_QUOTES[0]]
-    page.keyboard.press("Escape")
-    assert _focused(page) == MILL_QUOTES[0]
-    _tab_to(page, page.get_by_role("button", name="Run without speculation"))
-    page.keyboard.press("Enter")
-    page.locator(".comparison.same").wait_for()
-    _tab_to(page, page.locator("#comparing"))
+    _tab_to(page, page.locator("#telemetry"))
     page.keyboard.press("Space")
-    assert page.locator("#comparing").is_checked()
+    assert page.locator("#telemetry").is_checked()
     _tab_to(page, page.locator("#new"), back=True)
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "question"
@@ -142,7 +147,7 @@ def test_screen_readers_hear_the_answer_once_and_whole(chat: ChatPage) -> None:
     }""")
     live = chat.page.locator("#live")
     assert live.get_attribute("aria-live") == "polite"
-    chat.page.locator("summary").click()
+    chat.page.locator("#more summary").click()
     chat.page.fill("#max-tokens", "2000")
     chat.answered(LONG)
     live.filter(has_text="Rain").wait_for(state="attached")
@@ -166,21 +171,21 @@ def test_it_fits_the_screen_and_sources_are_beside_or_below(open_page: Opening, 
         assert sources["x"] > answer["x"] + answer["width"] - 1 and abs(sources["y"] - answer["y"]) < 40
     else:
         assert sources["y"] > answer["y"] + answer["height"] - 1 and abs(sources["x"] - answer["x"]) < 2
+    source = turn.locator(".sources .title").first.bounding_box()
+    assert source["y"] + source["height"] < page.locator("#ask").bounding_box()["y"]
     assert too_small(page) == []
 
 
-def test_on_a_narrow_screen_a_quote_leads_to_its_passage_and_the_drawer_opens_and_closes(
+def test_on_a_narrow_screen_a_number_leads_to_its_passage_and_the_drawer_opens_and_closes(
     open_page: Opening, service: Service
 ) -> None:
     """Sources that cannot be found on a telephone; a drawer that hides what has the focus."""
     chat = open_page(service, width=360, height=700, has_touch=True)
     page, side = chat.page, chat.page.locator("#side")
     turn = chat.answered(MILL)
-    turn.locator(".quote").nth(1).tap()
-    mark = page.locator("mark.now")
-    assert mark.text_content() == MILL_QUOTES[1]
+    turn.locator(".marker").nth(1).tap()
     page.wait_for_function("""() => {
-      const box = document.querySelector("mark.now").getBoundingClientRect();
+      const box = document.querySelector(".passage:target").getBoundingClientRect();
       return box.top >= 40 && box.bottom <= document.getElementById("ask").getBoundingClientRect().top;
     }""")
     assert not side.is_visible()
@@ -193,9 +198,7 @@ def test_on_a_narrow_screen_a_quote_leads_to_its_passage_and_the_drawer_opens_an
 
 def test_nothing_moves_for_those_who_asked_for_that(open_page: Opening, service: Service) -> None:
     """Transitions that ignore the setting."""
-    durations = (
-        "[...document.querySelectorAll('button, .quote, .passage')].map(e => getComputedStyle(e).transitionDuration)"
-    )
+    durations = "[...document.querySelectorAll('button, .quote')].map(e => getComputedStyle(e).transitionDuration)"
     calm = open_page(service)
     calm.answered(MILL)
     assert set(calm.page.evaluate(durations)) == {"0s"}
@@ -211,12 +214,7 @@ def test_on_paper_there_are_question_answer_and_sources(chat: ChatPage) -> None:
     for hidden in ("header", "#side", "#ask", ".actions"):
         assert not chat.page.locator(hidden).first.is_visible()
     assert turn.locator(".answer").text_content() == MILL_ANSWER and turn.locator(".answer").is_visible()
-    assert turn.locator(".passage").last.is_visible()
-    assert turn.locator(".sources").evaluate("e => getComputedStyle(e).maxHeight") == "none"
-
-
-def _focused(page: Any) -> str:
-    return str(page.evaluate("document.activeElement.textContent"))
+    assert turn.locator(".sources > .passages .passage").last.is_visible()
 
 
 def _outline(page: Any) -> float:

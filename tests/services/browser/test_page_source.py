@@ -95,7 +95,7 @@ def test_the_chat_opens_a_quote_in_its_document(chat: ChatPage) -> None:
     """A source that can be read only in part; or a tab that asks for the key again."""
     turn = chat.answered(MILL)
     with chat.page.expect_popup() as opened:
-        turn.locator(".open-source").first.click()
+        turn.locator(".quote").first.click()
     frame = opened.value.frame_locator("#source")
     frame.locator("#quote").wait_for()
     assert frame.locator("mark").all_text_contents() == [MILL_QUOTES[0]]

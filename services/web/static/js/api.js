@@ -41,15 +41,21 @@ export async function page(path) {
   return (await send("GET", path, undefined, undefined)).text();
 }
 
-/** Everything that a list of the service has, page by page. */
-export async function all(path, limit = 100) {
-  const found = [];
+/** The pages of a list of the service. */
+export async function* pages(path, limit = 100, query = "") {
   for (let after = ""; ;) {
-    const page = await call("GET", `${path}?limit=${limit}${after && `&after=${encodeURIComponent(after)}`}`);
-    found.push(...page.data);
-    if (!page.has_more || !page.data.length) return found;
+    const page = await call("GET", `${path}?limit=${limit}${query}${after && `&after=${encodeURIComponent(after)}`}`);
+    yield page;
+    if (!page.has_more || !page.data.length) return;
     after = page.data.at(-1).id;
   }
+}
+
+/** Everything that a list of the service has. */
+export async function all(...list) {
+  const found = [];
+  for await (const page of pages(...list)) found.push(...page.data);
+  return found;
 }
 
 /** The chunks of a streamed answer. Without its end mark it was cut off, and that is a failure. */
@@ -69,7 +75,7 @@ export async function* stream(path, body, signal) {
   throw signal?.aborted ? stopped() : cutOff();
 }
 
-const stopped = () => new Failure("stopped", "Stopped.");
+export const stopped = () => new Failure("stopped", "Stopped.");
 const cutOff = () => new Failure("gone", "The connection broke off before the answer was complete.");
 
 async function send(method, path, body, signal) {

@@ -4,22 +4,22 @@ import { Failure } from "./api.js";
 import { Comparison } from "./compare.js";
 import { byId } from "./dom.js";
 import { Reply } from "./reply.js";
-import { historyOf } from "./session.js";
+import { historyOf } from "./conversations.js";
 
 const MAX_SEED = 2 ** 32;
 
 /** The request of the last of `turns`; its seed is drawn here, so that it can be asked again word for word. */
-export function requestOf(turns, model, collection) {
+export function requestOf(turns, model, conversation, collection) {
   const turn = turns.at(-1);
   return {
-    model,
+    model, conversation,
     messages: [...historyOf(turns.slice(0, -1)), { role: "user", content: turn.question }],
     seed: crypto.getRandomValues(new Uint32Array(1))[0] % MAX_SEED,
     temperature: number("temperature"),
     max_completion_tokens: number("max-tokens"),
     retrieval: { num_passages: number("num-passages"), ...(collection ? { vector_store_ids: [collection] } : {}) },
     speculation: true,
-    metrics: true,
+    ...(byId("telemetry").checked ? { metrics: true } : {}),
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -33,13 +33,13 @@ function number(id) {
   return Number(field.value);
 }
 
-/** Streams the answer of `view.turn` into it. Throws nothing: a failure is shown where the answer would be. */
-export async function ask(view, signal) {
+/** Streams the answer of `view.turn` to what `request()` gives. Throws nothing: a failure is shown where the answer would be. */
+export async function ask(view, signal, request) {
   const { turn } = view;
-  Object.assign(turn, { reply: null, failed: false, stopped: false });
+  Object.assign(turn, { reply: new Reply(), failed: false, stopped: false });
   view.begin();
   try {
-    turn.reply = new Reply();
+    turn.request = await request();
     for await (const reply of Reply.of(turn.request, signal)) {
       turn.reply = reply;
       view.update(reply);
@@ -56,10 +56,11 @@ export async function ask(view, signal) {
   }
 }
 
-/** The same request without speculation beside the answer, and once more with it. */
+/** The same request without speculation beside the answer, and once more with it; neither is kept. The messages hold all earlier
+ *  turns; the stored conversation would add this one. */
 export async function compare(view, signal) {
   const comparison = new Comparison(view.turn.reply);
-  const { request } = view.turn;
+  const request = { ...view.turn.request, conversation: undefined, store: false };
   view.compareWith(comparison);
   try {
     const without = await whole({ ...request, speculation: false }, signal, (reply) => comparison.update(reply));

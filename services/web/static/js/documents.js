@@ -6,6 +6,7 @@ import { byId, el, plural } from "./dom.js";
 const CHOSEN = "ragspec.collection";
 const [POLL_MS, LONGEST_POLL_MS] = [700, 5000];
 const STORES = "/v1/vector_stores";
+const OWN = "My documents"; // the collection of what is added while none is chosen
 
 export class Documents {
   chosen = sessionStorage.getItem(CHOSEN) ?? ""; // a store's id; "": everything that this key may read
@@ -15,14 +16,43 @@ export class Documents {
   #files = byId("files");
   #said = byId("documents-said");
   #onChosen;
+  #onChanged;
 
-  /** `onChosen(name)`: another collection is to answer. */
-  constructor(onChosen) {
+  /** `onChosen(name)`: another collection is to answer. `onChanged()`: there are other documents. */
+  constructor(onChosen, onChanged) {
     this.#onChosen = onChosen;
+    this.#onChanged = onChanged;
     byId("documents-open").addEventListener("click", () => this.#open());
     byId("documents-close").addEventListener("click", () => this.#dialog.close());
     byId("new-collection").addEventListener("submit", (event) => this.#doing(event, () => this.#create()));
-    byId("upload").addEventListener("change", (event) => this.#doing(event, () => this.#uploadAll(event.target)));
+    byId("upload").addEventListener("change", (event) => {
+      const files = [...event.target.files];
+      event.target.value = ""; // the same file can be chosen again after a failure
+      this.#doing(event, () => this.#uploadAll(files));
+    });
+    this.#takeDrops();
+  }
+
+  /** Files that are dropped anywhere on the page are added. */
+  #takeDrops() {
+    const place = byId("drop");
+    const hasFiles = (event) => event.dataTransfer?.types.includes("Files") && !byId("documents-open").hidden;
+    document.addEventListener("dragover", (event) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      place.hidden = false;
+    });
+    document.addEventListener("dragleave", (event) => {
+      if (!event.relatedTarget) place.hidden = true;
+    });
+    document.addEventListener("drop", async (event) => {
+      place.hidden = true;
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      const files = [...event.dataTransfer.files];
+      if (!this.#dialog.open) await this.#open();
+      await this.#doing(null, () => this.#uploadAll(files));
+    });
   }
 
   /** Which collections there are; where the server keeps none, the button to choose one is hidden. What was chosen stays so
@@ -71,8 +101,7 @@ export class Documents {
     const hadFocus = this.#list.contains(document.activeElement);
     this.#list.replaceChildren(option("", "All documents", "everything this key may read"), ...stores);
     if (hadFocus) this.#list.querySelector(":checked")?.focus();
-    byId("adding").hidden = this.chosen === "";
-    byId("adding-hint").hidden = this.chosen !== "";
+    byId("files-title").textContent = this.chosen ? "In this collection" : `New documents go to “${OWN}”`;
   }
 
   async #showFiles() {
@@ -122,9 +151,8 @@ export class Documents {
     byId("upload").focus();
   }
 
-  async #uploadAll(input) {
-    const [store, files] = [this.chosen, [...input.files]];
-    input.value = ""; // the same file can be chosen again after a failure
+  async #uploadAll(files) {
+    const store = this.chosen || (this.#stores.find((one) => one.name === OWN) ?? (await call("POST", STORES, { name: OWN }))).id;
     try {
       for (const [index, file] of files.entries()) {
         this.#say(`Reading ${file.name} (${index + 1} of ${files.length}) …`);
@@ -136,7 +164,7 @@ export class Documents {
         await this.#untilRead(store, held, file.name);
       }
     } finally {
-      await this.#refresh().catch(() => undefined); // what went wrong before is what is said
+      await this.#refresh().then(this.#onChanged).catch(() => undefined); // what went wrong before is what is said
     }
     this.#say(`${plural(files.length, "document")} added.`);
   }

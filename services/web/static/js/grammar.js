@@ -50,7 +50,9 @@ function take(text, one) {
   checked = text;
   const { edits, lost } = editsOf(one.reply, text);
   editor.set(text, edits.filter((edit) => !rejected.has(nameOf(edit, text))));
-  outcome.replaceChildren(figures(one));
+  const numSentences = one.reply.statistics?.num_sentences;
+  const said = el("p", { class: "hint checked" }, numSentences ? `${plural(numSentences, "sentence")} checked.` : "Checked.");
+  outcome.replaceChildren(said, byId("comparing").checked ? figures(one) : "");
   if (lost) outcome.append(el("p", { class: "notice", role: "alert" }, `${plural(lost, "suggestion")} did not fit the text and was left out.`));
   if (one.reply.unfinished?.length) outcome.append(el("p", { class: "hint" }, "There was not enough time for all of it; a part stays as it is."));
   showWithheld(one.reply.withheld ?? []);
@@ -72,7 +74,6 @@ async function compare(text, seed, first) {
 
 function figures(one) {
   const rows = [["in all", seconds(one.totalS)]];
-  if (one.reply.statistics?.num_sentences) rows.unshift(["sentences", String(one.reply.statistics.num_sentences)]);
   if (one.tokensPerS) rows.push(["tokens/s", one.tokensPerS.toFixed(0)]);
   if (one.stepLength) rows.push(["tokens a step", one.stepLength.toFixed(1)]);
   return el("dl", { class: "figures" }, ...rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));

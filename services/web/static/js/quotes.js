@@ -1,7 +1,7 @@
-// An answer's text on the page, its quotes tied to their passages.
+// An answer's text on the page: its quotes are links into their documents.
 
 import { el, plural } from "./dom.js";
-import { coloursOf } from "./sources.js";
+import { coloursOf, documentLink } from "./sources.js";
 import { misplaced, piecesOf } from "./spans.js";
 import { verdictText } from "./support.js";
 
@@ -13,11 +13,12 @@ function markerBehind(pieces, index) {
 
 /** Fills `place` with the answer. Pointing at a quote, or reaching it with Tab, shows it in its passage. */
 export class Quotes {
-  #links = []; // {link, number}
   #reply;
   #sources;
+  #turnId;
 
-  constructor(place, reply, sources) {
+  constructor(turnId, place, reply, sources) {
+    this.#turnId = turnId;
     this.#sources = sources;
     this.#reply = reply;
     const colours = coloursOf(reply.passages);
@@ -25,13 +26,6 @@ export class Quotes {
     this.numQuotes = pieces.filter((piece) => piece.kind === "quote").length;
     this.numBroken = pieces.filter((piece) => piece.same === false).length + misplaced(pieces, reply.citations);
     place.replaceChildren(...pieces.map((piece, index) => this.#nodeOf(piece, markerBehind(pieces, index), colours)));
-  }
-
-  /** All quotes of one passage stand out, or do so no more. */
-  light(number, lit) {
-    for (const each of this.#links) {
-      if (each.number === number) each.link.classList.toggle("lit", lit);
-    }
   }
 
   /** What the sources say of the answer, for below it; or that a quote is not what its source says. */
@@ -45,33 +39,16 @@ export class Quotes {
 
   #nodeOf(piece, marked, colours) {
     if (piece.kind === "text") return document.createTextNode(piece.text);
-    if (piece.kind === "marker") return this.#markerOf(piece, colours);
+    if (piece.kind === "marker")
+      return el("a", { class: `marker ${colours.get(piece.number)}`, href: `#${this.#turnId}-p${piece.number}`,
+        "aria-label": `Source ${piece.number}` }, piece.text);
     const { citation } = piece;
-    const link = el("a", {
-      class: `quote ${colours.get(citation.passage) ?? ""}${piece.same ? "" : " broken"}`,
-      href: `#${this.#sources.element.id}`, "data-number": marked === citation.passage ? null : citation.passage,
-      "aria-description": piece.same ? `quoted from source ${citation.passage}` : "differs from its source",
-      onmouseenter: () => this.#sources.show(citation), onmouseleave: () => this.#sources.clear(),
-      onfocus: () => this.#sources.show(citation), onblur: () => this.#sources.clear(),
-      onclick: (event) => {
-        event.preventDefault();
-        this.#sources.show(citation, { go: true });
-        this.#sources.cameFrom = link;
-      },
-    }, piece.text);
-    this.#links.push({ link, number: citation.passage });
-    return link;
-  }
-
-  #markerOf(piece, colours) {
+    const [show, clear] = [() => this.#sources.show(citation), () => this.#sources.show(null)];
     return el("a", {
-      class: `marker ${colours.get(piece.number)}`, href: `#${this.#sources.element.id}`,
-      "aria-label": `Source ${piece.number}`,
-      onclick: (event) => {
-        event.preventDefault();
-        this.#sources.go(piece.number);
-        this.#sources.cameFrom = event.currentTarget;
-      },
+      class: `quote ${colours.get(citation.passage) ?? ""}${piece.same ? "" : " broken"}`, ...documentLink(citation.url),
+      "data-number": marked === citation.passage ? null : citation.passage,
+      "aria-description": piece.same ? `quoted from source ${citation.passage}; opens it` : "differs from its source",
+      onmouseenter: show, onmouseleave: clear, onfocus: show, onblur: clear,
     }, piece.text);
   }
 }

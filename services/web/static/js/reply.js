@@ -18,6 +18,8 @@ export class Reply {
   droppedPassages = 0;
   droppedTurns = 0;
   missing = [];
+  kept = null; // whether the server keeps this turn; null: it has not said so
+  searched = true; // whether passages were looked for; of a stored answer it is not known
   found = ""; // what the quotes are to the question: "found in", "closest passage"
   #begin = performance.now();
 
@@ -28,6 +30,13 @@ export class Reply {
       reply.#take(chunk);
       yield reply;
     }
+  }
+
+  /** An answer that the server kept, with the sources that it still has of it. */
+  static stored(text, sources) {
+    const reply = Object.assign(new Reply(), { text, finish: "stop", kept: true, searched: false });
+    reply.#takeSources(sources);
+    return reply;
   }
 
   /** What the answer was made of, to compare with another's. */
@@ -96,5 +105,7 @@ export class Reply {
     this.droppedTurns = said.dropped_turns ?? this.droppedTurns;
     this.missing = said.missing_segments ?? this.missing;
     this.found = said.found ?? this.found;
+    this.kept = said.kept ?? this.kept;
+    this.searched = said.searched ?? this.searched;
   }
 }

@@ -1,10 +1,11 @@
-// The passages beside one answer: numbered, coloured by document, with quotes marked where they stand.
+// The sources of one answer: a card for each passage that it uses, coloured by document; the others behind one line.
 
-import { el, plural, scrolling, sourceLabel } from "./dom.js";
+import { el, plural, sourceLabel } from "./dom.js";
+import { Characters } from "./points.js";
 import { passagePieces } from "./spans.js";
 
 const NUM_COLOURS = 6;
-const beside = matchMedia("(min-width: 64rem)");
+const AROUND = 140; // characters of a passage before and after its first mark
 
 /** Passage number -> "doc-1" ... "doc-6": one colour for each document, in the order in which they appear. */
 export function coloursOf(passages) {
@@ -13,115 +14,68 @@ export function coloursOf(passages) {
   return new Map(passages.map((passage) => [passage.number, colour(passage)]));
 }
 
-const isView = (url) => String(url).startsWith("/document?");
-const NEW_TAB = { target: "ragspec-source", rel: "opener" }; // the tab gets a copy of this one's key
+/** Attributes of a link that opens a document in its tab, which gets a copy of this tab's key; none for another address. */
+export function documentLink(url) {
+  return String(url).startsWith("/document?") ? { href: url, target: "ragspec-source", rel: "opener" } : {};
+}
 
 export class Sources {
-  #cards = new Map(); // passage number -> {card, button, text, count, passage, citations}
-  #onPressed;
-  #head;
-  #kept = null; // the citation that was gone to
+  #cards = new Map(); // passage number -> card
+  #marks = new Map(); // citation -> its mark
 
-  /** `onPressed(number, pressed)`: a passage was chosen, so that all its quotes in the answer light up. */
-  constructor(turnId, passages, onPressed) {
-    this.#onPressed = onPressed;
-    const colours = coloursOf(passages);
-    const cards = passages.map((passage) => this.#cardOf(passage, turnId, colours.get(passage.number)));
-    const head = el("h3", { id: `${turnId}-sources` }, `${plural(passages.length, "passage")} found`);
-    this.#head = head;
-    const list = el("ol", { class: "passages" }, ...cards);
-    const labels = { "aria-labelledby": head.id, id: `${turnId}-passages`, tabindex: "0" };
-    this.element = el("aside", { class: "sources", ...labels, onfocusout: (event) => this.#left(event) }, head, list);
+  /** `used`: numbers of the passages that are quoted or support a sentence; null: the answer is not whole yet. */
+  constructor(turnId, reply, used) {
+    const colours = coloursOf(reply.passages);
+    const [own, others] = [[], []];
+    for (const passage of reply.passages) (used?.has(passage.number) ? own : others).push(passage);
+    const cards = (passages) => el("ol", { class: "passages" },
+      ...passages.map((passage) => this.#cardOf(passage, `${turnId}-p${passage.number}`, colours, reply)));
+    const rest = used ? `${plural(others.length, "other passage")} found, not used` : `${plural(others.length, "passage")} found`;
+    const title = el("h3", { id: `${turnId}-sources` }, own.length ? plural(own.length, "source") : "Sources");
+    this.element = el("aside", { class: "sources", "aria-labelledby": title.id }, title,
+      own.length > 0 && cards(own),
+      others.length > 0 && el("details", { class: "others" }, el("summary", {}, rest), cards(others)));
   }
 
-  /** The finished answer's quotes, each beside its passage. `used`: the numbers of quoted and of supporting passages. */
-  setCitations(citations, used) {
-    this.#head.textContent = `${plural(used.size, "source")} used`;
-    for (const [number, entry] of this.#cards) {
-      entry.citations = citations.filter((citation) => citation.passage === number);
-      const kind = used.has(number) ? "supports" : "not used";
-      entry.count.textContent = entry.citations.length ? plural(entry.citations.length, "quote") : kind;
-      entry.card.classList.toggle("quoted", entry.citations.length > 0);
-      if (entry.open && isView(entry.citations[0]?.url)) entry.open.href = entry.citations[0].url;
-      this.#render(entry, entry.citations, false);
-    }
+  /** Mark this quote in its passage, or none. */
+  show(citation) {
+    for (const card of this.#cards.values()) card.classList.remove("active");
+    for (const [each, mark] of this.#marks) mark.classList.toggle("now", each === citation);
+    if (citation) this.#cards.get(citation.passage)?.classList.add("active");
   }
 
-  /** Mark this quote, and no other, in its passage; `go` there, and it stays marked until the focus leaves the sources. */
-  show(citation, { go = false } = {}) {
-    if (go) {
-      this.#kept = citation;
-      this.#cards.get(citation.passage)?.button.focus({ preventScroll: true });
-    }
-    const mark = this.#mark(citation);
-    if (go || beside.matches) mark?.scrollIntoView({ block: go ? "center" : "nearest", behavior: scrolling() });
-  }
-
-  /** Nothing is pointed at any more. */
-  clear() {
-    this.#mark(this.#kept);
-  }
-
-  #mark(citation) {
-    for (const entry of this.#cards.values()) {
-      if (!entry.card.classList.contains("active")) continue;
-      entry.card.classList.remove("active");
-      this.#render(entry, entry.citations, false);
-    }
-    const entry = citation && this.#cards.get(citation.passage);
-    if (!entry) return null;
-    entry.card.classList.add("active");
-    return this.#render(entry, [citation], true);
-  }
-
-  #left(event) {
-    if (this.element.contains(event.relatedTarget)) return;
-    this.#kept = null;
-    this.clear();
-  }
-
-  go(number) {
-    const entry = this.#cards.get(number);
-    entry?.button.focus({ preventScroll: true });
-    entry?.card.scrollIntoView({ block: "nearest", behavior: scrolling() });
-  }
-
-  #cardOf(passage, turnId, colour) {
-    const count = el("span", { class: "count" });
-    const title = passage.title || passage.document_id;
-    const button = el("button", { type: "button", class: "passage-title", "aria-pressed": "false" },
-      el("span", { class: "number" }, String(passage.number)), el("span", { class: "title" }, title), count);
-    const text = el("p", { class: "passage-text" });
-    const place = el("p", { class: "place" },
-      passage.heading && el("span", { class: "heading" }, passage.heading),
+  #cardOf(passage, id, colours, reply) {
+    const citations = reply.citations.filter((each) => each.passage === passage.number);
+    const supporting = reply.sentences.filter((each) => each.passage === passage.number && each.label !== "quoted");
+    const name = passage.title || passage.document_id;
+    const title = el("a", { class: "title", ...documentLink(citations[0]?.url ?? passage.url) }, name);
+    const kind = citations.length ? plural(citations.length, "quote") : supporting.length ? "supports" : "";
+    const place = el("p", { class: "place" }, passage.heading && passage.heading !== name && el("span", { class: "heading" }, passage.heading),
       passage.source && sourceLabel(passage.source), passage.page && el("span", {}, `page ${passage.page}`));
-    const open = isView(passage.url) && el("a", { class: "open-source", href: passage.url, ...NEW_TAB }, "Open in the document");
-    const card = el("li", { class: `passage ${colour}`, id: `${turnId}-p${passage.number}` },
-      button, (passage.heading || passage.source) && place, text, open);
-    const entry = { card, button, text, count, open, passage, citations: [] };
-    this.#cards.set(passage.number, entry);
-    this.#render(entry, [], false);
-    card.addEventListener("click", (event) => {
-      const chooses = !event.target.closest("a") && String(getSelection()) === "";
-      if (chooses) this.#press(passage.number);
-    });
+    const marked = citations.length ? citations : supporting;
+    const card = el("li", { class: `passage ${colours.get(passage.number)}`, id, tabindex: "-1" },
+      el("p", { class: "passage-title" }, el("span", { class: "number" }, String(passage.number)), title, el("span", { class: "count" }, kind)),
+      place, el("p", { class: "passage-text" }, ...this.#excerpt(passage, marked)));
+    this.#cards.set(passage.number, card);
     return card;
   }
 
-  #press(number) {
-    for (const [other, entry] of this.#cards) {
-      const pressed = other === number && entry.button.getAttribute("aria-pressed") === "false";
-      entry.button.setAttribute("aria-pressed", String(pressed));
-      entry.card.classList.toggle("open", pressed);
-      this.#onPressed(other, pressed);
-    }
-  }
-
-  #render(entry, citations, now) {
-    const pieces = passagePieces(entry.passage, citations);
-    const nodes = pieces.map((piece) =>
-      piece.kind === "quote" ? el("mark", { class: now ? "now" : null }, piece.text) : piece.text);
-    entry.text.replaceChildren(...nodes);
-    return entry.text.querySelector("mark");
+  /** The passage around its marks: the whole of it is one click away. */
+  #excerpt(passage, marked) {
+    const pieces = passagePieces(passage, marked);
+    const cut = (piece, index) => {
+      const text = new Characters(piece.text);
+      const [isFirst, isLast] = [index === 0, index === pieces.length - 1];
+      if (piece.kind === "quote" || text.length <= 2 * AROUND) return piece.text;
+      if (isFirst && isLast) return `${text.slice(0, 2 * AROUND).trimEnd()} …`;
+      const [before, after] = [text.slice(0, AROUND).trimEnd(), text.slice(text.length - AROUND).trimStart()];
+      return isFirst ? `… ${after}` : isLast ? `${before} …` : `${before} … ${after}`;
+    };
+    return pieces.map((piece, index) => {
+      if (piece.kind !== "quote") return cut(piece, index);
+      const mark = el("mark", {}, piece.text);
+      this.#marks.set(piece.citation, mark);
+      return mark;
+    });
   }
 }

@@ -1,6 +1,7 @@
-// One question with its answer, sources and figures on the page.
+// One question with its answer and sources on the page, and behind a switch how the answer was made.
 
 import { el, announce, plural } from "./dom.js";
+import { FeedbackRow } from "./feedback.js";
 import { figures, sharesBar } from "./figures.js";
 import { noticeOf } from "./notice.js";
 import { Quotes } from "./quotes.js";
@@ -12,20 +13,19 @@ let count = 0;
 
 export class TurnView {
   #id = `turn-${++count}`;
-  #sources = null;
-  #quotes = null;
+  #conversation;
 
-  /** `on`: {again(view), compare(view)}, what the buttons below the answer do. */
-  constructor(turn, on) {
+  /** `on`: {again(view), compare(view), fresh(view)}, the work of the buttons below the answer. */
+  constructor(turn, conversation, on) {
     this.turn = turn;
+    this.#conversation = conversation;
     this.on = on;
     this.answer = el("div", { class: "answer", id: `${this.#id}-answer` });
     this.under = el("div", { class: "under" });
     this.side = el("div", { class: "side" });
     const heading = el("h2", { class: "question", id: `${this.#id}-question`, tabindex: "-1" }, turn.question);
     this.element = el("article", { class: "turn", id: this.#id, "aria-labelledby": heading.id },
-      heading, el("div", { class: "body" }, this.answer, this.under), this.side);
-    this.element.addEventListener("keydown", (event) => this.#goBack(event));
+      heading, this.answer, this.side, this.under);
   }
 
   begin() {
@@ -33,28 +33,29 @@ export class TurnView {
     this.answer.replaceChildren(el("span", { class: "waiting" }, "Looking for passages …"));
     this.under.replaceChildren();
     this.side.replaceChildren();
-    this.#sources = null;
   }
 
   update(reply) {
-    if (!this.#sources && reply.passages.length) this.#showSources(reply);
+    if (!this.side.hasChildNodes() && reply.passages.length) this.#showSources(reply, null);
     if (reply.text) this.answer.textContent = reply.text;
     else this.answer.replaceChildren(el("span", { class: "waiting" }, "Writing …"));
-    this.under.replaceChildren(figures(reply));
+    this.under.replaceChildren(el("div", { class: "made" }, figures(reply)));
   }
 
   /** The whole answer is there, now or from an earlier visit. */
   finish({ aloud = true } = {}) {
     const { reply, stopped } = this.turn;
     this.answer.setAttribute("aria-busy", "false");
-    if (!this.#sources) this.#showSources(reply);
-    this.#quotes = new Quotes(this.answer, reply, this.#sources);
-    if (!stopped) this.#sources.setCitations(reply.citations, usedPassages(reply));
+    const sources = this.#showSources(reply, stopped ? null : usedPassages(reply));
+    const quotes = new Quotes(this.#id, this.answer, reply, sources);
     if (!reply.text) this.answer.append(el("span", { class: "waiting" }, stopped ? "" : "The answer is empty."));
     const remarks = this.#remarks(stopped, reply);
-    if (!stopped) remarks.push(this.#quotes.verdict());
-    const outcome = el("div", { class: "outcome" }, el("div", { class: "remarks" }, ...remarks), this.#actions(stopped));
-    this.under.replaceChildren(outcome, (!stopped && supportList(reply)) || "", figures(reply), sharesBar(reply) ?? "");
+    if (!stopped) remarks.push(quotes.verdict());
+    const isKept = !stopped && reply.kept;
+    this.under.replaceChildren(
+      el("div", { class: "remarks" }, ...remarks), (!stopped && supportList(reply)) || "",
+      el("div", { class: "outcome" }, isKept ? new FeedbackRow(this.turn, this.#conversation).element : "", this.#actions(stopped)),
+      reply.usage || reply.metrics || reply.firstS !== null ? this.#made(stopped, reply) : "");
     if (aloud) announce(`Answer: ${reply.text} ${remarks.map((remark) => remark.textContent).join(" ")}`);
   }
 
@@ -66,21 +67,24 @@ export class TurnView {
 
   compareWith(comparison) {
     this.element.querySelector(".comparison")?.remove();
-    this.under.after(comparison.element);
+    this.under.querySelector(".made").append(comparison.element);
   }
 
-  #showSources(reply) {
-    this.#sources = new Sources(this.#id, reply.passages, (number, pressed) => this.#quotes?.light(number, pressed));
+  #showSources(reply, used) {
+    const sources = new Sources(this.#id, reply, used);
     const isRewritten = reply.question && reply.question.trim() !== this.turn.question.trim();
+    const none = reply.searched && !this.turn.stopped;
     this.side.replaceChildren(
       isRewritten ? el("p", { class: "searched" }, "Looked for: ", el("q", {}, reply.question)) : "",
-      reply.passages.length ? this.#sources.element : this.turn.stopped ? "" : el("p", { class: "none" }, NOTHING_FOUND));
+      reply.passages.length ? sources.element : none ? el("p", { class: "none" }, NOTHING_FOUND) : "");
+    return sources;
   }
 
   #remarks(stopped, reply) {
     const dropped = reply.droppedPassages && `${plural(reply.droppedPassages, "passage")} did not fit and was left out.`;
     const said = [
-      stopped && "Stopped before the end.",
+      stopped && "Stopped before the end; the server keeps it with the next answer.",
+      !stopped && reply.kept === false && "The server could not keep this answer.",
       reply.finish === "length" && "Cut off at the longest length allowed.",
       dropped,
       reply.droppedTurns && `The first ${plural(reply.droppedTurns, "turn")} of this conversation no longer fit and were left out.`,
@@ -91,9 +95,15 @@ export class TurnView {
 
   #actions(stopped) {
     const copied = el("button", { type: "button", onclick: () => this.#copy(copied) }, "Copy");
+    const again = stopped && el("button", { type: "button", onclick: () => this.on.again(this) }, "Try again");
+    return el("div", { class: "actions" }, copied, again);
+  }
+
+  /** How the answer was made, and the same request without speculation. */
+  #made(stopped, reply) {
     const compare = el("button", { type: "button", onclick: () => this.on.compare(this) }, "Run without speculation");
-    const again = el("button", { type: "button", onclick: () => this.on.again(this) }, "Try again");
-    return el("div", { class: "actions" }, copied, stopped ? again : compare);
+    return el("section", { class: "made", "aria-label": "How this answer was made" },
+      figures(reply), sharesBar(reply) ?? "", !stopped && this.turn.request ? compare : "");
   }
 
   async #copy(button) {
@@ -106,12 +116,5 @@ export class TurnView {
     }
     announce(button.textContent);
     setTimeout(() => (button.textContent = "Copy"), 2000);
-  }
-
-  /** Escape leaves a passage for the quote it was reached from. */
-  #goBack(event) {
-    if (event.key !== "Escape" || !this.#sources?.cameFrom || !this.side.contains(document.activeElement)) return;
-    event.stopPropagation();
-    this.#sources.cameFrom.focus();
   }
 }

@@ -1,21 +1,22 @@
 // The chat page: its parts, tied together.
 
-import { Failure, call, hasKey, setKey, takeKeyFromAddress } from "./api.js";
+import { Failure, call, hasKey, setKey, stopped, takeKeyFromAddress } from "./api.js";
 import { ask, compare, requestOf } from "./asking.js";
+import { Conversations } from "./conversations.js";
 import { Documents } from "./documents.js";
 import { announce, byId, el, scrolling } from "./dom.js";
-import { askForKey } from "./key.js";
-import { Reply } from "./reply.js";
-import { Session, titleOf } from "./session.js";
 import { Drawer } from "./drawer.js";
+import { askForKey } from "./key.js";
 import { TurnView } from "./turn.js";
+import { welcome } from "./welcome.js";
 
 takeKeyFromAddress();
 addEventListener("hashchange", () => takeKeyFromAddress(connect));
 
-const session = new Session();
+const TELEMETRY = "ragspec.telemetry";
 const drawer = new Drawer(byId("side"), byId("side-open"));
-const documents = new Documents((name) => (byId("collection-chosen").textContent = name));
+const conversations = new Conversations({ opened: () => (show(), question.focus()), said: announce });
+const documents = new Documents((name) => (byId("collection-chosen").textContent = name), () => orSay("indexed", welcome(askExample)));
 const question = byId("question");
 const turns = byId("turns");
 let model = "";
@@ -28,11 +29,23 @@ async function connect() {
     model = served?.id ?? "";
     if (served?.max_model_len) limitAnswers(served.max_model_len);
     byId("model").textContent = model;
-    await documents.load();
   } catch (cause) {
     if (!(cause instanceof Failure)) throw cause;
     if (cause.kind === "unauthorized") return enterKey(hasKey() ? "This key is not accepted." : "");
     byId("model").textContent = "not connected";
+    return;
+  }
+  await Promise.all([
+    documents.load(), orSay("kept", conversations.load()), orSay("indexed", welcome(askExample))]);
+}
+
+/** A failure is said in the element `id`, and the rest of the page works on. */
+async function orSay(id, work) {
+  try {
+    await work;
+  } catch (cause) {
+    if (!(cause instanceof Failure)) throw cause;
+    byId(id).textContent = cause.message;
   }
 }
 
@@ -54,9 +67,8 @@ const views = {
   again: (view) => run(view),
   compare: (view) => run(view, compare),
   fresh: (view) => {
-    const isFirst = session.current.turns[0] === view.turn;
-    leave(view.turn);
-    session.begin();
+    const isFirst = conversations.current.turns[0] === view.turn;
+    conversations.begin();
     show();
     question.value = view.turn.question;
     fit();
@@ -66,16 +78,14 @@ const views = {
 };
 
 /** Writes into `view` until it is done or stopped; one answer at a time. */
-async function run(view, work = ask) {
+async function run(view, work = answer) {
   running?.abort();
   const own = (running = new AbortController());
+  const conversation = conversations.current;
   busy(true);
   let failure = null;
   try {
-    if (work === ask) await prepare(view.turn);
     failure = await work(view, own.signal);
-    if (work === ask && !failure && byId("comparing").checked) await compare(view, own.signal);
-    session.save();
   } finally {
     if (running === own) {
       running = null;
@@ -84,67 +94,58 @@ async function run(view, work = ask) {
       failure = null; // another answer is being written, or another conversation is open
     }
   }
+  if (failure?.kind === "absent") conversations.lost(conversation);
   if (failure?.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "", () => run(view));
 }
 
-/** Why the turns are taken at once: another conversation may be open by the time the server is found. */
-async function prepare(turn) {
-  const { turns: all } = session.current;
-  if (!model) await connect();
-  turn.request = requestOf(all.slice(0, all.indexOf(turn) + 1), model, documents.chosen);
+function answer(view, signal) {
+  const conversation = conversations.current;
+  return ask(view, signal, async () => {
+    if (!model) await connect();
+    if (signal.aborted) throw stopped();
+    const id = await conversations.idFor(conversation, view.turn.question);
+    const { turns: all } = conversation;
+    return requestOf(all.slice(0, all.indexOf(view.turn) + 1), model, id, documents.chosen);
+  });
 }
 
 function submit() {
   const text = question.value.trim();
   if (!text) return question.focus();
   const turn = { question: text };
-  session.current.turns.push(turn);
+  conversations.current.turns.push(turn);
   question.value = "";
   fit();
   const view = append(turn);
-  listConversations();
   byId("empty").hidden = true;
   view.element.scrollIntoView({ block: "start", behavior: scrolling() });
   return run(view);
 }
 
+function askExample(text) {
+  question.value = text;
+  submit();
+}
+
 function append(turn) {
-  const view = new TurnView(turn, views);
+  const view = new TurnView(turn, conversations.current, views);
   turns.append(view.element);
   return view;
 }
 
-/** The current conversation, from what the session keeps of it. */
+/** The current conversation, as the server keeps it. */
 function show() {
   running?.abort();
   turns.replaceChildren();
-  for (const turn of session.current.turns) {
-    if (turn.reply) turn.reply = Object.assign(new Reply(), turn.reply);
-    const view = append(turn);
-    if (turn.reply && (turn.stopped || turn.reply.text) && !turn.failed) view.finish({ aloud: false });
-    else view.fail(new Failure("gone", "This question was not answered."));
-  }
-  byId("empty").hidden = session.current.turns.length > 0;
-  listConversations();
+  for (const turn of conversations.current.turns) append(turn).finish({ aloud: false });
+  byId("empty").hidden = conversations.current.turns.length > 0;
+  drawer.close();
 }
 
-function leave(turn) {
-  session.current.turns = session.current.turns.filter((one) => one !== turn);
-  session.save();
-}
-
-function listConversations() {
-  if (session.current.turns.length) byId("new").removeAttribute("aria-current");
-  else byId("new").setAttribute("aria-current", "true"); // it is open already
-  const rows = session.conversations.filter((one) => one.turns.length).map((one) => {
-    const isCurrent = one === session.current;
-    const open = el("button", { type: "button", class: "open", "aria-current": isCurrent && "true" }, titleOf(one));
-    open.addEventListener("click", () => (session.open(one.id), show(), drawer.close(), question.focus()));
-    const forget = el("button", { type: "button", class: "quiet", "aria-label": `Forget: ${titleOf(one)}` }, "×");
-    forget.addEventListener("click", () => (session.forget(one.id), show(), announce("Forgotten."), byId("new").focus()));
-    return el("li", {}, open, forget);
-  });
-  byId("conversations").replaceChildren(...rows);
+function showTelemetry(isShown) {
+  byId("telemetry").checked = isShown;
+  document.body.classList.toggle("telemetry", isShown);
+  sessionStorage.setItem(TELEMETRY, String(isShown));
 }
 
 function busy(isBusy) {
@@ -160,7 +161,7 @@ function fit() {
 
 byId("ask").addEventListener("submit", (event) => (event.preventDefault(), submit()));
 byId("stop").addEventListener("click", () => (running?.abort(), question.focus()));
-byId("new").addEventListener("click", () => (session.begin(), show(), drawer.close(), question.focus()));
+byId("telemetry").addEventListener("change", () => showTelemetry(byId("telemetry").checked));
 byId("key-open").addEventListener("click", () => enterKey(""));
 question.addEventListener("input", fit);
 question.addEventListener("keydown", (event) => {
@@ -172,6 +173,6 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running && !event.defaultPrevented && !document.querySelector("dialog[open]")) running.abort();
 });
 
-show();
+showTelemetry(sessionStorage.getItem(TELEMETRY) === "true");
 connect();
 question.focus();
