@@ -38,7 +38,7 @@ from ragspec.rag.pipeline_stages import HasId, StagedPipeline
 if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
     from ragspec.rag.grammar.correction import Correction
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 class GrammarTask(Task):
@@ -75,7 +75,7 @@ class GrammarTask(Task):
         return correction_result(finished)
 
 
-@app.command()
+@app.command(epilog="Example: python -m pipelines.batch_grammar --input texts.jsonl --out corrected")
 def main(
     inputs: options.Inputs,
     out: options.Out,

@@ -38,7 +38,7 @@ _WINDOW = 256
 """Questions that are retrieved ahead of the engine, which answers those with the same passages one after the other."""
 _CHANGES_NO_TEXT = {"index_dir", "pointer", "fail_closed", "gpu_memory_bytes"}
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 class RagTask(Task):
@@ -116,7 +116,7 @@ def _unset(retriever: RetrieverConfig) -> set[str]:
     return learned | {name for name in ("abstain_below", "expand_passages") if not getattr(retriever, name)}
 
 
-@app.command()
+@app.command(epilog="Example: python -m pipelines.batch_rag --input questions.jsonl --out answers")
 def main(
     inputs: options.Inputs,
     out: options.Out,

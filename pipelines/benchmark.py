@@ -54,11 +54,11 @@ SUITES = {
     "gpu": Registered("pipelines.benchmarks.gpu"),
 }
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _console = Console(stderr=True)
 
 
-@app.command()
+@app.command(epilog="Example: ragspec bench --suite speculation --quick")
 def main(
     suite: Annotated[str, typer.Option(help=f"What to measure: {', '.join(SUITES)}.")],
     quick: Annotated[bool, typer.Option(help="Short prompt lists, one run: at most 5 minutes.")] = False,

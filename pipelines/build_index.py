@@ -40,7 +40,7 @@ from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
 from ragspec.retrieval.reading import SUFFIXES, input_root, passed_over
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, check_ocr
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _console = stderr_console()
 
 _PASSAGES_PER_COMMIT = 16_384
@@ -54,7 +54,7 @@ _SHOWN_PARTS = 10
 _INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}"
 
 
-@app.command()
+@app.command(epilog="Example: ragspec index add manual/ faq.jsonl --index my-index")
 def main(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help=_INPUTS_HELP)],
     index: Annotated[

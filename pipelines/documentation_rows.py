@@ -48,7 +48,7 @@ from ragspec.training.question_writer import QuestionWriter, Reading, readings_o
 
 PACKED = Path(__file__).parent / "train" / "documentation_rows.jsonl.gz"
 _READINGS_A_FILE = 3
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 Names = Annotated[Path, typer.Option(help="A file with a package's name a line.")]
 Packages = Annotated[Path, typer.Option(help="The folder of the packages' files.")]
 Out = Annotated[Path, typer.Option(help="The file of rows.")]

@@ -41,7 +41,7 @@ from ragspec.engine.target import Target
 from ragspec.evaluation.datasets import stdlib_list
 from ragspec.rag.prompt import PromptBuilder
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Layers = tuple[int, ...]
 _CANDIDATES, _SCALE, _NOISE = 400, 0.15, 1e-3

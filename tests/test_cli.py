@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,8 +27,10 @@ import torch
 from letter_encoder import DIMENSION, LetterEncoder
 from rich.console import Console
 from tiny_target import save_model
+from typer.main import get_command
 
 from ragspec.cli import main
+from ragspec.cli.app import app
 from ragspec.cli.ask import answer_text, excerpt, print_sources
 from ragspec.cli.demo import QUESTIONS, AnswerPair, Totals, open_library
 from ragspec.cli.standard_library import DEMO_MODULES, cached_library, documents_of, service_library
@@ -142,11 +145,32 @@ def test_help_and_what_is_missing_are_told_before_torch_loads(tmp_path: Path) ->
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["index", "bench"])
-def test_every_command_explains_itself(run: Callable[..., Ended], command: str) -> None:
-    """A command that is listed and cannot even start."""
-    ended = run(command, "--help")
-    assert ended.code == 0 and f"ragspec {command}" in ended.out
+LOADING = "ask demo evaluate correct doctor serve".split()
+
+
+def _commands(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, each in getattr(command, "commands", {}).items():
+        yield from _commands((*path, name), each)
+    if not hasattr(command, "commands"):
+        yield path, command
+
+
+def test_examples_of_help_and_of_the_first_week_are_accepted_and_help_fits_80_columns() -> None:
+    """An example with an option that is gone, help in columns of one word, and commands that had no --config or --adapter."""
+    commands = dict(_commands((), get_command(app)))
+    lines = re.findall(r"(?m)^\.venv/bin/(ragspec .*?)(?: +#.*)?$", (ROOT / "ragspec/FIRST_WEEK.md").read_text())
+    own = {path: each for path, each in commands.items() if not each.context_settings.get("ignore_unknown_options")}
+    for path, command in own.items():
+        help_text = command.get_help(command.context_class(command, terminal_width=80))
+        assert max(map(len, help_text.splitlines())) <= 80, path
+        assert "--config" in help_text or path in (("cluster", "status"), ("cluster", "env"), ("cluster", "down"))
+        assert all(option in help_text for option in ("--target", "--model", "--adapter")) or path[0] not in LOADING
+        lines.append(command.epilog.removeprefix("Example: "))
+    assert len(lines) == 10 + len(own)
+    for line in lines:
+        words = shlex.split(line)[1:]
+        path = next(path for path in commands if tuple(words[: len(path)]) == path)
+        commands[path].make_context(line, words[len(path) :]).close()
 
 
 @pytest.mark.parametrize(

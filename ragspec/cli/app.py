@@ -57,6 +57,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=HELP,
+    rich_markup_mode=None,
 )
 feedback = group("feedback", "What readers said of answers.")
 for commands in (index, cluster, keys, models, feedback):
@@ -116,7 +117,7 @@ def _options(
     pass
 
 
-@app.command()
+@app.command(epilog="Example: ragspec demo")
 def demo(
     config: Config = None,
     target: Target = None,
@@ -138,7 +139,7 @@ def demo(
     raise typer.Exit(run_demo(corpus, settings, questions, params, as_json=as_json))
 
 
-@app.command()
+@app.command(epilog='Example: ragspec ask "When is the mill open?" --index my-index')
 def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
     index: IndexOrLibrary = None,
@@ -191,7 +192,7 @@ def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[st
     return kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
 
 
-@app.command()
+@app.command(epilog="Example: ragspec evaluate questions.jsonl --index my-index")
 def evaluate(
     files: Annotated[list[Path], typer.Argument(metavar="QUESTIONS", help="JSON lines (ragspec/rag/README.md).")],
     index: IndexOrLibrary = None,
@@ -229,7 +230,7 @@ def _feedback() -> None:
     """Why: a group of one command without a callback would be that command."""
 
 
-@feedback.command()
+@feedback.command(epilog="Example: ragspec feedback export --out rated.jsonl")
 def export(
     out: Annotated[Path | None, typer.Option(help="A file for the lines; default: standard output.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only of this tenant; default: of all.")] = None,
@@ -253,7 +254,7 @@ def export(
     note(stderr_console(), f"{ratings['up']} answers rated up, {ratings['down']} down")
 
 
-@app.command()
+@app.command(epilog="Example: ragspec correct letter.txt --diff")
 def correct(
     files: Annotated[list[str], typer.Argument(help="Text, Markdown or HTML in UTF-8; - reads standard input.")],
     diff: Annotated[bool, typer.Option("--diff", help="Show what would change; exits with 1 if anything.")] = False,
@@ -285,10 +286,10 @@ def correct(
     raise typer.Exit(run_correct(files, settings, edit_filter, output, speculation=speculation))
 
 
-app.command()(doctor)
+app.command(epilog="Example: ragspec doctor --config ragspec.yaml")(doctor)
 
 
-@app.command()
+@app.command(epilog="Example: ragspec serve --index my-index --port 8001")
 def serve(
     config: Config = None,
     index: IndexOrLibrary = None,
@@ -313,7 +314,7 @@ def serve(
     run_serve(config, given, on_cluster, address, verbose=verbose)
 
 
-@app.command()
+@app.command(epilog="Example: ragspec mcp --index my-index --allow-add")
 def mcp(
     config: Config = None,
     index: IndexOrLibrary = None,

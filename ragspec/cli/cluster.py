@@ -39,7 +39,7 @@ cluster = group("cluster", "Engines, shards and encoders on a Ray cluster.")
 _STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
 
 
-@cluster.command()
+@cluster.command(epilog="Example: ragspec cluster up --index my-index --replicas 2")
 def up(
     config: Config = None,
     replicas: options.Replicas = None,
@@ -77,7 +77,7 @@ def up(
             _show(deployment.status(), as_json=as_json)
 
 
-@cluster.command("status")
+@cluster.command("status", epilog="Example: ragspec cluster status --json")
 def show_status(address: Address = None, name: DeploymentName = "ragspec", as_json: AsJson = False) -> None:
     """What there is of a deployment, and how it is. Exits 1 if a part of it is not live."""
     with ray_session(_known_address(name, address)):
@@ -88,7 +88,7 @@ def show_status(address: Address = None, name: DeploymentName = "ragspec", as_js
     raise typer.Exit(int(not status.is_complete))
 
 
-@cluster.command()
+@cluster.command(epilog="Example: ragspec cluster env")
 def env(name: DeploymentName = "ragspec") -> None:
     """Print what other programs must have set to find the cluster that was started here, for a shell's `eval`."""
     from ragspec.cluster.local_cluster import LocalCluster
@@ -100,7 +100,7 @@ def env(name: DeploymentName = "ragspec") -> None:
         print(f"export {variable}={shlex.quote(value)}")
 
 
-@cluster.command()
+@cluster.command(epilog="Example: ragspec cluster down")
 def down(address: Address = None, name: DeploymentName = "ragspec") -> None:
     """End a deployment, and the cluster if it was started for it. May be repeated, also after a crash."""
     from ragspec.cluster.local_cluster import LocalCluster

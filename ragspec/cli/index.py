@@ -52,7 +52,7 @@ def sync(context: typer.Context) -> None:
 _IDS_HELP = 'Documents by id, by folder (manual/old) or by glob ("manual/**/*.pdf"), of ids or of files.'
 
 
-@index.command()
+@index.command(epilog="Example: ragspec index delete 'old/**/*.pdf' --index my-index")
 def delete(
     index: Index = None,
     config: Config = None,
@@ -103,7 +103,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile(f"{regex}(?:/.*)?", re.DOTALL)
 
 
-@index.command("list")
+@index.command("list", epilog="Example: ragspec index list --index my-index")
 def list_documents(
     index: Index = None,
     config: Config = None,
@@ -131,7 +131,7 @@ def list_documents(
         console.print(Text(f"and {len(rows) - limit} more (--limit {len(rows)} shows all)", "dim"))
 
 
-@index.command()
+@index.command(epilog="Example: ragspec index verify --index my-index")
 def verify(index: Index = None, config: Config = None) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
     from ragspec.retrieval.index.index_directory import ORIGINALS
@@ -155,7 +155,7 @@ def verify(index: Index = None, config: Config = None) -> None:
     _print_summary(store.manifest, {"verified": True, "word_rules": rules, "former_documents": former})
 
 
-@index.command()
+@index.command(epilog="Example: ragspec index compact --index my-index")
 def compact(
     index: Index = None,
     config: Config = None,
@@ -181,7 +181,7 @@ def compact(
     _print_summary(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
 
 
-@index.command()
+@index.command(epilog="Example: ragspec index backup saved --index my-index")
 def backup(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the backup.")],
     index: Index = None,
@@ -194,7 +194,7 @@ def backup(
     _print_summary(None, back_up(index_folder(index, config), _service_of(data, config), target))
 
 
-@index.command()
+@index.command(epilog="Example: ragspec index restore saved --index my-index")
 def restore(
     backup: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `ragspec index backup` made.")],
     index: Index = None,

@@ -36,7 +36,7 @@ def _keys_file(file: Path | None, config: Path | None) -> Path:
     return file or Path(load_settings(ServiceConfig, config).service.keys_file or "keys.json")
 
 
-@keys.command()
+@keys.command(epilog="Example: ragspec keys add --file keys.json --tenant ann")
 def add(
     file: File = None,
     config: Config = None,
@@ -63,7 +63,7 @@ def add(
     _show(*add_key(file, tenant, key_id=name, trusted=trusted, limits=limits), file, as_json)
 
 
-@keys.command()
+@keys.command(epilog="Example: ragspec keys rotate ID --file keys.json")
 def rotate(
     key_id: Annotated[str, typer.Argument(metavar="ID")],
     file: File = None,
@@ -85,7 +85,7 @@ def _show(key: str, record: KeyRecord, file: Path, as_json: bool) -> None:
     stderr_console().print(Text(f"{record.id} is in {file}; services that use it know the key within a second", "dim"))
 
 
-@keys.command("list")
+@keys.command("list", epilog="Example: ragspec keys list --file keys.json")
 def list_keys(file: File = None, config: Config = None, as_json: AsJson = False) -> None:
     """Which keys there are; not what they are."""
     from services.keys import read_keys
@@ -102,7 +102,7 @@ def list_keys(file: File = None, config: Config = None, as_json: AsJson = False)
     stdout_console().print(table)
 
 
-@keys.command()
+@keys.command(epilog="Example: ragspec keys revoke ID --file keys.json")
 def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = None, config: Config = None) -> None:
     """Take a key out: services that use the file refuse it within a second."""
     from services.keys import revoke_key
@@ -111,7 +111,7 @@ def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = No
     stderr_console().print(Text(f"{safe(key_id)} is no key any more", "dim"))
 
 
-@keys.command()
+@keys.command(epilog="Example: ragspec keys usage")
 def usage(
     data: Data = None,
     file: Annotated[Path | None, typer.Option("--file", help="The keys file, for the keys' limits.")] = None,

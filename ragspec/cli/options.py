@@ -82,7 +82,12 @@ def overrides(**options: Any) -> dict[str, Any]:
 def group(name: str, help: str, no_args_is_help: bool = True) -> typer.Typer:
     """A group of commands, such as `ragspec index`."""
     return typer.Typer(
-        name=name, help=help, no_args_is_help=no_args_is_help, context_settings=HELP, add_completion=False
+        name=name,
+        help=help,
+        no_args_is_help=no_args_is_help,
+        context_settings=HELP,
+        add_completion=False,
+        rich_markup_mode=None,
     )
 
 

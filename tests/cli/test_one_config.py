@@ -67,26 +67,6 @@ def test_sections_of_other_commands_are_checked_and_left_out(tmp_path: Path) -> 
             load_config(written(tmp_path, wrong))
 
 
-COMMANDS = (
-    "ask demo evaluate correct doctor serve",
-    "index_list index_delete index_verify index_compact index_backup index_restore index_add",
-    "keys_add keys_list keys_rotate keys_revoke keys_usage models_list models_get models_check cluster_up",
-)
-LOADING = "ask demo evaluate correct doctor serve models_check cluster_up".split()
-
-
-@pytest.mark.parametrize("name", " ".join(COMMANDS).split())
-def test_every_command_with_settings_takes_the_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`demo`, `doctor`, `models check` and `index list` had no --config; no command had --adapter."""
-    assert run(*name.split("_"), "--help") == 0
-    shown = capsys.readouterr().out
-    assert "--config" in shown
-    if name in LOADING:
-        assert "--adapter" in shown
-    if name in LOADING and name != "models_check":
-        assert "--target" in shown and "--model" in shown
-
-
 def test_index_and_keys_come_from_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Folders named in the file had to be named again on the command line."""
     config = written(

@@ -130,15 +130,6 @@ def test_a_countdown_that_is_over_asks_again(chat: ChatPage) -> None:
     assert chat.page.locator(".answer").text_content() == MILL_ANSWER and len(chat.asked) == 2
 
 
-def test_a_server_that_is_gone_is_said_and_can_be_asked_again(chat: ChatPage) -> None:
-    """A question that waits for ever."""
-    chat.page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"), times=1)
-    chat.ask(MILL)
-    chat.page.locator(".notice", has_text="The server does not answer").wait_for()
-    chat.page.get_by_role("button", name="Try again").click()
-    chat.page.locator(".verdict").wait_for()
-
-
 @pytest.mark.parametrize("cut", ["half an event", "no end mark"])
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(chat: ChatPage, cut: str) -> None:
     """The stream ends, and the page shows half an answer as if that were all."""

@@ -45,7 +45,7 @@ def test_all_text_can_be_read_in_every_state(open_page: Opening, service: Servic
     chat.shot(f"answer-wide-{scheme}")
     page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
     chat.ask(MILL)
-    page.locator(".notice").wait_for()
+    page.locator(".notice", has_text="The server does not answer").wait_for()
     assert faint_texts(page) == []
     page.locator("#key-open").click()
     assert faint_texts(page) == []
