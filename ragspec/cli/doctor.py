@@ -26,7 +26,7 @@ from rich.text import Text
 
 from ragspec.cli.options import Adapter, AsJson, Config, IndexOrLibrary, Target, overrides
 from ragspec.cli.terminal import cache_folder, one_line, stage, stay_offline, stdout_console
-from ragspec.config import PipelineConfig, load_config
+from ragspec.config import PipelineConfig, TargetConfig, load_config
 from ragspec.core import Say
 from ragspec.engine.checkpoints.target_files import check_target
 
@@ -157,11 +157,7 @@ def _index(settings: PipelineConfig, _: object) -> Finding:
 
 def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Finding:
     """Also the longest context, and the memory of its keys and values and of the configured pool."""
-    from transformers import AutoConfig
-
     from ragspec.engine.checkpoints.saved_model import is_prepared
-    from ragspec.engine.checkpoints.target_files import target_folder
-    from ragspec.engine.checkpoints.weights import undefined_keys
     from ragspec.engine.loading import check_numerics
     from ragspec.engine.target import Target, with_available_dtype
     from ragspec.numerics.self_test import QUICK_CHUNKS, QUICK_ROWS, self_test
@@ -189,8 +185,19 @@ def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Findin
     )
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
-    folder = target_folder(config)
-    ignored = undefined_keys(AutoConfig.from_pretrained(folder), folder)
+    ignored = (
+        _undefined_keys(config) if full else []
+    )  # Why: it loads transformers' modules of the model, a second and more
     if ignored:
         detail += f"; transformers does not define these keys of its config.json: {', '.join(ignored)}"
     return Finding("broken" if not tested.passed else "warning" if ignored else "ok", detail)
+
+
+def _undefined_keys(config: TargetConfig) -> list[str]:
+    from transformers import AutoConfig
+
+    from ragspec.engine.checkpoints.target_files import target_folder
+    from ragspec.engine.checkpoints.weights import undefined_keys
+
+    folder = target_folder(config)
+    return undefined_keys(AutoConfig.from_pretrained(folder), folder)
