@@ -30,13 +30,16 @@ from ragspec.config import (
     TargetConfig,
 )
 from ragspec.core import Say, log_progress
+from ragspec.drafting.block.checkpoint import is_block_head, read_block
+from ragspec.drafting.block.drafter import BlockDrafter
+from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model import ModelDrafter, check_vocabulary
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
-from ragspec.drafting.eagle.drafter import HEAD_WINDOW, EagleDrafter, PairTimer
+from ragspec.drafting.eagle.drafter import HEAD_WINDOW, EagleDrafter, Network, PairTimer
 from ragspec.drafting.eagle.layout import reachable
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import OnlineEagleDrafter, trainable_head
@@ -201,28 +204,52 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
     return [known[name]() for name in names] if drafting.speculation else []
 
 
-def make_eagle(target: Target, config: EagleConfig, tree: DraftTreeConfig, name: str = "eagle") -> EagleDrafter:
+def make_eagle(
+    target: Target, config: EagleConfig, tree: DraftTreeConfig, name: str = "eagle"
+) -> EagleDrafter | BlockDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
-    checkpoint = read_head(
-        _path_of(config, name if name == "eagle" else f"eagle_heads.{name}"),
-        config.positions_per_layer,
-        config.norm_output,
-    )
+    path = _path_of(config, name if name == "eagle" else f"eagle_heads.{name}")
+    if is_block_head(path):
+        return make_block(target, config, tree, path, name)
+    checkpoint = read_head(path, config.positions_per_layer, config.norm_output)
     shape = _head_shape(tree)
     checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))
     most = target.num_positions + shape.max_depth
     window = min(config.window, checkpoint.config.window or config.window)
-    context = min(target.max_context_tokens, window, target.pool.num_slots) // 2
-
-    def build(dtype: torch.dtype) -> PairTimer[EagleNetwork]:
-        return PairTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
-
-    timer, costs = _fastest_dtype(target, build, context, min(64, context), config.dtype)
+    network, costs = _pair_network(target, partial(EagleNetwork, checkpoint, target, most), window, config.dtype)
     make: Callable[..., EagleDrafter] = EagleDrafter
     if config.online.enabled:
         head = trainable_head(checkpoint, target.backend.device)
         make = partial(OnlineEagleDrafter, head=head, online=config.online)
-    return make(timer.network, shape, costs, window=window, name=name)
+    return make(network, shape, costs, window=window, name=name)
+
+
+def make_block(target: Target, config: EagleConfig, tree: DraftTreeConfig, path: str, name: str) -> BlockDrafter:
+    """As `make_eagle`, for heads that draft a block in one forward; its size is the tree's depth unless that is configured."""
+    if config.online.enabled:
+        raise ConfigError(
+            f"drafting.{name}.online: heads that draft blocks do not learn while they serve; EAGLE-3 heads do"
+        )
+    checkpoint = read_block(path)
+    block = checkpoint.config
+    shape = _head_shape(tree.model_copy(update={"max_depth": tree.max_depth or block.num_guesses or None}))
+    most = target.num_positions + max(shape.max_depth, block.block_size)
+    window = min(config.window, block.shape.window or config.window)
+    network, costs = _pair_network(target, partial(BlockNetwork, checkpoint, target, most), window, config.dtype)
+    return BlockDrafter(network, shape, costs, window=window, name=name)
+
+
+def _pair_network(
+    target: Target, make: Callable[[torch.dtype], Network], window: int, dtype: str = "auto"
+) -> tuple[Network, CostTable]:
+    """A network that reads pairs, in the configured dtype or the fastest one, and its costs."""
+    context = min(target.max_context_tokens, window, target.pool.num_slots) // 2
+
+    def build(dtype: torch.dtype) -> PairTimer[Network]:
+        return PairTimer(make(dtype), target.pool)
+
+    timer, costs = _fastest_dtype(target, build, context, min(64, context), dtype)
+    return timer.network, costs
 
 
 def make_medusa(target: Target, config: HeadConfig, tree: DraftTreeConfig) -> MedusaDrafter:
@@ -237,13 +264,10 @@ def make_hydra(target: Target, config: HeadConfig, tree: DraftTreeConfig) -> Hyd
     if not heads.config.has_prefix:
         network, costs = _measured(target, heads)
         return HydraDrafter(network, shape, costs)
-    context = min(target.max_context_tokens, HEAD_WINDOW, target.pool.num_slots) // 2
-
-    def build(dtype: torch.dtype) -> PairTimer[PrefixNetwork]:
-        return PairTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
-
-    timer, costs = _fastest_dtype(target, build, context, min(64, context))
-    return PrefixHydraDrafter(timer.network, shape, costs, window=HEAD_WINDOW)
+    prefix_network, costs = _pair_network(
+        target, partial(PrefixNetwork, heads, target, target.num_positions), HEAD_WINDOW
+    )
+    return PrefixHydraDrafter(prefix_network, shape, costs, window=HEAD_WINDOW)
 
 
 def _measured(target: Target, heads: PositionCheckpoint) -> tuple[PositionNetwork, CostTable]:

@@ -82,7 +82,7 @@ def check_head(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     if ("d2t" in tensors) != ("t2d" in tensors):
         raise ModelError("the head has only one of d2t and t2d")
     if "d2t" in tensors:
-        _check_vocabulary(tensors["d2t"], tensors["t2d"])
+        check_vocabulary(tensors["d2t"], tensors["t2d"])
 
 
 def _expected(config: HeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -102,7 +102,7 @@ def _expected(config: HeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[s
         return needed, {"embed_tokens.weight": table, "d2t": d2t, "t2d": t2d}
 
 
-def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+def check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
     """d2t [Vd] holds offsets: draft token i is the target's token i + d2t[i]. t2d [V] marks these tokens."""
     if _reaches(torch.arange(len(d2t)) + d2t, t2d):
         return

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
@@ -30,7 +31,7 @@ from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
 
-Network = TypeVar("Network", EagleNetwork, PrefixNetwork)
+Network = TypeVar("Network", EagleNetwork, PrefixNetwork, BlockNetwork)
 """A network that keeps keys and reads pairs (state of the target, next token)."""
 HEAD_WINDOW = 256
 """Positions that a head attends to, unless it is configured otherwise."""

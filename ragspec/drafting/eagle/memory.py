@@ -20,7 +20,7 @@ from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 _NONE = -1
-_MOST_DRAFTS = 256
+MOST_DRAFTS = 256
 _MOST_VIEWS = 16
 """Most steps whose states are kept as views; then they are copied."""
 
@@ -28,20 +28,20 @@ _MOST_VIEWS = 16
 class SlotMemory:
     """A head's keys beside one pool, and the pair that each slot's keys belong to.
 
-    Has room for the nodes of `_MOST_DRAFTS` drafts at once, `num_nodes` each.
+    Has room for the nodes of `MOST_DRAFTS` drafts at once, `num_nodes` each.
     """
 
     def __init__(self, pool: KvPool, make_cache: Callable[[KvPool, int], KvPool], num_nodes: int) -> None:
         self.pool = pool
         self._pages_a_draft = -(-num_nodes // PAGE)
-        self.cache = make_cache(pool, _MOST_DRAFTS * self._pages_a_draft * PAGE)
+        self.cache = make_cache(pool, MOST_DRAFTS * self._pages_a_draft * PAGE)
         self._next_tokens = np.full(pool.num_slots, _NONE, np.int64)
         self._stamps = np.full(pool.num_slots, _NONE, np.int64)
 
     def scratch(self, number: int, num_nodes: int) -> Ints:
         """Slots for the nodes of one draft. A draft beyond the last gets none and ends with its first level."""
         first = self.pool.num_slots + number * self._pages_a_draft * PAGE
-        return np.arange(first, first + (num_nodes if number < _MOST_DRAFTS else 0), dtype=np.int32)
+        return np.arange(first, first + (num_nodes if number < MOST_DRAFTS else 0), dtype=np.int32)
 
     def mark(self, slots: Ints, next_tokens: Sequence[int]) -> None:
         """Record that these slots hold the head's keys of pairs with these tokens."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class EagleHead(Head):
         width, eps, num_features = config.hidden_size, config.rms_norm_eps, config.num_features
         if not config.reads_final:
             self.fc = nn.Linear(num_features if self.is_eagle3 else 2 * width, width, bias=config.fc_bias)
-        layers = {str(i): _layer(config, i) for i in range(config.num_layers)}
+        layers = {str(i): stack_layer(config, i) for i in range(config.num_layers)}
         if self.is_eagle3:
             self.midlayer = layers.pop("0")
             self.norm = RmsNorm(width, eps)
@@ -167,7 +167,8 @@ class EagleHead(Head):
         return torch.stack(states)
 
 
-def _layer(config: HeadConfig, index: int) -> DecoderLayer:
+def stack_layer(config: HeadConfig, index: int = 1) -> DecoderLayer:
+    """A layer of a stack; the first of an EAGLE-3 head reads pairs."""
     is_first_of_eagle3 = config.family is EagleFamily.EAGLE3 and index == 0
     heads, head_dim, width = config.num_heads, config.head_dim, config.hidden_size
     attention = HeadAttention(
@@ -220,13 +221,16 @@ class EagleNetwork:
         """Everything but the embedding. `lm_head`: an output layer that serves already."""
         self.backend = self._target.backend.for_head(self._dtype)
         with torch.device("meta"):
-            self.head = EagleHead(self.config, len(tensors.get("fc_norm.weight", [0])))
+            self.head = self._make_head(tensors)
         prepare(self.head, tensors, self.backend.device, float_dtype(self._dtype))
         if lm_head is not None:
             self.head.lm_head = lm_head
         layers = [self.head.layer(i) for i in range(self.config.num_layers)]
         self._layers = [make_layer(layer, self._rotations, self.backend, i) for i, layer in enumerate(layers)]
         serve(self.head, self.backend)
+
+    def _make_head(self, tensors: Mapping[str, Tensor]) -> Any:
+        return EagleHead(self.config, len(tensors.get("fc_norm.weight", [0])))
 
     def relearned(self, tensors: Mapping[str, Tensor]) -> EagleNetwork:
         """The same head with other weights of its layers. Embedding, output layer and rotations are shared."""
@@ -276,7 +280,7 @@ class EagleNetwork:
         embedded = F.embedding(tokens, self.embedding).float()
         residual, x = self.head.join(embedded, states if depth else self.head.read(states))
         hidden = self._through_layers(residual, x, self.backend.context(cache, metadata), depth)
-        return self.head.output(hidden)[:num_rows]
+        return cast(Tensor, self.head.output(hidden))[:num_rows]
 
     def _through_layers(self, residual: Tensor, x: Tensor, context: ForwardContext, depth: int) -> Tensor:
         """A stack's layers all run. Of specialists that of the position runs; later specialists only keep the rows' keys."""

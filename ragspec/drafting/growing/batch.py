@@ -63,15 +63,17 @@ class DraftBatch:
             "context_start": _starts([len(part.context) for part in parts]),
         }
 
-    def chains(self) -> AttentionMetadata:
-        """Metadata of the new positions of every sequence; each position sees the positions before it."""
+    def chains(self, is_causal: bool = True) -> AttentionMetadata:
+        """Metadata of the new positions of every sequence. Each position sees the positions before it, or all of the context."""
         parts, nothing = self._parts, np.empty(0, np.int32)
         rows = [part.new_rows for part in parts]
         return self._metadata(
             [part.num_new for part in parts],
             slots=np.concatenate([part.context[own.indices] for part, own in zip(parts, rows, strict=True)]),
             positions=np.concatenate([own.positions for own in rows]),
-            context_end=np.concatenate([own.indices + 1 for own in rows]),
+            context_end=np.concatenate([own.indices + 1 for own in rows])
+            if is_causal
+            else np.repeat([len(part.context) for part in parts], [part.num_new for part in parts]),
             path_slots=nothing,
             path_index=nothing,
             path_start=np.zeros(sum(part.num_new for part in parts) + 1),

@@ -180,7 +180,11 @@ class GrowingDrafter(Drafter, Generic[D]):
         num_rows = len(set(self._rows(drafts)))
         saved_s = gain * self.acceptance.typical * budget.token_s
         longest = max(draft.memory.end for draft in drafts)
-        return num_rows > 0 and (budget.token_s == 0.0 or saved_s > self._costs.cost_s(num_rows, longest))
+        return num_rows > 0 and (budget.token_s == 0.0 or saved_s > self._level_s(num_rows, longest))
+
+    def _level_s(self, num_rows: int, longest: int) -> float:
+        """Expected seconds of a further level."""
+        return self._costs.cost_s(num_rows, longest)
 
     def _rows(self, drafts: list[D]) -> list[int]:
         """The row of logits of each open node."""
@@ -263,6 +267,9 @@ _CATCH_UP_STEPS = 24
 class AttendingDrafter(GrowingDrafter[D]):
     """See the module. `num_waiting` of a sequence's memory: tokens that this draft and later drafts have yet to read."""
 
+    first_rows = 4
+    """Rows of a draft's first forward where little text is new."""
+
     def _scheduled(self, drafts: list[D]) -> tuple[list[ScheduledDraft], KvPool]:
         """Each draft's part of the forwards, and the pool of their keys."""
         raise NotImplementedError
@@ -289,8 +296,8 @@ class AttendingDrafter(GrowingDrafter[D]):
         num_steps = min(_CATCH_UP_STEPS, 1 + max(s.most_tokens for s in sequences) // 2)
         reading_s = self._costs.cost_s(behind, longest) / num_steps if behind else 0.0
         rows = len(ready) * self._settings.shape.max_width
-        first_s = self._costs.cost_s(4 * len(ready), longest)
-        return reading_s + first_s + (self._num_levels - 1.0) * self._costs.cost_s(rows, longest)
+        first_s = self._costs.cost_s(self.first_rows * len(ready), longest)
+        return reading_s + first_s + (self._num_levels - 1.0) * self._level_s(rows, longest)
 
     def _levels(self, drafts: list[D]) -> Levels:
         parts, cache = self._scheduled(drafts)

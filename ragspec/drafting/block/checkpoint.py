@@ -1,0 +1,164 @@
+"""P-EAGLE, DFlash and DSpark heads on disk. Reads the published forms and refuses anything else.
+
+    fc.weight  hidden_norm.weight  layers.0.input_layernorm.weight  ...  norm.weight              DFlash
+    markov_head.markov_w1.weight  markov_head.markov_w2.weight  confidence_head.proj.weight .bias  DSpark has these too
+    mask_hidden  fc.weight  layers.0.hidden_norm.weight  ...                                       P-EAGLE, as EAGLE-3
+
+>>> config, tensors = read_block("Qwen3-8B-DFlash-b16")
+
+Sources: the trainers' code (z-lab's DFlash, SpecForge, DeepSpec, speculators), and vLLM's for `dspark_bonus_anchor`.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragspec.drafting.block.network import MASK_HIDDEN, BlockCheckpoint, BlockConfig, BlockHead
+from ragspec.drafting.eagle.checkpoint import check_head, check_vocabulary, official_form
+from ragspec.drafting.eagle.dialects import AUX_KEY, check_keys, config_of, flat_config
+from ragspec.drafting.eagle.layout import EagleFamily
+from ragspec.drafting.heads.files import (
+    CONFIG,
+    Raw,
+    check_tensor,
+    check_tensors,
+    integer,
+    read_json,
+    read_tensors,
+    section_of,
+    truth,
+)
+from ragspec.errors import ModelError
+
+_SECTION = "dflash_config"
+_SECTION_KEYS = ("mask_token_id", "target_layer_ids")
+_BLOCK_KEYS = (
+    "block_size confidence_head_with_markov dspark_bonus_anchor enable_confidence_head markov_head_type markov_rank"
+    " mask_token_id parallel_drafting ptd_token_id sample_from_anchor"
+).split()
+_TRAINING_KEYS = "ce_loss_alpha confidence_head_alpha l1_loss_alpha loss_decay_gamma num_anchors".split()
+_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+class BlockFamily(enum.StrEnum):
+    """The published kinds."""
+
+    PEAGLE = "peagle"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
+
+
+_ARCHITECTURES = {
+    BlockFamily.PEAGLE: re.compile(r"(?i)peagle\w*"),
+    BlockFamily.DFLASH: re.compile(r"(?i)(qwen3)?dflash(draftmodel|speculator|model)"),
+    BlockFamily.DSPARK: re.compile(r"(?i)(qwen3)?dspark(draftmodel|speculator|model)"),
+}
+
+
+def family_of(raw: Raw) -> BlockFamily | None:
+    """None: no head that drafts blocks."""
+    if raw.get("speculators_model_type") in list(BlockFamily):
+        return BlockFamily(raw["speculators_model_type"])
+    names = raw.get("architectures")
+    for family, pattern in _ARCHITECTURES.items():
+        if isinstance(names, list) and any(pattern.fullmatch(str(name)) for name in names):
+            return family
+    return BlockFamily.PEAGLE if raw.get("parallel_drafting") is True else None
+
+
+def is_block_head(directory: str | Path) -> bool:
+    """Raises: ModelError where there is no config.json."""
+    try:
+        return family_of(read_json(Path(directory) / CONFIG)) is not None
+    except ModelError as cause:
+        raise ModelError(f"{directory}: {cause}") from cause
+
+
+def read_block(directory: str | Path) -> BlockCheckpoint:
+    """Read and check the head in a directory: every tensor is there, has the configured size and is finite.
+
+    Raises: ModelError with the reason, naming the tensor or the key.
+    """
+    directory = Path(directory)
+    try:
+        raw = read_json(directory / CONFIG)
+        family = family_of(raw)
+        if family is None:
+            raise ModelError("config.json names no P-EAGLE, DFlash or DSpark head")
+        stored = read_tensors(directory)
+        stored = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
+        return _read_peagle(raw, stored) if family is BlockFamily.PEAGLE else _read_flash(family, raw, stored)
+    except ModelError as cause:
+        raise ModelError(f"{directory}: {cause}") from cause
+
+
+def _read_peagle(raw: Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
+    if MASK_HIDDEN not in stored:
+        raise ModelError(f"the head lacks {MASK_HIDDEN}, which a P-EAGLE head has")
+    mask_hidden = stored.pop(MASK_HIDDEN)
+    shape, tensors = official_form(_as_eagle(raw), stored, {})
+    check_head(shape, tensors)
+    check_tensor(MASK_HIDDEN, mask_hidden, (1, 1, shape.num_features))
+    key = "mask_token_id" if raw.get("mask_token_id") is not None else "ptd_token_id"
+    return BlockCheckpoint(BlockConfig(shape, integer(raw, key)), tensors | {MASK_HIDDEN: mask_hidden})
+
+
+def _read_flash(family: BlockFamily, raw: Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
+    config = _flash_config(family, raw, stored)
+    shape = config.shape
+    with torch.device("meta"):
+        needed = BlockHead(config).state_dict()
+        table = torch.empty(shape.vocab_size, shape.hidden_size)
+    optional = {"embed_tokens.weight": table}
+    if shape.draft_vocab_size == shape.vocab_size:
+        optional |= {
+            "d2t": torch.empty(len(table), dtype=torch.int64),
+            "t2d": torch.empty(len(table), dtype=torch.bool),
+        }
+    check_tensors(stored, needed, optional)
+    if "d2t" in stored:
+        check_vocabulary(stored["d2t"], stored["t2d"])
+    return BlockCheckpoint(config, stored)
+
+
+def _flash_config(family: BlockFamily, raw: Raw, stored: Mapping[str, Tensor]) -> BlockConfig:
+    section = section_of(raw, _SECTION)
+    check_keys(section, _SECTION_KEYS, f" in {_SECTION}")
+    given = {**section, **{key: value for key, value in raw.items() if value is not None}}
+    merged = flat_config(_as_eagle(given), {})
+    if not merged[AUX_KEY]:
+        raise ModelError("config.json has no target_layer_ids")
+    first = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in stored.items()}
+    first = {
+        name: tensor for name, tensor in first.items() if not name.startswith("layers.")
+    }  # the others are as the first
+    shape = replace(config_of(EagleFamily.EAGLE3, merged, first), qk_norm=True)
+    if shape.window:
+        raise ModelError(f"config.json has sliding_window {shape.window}, which is not served for {family} heads")
+    rank, inputs, samples_anchor = 0, 0, False
+    if family is BlockFamily.DSPARK:
+        rank = integer(given, "markov_rank", 0)
+        if rank and (kind := given.get("markov_head_type", "vanilla")) != "vanilla":
+            raise ModelError(f"config.json has markov_head_type {kind!r}, which is not served; vanilla is")
+        if truth(given, "enable_confidence_head"):
+            inputs = shape.hidden_size + rank * truth(given, "confidence_head_with_markov")
+        is_speculators = "speculators_model_type" in given
+        samples_anchor = truth(
+            given, "sample_from_anchor", not is_speculators and not truth(given, "dspark_bonus_anchor")
+        )
+    sizes = (integer(given, "mask_token_id"), integer(given, "block_size"))
+    return BlockConfig(shape, *sizes, samples_anchor, rank, inputs)
+
+
+def _as_eagle(raw: Raw) -> dict[str, Any]:
+    """The config without its block: an EAGLE-3 head's."""
+    own = {"architectures", "speculators_model_type", _SECTION, *_BLOCK_KEYS, *_TRAINING_KEYS}
+    return {key: value for key, value in raw.items() if key not in own}
