@@ -147,8 +147,8 @@ def test_states_logits_and_blocks_are_the_papers(
 def test_outputs_are_plain_decodings(
     tiny: Tiny, tmp_path: Path, form: str, params: str, tree: str, options: dict[str, Any]
 ) -> None:
-    """A draft that changes a token: alone, in a batch, in a pool too small for all."""
-    target = tiny()
+    """A draft that changes a token: alone, in a batch, in a pool too small for all, with logits on the device."""
+    target = tiny("llama", "torch-float32" if params == "top-p" else "float32")
     requests = requests_of(target, PARAMS[params])
     expected = truth(target, requests, params)
     drafter = drafter_for(target, tmp_path, form, tree)
