@@ -16,6 +16,8 @@ class ChatPage:
         self.asked: list[dict[str, Any]] = []  # the bodies of chat requests
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("console", self._hear)
+        self.dialog_answers: list[bool] = []
+        """To the questions that the page will ask, in order."""
         page.on("dialog", self._alert)
         page.on("request", self._note)
 
@@ -46,8 +48,10 @@ class ChatPage:
             self.complaints.append(message.text)
 
     def _alert(self, dialog: Any) -> None:
-        self.complaints.append(f"a dialog: {dialog.message}")
-        dialog.dismiss()
+        is_asked = bool(self.dialog_answers)
+        if not is_asked:
+            self.complaints.append(f"a dialog: {dialog.message}")
+        (dialog.accept if is_asked and self.dialog_answers.pop(0) else dialog.dismiss)()
 
     def _note(self, request: Any) -> None:
         if request.url.endswith("/v1/chat/completions"):

@@ -192,7 +192,11 @@ def test_conversations_are_opened_renamed_exported_and_deleted(chat: ChatPage, s
     kept = json.loads(download.value.path().read_text())
     assert kept["title"] == "Mills" and kept["items"][1]["ragspec"]["citations"]
     assert "7 days after their last use" in chat.page.locator("#kept").text_content()
-    chat.page.get_by_role("button", name="Delete: Mills").click()
+    deleting = chat.page.get_by_role("button", name="Delete: Mills")
+    chat.dialog_answers += [False, True]
+    deleting.click()
+    assert mills.count() == 1
+    deleting.click()
     mills.wait_for(state="detached")
     with service.client() as client:
         assert client.get(f"/v1/conversations/{kept['id']}").status_code == 404

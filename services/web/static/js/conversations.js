@@ -124,6 +124,7 @@ export class Conversations {
   }
 
   async #delete(each) {
+    if (!confirm(`Delete the conversation “${each.title}”, with its answers and feedback?`)) return;
     await call("DELETE", `${PATH}/${each.id}`);
     this.#list = this.#list.filter((other) => other !== each);
     this.begin();
