@@ -120,7 +120,9 @@ def test_an_answer_of_any_server_is_read_as_its_text(server: str) -> None:
 def test_what_changes_nothing_is_taken() -> None:
     """Clients that name their user, or send what an answer gave them back, were refused."""
     assert SamplingBody.model_fields.keys() >= IGNORED_FIELDS
-    body = chat(**dict.fromkeys(IGNORED_FIELDS, "x") | {"store": True}, tools=[], tool_choice="none", modalities=["text"])
+    body = chat(
+        **dict.fromkeys(IGNORED_FIELDS, "x") | {"store": True}, tools=[], tool_choice="none", modalities=["text"]
+    )
     assert not {name for name in IGNORED_FIELDS if hasattr(body.params(SamplingParams()), name)}
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
     body = chat(messages=[*HELLO, answer | {"content_blocks": [{"type": "text"}]}, *HELLO])
