@@ -58,6 +58,9 @@ in the next sentence, and hardly minds a sentence more."""
 _MAX_CHARS = 300
 """Of a quote of several spans."""
 _BIASED_TOKENS = 3
+_LEAST_PROBABILITY = 0.01
+"""Of a quote that gets a bias. Why: a prompt of many passages has hundreds of quotes, and each is tokenised."""
+_MOST_BIAS = 100.0
 
 _ASKS_NUMBER = re.compile(
     r"\bhow (?:big|deep|far|fast|high|large|long|many|much|often|old|small|soon|tall|wide)\b|\bwhen\b|\b(?:max|min)imum\b|"
@@ -103,8 +106,9 @@ def quote_bias(
     quotes: dict[str, float] = {}
     for passage, run, values in _with_probabilities(question, runs):
         for first, last, probability in _best_quotes(run, values):
-            text = f'"{passage.text[run[first][0] : run[last][1]]}"'
-            quotes[text] = max(probability, quotes.get(text, 0.0))
+            if probability >= _LEAST_PROBABILITY:
+                text = f'"{passage.text[run[first][0] : run[last][1]]}"'
+                quotes[text] = max(probability, quotes.get(text, 0.0))
     return _tree_bias(list(zip(map(tuple, encode(list(quotes))), quotes.values(), strict=True)), weight)
 
 
@@ -146,7 +150,7 @@ def _tree_bias(
         left = _BIASED_TOKENS if length and len(branches) > 1 else num_biased
         for token, own in branches.items():
             if left:
-                biases[own[0][0][:length]][token] = weight * max(probability for _, probability in own)
+                biases[own[0][0][:length]][token] = min(_MOST_BIAS, weight * max(each for _, each in own))
             if len(own) > 1 or left > 1:
                 waiting.append((length + 1, max(0, left - 1), own))
     return dict(biases)

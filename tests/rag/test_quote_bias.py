@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ragspec.core import Passage, SamplingParams
@@ -29,25 +28,21 @@ def test_the_span_that_holds_more_of_the_question_is_boosted_more(target: Target
     sold, built, wheel, rain = (
         total(biases, ids) for ids in prompts.plain_ids([f'"{sentence}' for sentence in SENTENCES])
     )
-    assert built > sold > wheel > 0.0 and math.isclose(wheel, rain)
-    assert () not in biases
-    assert all(bias > 0.0 for branch in biases.values() for bias in branch.values())
+    assert built > sold > wheel == rain == 0.0
+    assert () not in biases and all(bias > 0.0 for branch in biases.values() for bias in branch.values())
+    assert SamplingParams(prefix_bias=quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 1e6))
     halved = quote_bias(QUESTION, PASSAGES, prompts.plain_ids, 10.0)
     assert {at: {token: bias / 2 for token, bias in branch.items()} for at, branch in biases.items()} == halved
 
 
 def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Target) -> None:
-    """A reader asks for a number, and the sentence with the number names nothing of the question."""
+    """A question for a number was answered by the sentence before the number."""
     text = "The mill keeps old flour. It keeps for 12 days. Rain falls."
     passages = (Passage("d", 0, text, 0, len(text)),)
     prompts = PromptBuilder(target.tokenizer, 512)
     biases = quote_bias("How long does the mill keep flour?", passages, prompts.plain_ids, 20.0)
-    short, long = (
-        list(ids)
-        for ids in prompts.plain_ids(
-            ['"The mill keeps old flour."', '"The mill keeps old flour. It keeps for 12 days."']
-        )
-    )
+    quotes = ['"The mill keeps old flour."', '"The mill keeps old flour. It keeps for 12 days."']
+    short, long = prompts.plain_ids(quotes)
     at = next(n for n, (a, b) in enumerate(zip(short, long, strict=False)) if a != b)
     branch = biases[tuple(short[:at])]
     assert branch[long[at]] > branch[short[at]]
