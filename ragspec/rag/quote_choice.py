@@ -175,11 +175,11 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
         held = ((weights[term], count) for term, count in Counter(own).items() if term in weights)
         return math.fsum(weight * count * (_SATURATION + 1.0) / (count + damping) for weight, count in held) / whole
 
-    def heading(passage: Passage) -> float:
-        above = {*_terms(passage.title), *_terms(passage.heading)}
+    def held(above: Collection[str]) -> float:
         return math.fsum(weight for term, weight in weights.items() if term in above) / whole
 
-    above = [found for passage, run in runs for found in [heading(passage)] * len(run)]
+    headings = (f"{passage.title}\n{passage.heading}" for passage, run in runs for _ in run)
+    above = [held(frozenset(_terms(heading))) for heading in headings]
     rows = [
         SpanFeatures(
             words(own),

@@ -156,7 +156,7 @@ class Rank(Ranks):
     rank, size = int(sys.argv[2]), int(sys.argv[3])
 
 def load(model):
-    Target.load(TargetConfig(model=model, backend=sys.argv[5]), 64, Rank())
+    Target.load(TargetConfig(model=model, backend=sys.argv[5], quantization="none"), 64, Rank())
 
 load(sys.argv[4])  # imports, pools and whatever else is not weights
 before = peak()
