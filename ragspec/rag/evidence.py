@@ -79,11 +79,10 @@ class Evidence:
         return self._share(_stems(quote)) - best
 
     def _share(self, stems: frozenset[str]) -> float:
-        total = sum(map(self._weight, self._question))
-        return sum(map(self._weight, stems & self._question)) / total if total else 0.0
+        return self._total(stems & self._question) / (self._total(self._question) or 1.0)
 
     def _overlap(self, held: frozenset[str], stems: frozenset[str], asked: frozenset[str]) -> float:
-        return sum(map(self._weight, held & stems)) + _QUESTION_WEIGHT * sum(map(self._weight, held & asked))
+        return self._total(held & stems) + _QUESTION_WEIGHT * self._total(held & asked)
 
     def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
         # Why not the question's words for a statement that only repeats the question: every window would support it
@@ -93,8 +92,11 @@ class Evidence:
             return False
         if any(stem not in held for stem in stems if any(map(str.isdigit, stem))):
             return False
-        found = sum(self._weight(stem) for stem in stems if stem in held)
-        return found >= _LEAST_COVERED * sum(map(self._weight, stems)) and bool(stems & window.stems)
+        return self._total(stems & held) >= _LEAST_COVERED * self._total(stems) and bool(stems & window.stems)
+
+    def _total(self, stems: frozenset[str]) -> float:
+        """Exact: the order of a set differs by process."""
+        return math.fsum(map(self._weight, stems))
 
     def _weight(self, stem: str) -> float:
         if (weight := self._weights.get(stem)) is None:
