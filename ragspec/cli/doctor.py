@@ -185,9 +185,8 @@ def _target(settings: PipelineConfig, say: Say, *, full: bool = False) -> Findin
     )
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
-    ignored = (
-        _undefined_keys(config) if full else []
-    )  # Why: it loads transformers' modules of the model, a second and more
+    # Why not always: it loads transformers' modules of the model, a second and more
+    ignored = _undefined_keys(config) if full else []
     if ignored:
         detail += f"; transformers does not define these keys of its config.json: {', '.join(ignored)}"
     return Finding("broken" if not tested.passed else "warning" if ignored else "ok", detail)

@@ -117,7 +117,8 @@ def _with_probabilities(
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
     scores = span_features(question, runs) @ np.array(WEIGHTS)  # [spans]
     chances = np.exp(scores - scores.max(initial=-math.inf))
-    values = iter((chances / max(chances.sum(), 1e-9)).tolist())
+    # Why rounded: the last bits of sums differ between processors
+    values = iter((chances / max(chances.sum(), 1e-9)).round(6).tolist())
     for passage, run in runs:
         yield passage, run, [next(values) for _ in run]
 
