@@ -1,10 +1,11 @@
 """Learns the weights by which the spans of passages are chosen for quotes (`ragspec.rag.quote_choice`).
 
 From questions about documentation (the rows that `pipelines.documentation_rows rebuild` writes) and about encyclopedias, health
-pages and abstracts; beside a question's own passage stands the passage that is most like the question among the others.
+pages and abstracts; beside a question's own passage stands the passage that is most like the question among the others. And from
+questions in the form of `ragspec evaluate` about an index, with the passages that a prompt shows.
 Prints the weights, and the share of questions whose best span holds their quote, with all features and with BM25 alone.
 
-    python -m pipelines.train_quote_choice --rows rows.jsonl --data ../shared/data
+    python -m pipelines.train_quote_choice questions.jsonl --index my-index --rows rows.jsonl --data ../shared/data
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import typer
 
-from pipelines.train_ranking import Candidates, learned_weights, shares
+from pipelines.train_ranking import Candidates, learned_weights, questions_with_facts, shares
+from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Passage
 from ragspec.evaluation.datasets import fixed_sample
+from ragspec.evaluation.questions import AskedQuestion, holds_answer
 from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.quote_choice import SpanFeatures, span_features
+from ragspec.retrieval.retriever import Retriever
 from ragspec.training.documentation import Neighbours
 from ragspec.training.reference.sources import json_lines, question_paragraphs
 
@@ -71,6 +75,22 @@ def candidates_of(asked: Sequence[Quoted], count: int) -> Candidates:
     return Candidates(np.concatenate(features), np.array(gold), np.array(question))
 
 
+def shown_candidates(index: Path, asked: Sequence[AskedQuestion]) -> Candidates:
+    """The spans of the passages that a prompt shows for each question."""
+    config = RetrieverConfig(index_dir=str(index))
+    found = Retriever.from_config(config, EncoderConfig()).retrieve(
+        [each.question for each in asked], config.num_passages
+    )
+    features, gold, question = list[np.ndarray](), list[bool](), list[int]()
+    for number, (each, passages) in enumerate(zip(asked, found.passages, strict=True)):
+        runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
+        holds = [holds_answer(each, passage, passage.text[slice(*span)]) for passage, run in runs for span in run]
+        features.append(span_features(each.question, runs))
+        gold += holds
+        question += [number] * len(holds)
+    return Candidates(np.concatenate(features), np.array(gold), np.array(question))
+
+
 def _holds(asked: Quoted, passage: Passage, start: int, end: int) -> bool:
     """Whether the span and the quote have most of the shorter of them in common."""
     if passage is not asked.passage or (begin := passage.text.find(asked.quote)) < 0:
@@ -80,6 +100,8 @@ def _holds(asked: Quoted, passage: Passage, start: int, end: int) -> bool:
 
 
 def main(
+    questions: Annotated[list[Path], typer.Argument(help="JSON lines of questions.")],
+    index: Annotated[Path, typer.Option(help="The folder of the index that the questions are about.")],
     rows: Annotated[Path, typer.Option(help="Questions about documentation, with their passages.")],
     data: Annotated[Path, typer.Option(help="The folder of the data sets.")],
     count: Annotated[int, typer.Option(help="Questions of each set.")] = 4000,
@@ -88,6 +110,7 @@ def main(
     sets = {
         "documentation": candidates_of(list(documentation(rows)), count),
         "paragraphs": candidates_of(list(paragraphs(data)), count),
+        "questions": shown_candidates(index, questions_with_facts(questions)),
     }
     weights = learned_weights(SpanFeatures, list(sets.values()))
     words = SpanFeatures(1.0, *[0.0] * (len(SpanFeatures._fields) - 1))

@@ -3,18 +3,20 @@
 From questions about a share of the documentation's training files, which no suite asks; about the articles of SQuAD's development
 set that the suites of answers do not hold out, which the suite `retrieval` asks too, beside the held-out ones; and about
 paragraphs of encyclopedias, health pages and abstracts (SelQA, MedQuAD, PubMedQA).
+Or from questions in the form of `ragspec evaluate` about an index, which move the weights in place as little as helps.
 Prints the weights, and how often the right passage is the first and among the first three, before and after.
 
     python -m pipelines.train_ranking --data ../shared/data --cache ~/.cache/ragspec/ranking
+    python -m pipelines.train_ranking --questions questions.jsonl --index my-index
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +25,15 @@ from numpy.typing import NDArray
 
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Document, Passage
+from ragspec.errors import InputError
 from ragspec.evaluation.collections import WHOLE, WholeTexts, squad_collection
 from ragspec.evaluation.datasets import cached_store, fixed_sample, json_rows
+from ragspec.evaluation.questions import AskedQuestion, Dialogue, holds_answer, read_lines
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.search.index_searcher import IndexSearcher, encode_queries
-from ragspec.retrieval.search.relevance import Features
+from ragspec.retrieval.search.relevance import WEIGHTS, Features
 from ragspec.training.documentation import documentation_questions, is_for_evaluation
 
 _QUERIES_AT_ONCE = 64
@@ -39,14 +43,29 @@ _LESS_WEIGHT = 1e-3
 
 
 class Asked(NamedTuple):
-    """A question, with the sentence or the documents that answer it."""
+    """A question; and whether a passage answers it, by its words or its document."""
 
     text: str
-    quote: str = ""
-    golds: Collection[str] = ()
+    is_answer: Callable[[Passage], bool]
 
-    def is_gold(self, passage: Passage) -> bool:
-        return self.quote in passage.text if self.quote else passage.document_id in self.golds
+    @classmethod
+    def by_words(cls, text: str, quote: str) -> Self:
+        return cls(text, lambda passage: quote in passage.text)
+
+    @classmethod
+    def by_document(cls, text: str, ids: Collection[str]) -> Self:
+        return cls(text, lambda passage: passage.document_id in ids)
+
+    @classmethod
+    def by_fact(cls, question: AskedQuestion) -> Self:
+        return cls(question.question, lambda passage: holds_answer(question, passage, passage.text))
+
+
+def questions_with_facts(paths: Sequence[Path]) -> list[AskedQuestion]:
+    """The questions that stand alone and name a fact. Raises: InputError."""
+    lines = read_lines(paths)
+    alone = [line.turns[0] if isinstance(line, Dialogue) else line for line in lines]
+    return [line for line in alone if isinstance(line, AskedQuestion) and line.pattern]
 
 
 Weights = TypeVar("Weights", bound=Any)
@@ -73,20 +92,21 @@ def candidates_of(store: Store, encoder: TextEncoder, asked: Sequence[Asked]) ->
         for number, read in enumerate(searcher.read_candidates(queries)):
             for passage, values in read:
                 features.append(values)
-                gold.append(some[number].is_gold(passage))
+                gold.append(some[number].is_answer(passage))
                 question.append(first + number)
     return Candidates(np.array(features), np.array(gold), np.array(question))
 
 
-def learned_weights(features: type[Weights], sets: Sequence[Candidates]) -> Weights:
+def learned_weights(features: type[Weights], sets: Sequence[Candidates], start: Sequence[float] = ()) -> Weights:
     """Minimises the negative logarithm of the probability that a softmax over a question's candidates gives to the gold
-    ones; every set counts alike."""
-    weights = torch.zeros(len(features._fields), dtype=torch.float64, requires_grad=True)
+    ones; every set counts alike. `start`: the weights from which the distance is kept small; by default zeros."""
+    origin = torch.tensor(start or [0.0] * len(features._fields), dtype=torch.float64)
+    weights = origin.clone().requires_grad_()
     optimiser = torch.optim.LBFGS([weights], max_iter=300, line_search_fn="strong_wolfe")
 
     def loss() -> Any:
         optimiser.zero_grad()
-        total = _LESS_WEIGHT * (weights**2).sum() + sum(_loss_of(each, weights) for each in sets)
+        total = _LESS_WEIGHT * ((weights - origin) ** 2).sum() + sum(_loss_of(each, weights) for each in sets)
         total.backward()
         return total.detach()
 
@@ -125,7 +145,7 @@ def documentation(data: Path, share: float, count: int) -> tuple[list[Any], list
     named = [(path, path.relative_to(folder).as_posix()) for path in paths]
     documents = [each for path, name in named if is_chosen(name) for each in read_file(path, name)]
     questions = [q for q in documentation_questions(folder, evaluation=False) if is_chosen(q.path)]
-    return documents, [Asked(q.question, q.quote) for q in fixed_sample(questions, count)]
+    return documents, [Asked.by_words(q.question, q.quote) for q in fixed_sample(questions, count)]
 
 
 def squad(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
@@ -133,7 +153,7 @@ def squad(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
     collection, held_out = squad_collection(data)
     ids = [each for each in collection.queries if each not in held_out][:count]
     golds = [(collection.queries[each], collection.relevant[each]) for each in ids]
-    return list(collection.documents), [Asked(text, golds=gold) for text, gold in golds]
+    return list(collection.documents), [Asked.by_document(text, gold) for text, gold in golds]
 
 
 def varied(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
@@ -148,27 +168,45 @@ def varied(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
     ids = {row["context"]: f"{name}-{number}" for number, (name, row) in enumerate(chosen)}
     documents = [Document(ids[row["context"]], row["context"], title=row["title"]) for _, row in chosen]
     documents = list({document.id: document for document in documents}.values())
-    return documents, [Asked(row["question"], golds=(ids[row["context"]],)) for _, row in chosen]
+    return documents, [Asked.by_document(row["question"], (ids[row["context"]],)) for _, row in chosen]
 
 
-def main(
-    data: Annotated[Path, typer.Option(help="The folder of the data sets.")],
-    cache: Annotated[Path, typer.Option(help="Keeps the indexes.")],
-    count: Annotated[int, typer.Option(help="Questions of each set.")] = 1500,
-    docs_share: Annotated[float, typer.Option(help="Share of the documentation's training files.")] = 0.12,
-) -> None:
-    encoder = Encoder.load(EncoderConfig())
+def published_sets(
+    data: Path, cache: Path, encoder: TextEncoder, count: int, docs_share: float
+) -> dict[str, Candidates]:
     pages, about_pages = documentation(data, docs_share, count)
     paragraphs, about_paragraphs = squad(data, count)
     texts, about_texts = varied(data, count)
     whole = WholeTexts(encoder)
-    sets = {
+    return {
         "documentation": candidates_of(cached_store(pages, encoder, cache), encoder, about_pages),
         "varied": candidates_of(cached_store(texts, whole, cache, WHOLE), whole, about_texts),
         "squad": candidates_of(cached_store(paragraphs, whole, cache, WHOLE), whole, about_paragraphs),
     }
-    weights = learned_weights(Features, list(sets.values()))
-    measured = {name: {"before": shares(each, None), "after": shares(each, weights)} for name, each in sets.items()}
+
+
+def main(
+    data: Annotated[Path | None, typer.Option(help="The folder of the data sets.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps the data sets' indexes.")] = None,
+    questions: Annotated[
+        list[Path] | None, typer.Option(help="JSON lines of questions; from the weights in place.")
+    ] = None,
+    index: Annotated[Path | None, typer.Option(help="The folder of the index that the questions are about.")] = None,
+    count: Annotated[int, typer.Option(help="Questions of each set.")] = 1500,
+    docs_share: Annotated[float, typer.Option(help="Share of the documentation's training files.")] = 0.12,
+) -> None:
+    """Learn the weights of the order of passages."""
+    encoder = Encoder.load(EncoderConfig())
+    if questions and index:
+        asked = [Asked.by_fact(question) for question in questions_with_facts(questions)]
+        sets = {"questions": candidates_of(Store.open(index), encoder, asked)}
+    elif data and cache:
+        sets = published_sets(data, cache, encoder, count, docs_share)
+    else:
+        raise InputError("name --data and --cache, or --questions and --index")
+    weights = learned_weights(Features, list(sets.values()), WEIGHTS if questions else ())
+    before = WEIGHTS if questions else None
+    measured = {name: {"before": shares(each, before), "after": shares(each, weights)} for name, each in sets.items()}
     print(json.dumps({"weights": weights._asdict(), "top1_top3": measured}))
 
 

@@ -219,6 +219,12 @@ class Verdict:
     labels: Counter[str]
 
 
+def holds_answer(question: AskedQuestion, passage: Passage, text: str) -> bool:
+    """Whether a piece of a passage's text answers; False where the line does not tell a fact."""
+    pattern, document = question.pattern, question.document
+    return pattern is not None and (not document or _is_of(passage, document)) and _holds(pattern, text)
+
+
 def judge(question: AskedQuestion, answer: Answer | None) -> Verdict:
     """`answer` None: the question was refused, which is not right."""
     pattern, passages = question.pattern, answer.passages if answer else ()

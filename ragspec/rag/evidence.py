@@ -11,6 +11,7 @@ same as the sentence is for the reader to judge.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -26,8 +27,9 @@ _QUESTION_WEIGHT = 0.4
 _UNIT_COST = 0.5
 """What another sentence must add to the overlap, in the weight of a word that stands in one sentence only."""
 _LEAST_COVERED = 0.6
-"""The share of the statement's words, by weight, that evidence and question hold together."""
+"""The share of the statement's words that the question does not hold, by weight, that evidence holds."""
 _STEM_CHARS = 6
+_OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 
 
 class Place(NamedTuple):
@@ -60,14 +62,16 @@ class Evidence:
         self._windows = [window for passage, run in units for window in _windows(passage, run)]
 
     def find(self, statement: str) -> Place | None:
-        """The window of greatest overlap; None where it lacks a number, a negation or too many words of the statement."""
+        """The window of greatest overlap that lacks no number, no option and no negation of the statement, and not too many of
+        its words; None if there is none."""
         stems = _stems(statement)
         if not stems or not self._windows:
             return None
         cost = _UNIT_COST * self._weight("")
         asked = self._question - stems
-        best = max(self._windows, key=lambda each: self._overlap(each.stems, stems, asked) - cost * each.num_units)
-        return best.place if self._covers(best, statement, stems) else None
+        covering = (each for each in self._windows if self._covers(each, statement, stems))
+        overlap = {each.place: self._overlap(each.stems, stems, asked) - cost * each.num_units for each in covering}
+        return max(overlap, key=overlap.__getitem__, default=None)
 
     def lead(self, quote: str) -> float:
         """By how much of the question's words, by weight, a quote holds more than any other span that may be quoted; -1 to 1."""
@@ -85,14 +89,14 @@ class Evidence:
         return self._total(held & stems) + _QUESTION_WEIGHT * self._total(held & asked)
 
     def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
-        # Why not the question's words for a statement that only repeats the question: every window would support it
-        held = window.stems | (frozenset() if stems <= self._question else self._question)
+        # Why not the question's words: they stand in most windows, and the answer is in the others
+        told = (stems - self._question) or stems
         place = window.place
         if _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
             return False
-        if any(stem not in held for stem in stems if any(map(str.isdigit, stem))):
+        if any(stem not in window.stems for stem in told if stem[0] == "-" or any(map(str.isdigit, stem))):
             return False
-        return self._total(stems & held) >= _LEAST_COVERED * self._total(stems) and bool(stems & window.stems)
+        return self._total(told & window.stems) >= _LEAST_COVERED * self._total(told)
 
     def _total(self, stems: frozenset[str]) -> float:
         """Exact: the order of a set differs by process."""
@@ -113,8 +117,9 @@ def _windows(passage: Passage, units: Sequence[tuple[Span, frozenset[str]]]) -> 
 
 
 def _stems(text: str) -> frozenset[str]:
-    """The words that carry meaning, cut to their beginnings: "encrypts" and "encrypted" are one."""
-    return frozenset(word[:_STEM_CHARS] if word.isalpha() else word for word in content_words(words_of(text)))
+    """The words that carry meaning, cut to their beginnings: "encrypts" and "encrypted" are one. And the options of commands."""
+    words = [word[:_STEM_CHARS] if word.isalpha() else word for word in content_words(words_of(text))]
+    return frozenset([*words, *_OPTION.findall(text)])
 
 
 def _is_negated(text: str) -> bool:

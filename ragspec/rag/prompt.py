@@ -15,6 +15,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, Self
 
 from jinja2 import TemplateError
@@ -76,6 +77,9 @@ class Prompt:
         """The prompt that shows the `ranked` passages, best first, in this order."""
         passages, ranks = in_order(ranked, order)
         return cls(prompt_ids, passages, tuple(dropped), ranks, order, **more)
+
+    def best_first(self) -> list[Passage]:
+        return [passage for _, passage in sorted(zip(self.ranks, self.passages, strict=True), key=itemgetter(0))]
 
 
 def in_order(ranked: Sequence[Passage], order: PassageOrder) -> tuple[tuple[Passage, ...], tuple[int, ...]]:
@@ -149,21 +153,21 @@ class PromptBuilder:
         self,
         params: SamplingParams,
         question: str,
-        passages: Sequence[Passage],
+        prompt: Prompt,
         closeness: float | None,
         left_out: Collection[str] = (),
         *,
         holds_quotes: bool = True,
     ) -> SamplingParams:
-        """The parameters of an answer from passages, with the fitted biases unless they have biases of their own.
+        """The parameters of an answer to a prompt, with the fitted biases unless they have biases of their own.
 
         `holds_quotes`: a grammar holds the quote to the passages, without `left_out`; the bias on quotes is for these alone.
         """
         fit = self.rules.fit
-        if params.json_schema or not self.quotes_first or not passages:
+        if params.json_schema or not self.quotes_first or not prompt.passages:
             return params
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
-            biases = quote_bias(question, passages, self.plain_ids, fit.quote_weight, left_out)
+            biases = quote_bias(question, prompt.best_first(), self.plain_ids, fit.quote_weight, left_out)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope):
             return params

@@ -169,7 +169,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     request = Request(
         question.id,
         prompt.prompt_ids,
-        prompts.biased(params, question.text, passages, retrieved.closeness, holds_quotes=bool(grammar)),
+        prompts.biased(params, question.text, prompt, retrieved.closeness, holds_quotes=bool(grammar)),
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,

@@ -11,10 +11,11 @@ from ragspec.config import PipelineConfig, PromptConfig
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
-from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.wording import ABSTENTION, AnswerFit, TextRules
 
-PASSAGES = (Passage("d", 0, "The mill is old.", 0, 16),)
+PASSAGES = [Passage("d", 0, "The mill is old.", 0, 16)]
+PROMPT, WITHOUT = (Prompt.of((), passages, (), "rank") for passages in (PASSAGES, []))
 QUESTION = "How old is the mill?"
 PARAMS = SamplingParams(temperature=1.0)
 
@@ -22,10 +23,10 @@ PARAMS = SamplingParams(temperature=1.0)
 def test_a_distant_passage_makes_abstaining_likelier_and_a_close_one_unlikelier(target: Target) -> None:
     """A bias on another token, or with the wrong sign, makes wrong answers likelier."""
     prompts = PromptBuilder(target.tokenizer, 512, rules=TextRules(fit=AnswerFit(0.5, -2.0)))
-    far, near = (prompts.biased(PARAMS, QUESTION, PASSAGES, closeness).first_token_bias for closeness in (0.1, 0.9))
+    far, near = (prompts.biased(PARAMS, QUESTION, PROMPT, closeness).first_token_bias for closeness in (0.1, 0.9))
     (first, *_) = target.tokenizer(ABSTENTION, add_special_tokens=False)["input_ids"]
     assert far.keys() == near.keys() == {first} and far[first] > 0 > near[first]
-    assert prompts.biased(PARAMS, QUESTION, PASSAGES, 0.0).first_token_bias[first] <= 100
+    assert prompts.biased(PARAMS, QUESTION, PROMPT, 0.0).first_token_bias[first] <= 100
 
 
 def test_only_answers_from_passages_without_a_bias_of_their_own_are_biased(target: Target) -> None:
@@ -34,16 +35,13 @@ def test_only_answers_from_passages_without_a_bias_of_their_own_are_biased(targe
     prompts = PromptBuilder(target.tokenizer, 512, rules=rules)
     own = replace(PARAMS, first_token_bias={3: 1.0})
     schema = replace(PARAMS, json_schema="{}")
-    assert (
-        prompts.biased(own, QUESTION, PASSAGES, 0.1) == own
-        and prompts.biased(schema, QUESTION, PASSAGES, 0.1) == schema
-    )
-    assert prompts.biased(PARAMS, QUESTION, (), 0.1) == prompts.biased(PARAMS, QUESTION, PASSAGES, None) == PARAMS
+    assert prompts.biased(own, QUESTION, PROMPT, 0.1) == own and prompts.biased(schema, QUESTION, PROMPT, 0.1) == schema
+    assert prompts.biased(PARAMS, QUESTION, WITHOUT, 0.1) == prompts.biased(PARAMS, QUESTION, PROMPT, None) == PARAMS
     for other in (
         PromptBuilder(target.tokenizer, 512),
         PromptBuilder(target.tokenizer, 512, PromptConfig(layout="short"), rules),
     ):
-        assert other.biased(PARAMS, QUESTION, PASSAGES, 0.1) == PARAMS
+        assert other.biased(PARAMS, QUESTION, PROMPT, 0.1) == PARAMS
 
 
 def test_a_fit_belongs_to_its_adapter(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
-from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules
@@ -14,6 +14,7 @@ from ragspec.rag.wording import AnswerFit, TextRules
 SENTENCES = ("The mill was sold in 1901.", "The mill was built by Anna Weaver.", "Its wheel is of oak.", "Rain falls.")
 PASSAGES = tuple(Passage("d", n, text, 0, len(text)) for n, text in enumerate(SENTENCES))
 QUESTION = "Who built the mill?"
+PROMPT = Prompt.of((), PASSAGES, (), "rank")
 
 
 def total(biases: dict[tuple[int, ...], dict[int, float]], ids: Sequence[int]) -> float:
@@ -48,6 +49,19 @@ def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Ta
     assert branch[long[at]] > branch[short[at]]
 
 
+def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:
+    """The places in a prompt of the order "shared" taken for ranks."""
+    texts = ("Anna built the mill.", "Carl built the mill. He sold it.")
+    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
+    prompts = PromptBuilder(target.tokenizer, 512, rules=TextRules(fit=AnswerFit(0.0, 0.0, 20.0)))
+    ids = [prompts.plain_ids([f'"{text.partition(".")[0]}."'])[0] for text in texts]
+    for order in ("rank", "shared"):
+        prompt = Prompt.of((), passages, (), order)
+        biases = prompts.biased(SamplingParams(), QUESTION, prompt, None).prefix_bias
+        assert total(biases, ids[0]) > total(biases, ids[1])
+    assert prompt.ranks == (2, 1)
+
+
 def test_texts_that_are_left_out_get_no_bias(target: Target) -> None:
     """A boost that the grammar forbids, which leaves the choice among the other spans to chance."""
     prompts = PromptBuilder(target.tokenizer, 512)
@@ -69,9 +83,9 @@ def test_only_held_quotes_are_biased_and_only_by_a_fit(target: Target) -> None:
         PromptBuilder(target.tokenizer, 512, rules=TextRules(fit=fit))
         for fit in (AnswerFit(0.0, 0.0, 20.0), AnswerFit())
     )
-    assert fitted.biased(params, QUESTION, PASSAGES, None).prefix_bias
-    assert other.biased(params, QUESTION, PASSAGES, None) == params
-    assert fitted.biased(params, QUESTION, PASSAGES, None, holds_quotes=False) == params
+    assert fitted.biased(params, QUESTION, PROMPT, None).prefix_bias
+    assert other.biased(params, QUESTION, PROMPT, None) == params
+    assert fitted.biased(params, QUESTION, PROMPT, None, holds_quotes=False) == params
     for free in (SamplingParams(verbatim_quotes=False), SamplingParams(ignore_eos=True)):
         question = Question("q", QUESTION, free)
         retrieved = RetrievedQuestion(question, list(PASSAGES), "g", 0.0)

@@ -127,7 +127,7 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(turn.params, question, passages, context.closeness, used, holds_quotes=bool(grammar)),
+            prompts.biased(turn.params, question, prompt, context.closeness, used, holds_quotes=bool(grammar)),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,

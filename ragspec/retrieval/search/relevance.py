@@ -66,7 +66,7 @@ class Features(NamedTuple):
     named: float
 
 
-WEIGHTS = Features(5.657, 2.592, 2.521, 1.787, 0.809, -1.072, -1.465, 3.454, 3.86, 1.234, 6.892, 2.42)
+WEIGHTS = Features(9.93, 3.08, 3.386, 1.081, 1.498, -1.243, -0.05, 3.841, 4.207, 1.586, 6.608, 0.817)
 
 
 def relevance_of(features: Features) -> float:
