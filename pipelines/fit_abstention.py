@@ -1,35 +1,35 @@
-"""Fit how readily a target with an adapter abstains, and write `answer_fit.json` into the adapter's folder.
+"""Fit how readily a target abstains; write `answer_fit.json` into the adapter's folder, or print the fit of a model without one.
 
     python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --adapter RUN/adapter
+    python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --target Qwen2.5-Coder-0.5B-Instruct
 
 The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered without a bias. Its features are the
 log-probability of the abstention's first token over that of the answer's, and the logit of `closeness`. Of a grid, the fit is the
-intercept and slope with which abstentions tell the questions that are not answerable from the others best. Prints counts as JSON.
-
-Source: Youden, Index for Rating Diagnostic Tests (1950).
+intercept and slope that refuse most questions that are not answerable, and at most `--most-refused` of the others. Prints JSON.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
 from ragspec import Pipeline
-from ragspec.config import PipelineConfig
+from ragspec.config import DEFAULT_TARGET, PipelineConfig
 from ragspec.core import SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.errors import InputError
 from ragspec.evaluation.questions import AskedQuestion, judge, read_lines
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, FIT_FILE, AnswerFit
+from ragspec.rag.wording import ABSTENTION, AnswerFit
 
-SLOPES, INTERCEPTS = np.arange(0.0, -2.25, -0.25), np.arange(-10.0, 4.25, 0.25)
+SLOPES, INTERCEPTS = np.arange(0.0, -3.25, -0.25), np.arange(-30.0, 30.25, 0.25)
 _LEAST_QUESTIONS = 5
+MOST_REFUSED = 0.07
+"""Share of the answerable questions."""
 
 
 class Case(NamedTuple):
@@ -44,18 +44,21 @@ class Case(NamedTuple):
 def main(
     questions: Annotated[list[Path], typer.Argument(help="JSON lines of questions.")],
     index: Annotated[Path, typer.Option(help="The folder of the index that the questions are about.")],
-    adapter: Annotated[Path, typer.Option(help="The adapter's folder.")],
+    adapter: Annotated[Path | None, typer.Option(help="The adapter's folder.")] = None,
+    target: Annotated[str, typer.Option(help="A model of the catalogue.")] = DEFAULT_TARGET,
+    most_refused: Annotated[float, typer.Option(help="Share of the answerable questions.")] = MOST_REFUSED,
 ) -> None:
-    """Fit the bias on abstention of one adapter."""
-    config = PipelineConfig.model_validate(
-        {"retriever": {"index_dir": str(index)}, "target": {"adapter": str(adapter)}}
-    )
+    """Fit the bias on abstention of one adapter or model."""
+    model = {"model": target, "adapter": str(adapter) if adapter else "none"}
+    settings = {"retriever": {"index_dir": str(index)}, "prompts": {"layout": "quote"}, "target": model}
+    config = PipelineConfig.model_validate(settings)
     asked = [line for line in read_lines(questions) if isinstance(line, AskedQuestion)]
     with Pipeline.from_config(config) as pipeline:
         cases = list(filter(None, (case_of(pipeline, question) for question in asked)))
-    intercept, slope = fitted(cases)
-    fit = AnswerFit.beside(adapter)._replace(intercept=intercept, slope=slope)
-    write_atomically(adapter / FIT_FILE, json.dumps(fit._asdict()) + "\n")
+    intercept, slope = fitted(cases, most_refused)
+    fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope)
+    if adapter:
+        write_atomically(config.target.fit_file, json.dumps(fit._asdict()) + "\n")
     print(json.dumps({**fit._asdict(), **counts(cases, AnswerFit()), **counts(cases, fit, "_fitted")}))
 
 
@@ -79,23 +82,17 @@ def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
     )
 
 
-def fitted(cases: list[Case]) -> tuple[float, float]:
-    """Intercept and slope of the greatest `youden`. Raises: InputError if there are too few questions of a kind."""
+def fitted(cases: list[Case], most_refused: float = MOST_REFUSED) -> tuple[float, float]:
+    """Intercept and slope. Raises: InputError if there are too few questions of a kind."""
     num_answerable = sum(case.answerable for case in cases)
     if min(num_answerable, len(cases) - num_answerable) < _LEAST_QUESTIONS:
         raise InputError(f"a fit needs {_LEAST_QUESTIONS} questions that are answerable, and as many that are not")
-    pairs = ((float(intercept), float(slope)) for slope in SLOPES for intercept in INTERCEPTS)
-    return max(pairs, key=lambda pair: youden(cases, AnswerFit(*pair)))
 
+    def worth(pair: tuple[float, float]) -> tuple[bool, int, int]:
+        abstained, refused, _ = counts(cases, AnswerFit(*pair)).values()
+        return refused <= most_refused * num_answerable, abstained, -refused
 
-def youden(cases: list[Case], fit: AnswerFit) -> float:
-    """The share of abstentions among questions that are not answerable, less that among the others."""
-    abstains = [case.margin + fit.abstention_bias(case.closeness) > 0 for case in cases]
-    shares = [
-        mean(each for each, case in zip(abstains, cases, strict=True) if case.answerable is kind)
-        for kind in (False, True)
-    ]
-    return shares[0] - shares[1]
+    return max(((float(i), float(slope)) for slope in SLOPES for i in INTERCEPTS), key=worth)
 
 
 def counts(cases: list[Case], fit: AnswerFit, name: str = "") -> dict[str, int]:

@@ -74,6 +74,17 @@ class TargetConfig(ConfigSection):
             return DEFAULT_ADAPTER if self.model == DEFAULT_TARGET else None
         return None if self.adapter == "none" else Path(self.adapter)
 
+    @property
+    def fit_file(self) -> Path:
+        """The biases of answers, `ragspec.rag.wording.AnswerFit`: an adapter's, or a model's own; it need not exist."""
+        own = ASSETS / "fits" / f"{Path(self.model).name}.json"
+        return self.adapter_dir / "answer_fit.json" if self.adapter_dir else own
+
+    @property
+    def answers_by_quotes(self) -> bool:
+        """What `prompts.layout: auto` decides: an adapter, or biases that the release holds for the model."""
+        return self.adapter_dir is not None or self.fit_file.is_file()
+
     @model_validator(mode="before")
     @classmethod
     def _settle_dtype(cls, given: Any) -> Any:
@@ -329,7 +340,7 @@ class PromptConfig(ConfigSection):
 
     layout: Literal["auto", "quote", "short"] = "auto"
     """"quote" asks for a verbatim quote and a short answer; "short" for one sentence, shown with the passage's exact words
-    that it rests on; "auto": quote for the default target and for targets with an adapter, short for others."""
+    that it rests on; "auto": quote for targets with an adapter, as the default has, and for measured models, short for others."""
     require_support: bool = False
     """An answer of which no sentence is quoted, supported or related is replaced by a sentence that says so; its text is then
     streamed whole, at its end."""
@@ -360,9 +371,7 @@ class PipelineConfig(ConfigSection):
         """`prompts` with the layout that "auto" stands for."""
         if self.prompts.layout != "auto":
             return self.prompts
-        target = self.target
-        is_plain = target.adapter == "none" or (target.adapter == "auto" and target.model != DEFAULT_TARGET)
-        return self.prompts.model_copy(update={"layout": "short" if is_plain else "quote"})
+        return self.prompts.model_copy(update={"layout": "quote" if self.target.answers_by_quotes else "short"})
 
 
 Settings = TypeVar("Settings", bound=PipelineConfig)

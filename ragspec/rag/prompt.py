@@ -169,10 +169,11 @@ class PromptBuilder:
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
             biases = quote_bias(question, prompt.best_first(), self.plain_ids, fit.quote_weight, left_out)
             params = replace(params, prefix_bias=biases)
-        if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope):
+        if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):
             return params
-        (first, *_) = self.plain_ids([ABSTENTION])[0]
-        return replace(params, first_token_bias={first: fit.abstention_bias(closeness)})
+        (first, *_), (mark, *_) = self.plain_ids([ABSTENTION, '"'])
+        first_biases = {first: fit.abstention_bias(closeness), mark: fit.mark}
+        return replace(params, first_token_bias={token: bias for token, bias in first_biases.items() if bias})
 
     def answer_grammar(
         self,

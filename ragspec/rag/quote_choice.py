@@ -103,9 +103,14 @@ def quote_bias(
     for passage, run, values in _with_probabilities(question, runs):
         for first, last, probability in _best_quotes(run, values):
             if probability >= _LEAST_PROBABILITY:
-                text = f'"{passage.text[run[first][0] : run[last][1]]}"'
+                text = passage.text[run[first][0] : run[last][1]]
                 quotes[text] = max(probability, quotes.get(text, 0.0))
-    return _tree_bias(list(zip(map(tuple, encode(list(quotes))), quotes.values(), strict=True)), weight)
+    if not quotes:
+        return {}
+    (mark, *joined), parted = encode(['"', *(f'"{text}"' for text in quotes)]), encode([f'{text}"' for text in quotes])
+    # Why both: some tokenizers have tokens that begin with the mark, and a target may write it alone
+    ids = [*map(tuple, joined), *((*mark, *own) for own in parted)]
+    return _tree_bias(list(dict(zip(ids, [*quotes.values()] * 2, strict=True)).items()), weight)
 
 
 def _with_probabilities(

@@ -152,29 +152,28 @@ def parse_answer(text: str) -> QuotedAnswer | None:
     return QuotedAnswer(match["quote"], int(match["passage"]), match["short"].strip().rstrip("."))
 
 
-FIT_FILE = "answer_fit.json"
-
-
 class AnswerFit(NamedTuple):
-    """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands.
+    """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands, or to a model
+    of the catalogue.
 
     ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a certain quote, see
-    `ragspec.rag.quote_choice`.
+    `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token.
     """
 
     intercept: float = 0.0
     slope: float = 0.0
     quote_weight: float = 0.0
+    mark: float = 0.0
 
     @classmethod
-    def beside(cls, adapter: Path | None) -> Self:
-        """The fit in an adapter's folder; zero if there is none. Raises: ModelError."""
-        if adapter is None or not (path := adapter / FIT_FILE).is_file():
+    def read(cls, path: Path) -> Self:
+        """The fit of a file; zero if there is none. Raises: ModelError."""
+        if not path.is_file():
             return cls()
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as cause:
-            raise ModelError(f"{path} does not hold intercept, slope and quote_weight: {cause}") from cause
+            raise ModelError(f"{path} does not hold {', '.join(cls._fields)}: {cause}") from cause
 
     def abstention_bias(self, closeness: float) -> float:
         """From -100 to 100. `closeness`: between 0 and 1, as in `SearchResult`."""
@@ -203,7 +202,7 @@ class TextRules:
         adapter = target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
-        return cls(fit=AnswerFit.beside(adapter), languages=languages, target=name)
+        return cls(fit=AnswerFit.read(target.fit_file), languages=languages, target=name)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""

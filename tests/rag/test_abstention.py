@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.config import PipelineConfig, PromptConfig
+from pipelines.fit_abstention import Case, counts, fitted
+from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
 from ragspec.core import Passage, SamplingParams
+from ragspec.engine.checkpoints.catalogue import known
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.rag.prompt import Prompt, PromptBuilder
@@ -46,12 +48,31 @@ def test_only_answers_from_passages_without_a_bias_of_their_own_are_biased(targe
 
 def test_a_fit_belongs_to_its_adapter(tmp_path: Path) -> None:
     """Another model was biased by the default adapter's fit."""
-    fits = [AnswerFit.beside(PipelineConfig(target=target).target.adapter_dir) for target in (
+    fits = [AnswerFit.read(PipelineConfig(target=target).target.fit_file) for target in (
         {}, {"adapter": "none"}, {"model": "other"}, {"adapter": str(tmp_path)})]  # fmt: skip
     assert any(fits[0]) and not any(map(any, fits[1:]))
-    (tmp_path / "answer_fit.json").write_text('{"slope": -1.5}')
-    assert AnswerFit.beside(tmp_path) == (0.0, -1.5, 0.0)
+    path = tmp_path / "answer_fit.json"
+    path.write_text('{"slope": -1.5}')
+    assert AnswerFit.read(path) == AnswerFit(slope=-1.5)
     for broken in ("[]", "{", '{"a": 1}'):
-        (tmp_path / "answer_fit.json").write_text(broken)
+        path.write_text(broken)
         with pytest.raises(ModelError, match=r"answer_fit\.json"):
-            AnswerFit.beside(tmp_path)
+            AnswerFit.read(path)
+
+
+def test_a_measured_model_has_its_own_fit_and_answers_by_quotes(target: Target) -> None:
+    """A larger model that quotes another sentence than the likeliest, because it writes the quotation mark with the next word."""
+    config = PipelineConfig(target=TargetConfig(model="Qwen2.5-Coder-0.5B-Instruct"))
+    prompts = PromptBuilder.of(target.tokenizer, 512, config)
+    (mark, *_), (first, *_) = prompts.plain_ids(['"', ABSTENTION])
+    far, near = (prompts.biased(PARAMS, QUESTION, PROMPT, closeness).first_token_bias for closeness in (0.01, 0.9))
+    assert far[mark] == near[mark] > near[first] and far[first] > far[mark]
+    assert prompts.quotes_first and known("Qwen2.5-Coder-0.5B-Instruct").layout == "quote"
+
+
+def test_a_fit_refuses_as_many_as_it_may_and_no_more() -> None:
+    """A fit that refuses a tenth of the answerable questions, because it catches as many more of the others."""
+    cases = [Case(0.0, 0.2 + 0.04 * n, n >= 5, False) for n in range(15)]
+    for most, refused in ((0.1, 1), (0.0, 0)):
+        found = counts(cases, AnswerFit(*fitted(cases, most)))
+        assert found["not_answerable_abstained"] == 5 and found["answerable_abstained"] <= refused

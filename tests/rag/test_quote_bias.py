@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ragspec.core import Passage, SamplingParams
@@ -60,6 +61,22 @@ def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_show
         biases = prompts.biased(SamplingParams(), QUESTION, prompt, None).prefix_bias
         assert total(biases, ids[0]) > total(biases, ids[1])
     assert prompt.ranks == (2, 1)
+
+
+def test_the_same_quote_is_boosted_however_its_mark_is_tokenised() -> None:
+    """A tokenizer with tokens that begin with the mark: a target that writes the mark alone escaped every bias."""
+    ids: dict[str, int] = {}
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        pieces = (re.findall(r'"The|\w+|.', text) for text in texts)
+        return [[ids.setdefault(piece, len(ids)) for piece in own] for own in pieces]
+
+    biases = quote_bias(QUESTION, PASSAGES[:2], encode, 20.0)
+    joined, mark, the = (ids[piece] for piece in ('"The', '"', "The"))
+    texts = [" mill was sold", " mill was built"]
+    places = [[(*begin, *own) for own in encode(texts)] for begin in ((joined,), (mark, the))]
+    assert [biases[at[:-1]] for at in places[0]] == [biases[at[:-1]] for at in places[1]]
+    assert biases[places[0][1][:-1]][ids["built"]] > 0.0
 
 
 def test_texts_that_are_left_out_get_no_bias(target: Target) -> None:

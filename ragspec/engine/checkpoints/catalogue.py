@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ragspec.config import DEFAULT_TARGET, EngineConfig
+from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
 from ragspec.errors import ModelError, did_you_mean
 
 _KV_BYTES = 2
@@ -78,7 +78,7 @@ class KnownModel(NamedTuple):
     @property
     def layout(self) -> Literal["quote", "short"]:
         """What `prompts.layout: auto` means for the model without an adapter of its own."""
-        return "quote" if self.name == DEFAULT_TARGET else "short"
+        return "quote" if TargetConfig(model=self.name).answers_by_quotes else "short"
 
 
 MODELS = (
