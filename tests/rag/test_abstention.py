@@ -65,7 +65,7 @@ def test_a_measured_model_has_its_own_fit_and_answers_by_quotes(target: Target) 
     config = PipelineConfig(target=TargetConfig(model="Qwen2.5-Coder-0.5B-Instruct"))
     prompts = PromptBuilder.of(target.tokenizer, 512, config)
     (mark, *_), (first, *_) = prompts.plain_ids(['"', ABSTENTION])
-    far, near = (prompts.biased(PARAMS, QUESTION, PROMPT, closeness).first_token_bias for closeness in (0.01, 0.9))
+    far, near = (prompts.biased(PARAMS, QUESTION, PROMPT, closeness).first_token_bias for closeness in (1e-5, 0.9))
     assert far[mark] == near[mark] > near[first] and far[first] > far[mark]
     assert prompts.quotes_first and known("Qwen2.5-Coder-0.5B-Instruct").layout == "quote"
 
