@@ -148,7 +148,7 @@ class ProposalArrays(SequenceOf[Proposal]):
 class DraftTree:
     """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
 
-    __slots__ = ("_children", "depths", "draws", "origins", "parents", "path_probs", "shared", "token_ids")
+    __slots__ = ("_children", "depths", "draws", "origins", "parents", "path_probs", "token_ids")
 
     def __init__(self, root_token: int) -> None:
         self.token_ids = [root_token]
@@ -156,7 +156,6 @@ class DraftTree:
         self.depths = [0]
         self.path_probs = [1.0]
         self.origins = [_ROOT]
-        self.shared = [False]  # whether several drafters proposed the node
         self.draws: dict[int, Draw] = {}
         """By node, how its children were drawn; all other children were chosen deterministically."""
         self._children: list[dict[int, int]] | None = None
@@ -197,7 +196,6 @@ class DraftTree:
         self.depths.append(self.depths[parent] + 1)
         self.path_probs.append(path_prob)
         self.origins.append(origin)
-        self.shared.append(False)
         return node
 
     def children(self, node: int) -> list[int]:
