@@ -31,7 +31,7 @@ _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _DUE, _NUM_FIGURES = range(9)
+_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _BEGUN, _DUE, _NUM_FIGURES = range(10)
 _NUM_COUNTS = 4
 
 MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
@@ -176,7 +176,7 @@ def _count(state: Any, rows: Any, figures: Any, step: int, row_price: float, num
             own[_GAINED] = own[_GAINED] * _MEMORY + found[NUM_HITS] - row_price * found[NUM_NODES]
             own[_NUM_MISSES] = 0.0 if found[NUM_HITS] > 0.0 else own[_NUM_MISSES] + 1.0
             wait = 2.0 ** min(max(0.0, own[_NUM_MISSES] - num_free_misses), _NUM_DOUBLINGS)
-            own[_DUE] = (step // wait + 1.0) * wait
+            own[_DUE] = own[_BEGUN] + ((step - own[_BEGUN]) // wait + 1.0) * wait
 
 
 class Trust:
@@ -184,9 +184,10 @@ class Trust:
 
     A drafter estimates the probabilities of its nodes over all requests. A sequence scales them by the ratio of accepted to
     expected tokens that the drafter had there, which begins at the ratio of the tenant's other sequences and is 1 at most. After
-    some misses in a row a drafter is asked again in a step whose number is a multiple of 2, 4 and then 8: all sequences are
-    asked in the same steps, and the steps between cost nothing. What a draft of a drafter that takes time gains is
-    the ratio of the tokens that its drafts added, less the price of their rows, to how little drafters before it covered.
+    some misses in a row a drafter is asked again in a step whose number, counted from the sequence's first, is a multiple of 2,
+    4 and then 8: sequences that began together are asked together, and others' steps change none of a tenant's
+    drafts. A draft of a drafter that takes time gains the ratio of the tokens that its drafts added, less the price of their
+    rows, to how little drafters before it covered.
     Only counts are kept, never text.
     """
 
@@ -210,7 +211,7 @@ class Trust:
         self._state[row] = 0.0
         self._state[row, :, _RATIO] = (_PRIOR_TOKENS + accepted) / (_PRIOR_TOKENS + expected)
         self._state[row, :, _GAIN] = (_PRIOR_GAIN * _PRIOR_DRAFTS + gained) / (_PRIOR_DRAFTS + chances)
-        self._state[row, :, _DUE] = np.inf
+        self._state[row, :, _BEGUN], self._state[row, :, _DUE] = self.step, np.inf
         self._state[row, [*drafters], _DUE] = 0.0
         return row
 
