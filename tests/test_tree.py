@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragspec.drafting.step_trees import ACCEPTED, EXPECTED, Limits, StepTrees
+from ragspec.drafting.acceptance import ACCEPTED, EXPECTED
+from ragspec.drafting.step_trees import StepTrees
 from ragspec.tree import DraftTree, Draw, Origin, Proposal, ProposalArrays
 
 ANY = 2**31
@@ -27,16 +27,17 @@ def merged(
     trusts: Sequence[float] = (1.0, 1.0),
     max_depth: int = ANY,
     vocab_size: int = ANY,
+    is_chain: bool = False,
 ) -> StepTrees:
     trees = StepTrees([9], np.array([trusts]))
     for number, proposals in enumerate(drafts):
-        trees.merge(0, ProposalArrays.of("ab"[number], list(proposals)), number, max_depth, vocab_size)
+        given = ProposalArrays.of("ab"[number], list(proposals))
+        trees.merge(0, given, number, (max_depth, vocab_size, is_chain))
     return trees
 
 
-def cut(trees: StepTrees, **limits: Any) -> DraftTree:
-    every = {"most_besides": ANY, "most": ANY, "is_chain": False, "is_whole": True} | limits
-    trees.cut([Limits(**every)], 1.0, np.zeros(100), 0.0)
+def cut(trees: StepTrees, most: int = ANY) -> DraftTree:
+    trees.limit(np.array([most]))
     return trees.trees(["a", "b"])[0]
 
 
@@ -150,7 +151,7 @@ def test_a_chain_keeps_how_its_nodes_were_drawn() -> None:
     one = [Proposal(1, -1, 0.5, A, first), Proposal(4, -1, 0.4, A, first), Proposal(5, 1, 0.3, A, aside)]
     other = [Proposal(1, -1, 0.5, B, first), Proposal(2, 0, 0.3, B, second)]
     assert cut(merged(one, other)).draws == {0: first, 1: second, 2: aside}
-    path = cut(merged(one, other), is_chain=True)
+    path = cut(merged(one, other, is_chain=True))
     assert path.token_ids == [9, 1, 2]
     assert path.draws == {0: first, 1: second}
 

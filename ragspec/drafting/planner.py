@@ -2,10 +2,10 @@
 
 `ragspec.drafting.cost_model` writes the objective as a formula, `Trust` of `acceptance` the rule by which drafters are believed.
 The planner merges all proposals into one tree for each sequence and cuts the trees to the best size (`step_trees`). Nodes that
-were cut are judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. A path
-may be as long as it is more likely than not; beside it stand at most `max_tree_nodes` nodes. Drafters that take time come after
-the others, the one whose drafts save most first. Each is asked only where its drafts save more time than they take; where they do
-not, it is tried when a hundredth of the time since its last trial pays for another.
+were cut are judged too, by the tokens that the target said: a drafter shows without a row whether its guesses would pay. A tree
+has at most `max_tree_nodes` nodes more than its longest path. Drafters that take time come after the others, and one of them
+drafts for a sequence in a step: the one whose drafts save most. It is asked only where its drafts save more time than they take;
+where they do not, a drafter is tried when a hundredth of the time since its last trial pays for another.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import Rows, Trust
+from ragspec.drafting.acceptance import ASKED, UNCOVERED, Floats, Ints, Mask, Trust
 from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, StepPlan, own_share
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.safe_drafter import SafeDrafter
-from ragspec.drafting.step_trees import ASKED, UNCOVERED, Limits, StepTrees, compile_trees
+from ragspec.drafting.step_trees import StepTrees, compile_trees
 from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
@@ -62,7 +62,7 @@ class Planner:
         compile_trees()
         self._own: dict[tuple[str, int], _Own] = {}
         self._trial_s = np.zeros(len(drafters))  # time for a trial of each drafter that takes time
-        self._step: _Step | None = None
+        self._asked: tuple[StepPlan, Ints] | None = None  # until the target has decided
         self._next_number = 0.0  # of the next step in which a drafter may be asked
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
         self.costs, self._share = costs, 1.0
@@ -90,89 +90,103 @@ class Planner:
 
         `num_prompt_rows`: rows of prompts in the same step.
         """
-        self._step, self._trust.step = None, self._trust.step + 1
+        self._asked, self._trust.step = None, self._trust.step + 1
         if self._trust.step < self._next_number and all(sequence.key in self._own for sequence in sequences):
             return _roots(sequences)
         owns = [self._own.get(sequence.key) or self._own_of(sequence) for sequence in sequences]
         rows = np.array([own.row for own in owns], np.int64)
+        due = self._trust.due(rows)
+        costs_s = self._costs_s(sequences, rows, due) if spare_rows > 0 else []
         self._next_number = self._trust.next_due()
-        if not (self._trust.due(rows).any() and spare_rows > 0):
+        if min(costs_s, default=math.inf) == math.inf:
             return _roots(sequences)
         if any(sequence.num_output for sequence in sequences):
             self._share += _SHARE_WEIGHT * (own_share(self.costs, sequences, num_prompt_rows) - self._share)
         plan = StepPlan(self.costs, sequences, num_prompt_rows, spare_rows, self._trust.ratios(rows), self._share)
-        # Why 0: a drawn tree is never left out for what it costs
-        is_free = self.is_fixed or any(own.draws_children for own in owns if own.drafters)
-        step = _Step(plan, owns, rows, 0.0 if is_free else plan.least_prob)
-        if step.least_prob >= _SUREST:
+        if self.is_fixed or any(own.draws_children for own in owns if own.drafters):
+            plan.least_prob = 0.0  # a drawn tree is never left out for what it costs
+        if plan.least_prob >= _SUREST:
             return _roots(sequences)
-        self._step = step
-        self._ask(step)
+        self._ask(plan, owns, rows, due, costs_s)
         if plan.trees.counts.max() == 1:
+            self._count(plan, rows, plan.trees.figures)
             return _roots(sequences)
-        plan.fit([self._limits(own, bool(draws)) for own, draws in zip(owns, plan.trees.draws, strict=True)])
+        self._asked = plan, rows
+        # Why no room beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it
+        is_whole = np.array([self.is_fixed or bool(draws) for draws in plan.trees.draws])
+        most = self._max_nodes + np.where(is_whole, 0, plan.trees.depths)
+        plan.fit(np.minimum(most, [own.most_nodes for own in owns]), is_whole)
         return plan.trees.trees(self._names)
 
-    def _ask(self, step: _Step) -> None:
-        """Ask the drafters that are due, and merge their proposals into the step's trees."""
-        plan, due, costs_s = step.plan, self._trust.due(step.rows), {}
+    def _costs_s(self, sequences: SequenceOf[SequenceView], rows: Ints, due: Mask) -> list[float]:
+        """Seconds of each drafter's drafts for the sequences for which it is due; infinity where it can propose nothing."""
+        costs_s = []
         for number, drafter in enumerate(self._drafters):
             places = np.flatnonzero(due[:, number]).tolist()
-            is_asked = places and not drafter.disabled
-            costs_s[number] = drafter.cost_s([plan.sequences[i] for i in places]) if is_asked else math.inf
-            if costs_s[number] == math.inf:
-                plan.trees.figures[places, number, ASKED] = 1.0  # in vain
+            costs_s.append(drafter.cost_s([sequences[i] for i in places]) if places else math.inf)
+            if places and costs_s[number] == math.inf:
+                self._trust.miss(rows[places], number)
+        return costs_s
 
-        def worth_s(number: int) -> float:
-            own = due[:, number]
-            gains = self._trust.gains(step.rows[own], number, plan.trees.uncovered()[own])
-            return float(gains.sum()) * plan.token_s() - costs_s[number]
+    def _ask(self, plan: StepPlan, owns: list[_Own], rows: Ints, due: Mask, costs_s: list[float]) -> None:
+        """Ask the drafters that are due, and merge their proposals into the step's trees.
 
-        free = [number for number, cost_s in costs_s.items() if cost_s == 0.0]
-        costly = [number for number, cost_s in costs_s.items() if 0.0 < cost_s < math.inf]
-        for number in free:
-            self._merge(number, self._ready(number, step), step)
-        for number in sorted(costly, key=worth_s, reverse=True) if len(costly) > 1 else costly:
-            if places := self._ready(number, step):
-                self._merge(number, self._paying(number, places, step), step)
+        A chain has one drafter, and so has a sequence of those that take time: one that is due for a trial, else the one whose
+        drafts save most for all sequences.
+        """
+        trees = plan.trees
+        self._trial_s += due.any(0) * _TRIAL_SHARE * plan.own_s
+        is_chain, is_taken = np.array([own.needs_chain for own in owns]), np.zeros(len(owns), np.bool_)
 
-    def _ready(self, number: int, step: _Step) -> list[int]:
-        """The sequences for which a drafter may draft. A chain has one drafter."""
-        has_chain = np.array([own.needs_chain for own in step.owns]) & (step.plan.trees.counts > 1)
-        found: list[int] = np.flatnonzero(self._trust.due(step.rows)[:, number] & ~has_chain).tolist()
-        return found
+        def ready(number: int) -> list[int]:
+            is_open = ~is_taken & ~(is_chain & (trees.counts > 1))
+            places: list[int] = np.flatnonzero(due[:, number] & is_open).tolist()
+            return places
 
-    def _paying(self, number: int, places: list[int], step: _Step) -> list[int]:
+        def worth(number: int) -> tuple[bool, float]:
+            saved_s = sum(self._gains(number, ready(number), plan, rows)) * plan.token_s()
+            return self._trial_s[number] >= costs_s[number], saved_s - costs_s[number]
+
+        for number in [n for n, cost_s in enumerate(costs_s) if cost_s == 0.0]:
+            self._merge(number, ready(number), plan, owns)
+        costly = [n for n, cost_s in enumerate(costs_s) if 0.0 < cost_s < math.inf]
+        for number in sorted(costly, key=worth, reverse=True):
+            if places := ready(number):
+                places = self._paying(number, places, plan, rows)
+                self._merge(number, places, plan, owns)
+                is_taken[places] = True
+
+    def _gains(self, number: int, places: list[int], plan: StepPlan, rows: Ints) -> list[float]:
+        """Tokens that a drafter's drafts are expected to add to the trees of these sequences."""
+        return self._trust.gains(rows[places], number, plan.trees.uncovered()[places])
+
+    def _paying(self, number: int, places: list[int], plan: StepPlan, rows: Ints) -> list[int]:
         """Of these sequences the ones for which a drafter that takes time is asked: where its drafts save more, and all of them
         when the time since the last trial has earned its cost."""
-        plan, drafter = step.plan, self._drafters[number]
-        if self.is_fixed:
-            return places
-        gains = self._trust.gains(step.rows[places], number, plan.trees.uncovered()[places])
-        chosen = select_paying(
-            gains.tolist(), plan.saved_s, lambda some: drafter.cost_s([plan.sequences[places[n]] for n in some])
-        )
-        self._trial_s[number] += _TRIAL_SHARE * plan.own_s
-        if self._trial_s[number] >= drafter.cost_s([plan.sequences[i] for i in places]):
-            self._trial_s[number], chosen = 0.0, [*range(len(places))]
-        found = [places[n] for n in chosen]
-        return [i for i in found if len(places) == 1 or drafter.cost_s([plan.sequences[i]]) < math.inf]
 
-    def _merge(self, number: int, places: list[int], step: _Step) -> None:
+        def cost_s(chosen: SequenceOf[int]) -> float:
+            return self._drafters[number].cost_s([plan.sequences[places[n]] for n in chosen])
+
+        every = range(len(places))
+        chosen: SequenceOf[int] = select_paying(self._gains(number, places, plan, rows), plan.saved_s, cost_s)
+        if self.is_fixed or len(chosen) == len(every) or self._trial_s[number] >= cost_s(every):
+            self._trial_s[number], chosen = 0.0, every
+        return [places[n] for n in chosen if len(places) == 1 or cost_s([n]) < math.inf]
+
+    def _merge(self, number: int, places: list[int], plan: StepPlan, owns: list[_Own]) -> None:
         """Ask a drafter for these sequences, and merge its proposals into their trees."""
         if not places:
             return
-        plan, trees = step.plan, step.plan.trees
+        trees, sequences = plan.trees, [plan.sequences[i] for i in places]
         trees.figures[places, number, ASKED] = 1.0
         trees.figures[places, number, UNCOVERED] = trees.uncovered()[places]
-        sequences = [plan.sequences[i] for i in places]
         longest = [sequence.most_tokens - 1 for sequence in sequences]  # the last token of a step is the target's own
         levels = [min(most, plan.spare_rows) for most in longest]
-        least_prob = 0.0 if (trees.counts > 1).any() else step.least_prob
+        least_prob = 0.0 if (trees.counts > 1).any() else plan.least_prob
         budget = Budget(self._max_nodes, 0.0 if self.is_fixed else plan.token_s(), levels, least_prob)
         proposed = self._drafters[number].propose(sequences, budget)
         for i, sequence, most, given in zip(places, sequences, longest, proposed, strict=True):
-            trees.merge(i, given, number, most, self._vocab_size)
+            trees.merge(i, given, number, (most, self._vocab_size, owns[i].needs_chain))
             if trees.draws[i] and not _is_sound(sequence, trees, i, self._vocab_size):
                 trees.drop(i)
 
@@ -180,23 +194,23 @@ class Planner:
         self, sequences: SequenceOf[SequenceView], results: SequenceOf[StepResult], features: SequenceOf[Features]
     ) -> None:
         """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
-        if self._step is not None:
+        if self._asked is not None:
+            plan, rows = self._asked
             decided = {sequence.key: result.token_ids for sequence, result in zip(sequences, results, strict=True)}
-            self._learn(self._step, [decided.get(sequence.key, []) for sequence in self._step.plan.sequences])
+            tokens = [decided.get(sequence.key, []) for sequence in plan.sequences]
+            for number, given, columns, right in plan.trees.judge(tokens):
+                self._drafters[number].learn_nodes(given, columns, right)
+            known = np.array([len(own) > 0 for own in tokens])
+            self._count(plan, rows[known], plan.trees.figures[known])
         for sequence, result, own in zip(sequences, results, features, strict=True) if self._watching else ():
             for drafter in self._watching.intersection(
                 (self._own.get(sequence.key) or self._own_of(sequence)).drafters
             ):
                 self._drafters[drafter].observe(sequence, result.token_ids, own)
 
-    def _learn(self, step: _Step, tokens: list[list[int]]) -> None:
-        """Count the nodes of the sequences whose tokens are decided."""
-        trees = step.plan.trees
-        if trees.counts.max() > 1:
-            for number, given, columns, right in trees.judge(tokens):
-                self._drafters[number].learn_nodes(given, columns, right)
-        known = np.array([len(own) > 0 for own in tokens])
-        self._trust.learn(step.rows[known], trees.figures[known], step.least_prob)
+    def _count(self, plan: StepPlan, rows: Ints, figures: Floats) -> None:
+        """Count the figures of sequences of a step. Shape: as in `StepTrees`."""
+        self._trust.learn(rows, figures, plan.least_prob)
         self._next_number = self._trust.next_due()
 
     def finish(self, sequence: SequenceView) -> None:
@@ -216,12 +230,6 @@ class Planner:
         """End what drafters do beside the steps."""
         for drafter in self._drafters:
             drafter.close()
-
-    def _limits(self, own: _Own, is_drawn: bool) -> Limits:
-        """Why no path beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it."""
-        if self.is_fixed:
-            return Limits(self._max_nodes, 2**31, own.needs_chain, is_whole=True)
-        return Limits(self._max_nodes, own.most_nodes, own.needs_chain, is_drawn)
 
     def _note_open(self, keys: set[tuple[str, int]]) -> None:
         """Drafters may learn while nothing waits or runs. What comes after says nothing about the prompts before."""
@@ -257,15 +265,6 @@ class _Own(NamedTuple):
     needs_chain: bool
 
 
-class _Step(NamedTuple):
-    """A step's drafts until the target has decided. `least_prob`: of a node's path, and the price of a row in tokens."""
-
-    plan: StepPlan
-    owns: list[_Own]
-    rows: Rows
-    least_prob: float
-
-
 def select_paying(
     gains: SequenceOf[float], saved_s: Callable[[SequenceOf[float]], float], cost_s: Callable[[SequenceOf[int]], float]
 ) -> list[int]:
@@ -274,12 +273,10 @@ def select_paying(
     `saved_s`: seconds that some gains, in tokens, save together. `cost_s`: seconds that drafts for some sequences take.
     """
     order = sorted(range(len(gains)), key=lambda i: -gains[i])
-    counts = {len(order), *(2**n for n in range(len(order).bit_length()))} - {0}
-    best, best_s = 0, 0.0
-    for count in sorted(counts):
-        if (saved := saved_s([gains[i] for i in order[:count]])) > best_s and saved - cost_s(order[:count]) > best_s:
-            best, best_s = count, saved - cost_s(order[:count])
-    return sorted(order[:best])
+    worth_s = {0: 0.0}
+    for count in sorted({len(order), *(2**n for n in range(len(order).bit_length()))} - {0}):
+        worth_s[count] = saved_s([gains[i] for i in order[:count]]) - cost_s(order[:count])
+    return sorted(order[: max(worth_s, key=worth_s.__getitem__)])
 
 
 def _roots(sequences: SequenceOf[SequenceView]) -> list[DraftTree]:

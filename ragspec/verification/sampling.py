@@ -233,21 +233,20 @@ class ChoiceSampler:
         self._seed, self._choice, self._eos_ids = seed, choice, eos_ids
         self._index = len(output_ids)
         self._biased_lengths = request.params.biased_lengths
-        self._last_biased = max(self._biased_lengths, default=-1)
-        self._begin = tuple(output_ids[: self._last_biased + 1])
+        self._output = list(output_ids) if self._biased_lengths else []
         self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """The tokens are decided."""
-        if self._index <= self._last_biased:
-            self._begin = (*self._begin, *tokens)
+        if self._biased_lengths:
+            self._output.extend(tokens)
         self._index += len(tokens)
 
     def _params_after(self, path: Sequence[int] = ()) -> SamplingParams:
         """The parameters of the token behind the output and further tokens."""
         if self._index + len(path) not in self._biased_lengths:
             return self._params
-        return self._params.after((*self._begin, *path))
+        return self._params.after([*self._output, *path])
 
 
 class KeyedSampler(ChoiceSampler):

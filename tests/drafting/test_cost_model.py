@@ -7,7 +7,6 @@ import pytest
 from planner_parts import FREE, Running
 
 from ragspec.drafting.cost_model import CostTable, StepPlan
-from ragspec.drafting.step_trees import Limits
 from ragspec.tree import Origin, Proposal, ProposalArrays
 
 
@@ -151,9 +150,9 @@ def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None
         chances = rng.dirichlet([0.3] * 4, 3)
         for i, own in enumerate(chances):
             drafts = [Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)]
-            step.trees.merge(i, ProposalArrays.of("a", drafts), 0, 99, 99)
+            step.trees.merge(i, ProposalArrays.of("a", drafts), 0, (99, 99, False))
         least_prob, probs = step.least_prob, chances.ravel().tolist()
-        step.fit([Limits(99, 99, is_chain=False, is_whole=False)] * 3)
+        step.fit(np.full(3, 99), np.zeros(3, np.bool_))
         kept = [prob for tree in step.trees.trees(["a"]) for prob in tree.path_probs[1:]]
         num_cut += sum(prob < least_prob for prob in probs)
         assert all(prob >= least_prob * (1.0 - 1e-9) for prob in kept)

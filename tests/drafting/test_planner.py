@@ -10,11 +10,10 @@ import pytest
 from planner_parts import FREE, Chain, Running, plan, run
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import CopyAcceptance, Experience, Trust
+from ragspec.drafting.acceptance import ASKED, EXPECTED, NUM_FIGURES, AcceptanceCells, Trust
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter, SequenceView
 from ragspec.drafting.planner import Planner
-from ragspec.drafting.step_trees import ASKED, EXPECTED, NUM_FIGURES
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import Draw, Origin, Proposal, StepResult
 
@@ -105,19 +104,24 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
     asked = []
     for _ in range(60):
         before = drafter.asked
-        run(planner, Running(), (), 1)
+        plan(planner, Running())
         asked.append(drafter.asked - before)
     gaps = np.diff(np.flatnonzero(asked)).tolist()
     assert gaps[:3] == [1, 1, 1]  # a few empty steps are no pattern yet
     assert gaps == sorted(gaps)
     assert gaps[-1] == 8
     drafter.tokens = [5, 6]
-    assert run(planner, Running(), (5, 6), 10)[-2:] == [2, 2]  # awake again at every step
+    for _ in range(10):
+        (tree,) = plan(planner, Running())
+    assert tree.num_drafted == 2
+    assert plan(planner, Running())[0].num_drafted == 2  # awake again at every step
     drafter.tokens = []
-    run(planner, Running(), (), 60)
+    for _ in range(60):
+        plan(planner, Running())
     planner.finish(Running())
     before = drafter.asked
-    run(planner, Running(), (), 3)
+    for _ in range(3):
+        plan(planner, Running())
     assert drafter.asked == before + 3, "what is known of a sequence ends with it"
 
 
@@ -185,10 +189,8 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
 
 def test_acceptance_follows_what_happens() -> None:
     """A table that does not learn, or never forgets."""
-    table = CopyAcceptance({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
-    none, short, long, longer = (table.probability(table.cell("x", length)) for length in (0, 2, 4, 99))
-    assert none == pytest.approx(0.2) and none < short < long == longer < 0.9
-    cell, other = table.cell("x", 1), table.cell("y", 1)
+    table, cell, other = AcceptanceCells([0.2, 0.4]), 0, 1
+    assert [table.probability(cell), table.probability(other)] == pytest.approx([0.2, 0.4])
     for _ in range(300):
         table.learn(cell, True)
     assert table.probability(cell) > 0.95 and table.probability(other) < 0.9
@@ -276,7 +278,7 @@ def test_a_short_answer_begins_with_what_its_tenants_answers_began_with() -> Non
     """Every answer believed a drafter anew, which trusted guesses that are right in long answers alone: short ones got slower."""
     planner = Planner([Chain([5, 6, 7], 0.9)], CostTable(*EVEN), 12)
     assert answer(planner, "first", 0, "one") == 3
-    answer(planner, "lucky", 3, "one")
+    assert answer(planner, "lucky", 3, "one") > 0
     for number in range(20):
         answer(planner, f"{number}", 0, "one")
     answer(planner, "lucky again", 3, "one")
@@ -465,15 +467,3 @@ def test_requests_that_break_a_drafter_do_not_end_drafting_for_others() -> None:
         assert plan(planner, Running("sound"))[0].num_drafted == 2
     for _ in range(100):
         assert plan(planner, Running("odd"), Running("sound"))[1].num_drafted == 2  # in one step with it
-
-
-def test_each_tenant_has_a_table_and_idle_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of one tenant learned apart, tenants together, or a table stayed for every tenant there ever was."""
-    monkeypatch.setattr("ragspec.drafting.acceptance._MAX_TENANTS", 2)
-    experience = Experience(lambda: CopyAcceptance({"x": (0.2, 0.9)}))
-    one, two = experience.of("one\0part"), experience.of("two")
-    assert one is experience.of("one") and one is not two
-    experience.of("three")
-    assert experience.of("one") is one and experience.of("two") is not two
-    experience.purge("one")
-    assert experience.of("one") is not one

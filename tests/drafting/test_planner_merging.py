@@ -73,6 +73,7 @@ def test_each_request_is_drafted_for_by_the_head_that_is_right_in_it() -> None:
     for sequence, right_tokens in ((one, range(10, 14)), (other, range(20, 24))):
         for _ in range(NUM_STEPS):
             (tree,) = plan(planner, sequence)
+            assert tree.num_drafted <= 4  # of one head
             accept(planner, sequence, tree, right_tokens)
     first, second = (head.asked_for for head in heads)
     assert first["one"] > 0.85 * NUM_STEPS > 0.15 * NUM_STEPS > second["one"] > 1
