@@ -56,8 +56,8 @@ def test_the_budget_goes_to_the_most_probable_nodes_of_all() -> None:
 def test_the_tree_beside_its_likeliest_path_is_no_larger_than_allowed() -> None:
     """Several drafters together exceeded `max_tree_nodes`, or it cut a chain that the first of them was sure of."""
     drafters = [Chain(range(10 * n, 10 * n + 7), 0.9, f"d{n}") for n in range(1, 4)]
-    long = Chain(range(100, 130), 0.99, "long")
-    long.draft = lambda sequence, most: [Proposal(t, i - 1, 0.9, Origin("long")) for i, t in enumerate(long.tokens)]
+    long = Chain(range(100, 130), 0.97, "long")
+    long.draft = lambda sequence, most: Chain.draft(long, sequence, 99)
     (tree,) = plan(Planner([long, *drafters], FREE, 7), Running())
     assert tree.num_drafted == 30 + 7
     assert {*range(100, 130)} < set(tree.token_ids)
@@ -282,7 +282,7 @@ def test_a_short_answer_begins_with_what_its_tenants_answers_began_with() -> Non
     for number in range(20):
         answer(planner, f"{number}", 0, "one")
     answer(planner, "lucky again", 3, "one")
-    assert answer(planner, "short", 0, "one") == 0, "one answer that repeats itself says nothing about others"
+    assert answer(planner, "short", 0, "one\0part") == 0, "one answer that repeats itself says nothing about others"
     assert answer(planner, "other", 0, "two") == 3, "what one tenant's answers began with showed in another's drafts"
     planner.purge("one")
     assert answer(planner, "anew", 0, "one") == 3
