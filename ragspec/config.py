@@ -164,7 +164,7 @@ class DraftTreeConfig(ConfigSection):
     """Tokens of a drafted path at most; null: 6, and 4 for the drafter self. Deeper: longer drafts, more forwards of the
     drafter."""
     max_nodes: int = Field(48, ge=1, le=512)
-    """Nodes beside the likeliest path, which may be as long as it pays. More: more tokens accepted, larger steps."""
+    """Nodes of a tree beside as many as its longest path has. More: more tokens accepted, larger steps."""
 
 
 class HeadConfig(ConfigSection):

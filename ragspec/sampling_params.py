@@ -110,9 +110,9 @@ class SamplingParams:
             )
 
     @property
-    def longest_prefix(self) -> int:
-        """The most output tokens that a bias of `after` depends on; -1: no bias does."""
-        return max(map(len, self.prefix_bias), default=0 if self.first_token_bias else -1)
+    def biased_lengths(self) -> frozenset[int]:
+        """The numbers of output tokens behind which `after` may differ from these parameters."""
+        return frozenset([*map(len, self.prefix_bias), *([0] if self.first_token_bias else [])])
 
     def after(self, output: Sequence[int]) -> SamplingParams:
         """The parameters of the token behind these output tokens, all its biases in `logit_bias`."""

@@ -1,12 +1,11 @@
 """Draft trees: proposed tokens after the last decided token.
 
 Node 0, the root, is the last decided token and not proposed. Every other node names its parent, which has a lower number, so a
-loop over nodes meets parents first. Siblings hold different tokens: adding a token twice under one parent gives the same node, so
-the drafts of several drafters merge into one tree.
+loop over nodes meets parents first. Siblings hold different tokens, so the drafts of several drafters merge into one tree
+(`ragspec.drafting.step_trees`).
 
-    >>> tree = DraftTree(root_token=7)
-    >>> tree.add(parent=0, token_id=3, path_prob=0.5, origin=Origin("copy"))
-    1
+    >>> DraftTree(root_token=7).child(0, token_id=3) is None
+    True
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class ProposalArrays(SequenceOf[Proposal]):
 class DraftTree:
     """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
 
-    __slots__ = ("_children", "depths", "draws", "origins", "parents", "path_probs", "shared", "token_ids")
+    __slots__ = ("_children", "depths", "draws", "origins", "parents", "path_probs", "token_ids")
 
     def __init__(self, root_token: int) -> None:
         self.token_ids = [root_token]
@@ -156,10 +155,9 @@ class DraftTree:
         self.depths = [0]
         self.path_probs = [1.0]
         self.origins = [_ROOT]
-        self.shared = [False]  # whether several drafters proposed the node
         self.draws: dict[int, Draw] = {}
         """By node, how its children were drawn; all other children were chosen deterministically."""
-        self._children: list[dict[int, int]] | None = None
+        self._children: list[dict[int, int]] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -171,7 +169,7 @@ class DraftTree:
     @property
     def _by_token(self) -> list[dict[int, int]]:
         """The children of each node by their tokens, in the order in which they were added."""
-        if self._children is None:
+        if len(self._children) < len(self):
             self._children = [{} for _ in self.token_ids]
             for node in range(1, len(self)):
                 self._children[self.parents[node]][self.token_ids[node]] = node
@@ -180,25 +178,6 @@ class DraftTree:
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that holds `token_id`, if any."""
         return self._by_token[node].get(token_id) if len(self.token_ids) > 1 else None
-
-    def add(self, parent: int, token_id: int, path_prob: float, origin: Origin) -> int:
-        """Add a node, or find the same node; returns its number. The origin of the more probable proposal is kept."""
-        path_prob = min(path_prob, self.path_probs[parent])
-        present = self._by_token[parent].get(token_id)
-        if present is not None:
-            if path_prob > self.path_probs[present]:
-                self.path_probs[present], self.origins[present] = path_prob, origin
-            return present
-        node = len(self.token_ids)
-        self._by_token[parent][token_id] = node
-        self._by_token.append({})
-        self.token_ids.append(token_id)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.path_probs.append(path_prob)
-        self.origins.append(origin)
-        self.shared.append(False)
-        return node
 
     def children(self, node: int) -> list[int]:
         """In the order in which they were added."""

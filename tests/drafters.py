@@ -6,7 +6,19 @@ import random
 from collections.abc import Mapping, Sequence
 
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
-from ragspec.tree import Origin, Proposal
+from ragspec.tree import DraftTree, Origin, Proposal
+
+
+def add_node(tree: DraftTree, parent: int, token_id: int) -> int:
+    """A new child, or the child that holds the token already."""
+    if (present := tree.child(parent, token_id)) is not None:
+        return present
+    tree.token_ids.append(token_id)
+    tree.parents.append(parent)
+    tree.depths.append(tree.depths[parent] + 1)
+    tree.path_probs.append(0.5)
+    tree.origins.append(Origin("test"))
+    return len(tree) - 1
 
 
 class Quiet(Drafter):

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from branches import ScriptedRandom, branches
+from drafters import add_node
 
 from ragspec.core import SamplingParams
 from ragspec.speculation import AcceptanceRule
-from ragspec.tree import DraftTree, Draw, Origin
+from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import draw_iid, draw_without_replacement, token_probs
 from ragspec.verification.rejection import rejection_sample
 from ragspec.verification.verify import VerifyResult
@@ -100,7 +101,7 @@ def sampled(case: Case, counts: Sequence[int], with_replacement: bool, chance: S
 def grow(drafted: Drafted, node: int, draw: Draw) -> None:
     drafted.draws[node] = draw
     for token in dict.fromkeys(draw.tokens):
-        drafted.tree.add(node, token, 0.5, Origin("test"))
+        add_node(drafted.tree, node, token)
         drafted.prefixes.append((*drafted.prefixes[node], token))
 
 
@@ -168,7 +169,7 @@ def pruned(drafted: Drafted, kept: Callable[[Prefix], bool]) -> Drafted:
     for node, prefix in enumerate(drafted.prefixes):
         if node and drafted.tree.parents[node] in numbers and kept(prefix):
             parent = numbers[drafted.tree.parents[node]]
-            numbers[node] = smaller.tree.add(parent, prefix[-1], 0.5, Origin("test"))
+            numbers[node] = add_node(smaller.tree, parent, prefix[-1])
             smaller.prefixes.append(prefix)
     smaller.draws.update((numbers[node], draw) for node, draw in drafted.draws.items() if node in numbers)
     return smaller

@@ -1,51 +1,46 @@
 """Learned acceptance: how probable it is that the target accepts a proposed node, by the kind of node, and how far a drafter is
 trusted in one sequence (`Trust`).
 
-Older outcomes fade. Only counts are kept, never text. Drafters that repeat text have a table for each tenant (`Experience`), so
-that no tenant's drafts show what others wrote; a network's drafts are alike for all, and so is its table.
+Older outcomes fade. Only counts are kept, never text. Drafters that repeat text have a table for each tenant, so that no
+tenant's drafts show what others wrote; a network's drafts are alike for all, and so is its table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.drafting.step_trees import ACCEPTED, EXPECTED, NUM_ADDED, NUM_HITS, NUM_NODES, NUM_SHARED
 from ragspec.numerics.compiled import compiled
-from ragspec.tenants import tenant_of
+from ragspec.tenants import TenantStates, tenant_of
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
+ASKED, UNCOVERED, EXPECTED, ACCEPTED, NUM_NODES, NUM_HITS, NUM_FIGURES = range(7)
+"""Figures of a drafter in a sequence's step: whether it was asked; how little drafters before it covered (`StepTrees.uncovered`);
+accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and the accepted nodes of these."""
 _PRIOR_TOKENS = 6.0
 """Expected tokens after which a sequence's own ratio weighs as much as its tenant's. Fewer: short answers trust chance hits."""
 _MEMORY = 0.98
 """Weight of the past after a step with guesses, so that a sequence that begins to copy late is trusted again."""
-FREE_MISSES, _NUM_DOUBLINGS = 3, 3
+_FREE_MISSES, _NUM_DOUBLINGS = 6, 3
 """Misses in a row before a drafter is asked less often, and how often the wait doubles. Longer waits lose the beginning of a
-copy."""
+copy: with 4 free misses instead of 6, replayed outputs of Spec-Bench take 2 to 4 % more steps and 5 to 7 % fewer rows."""
 _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
-"""Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts."""
+"""Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts. With 1.0 a poor
+head's trials cost eight sequences at once 7 % more; a good one is found sooner."""
 
-Rows = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-_EXPECTED, _ACCEPTED, _PRIOR, _NUM_MISSES, _BEGUN, _DUE, _GAINED = range(7)
-_NUM_FIGURES = _GAINED + 4  # tokens gained and drafts, alone and beside a cheaper drafter's token
+_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _BEGUN, _DUE, _NUM_FIGURES = range(10)
+_NUM_COUNTS = 4
 
 MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
-_MAX_TENANTS = 256
+MAX_TENANTS = 256
+"""Of which tables are kept; then the table that was used longest ago is forgotten."""
 _NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
-
-
-@compiled(nogil=True)
-def _note(state: Any, rows: Any, drafter: int, is_hit: Any, step: int, num_free: float) -> None:
-    for n in range(len(rows)):
-        own = state[rows[n], drafter]
-        own[_NUM_MISSES] = 0.0 if is_hit[n] else own[_NUM_MISSES] + 1.0
-        wait = 2.0 ** min(max(0.0, own[_NUM_MISSES] - num_free - 1.0), _NUM_DOUBLINGS)
-        own[_DUE] = own[_BEGUN] + ((step - own[_BEGUN]) // wait + 1.0) * wait
 
 
 @compiled(nogil=True)
@@ -55,25 +50,21 @@ def _learn(accepted: Any, seen: Any, keep: float, cells: Any, outcomes: Any) -> 
         accepted[cells[n]] = accepted[cells[n]] * keep + outcomes[n]
 
 
-class Cell(int):
-    """The number of an estimate; a type of its own, so that no other drafter's feedback is taken for a cell."""
-
-
 class AcceptanceCells:
     """One estimate a cell: a Beta prior of a given weight, and outcomes that weigh 1/e after `memory` further ones.
 
     `accepted` and `seen` are weights of outcomes. Shapes: float64 [cells] each.
     """
 
-    def __init__(self, prior: Iterable[float], prior_weight: float, memory: float) -> None:
+    def __init__(self, prior: Iterable[float], prior_weight: float = 4.0, memory: float = 400.0) -> None:
         self.accepted = prior_weight * np.fromiter(prior, np.float64)
         self.seen = np.full(len(self.accepted), prior_weight)
         self._keep = 1.0 - 1.0 / memory
 
-    def probability(self, cell: Cell) -> float:
+    def probability(self, cell: int) -> float:
         return float(self.accepted.item(cell) / self.seen.item(cell))
 
-    def learn(self, cells: Cell | Ints, accepted: bool | Ints) -> None:
+    def learn(self, cells: int | Ints, accepted: bool | Ints) -> None:
         """The outcome of a node, or of several in order. Shapes: int64 [N] each."""
         _learn(self.accepted, self.seen, self._keep, np.atleast_1d(np.int64(cells)), np.atleast_1d(np.int64(accepted)))
 
@@ -83,53 +74,10 @@ class Guess(NamedTuple):
     cells, int64 [N]."""
 
     acceptance: AcceptanceCells
-    cell: Cell | Ints
+    cell: int | Ints
 
     def learn(self, accepted: bool | Ints) -> None:
         self.acceptance.learn(self.cell, accepted)
-
-
-T = TypeVar("T")
-
-
-class Experience(Generic[T]):
-    """One table of acceptance for each tenant. Beyond `_MAX_TENANTS` the least recently used one is forgotten."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._tables = make, dict[str, T]()
-
-    def of(self, salt: str) -> T:
-        tenant = tenant_of(salt)
-        table = self._tables.pop(tenant, None)
-        table = self._make() if table is None else table
-        self._tables[tenant] = table
-        if len(self._tables) > _MAX_TENANTS:
-            del self._tables[next(iter(self._tables))]
-        return table
-
-    def purge(self, salt: str) -> None:
-        self._tables.pop(salt, None)
-
-
-class CopyAcceptance(AcceptanceCells):
-    """Acceptance of a copied node given its parent's, by (kind, match length).
-
-    `priors[kind]` has the prior of length 0 and the limit for long matches.
-    """
-
-    def __init__(self, priors: dict[str, tuple[float, float]], max_length: int = 16) -> None:
-        self._max_length = max_length
-        self._rows = {kind: i * (max_length + 1) for i, kind in enumerate(priors)}
-        share = 1.0 - 0.6 ** np.arange(max_length + 1)
-        rows = [short + (long - short) * share for short, long in priors.values()]
-        super().__init__(np.concatenate(rows), prior_weight=4.0, memory=400.0)
-
-    def row(self, kind: str) -> int:
-        """The cell of length 0; the next cells have the next lengths."""
-        return self._rows[kind]
-
-    def cell(self, kind: str, length: int) -> Cell:
-        return Cell(self._rows[kind] + min(length, self._max_length))
 
 
 class ChildAcceptance(AcceptanceCells):
@@ -150,7 +98,7 @@ class ChildAcceptance(AcceptanceCells):
         self.typical = 0.7
         """Recent mean chance that one of an accepted node's children is accepted."""
 
-    def first_cells(self, modes: Sequence[int], num_ranks: int) -> NDArray[np.int64]:
+    def first_cells(self, modes: Sequence[int], num_ranks: int) -> Ints:
         """Cells of the least margin, by mode, depth - 1 and rank. Each of `MARGINS` that a child's margin passes adds 1.
 
         A margin is for rank 0 the score less that of rank 1, else the best score less the child's own. Modes: greedy, with noise,
@@ -159,10 +107,10 @@ class ChildAcceptance(AcceptanceCells):
         by_mode, by_depth, by_rank = self._strides
         ranks = np.minimum(np.arange(num_ranks), _NUM_RANKS - 1)
         depths = np.arange(_NUM_DEPTHS)[:, None]
-        cells: NDArray[np.int64] = np.array(modes)[:, None, None] * by_mode + depths * by_depth + ranks * by_rank
+        cells: Ints = np.array(modes)[:, None, None] * by_mode + depths * by_depth + ranks * by_rank
         return cells
 
-    def chances(self, modes: Iterable[int]) -> NDArray[np.float64]:
+    def chances(self, modes: Iterable[int]) -> Floats:
         """The probability of every cell of these modes, 0 in other cells. Shape: [cells]."""
         chances = np.zeros(len(self.seen))
         for mode in set(modes):
@@ -175,113 +123,100 @@ class ChildAcceptance(AcceptanceCells):
         self.typical += 0.02 * weight * (chance - self.typical)
 
 
+@compiled(nogil=True)
+def _count(state: Any, rows: Any, figures: Any, step: int, row_price: float, num_free_misses: float) -> None:
+    for n in range(len(rows)):
+        for drafter in range(figures.shape[1]):
+            own, found = state[rows[n], drafter], figures[n, drafter]
+            if found[ASKED] == 0.0:
+                continue
+            memory = _MEMORY if found[EXPECTED] > 0.0 else 1.0
+            own[_EXPECTED] = own[_EXPECTED] * memory + found[EXPECTED]
+            own[_ACCEPTED] = own[_ACCEPTED] * memory + found[ACCEPTED]
+            own[_CHANCES] = own[_CHANCES] * _MEMORY + found[UNCOVERED]
+            own[_GAINED] = own[_GAINED] * _MEMORY + found[NUM_HITS] - row_price * found[NUM_NODES]
+            own[_NUM_MISSES] = 0.0 if found[NUM_HITS] > 0.0 else own[_NUM_MISSES] + 1.0
+            wait = 2.0 ** min(max(0.0, own[_NUM_MISSES] - num_free_misses), _NUM_DOUBLINGS)
+            own[_DUE] = own[_BEGUN] + ((step - own[_BEGUN]) // wait + 1.0) * wait
+
+
 class Trust:
     """How far drafters are trusted: one rule, in arrays with a row for each open sequence and a column for each drafter.
 
     A drafter estimates the probabilities of its nodes over all requests. A sequence scales them by the ratio of accepted to
     expected tokens that the drafter had there, which begins at the ratio of the tenant's other sequences and is 1 at most. After
-    some misses in a row a drafter is asked again in a step whose number, counted from the sequence's first, is a multiple of 1,
-    2, 4 and then 8: sequences that began together are asked together, and the steps between cost nothing. A drafter that takes
-    time has a gain beside, the accepted tokens that a draft adds: where cheaper drafters probably have the next token, and where
-    they do not.
-    Only counts are kept, never text. A sequence gets its row when it is first named.
+    some misses in a row a drafter is asked again in a step whose number, counted from the sequence's first, is a multiple of 2,
+    4 and then 8: sequences that began together are asked together, and others' steps change none of a tenant's
+    drafts. A draft of a drafter that takes time gains the ratio of the tokens that its drafts added, less the price of their
+    rows, to how little drafters before it covered.
+    Only counts are kept, never text.
     """
 
-    def __init__(self, num_drafters: int, num_free_misses: float = FREE_MISSES) -> None:
+    def __init__(self, num_drafters: int, num_free_misses: float = _FREE_MISSES) -> None:
         self._num_free_misses = num_free_misses
         self.step = 0
         """The number of the present step."""
-        self._state = np.zeros((8, num_drafters, _NUM_FIGURES))
-        self._allowed = np.zeros((8, num_drafters), np.bool_)
-        self._tenants = Experience(lambda: np.zeros((num_drafters, 2)))
-        self._overall = np.full((num_drafters, 4), 2 * [_PRIOR_GAIN * _PRIOR_DRAFTS, _PRIOR_DRAFTS])
-        self.nodes_a_draft = np.full(num_drafters, 3.0)
-        """Mean number of rows that a draft takes of the step."""
-        self._rows: dict[tuple[str, int], tuple[int, str]] = {}
-        self._free = list(range(8))
-        self.note(np.zeros(0, np.int64), 0, np.zeros(0, np.bool_))  # compiles it
+        self._state = np.zeros((0, num_drafters, _NUM_FIGURES))
+        self._tenants = TenantStates(MAX_TENANTS, lambda: np.zeros((num_drafters, _NUM_COUNTS)))
+        self._free = list[int]()
+        self.learn(np.zeros(0, np.int64), np.zeros((0, num_drafters, NUM_FIGURES)), 0.0)  # compiles it
 
-    def row(self, key: tuple[str, int], salt: str, drafters: Sequence[int] = ()) -> int:
-        """`drafters`: the numbers of those that the request allows."""
-        if (known := self._rows.get(key)) is None:
-            if not self._free:
-                count = len(self._state)
-                self._free = list(range(count, 2 * count))
-                self._state = np.concatenate([self._state, np.zeros_like(self._state)])
-                self._allowed = np.concatenate([self._allowed, np.zeros_like(self._allowed)])
-            known = self._rows[key] = self._free.pop(), salt
-            expected, accepted = self._tenants.of(salt).T
-            self._state[known[0]] = 0.0
-            self._state[known[0], :, _BEGUN] = self.step
-            self._allowed[known[0], [*drafters]] = True
-            self._state[known[0], :, _PRIOR] = (_PRIOR_TOKENS + accepted) / (_PRIOR_TOKENS + expected)
-            scale = _PRIOR_DRAFTS / self._overall[:, [1, 1, 3, 3]]
-            self._state[known[0], :, _GAINED:] = self._overall * scale
-        return known[0]
+    def start(self, salt: str, drafters: Sequence[int]) -> int:
+        """The row of a new sequence, whose request allows these drafters."""
+        if not self._free:
+            count = len(self._state)
+            self._free = list(range(count, 2 * count + 8))
+            self._state = np.concatenate([self._state, np.full((count + 8, *self._state.shape[1:]), np.inf)])
+        row = self._free.pop()
+        expected, accepted, chances, gained = self._tenants.used(tenant_of(salt)).T
+        self._state[row] = 0.0
+        self._state[row, :, _RATIO] = (_PRIOR_TOKENS + accepted) / (_PRIOR_TOKENS + expected)
+        self._state[row, :, _GAIN] = (_PRIOR_GAIN * _PRIOR_DRAFTS + gained) / (_PRIOR_DRAFTS + chances)
+        self._state[row, :, _BEGUN], self._state[row, :, _DUE] = self.step, np.inf
+        self._state[row, [*drafters], _DUE] = 0.0
+        return row
 
-    def finish(self, key: tuple[str, int]) -> None:
+    def finish(self, row: int, salt: str) -> None:
         """Add the sequence to its tenant's, with no more than was expected: answers that repeat themselves are no rule."""
-        row, salt = self._rows.pop(key, (-1, ""))
-        if row >= 0:
-            self._free.append(row)
-            self._allowed[row] = False
-            expected, accepted = self._state[row, :, _EXPECTED], self._state[row, :, _ACCEPTED]
-            table = self._tenants.of(salt)
-            table *= np.where(expected > 0.0, _MEMORY, 1.0)[:, None]
-            table += np.column_stack([expected, np.minimum(expected, accepted)])
+        counts, table = self._state[row, :, :_NUM_COUNTS], self._tenants.used(tenant_of(salt))
+        counts[:, _ACCEPTED] = np.minimum(counts[:, _EXPECTED], counts[:, _ACCEPTED])
+        table *= np.where(counts[:, _EXPECTED] > 0.0, _MEMORY, 1.0)[:, None]
+        table += counts
+        self._state[row, :, _DUE] = np.inf
+        self._free.append(row)
 
     def purge(self, salt: str) -> None:
         self._tenants.purge(salt)
 
-    def allowed(self, rows: Rows) -> Mask:
-        """Which drafters may draft. Shape: [B] -> [B, drafters]."""
-        return self._allowed[rows]
-
-    def factors(self, rows: Rows) -> NDArray[np.float64]:
-        """Shape: [B] -> [B, drafters]."""
+    def ratios(self, rows: Ints) -> Floats:
+        """By which probabilities are scaled. Shape: [B] -> [B, drafters]."""
         state = self._state[rows]
-        ratio = (_PRIOR_TOKENS * state[..., _PRIOR] + state[..., _ACCEPTED]) / (_PRIOR_TOKENS + state[..., _EXPECTED])
+        ratio = (_PRIOR_TOKENS * state[..., _RATIO] + state[..., _ACCEPTED]) / (_PRIOR_TOKENS + state[..., _EXPECTED])
         return np.minimum(1.0, ratio)
 
-    def due(self, rows: Rows) -> Mask:
+    def gains(self, rows: Ints, drafter: int, uncovered: Floats) -> list[float]:
+        """Tokens that a draft is expected to add, less the price of its rows. Shape: uncovered [B], as `StepTrees.uncovered`."""
+        state = self._state[rows, drafter]
+        own = (_PRIOR_DRAFTS * state[:, _GAIN] + state[:, _GAINED]) / (_PRIOR_DRAFTS + state[:, _CHANCES])
+        gains: list[float] = (own * uncovered).tolist()
+        return gains
+
+    def due(self, rows: Ints) -> Mask:
         """Whether requests and misses allow each drafter to be asked in this step. Shape: [B] -> [B, drafters]."""
-        due: Mask = (self._state[rows, :, _DUE] <= self.step) & self._allowed[rows]
+        due: Mask = self._state[rows, :, _DUE] <= self.step
         return due
 
     def next_due(self) -> float:
         """The first step in which a drafter may be asked for any of the sequences; infinity if there is none."""
-        return float(self._state[..., _DUE].min(initial=np.inf, where=self._allowed))
+        return float(self._state[..., _DUE].min(initial=np.inf))
 
-    def note(self, rows: Rows, drafter: int, is_hit: Mask) -> None:
-        """Whether a token of this step's draft was accepted, in each of these sequences."""
-        _note(self._state, rows, drafter, is_hit, self.step, float(self._num_free_misses))
+    def miss(self, rows: Ints, drafter: int) -> None:
+        """A drafter that was due had nothing to propose."""
+        figures = np.zeros((len(rows), self._state.shape[1], NUM_FIGURES))
+        figures[:, drafter, ASKED] = 1.0
+        self.learn(rows, figures, 0.0)
 
-    def gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Accepted tokens that a draft is expected to add. `covered`: the probability that a node so far holds the next token."""
-        at = _GAINED + 2 * (covered >= 0.5)
-        gains: NDArray[np.float64] = self._state[rows, drafter, at] / self._state[rows, drafter, at + 1]
-        return gains
-
-    def learn_gains(self, rows: Rows, drafter: int, covered: NDArray[np.float64], figures: Any) -> None:
-        """Count a draft that took time in each of these sequences. Shape: figures [B, figures], of this drafter."""
-        own = self._overall[drafter]
-        for row, at, added in zip(rows, 2 * (covered >= 0.5), figures[:, NUM_ADDED], strict=True):
-            for counts in (self._state[row, drafter, _GAINED + at : _GAINED + at + 2], own[at : at + 2]):
-                counts *= _MEMORY
-                counts += added, 1.0
-        if len(rows):
-            self.nodes_a_draft[drafter] += (1.0 - _MEMORY) * (
-                figures[:, NUM_NODES].mean() - self.nodes_a_draft[drafter]
-            )
-
-    def learn(self, rows: Rows, figures: NDArray[np.float64]) -> None:
-        """Count the judged nodes of a step. Shape: figures [B, drafters, figures] of `StepTrees`."""
-        guessed = (figures[..., EXPECTED] > 0.0) | (figures[..., NUM_NODES] > 0.0)
-        memory = np.where(guessed, _MEMORY, 1.0)
-        state = self._state[rows]
-        state[..., _EXPECTED] = state[..., _EXPECTED] * memory + figures[..., EXPECTED]
-        state[..., _ACCEPTED] = state[..., _ACCEPTED] * memory + figures[..., ACCEPTED]
-        self._state[rows] = state
-        for drafter in np.flatnonzero((figures[..., NUM_NODES] + figures[..., NUM_SHARED]).any(0)):
-            drafted = figures[:, drafter, NUM_NODES] + figures[:, drafter, NUM_SHARED] > 0.0
-            self.note(rows[drafted], int(drafter), figures[drafted, drafter, NUM_HITS] > 0.0)
+    def learn(self, rows: Ints, figures: Floats, row_price: float) -> None:
+        """Count the judged nodes of a step. `row_price`: tokens that a row costs. Shape: figures [B, drafters, figures] of
+        `StepTrees`."""
+        _count(self._state, rows, figures, self.step, row_price, float(self._num_free_misses))

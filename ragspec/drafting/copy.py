@@ -33,8 +33,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind, salt_belongs_to
-from ragspec.drafting.acceptance import Cell, CopyAcceptance, Experience, Guess
-from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
+from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess
+from ragspec.drafting.counted import CountedAcceptance, CountedDrafts, compile_searches
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
 from ragspec.drafting.suffix_index import (
@@ -46,7 +46,7 @@ from ragspec.drafting.suffix_index import (
     longest_matches,
 )
 from ragspec.numerics.compiled import compiled, inner
-from ragspec.tenants import TenantStates
+from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, ProposalArrays
 
 _MAX_MATCH = 16
@@ -54,7 +54,6 @@ _MAX_BRANCHES = 6
 _MAX_QUOTES = 8
 _LIKELY = 0.1
 """Beyond `max_nodes` tokens a branch goes on while its path is at least so probable."""
-_MAX_TENANTS = 256
 _PROMPT_END = 4
 """Tokens of the prompt that are kept with an answer, so that its beginning is found again."""
 _PRIORS = {
@@ -73,7 +72,7 @@ _PRIORS = {
 
 
 _ROWS = {kind: n * (_MAX_MATCH + 1) for n, kind in enumerate(_PRIORS)}
-"""The cell of each kind's length 0 (`CopyAcceptance.row`)."""
+"""The cell of each kind's length 0; the next cells have the next lengths."""
 _START_QUOTE, _QUOTE, _QUOTED, _TAIL = (_ROWS[kind] for kind in ("start:quote", "quote:0", "quoted", "tail"))
 _REALIGN = _ROWS["realign:replaced"]
 _START_ROWS = tuple(_ROWS.get(f"start:{kind.name.lower()}", 0) for kind in SourceKind)
@@ -250,6 +249,12 @@ def _follow(searched: Any, num_new: int) -> None:
         place[_EXPECTED], place[_NUM_OFF] = starts[0, 0], end - begin
 
 
+def copy_acceptance() -> AcceptanceCells:
+    """Acceptance of a copied node given its parent's, by kind and match length."""
+    share = 1.0 - 0.6 ** np.arange(_MAX_MATCH + 1)
+    return AcceptanceCells(np.concatenate([short + (long - short) * share for short, long in _PRIORS.values()]))
+
+
 class CopyDrafter(Drafter):
     """See the module. `earlier_tokens`: the most tokens of earlier answers kept for one tenant; 0 keeps none.
 
@@ -267,17 +272,18 @@ class CopyDrafter(Drafter):
     ) -> None:
         self._reader = ReferenceReader(tokenizer, eos_ids)
         self._marks = np.array(self._reader.quote_ids, np.int64)
-        self._earlier = TenantStates(_MAX_TENANTS, lambda: GrowingSuffixes(earlier_tokens))
+        self._earlier = TenantStates(MAX_TENANTS, lambda: GrowingSuffixes(earlier_tokens))
         self._least_prob = least_prob
-        self._acceptance = Experience(lambda: CopyAcceptance(_PRIORS, _MAX_MATCH))
-        self._counts = CountedDrafts(self.name, least_match=2) if earlier_tokens else None
-        self._counted_acceptance = Experience(CountedAcceptance)
+        self._acceptance = TenantStates(MAX_TENANTS, copy_acceptance)
+        self._has_earlier = earlier_tokens > 0
+        self._counted_acceptance = TenantStates(MAX_TENANTS, CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
         self._out = _Proposed(np.empty((_SPARE_NODES, NUM_GIVEN), np.int64), np.empty(_SPARE_NODES))  # of one call
-        index = SuffixIndex(ReferenceIndex([]), "", CopyAcceptance(_PRIORS, _MAX_MATCH), self._reader.opens_quote)
+        index = SuffixIndex(ReferenceIndex([]), "", copy_acceptance(), self._reader.opens_quote)
         self._copies(index, 0, 0, 1.0)  # compiles the search, for which the first answer would otherwise wait
         _follow(index.searched, 0)
-        index.acceptance.learn(Cell(0), True)
+        index.acceptance.learn(0, True)
+        compile_searches()
 
     def prepare(self, request: Request) -> ReferenceIndex:
         """The references of a request. Why the last output tokens precede a given draft: the longest match then leads to it."""
@@ -292,7 +298,7 @@ class CopyDrafter(Drafter):
         if index is None:  # preparing failed
             return
         salt = sequence.request.salt
-        acceptance = self._acceptance.of(salt)
+        acceptance = self._acceptance.used(tenant_of(salt))
         self._indexes[sequence.key] = SuffixIndex(index, salt, acceptance, self._reader.opens_quote)
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
@@ -310,13 +316,13 @@ class CopyDrafter(Drafter):
     def _may_copy(self, sequence: SequenceView) -> bool:
         if (index := self._indexes.get(sequence.key)) is None:
             return False
-        has_earlier = self._counts is not None and sequence.request.salt in self._earlier
+        has_earlier = self._has_earlier and sequence.request.salt in self._earlier
         return has_earlier or index.may_continue(sequence.tokens, sequence.num_prompt)
 
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
         paused = sequence.request.segment.end is not None
-        if self._counts and sequence.num_output and index is not None and index.remembered and not paused:
+        if self._has_earlier and sequence.num_output and index is not None and index.remembered and not paused:
             answer = sequence.tokens[max(0, sequence.num_prompt - _PROMPT_END) :]
             self._earlier.used(sequence.request.salt).append(answer)
 
@@ -363,9 +369,10 @@ class CopyDrafter(Drafter):
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
         """What followed in the tenant's earlier answers, and the length of the match there."""
         salt = sequence.request.salt
-        if self._counts is None or (answers := self._earlier.get(salt)) is None:
+        if not self._has_earlier or (answers := self._earlier.get(salt)) is None:
             return [], 0
-        return self._counts.grow(answers.runs, sequence.tokens, most, most, self._counted_acceptance.of(salt))
+        acceptance = self._counted_acceptance.used(tenant_of(salt))
+        return CountedDrafts(self.name, answers.runs, acceptance).grow(sequence.tokens, most, most)
 
 
 def _below(proposals: SequenceOf[Proposal], left: float, first: int) -> Iterator[Proposal]:

@@ -18,7 +18,9 @@ set (`StepPlan.least_prob`), and a drafter may leave it out.
 
 A drafter whose proposals take D seconds is asked for a set A of sequences where it saves more time than it takes (`saved_s`):
 
-    saved(gains of A) - D(A) - (T(B + M + nodes of A, c) - T(B + M, c)) > 0
+    saved(gains of A) - D(A) > 0
+
+A gain is the tokens that a draft adds, less the price in tokens of the rows that it takes.
 
 Owns seconds and probabilities; knows no drafter.
 """
@@ -31,10 +33,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ragspec.drafting.acceptance import Floats, Ints, Mask
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.step_trees import Limits, StepTrees
+from ragspec.drafting.step_trees import StepTrees
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _MOST_MEASURED = 128
@@ -45,8 +47,6 @@ _MACHINE_WEIGHT, _SIZE_WEIGHT = 0.08, 0.04
 _MOST_CORRECTION, _FORGOTTEN_SHARE = 1.5, 0.003
 """The largest correction; and the share that a step forgets where unused sizes seem dear, or used sizes cheap: a slow spell of
 some sizes does not rule them out for good."""
-_SHARE_WEIGHT = 1 / 24
-"""Weight of one step in the mean of shares."""
 _LEAST_SHARE = 0.05
 """Why not 0: a table may be flat from M to B + M rows, and the objective divides by the share."""
 
@@ -96,12 +96,13 @@ class CostTable:
         share = (num_rows - low) / (high - low)
         return (column[at - 1] + (column[at] - column[at - 1]) * share) * self._machine
 
-    def costs_s(self, num_rows: NDArray[np.int64], context: int) -> NDArray[np.float64]:
-        """As `cost_s`, of rising numbers of rows. Shape: int64 [N] -> float64 [N]."""
-        inside = np.interp(num_rows, self._rows, self._seconds[self._nearest(context)]) * self._machine
-        first = int(np.searchsorted(num_rows, self._rows[-1], "right"))
-        inside[first:] = [self.cost_s(int(rows), context) for rows in num_rows[first:]]
-        return inside
+    def costs_s(self, num_rows: Ints, context: int) -> Floats:
+        """As `cost_s`. Shape: int64 [N] -> float64 [N]."""
+        rows, column = self._rows, self._seconds[self._nearest(context)]
+        slope = (column[-1] - column[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
+        beyond_s = slope * np.maximum(0, num_rows - rows[-1])
+        seconds: Floats = (np.interp(num_rows, rows, column) + beyond_s) * self._machine
+        return seconds
 
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
@@ -121,18 +122,13 @@ class CostTable:
         """Learn from the seconds of a forward. More rows than were measured at start correct their own sizes alone."""
         if num_rows > self._rows[-1]:
             return
-        nearest = self._nearest(context)
+        nearest, at = self._nearest(context), bisect_left(self._rows, num_rows)
         ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
-        at = bisect_left(self._rows, num_rows)
         used = {at, at - 1} if at > 0 and self._rows[at] != num_rows else {at}
-        corrections = self._corrections[nearest]
-        if num_rows > _MOST_MEASURED:  # most are chunks of prompts, which compute no logits
-            for i in used:
-                if self._rows[i] > _MOST_MEASURED:
-                    corrections[i] *= ratio**_MACHINE_WEIGHT
-        else:
-            self._machine *= ratio**_MACHINE_WEIGHT
-            for i in range(bisect_right(self._rows, _MOST_MEASURED)):
+        corrections, is_chunk = self._corrections[nearest], num_rows > _MOST_MEASURED
+        self._machine *= 1.0 if is_chunk else ratio**_MACHINE_WEIGHT
+        for i, size in enumerate(self._rows):
+            if (size > _MOST_MEASURED) == is_chunk:  # chunks of prompts compute no logits
                 learned = corrections[i] * (ratio**_SIZE_WEIGHT if i in used else 1.0)
                 if (learned > 1.0) != (i in used):
                     learned **= 1.0 - _FORGOTTEN_SHARE
@@ -143,58 +139,50 @@ class CostTable:
         return self._contexts[bisect_left(self._borders, context)]
 
 
-class OwnShare:
-    """`share` of the module: the mean of recent steps, `_LEAST_SHARE` to 1."""
+def own_share(costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> float:
+    """`share` of the module in this step, `_LEAST_SHARE` to 1. At least one sequence has output.
 
-    def __init__(self) -> None:
-        self.value = 1.0
-
-    def learn(self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> None:
-        """Count a step in which a sequence decodes. A sequence without output ends its own prompt: its row is a prompt's."""
-        num_decoding = sum(sequence.num_output > 0 for sequence in sequences)
-        if not num_decoding:
-            return
-        prompt_rows, share = num_prompt_rows + len(sequences) - num_decoding, 1.0
-        if prompt_rows:
-            context = max(len(sequence.tokens) for sequence in sequences)
-            decoding_s = costs.cost_s(num_decoding + prompt_rows, context) - costs.cost_s(prompt_rows, context)
-            share = min(1.0, max(_LEAST_SHARE, decoding_s / costs.cost_s(num_decoding, context)))
-        self.value += _SHARE_WEIGHT * (share - self.value)
+    A sequence without output ends its own prompt: its row is a prompt's.
+    """
+    num_decoding = sum(sequence.num_output > 0 for sequence in sequences)
+    prompt_rows = num_prompt_rows + len(sequences) - num_decoding
+    if not prompt_rows:
+        return 1.0
+    context = max(len(sequence.tokens) for sequence in sequences)
+    decoding_s = costs.cost_s(num_decoding + prompt_rows, context) - costs.cost_s(prompt_rows, context)
+    return min(1.0, max(_LEAST_SHARE, decoding_s / costs.cost_s(num_decoding, context)))
 
 
 class StepPlan:
-    """The trees of one step's B sequences, and the objective for them. `num_prompt_rows`: rows of prompts in the same step;
-    `share`: as in the module."""
+    """The trees of one step's B sequences, and the objective for them.
+
+    `num_prompt_rows`: rows of prompts in the same step; `spare_rows`: the most nodes; `share`: as in the module. Shape: trusts
+    float64 [B, drafters].
+    """
 
     def __init__(
         self,
         costs: CostTable,
         sequences: SequenceOf[SequenceView],
         num_prompt_rows: int,
+        spare_rows: int,
+        trusts: Floats,
         share: float = 1.0,
-        num_drafters: int = 1,
     ) -> None:
-        self.sequences = sequences
-        self.trees = StepTrees([s.tokens[-1] for s in sequences], num_drafters)
+        self.sequences, self.spare_rows = sequences, spare_rows
+        self.trees = StepTrees([s.tokens[-1] for s in sequences], trusts)
         self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
         self._context = max(len(s.tokens) for s in sequences)
-        self.step_s = costs.cost_s(self._num_rows, self._context)
-        """Of the step without drafts."""
         self._alone_s = costs.cost_s(len(sequences), self._context)
-        self._own_s = share * self._alone_s
-
-    def nodes_s(self, num_nodes: int) -> float:
-        """Seconds that so many nodes add to the step."""
-        return self._costs.cost_s(self._num_rows + num_nodes, self._context) - self.step_s
+        self.own_s = share * self._alone_s
+        """Seconds of the sequences' own tokens."""
+        row_s = costs.least_row_s(self._num_rows, self._num_rows + spare_rows, self._context)
+        self.least_prob = row_s * len(sequences) / self.own_s
+        """The probability below which a node's path raises no rate, whatever else is drafted: the price of the cheapest row."""
 
     def token_s(self) -> float:
         """Seconds a token takes with the trees so far."""
-        return float(self._own_s / (len(self.sequences) + self.trees.expected.sum()))
-
-    def least_prob(self, spare_rows: int) -> float:
-        """The probability below which a node's path raises no rate, whatever else is drafted. `spare_rows`: the most nodes."""
-        row_s = self._costs.least_row_s(self._num_rows, self._num_rows + spare_rows, self._context)
-        return row_s * len(self.sequences) / self._own_s
+        return self.own_s / (len(self.sequences) + self.trees.expected)
 
     def saved_s(self, gains: SequenceOf[float]) -> float:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
@@ -204,31 +192,23 @@ class StepPlan:
         """
         count = len(self.sequences)
         one_s = self._costs.cost_s(1, self._context)
-        row_s = min(self._own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
+        row_s = min(self.own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
         together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
-        expected = 1.0 + self.trees.expected.sum() / count
-        return float((sum(gains) * row_s + together * (self._own_s - count * row_s)) / expected)
+        return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (1.0 + self.trees.expected / count)
 
-    def fit(self, limits: list[Limits], factors: NDArray[np.float64], spare_rows: int) -> None:
-        """Cut the trees to the best set of at most `spare_rows` nodes. Shape: factors float64 [B, drafters].
+    def fit(self, most: Ints, is_whole: Mask) -> None:
+        """Cut the trees to the best set of at most `spare_rows` nodes, `most` of each tree. Shapes: int64 [B], bool [B].
 
-        Trees drawn by chance keep all their nodes, their share of the rows at most: to leave a node out because of the tokens
-        drawn below it would change the distribution of the output.
+        Whole trees keep all these nodes, their share of the rows at most: to leave out a node of a tree drawn by chance because
+        of the tokens drawn below it would change the distribution of the output.
         """
-        trees, whole = self.trees, np.array([limit.is_whole for limit in limits])
-        if whole.any():
-            most = spare_rows // int(whole.sum())
-            limits = [each._replace(most=min(each.most, most)) if each.is_whole else each for each in limits]
-        trees.limit(limits, factors)
-        rest = np.flatnonzero(~whole)
-        num_drafted = int(trees.kept[whole].sum() - whole.sum())
-        num_rows, spare_rows = self._num_rows + num_drafted, spare_rows - num_drafted
-        num_nodes = min(int(trees.kept[rest].sum()) - len(rest), spare_rows)
-        if len(rest):
-            costs, context = self._costs, self._context
-            seconds = costs.costs_s(num_rows + np.arange(num_nodes + 1), context)
-            row_s = costs.least_row_s(num_rows, num_rows + num_nodes, context)
-            trees.cut(rest, self._share * costs.cost_s(len(rest), context), seconds - seconds[0], row_s)
+        if num_whole := int(is_whole.sum()):
+            most = np.where(is_whole, np.minimum(most, self.spare_rows // num_whole), most)
+        self.trees.limit(most)
+        num_nodes = min(int(self.trees.counts.sum()) - len(most), self.spare_rows)
+        seconds = self._costs.costs_s(self._num_rows + np.arange(num_nodes + 1), self._context)
+        others_s = self._share * self._costs.cost_s(max(1, len(most) - num_whole), self._context)
+        self.trees.cut(is_whole, others_s, seconds)
 
 
 def _extrapolated(rows: SequenceOf[int], seconds: SequenceOf[float], further: SequenceOf[int]) -> list[float]:

@@ -5,8 +5,8 @@ siblings leave, the length of the match and the count itself make the node's kin
 
 Of the longest match, its half and so on, the one whose tree promises the most accepted tokens is drafted.
 
-    >>> counts = CountedDrafts("datastore", least_match=2)
-    >>> counts.grow([VisibleSuffixes(SortedSuffixes.build(tokens))], sequence.tokens, max_nodes=48, max_depth=16)
+    >>> stores = [VisibleSuffixes(SortedSuffixes.build(tokens))]
+    >>> CountedDrafts("datastore", stores, acceptance).grow(sequence.tokens, max_nodes=48, max_depth=16)
 
 Sources: REST (He et al. 2023, arXiv 2311.08252), SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
 """
@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ragspec.drafting.acceptance import AcceptanceCells, Cell, Guess
+from ragspec.drafting.acceptance import AcceptanceCells, Guess
 from ragspec.drafting.suffix_index import SEPARATOR, SORTED_TOKENS, SortedSuffixes, VisibleSuffixes
 from ragspec.tree import Origin, Proposal
 
 MAX_MATCH = 16
 _MAX_DEPTH = SORTED_TOKENS - MAX_MATCH
-_NUM_CHILDREN = 4
+_LEAST_MATCH, _NUM_CHILDREN = 2, 4
 _LEAST_PROB = 0.02
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 0.999)
 _COUNTS = (2, 4, 16)
@@ -42,12 +42,12 @@ class CountedAcceptance(AcceptanceCells):
         middles = np.array([(low + high) / 2 for low, high in itertools.pairwise((0.0, *_SHARES, 1.0))])
         reliable = 0.95 - 0.7 ** np.arange(1, MAX_MATCH + 2)
         prior = reliable[:, None, None] * middles[:, None] * np.ones(len(_COUNTS) + 1)
-        super().__init__(prior.ravel().tolist(), prior_weight=4.0, memory=400.0)
+        super().__init__(prior.ravel())
 
-    def cell(self, match: int, share: float, count: int) -> Cell:
+    def cell(self, match: int, share: float, count: int) -> int:
         """`match`: tokens that the node's parent and the tokens before it have in common with the texts."""
         row = min(match, MAX_MATCH) * (len(_SHARES) + 1) + bisect_right(_SHARES, share)
-        return Cell(row * (len(_COUNTS) + 1) + bisect_right(_COUNTS, count))
+        return row * (len(_COUNTS) + 1) + bisect_right(_COUNTS, count)
 
 
 class _Node(NamedTuple):
@@ -59,51 +59,36 @@ class _Node(NamedTuple):
     spans: list[tuple[int, int, int]]
 
 
-class CountedDrafts:
-    """Grows one drafter's trees. `least_match`: the fewest tokens that a match has."""
+class CountedDrafts(NamedTuple):
+    """The texts that one draft of a drafter may repeat."""
 
-    def __init__(self, name: str, least_match: int) -> None:
-        self._name, self._least_match = name, least_match
-        suffixes = SortedSuffixes.build(np.array([0, 1, 0, SEPARATOR], np.int32))
-        self.grow([VisibleSuffixes(suffixes)], [0, 1], 1, 1, CountedAcceptance())  # compiles the searches
+    drafter: str
+    stores: SequenceOf[VisibleSuffixes]
+    acceptance: CountedAcceptance
 
-    def grow(
-        self,
-        stores: SequenceOf[VisibleSuffixes],
-        text: SequenceOf[int],
-        max_nodes: int,
-        max_depth: int,
-        acceptance: CountedAcceptance,
-    ) -> tuple[list[Proposal], int]:
+    def grow(self, text: SequenceOf[int], max_nodes: int, max_depth: int) -> tuple[list[Proposal], int]:
         """The best tree, and the length of its match."""
         last = np.array(text[-MAX_MATCH:], np.int32)
-        longest = [store.longest(last) for store in stores]
+        longest = [store.longest(last) for store in self.stores]
         length, best, match = max(longest, default=0), list[Proposal](), 0
-        while length >= self._least_match:
-            spans = [(n, *stores[n].suffixes.find(last[-length:])) for n in range(len(stores)) if longest[n] >= length]
-            tree = self._tree(stores, spans, length, max_nodes, min(max_depth, _MAX_DEPTH), acceptance)
+        while length >= _LEAST_MATCH:
+            root = [
+                (n, *self.stores[n].suffixes.find(last[-length:])) for n, most in enumerate(longest) if most >= length
+            ]
+            tree = self._tree(_Node(-1, 1.0, 0, root), length, max_nodes, min(max_depth, _MAX_DEPTH))
             if sum(p.path_prob for p in tree) > sum(p.path_prob for p in best):
                 best, match = tree, length
             length //= 2
         return best, match
 
-    def _tree(
-        self,
-        stores: SequenceOf[VisibleSuffixes],
-        spans: list[tuple[int, int, int]],
-        match: int,
-        max_nodes: int,
-        max_depth: int,
-        acceptance: CountedAcceptance,
-    ) -> list[Proposal]:
-        """The most probable paths behind a match."""
+    def _tree(self, node: _Node, match: int, max_nodes: int, max_depth: int) -> list[Proposal]:
+        """The most probable paths below a root, which ends a match."""
         proposals: list[Proposal] = []
         waiting: list[tuple[float, int, _Node, Proposal]] = []
         order = itertools.count()
-        node = _Node(-1, 1.0, 0, spans)
         while len(proposals) < max_nodes:
             if node.depth < max_depth:
-                for proposal, below in self._children(stores, node, match, acceptance):
+                for proposal, below in self._children(node, match):
                     heapq.heappush(waiting, (-proposal.path_prob, next(order), below, proposal))
             if not waiting:
                 break
@@ -112,11 +97,9 @@ class CountedDrafts:
             proposals.append(proposal)
         return proposals
 
-    def _children(
-        self, stores: SequenceOf[VisibleSuffixes], node: _Node, match: int, acceptance: CountedAcceptance
-    ) -> Iterator[tuple[Proposal, _Node]]:
+    def _children(self, node: _Node, match: int) -> Iterator[tuple[Proposal, _Node]]:
         """The most frequent tokens behind a node that are probable enough."""
-        offset = match + node.depth
+        stores, offset = self.stores, match + node.depth
         followers = [stores[number].followers(low, high, offset, _NUM_CHILDREN) for number, low, high in node.spans]
         left, prob = sum(stores[number].num_visible(low, high) for number, low, high in node.spans), node.path_prob
         counts, spans = Counter[int](), defaultdict[int, list[tuple[int, int, int]]](list)
@@ -128,11 +111,17 @@ class CountedDrafts:
                 spans[token].append((number, first, end))
         best = prob
         for token, count in counts.most_common(_NUM_CHILDREN):
-            cell = acceptance.cell(offset, count / left, count)
-            chance = acceptance.probability(cell)
+            cell = self.acceptance.cell(offset, count / left, count)
+            chance = self.acceptance.probability(cell)
             best = min(best, prob * chance)  # Why: learning needs siblings in this order, whatever the estimates say
             if best < _LEAST_PROB:
                 return
-            proposal = Proposal(token, node.number, best, Origin(self._name, feedback=Guess(acceptance, cell)))
-            yield proposal, _Node(-1, best, node.depth + 1, spans[token])
+            origin = Origin(self.drafter, feedback=Guess(self.acceptance, cell))
+            yield Proposal(token, node.number, best, origin), _Node(-1, best, node.depth + 1, spans[token])
             left, prob = left - count, prob * (1.0 - chance)
+
+
+def compile_searches() -> None:
+    """Compile now, or read from disk, for the first answer would otherwise wait."""
+    suffixes = SortedSuffixes.build(np.array([0, 1, 0, SEPARATOR], np.int32))
+    CountedDrafts("any", [VisibleSuffixes(suffixes)], CountedAcceptance()).grow([0, 1], 1, 1)

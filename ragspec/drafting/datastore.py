@@ -26,15 +26,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request
 from ragspec.disk import atomic_writer
-from ragspec.drafting.acceptance import Experience
-from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
+from ragspec.drafting.acceptance import MAX_TENANTS
+from ragspec.drafting.counted import CountedAcceptance, CountedDrafts, compile_searches
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.suffix_index import NO_TOKENS, SEPARATOR, Ints, SortedSuffixes, VisibleSuffixes
 from ragspec.errors import StoreError
 from ragspec.retrieval.index.manifest import DOCUMENTS
 from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes, unchanged
 from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store
-from ragspec.tenants import tenant_of
+from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import Proposal
 
 log = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ class DatastoreDrafter(Drafter):
 
     def __init__(self, datastore: Datastore) -> None:
         self._datastore = datastore
-        self._counts = CountedDrafts(self.name, least_match=2)
-        self._acceptance = Experience(CountedAcceptance)
+        compile_searches()
+        self._acceptance = TenantStates(MAX_TENANTS, CountedAcceptance)
 
     def prepare(self, request: Request) -> list[VisibleSuffixes]:
         return self._datastore.views(tenant_of(request.salt))
@@ -152,8 +152,11 @@ class DatastoreDrafter(Drafter):
         return [self._propose(s, budget.max_nodes, depth) for s, depth in zip(sequences, budget.depths, strict=True)]
 
     def _propose(self, sequence: SequenceView, max_nodes: int, depth: int) -> list[Proposal]:
-        views, acceptance = sequence.prepared.get(self.name) or (), self._acceptance.of(sequence.request.salt)
-        return self._counts.grow(views, sequence.tokens, max_nodes, depth, acceptance)[0]
+        views, acceptance = (
+            sequence.prepared.get(self.name) or (),
+            self._acceptance.used(tenant_of(sequence.request.salt)),
+        )
+        return CountedDrafts(self.name, views, acceptance).grow(sequence.tokens, max_nodes, depth)[0]
 
     def purge(self, salt: str) -> None:
         self._acceptance.purge(salt)

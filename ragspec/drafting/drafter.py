@@ -66,8 +66,6 @@ class Drafter:
     """
 
     name: str
-    is_head = False
-    """Whether it is a trained head: of several heads the planner asks one for each sequence and step."""
     taps: tuple[int, ...] = ()
     """The target's hidden states that `observe` needs."""
 

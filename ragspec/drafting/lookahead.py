@@ -17,8 +17,9 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from ragspec.drafting.acceptance import AcceptanceCells, Cell, Experience, Guess, Ints
+from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess, Ints
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
+from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import Origin, Proposal
 
 _WINDOW, _NGRAM, _MOST_NGRAMS = 8, 5, 7
@@ -39,10 +40,10 @@ class LookaheadAcceptance(AcceptanceCells):
     def worth(self) -> float:
         return self._tokens / self._rows
 
-    def cell(self, rank: int, depth: int) -> Cell:
-        return Cell(rank * (_NGRAM - 1) + depth)
+    def cell(self, rank: int, depth: int) -> int:
+        return rank * (_NGRAM - 1) + depth
 
-    def learn(self, cells: Cell | Ints, accepted: bool | Ints) -> None:
+    def learn(self, cells: int | Ints, accepted: bool | Ints) -> None:
         super().learn(cells, accepted)
         self._tokens += float(np.sum(accepted))
 
@@ -131,10 +132,10 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self) -> None:
         self._sequences: dict[tuple[str, int], _Lookahead] = {}
-        self._acceptance = Experience(LookaheadAcceptance)
+        self._acceptance = TenantStates(MAX_TENANTS, LookaheadAcceptance)
 
     def start(self, sequence: SequenceView) -> None:
-        acceptance = self._acceptance.of(sequence.request.salt)
+        acceptance = self._acceptance.used(tenant_of(sequence.request.salt))
         self._sequences[sequence.key] = _Lookahead(sequence.request.prompt_ids, acceptance)
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:

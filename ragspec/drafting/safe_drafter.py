@@ -32,7 +32,7 @@ class SafeDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.name, self.taps, self.is_head = drafter.name, drafter.taps, drafter.is_head
+        self.name, self.taps = drafter.name, drafter.taps
         self.num_failures = self._num_in_a_row = 0
         self.prepare, self.start = self._safe(drafter.prepare), self._safe(drafter.start)
         self.observe, self.learn = self._safe(drafter.observe), self._safe(drafter.learn)
@@ -46,8 +46,8 @@ class SafeDrafter:
         return self._num_in_a_row >= _MAX_FAILURES
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
-        """Infinity where the drafter fails or returns no number."""
-        cost_s = self._safe_cost_s(sequences)
+        """Infinity where the drafter fails, returns no number or is disabled."""
+        cost_s = None if self.disabled else self._safe_cost_s(sequences)
         return math.inf if cost_s is None or math.isnan(cost_s) else cost_s
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SourceKind
-from ragspec.drafting.acceptance import CopyAcceptance
+from ragspec.drafting.acceptance import AcceptanceCells
 from ragspec.drafting.references import Reference
 from ragspec.numerics.compiled import compiled, inner
 
@@ -248,7 +248,6 @@ class ReferenceIndex:
     """
 
     def __init__(self, references: list[Reference]) -> None:
-        self.references = references
         sizes = [len(r.token_ids) + 1 for r in references]
         self.begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.tokens = np.full(int(self.begin[-1]), SEPARATOR, np.int32)
@@ -258,10 +257,8 @@ class ReferenceIndex:
             self.tokens[start:end] = reference.token_ids
             self.facts[start : end + 1, [0, 3, 4]] = reference.kind, tail, start if reference.is_sentence else -1
             if reference.offsets:
-                self.facts[start:tail, 1], self.facts[start:tail, 2] = (
-                    reference.source,
-                    reference.offsets[: reference.tail],
-                )
+                self.facts[start:tail, 1] = reference.source
+                self.facts[start:tail, 2] = reference.offsets[: reference.tail]
         self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
         self.starts = _starts(references, self.begin)
         self.quotes = np.array(_ranked_quotes(references, self.begin), np.int32)
@@ -294,7 +291,7 @@ class SuffixIndex:
     """
 
     def __init__(
-        self, base: ReferenceIndex, salt: str, acceptance: CopyAcceptance, opens_quote: Callable[[int], bool]
+        self, base: ReferenceIndex, salt: str, acceptance: AcceptanceCells, opens_quote: Callable[[int], bool]
     ) -> None:
         """`opens_quote`: whether a token ends with a mark that opens a quotation."""
         self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
@@ -304,11 +301,6 @@ class SuffixIndex:
         fixed = base.order, base.facts, base.quotes, base.starts
         self.searched = SearchedText(text, *fixed, np.zeros(256, np.bool_), np.array([begin, begin, -1, 0]))
         self._written, self._num_seen, self._has_match = set[int](), 0, False
-
-    @property
-    def tokens(self) -> Ints:
-        """References and output. Shape: int32 [T]."""
-        return self.searched.text[: self.searched.place[1]]
 
     @property
     def num_output(self) -> int:

@@ -232,21 +232,21 @@ class ChoiceSampler:
         self._params = request.params
         self._seed, self._choice, self._eos_ids = seed, choice, eos_ids
         self._index = len(output_ids)
-        self._longest_prefix = request.params.longest_prefix
-        self._begin = tuple(output_ids[: self._longest_prefix + 1])
+        self._biased_lengths = request.params.biased_lengths
+        self._output = list(output_ids) if self._biased_lengths else []
         self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """The tokens are decided."""
-        if self._index <= self._longest_prefix:
-            self._begin = (*self._begin, *tokens)
+        if self._biased_lengths:
+            self._output.extend(tokens)
         self._index += len(tokens)
 
     def _params_after(self, path: Sequence[int] = ()) -> SamplingParams:
         """The parameters of the token behind the output and further tokens."""
-        if self._index + len(path) > self._longest_prefix:
+        if self._index + len(path) not in self._biased_lengths:
             return self._params
-        return self._params.after((*self._begin, *path))
+        return self._params.after([*self._output, *path])
 
 
 class KeyedSampler(ChoiceSampler):
@@ -272,7 +272,7 @@ class KeyedSampler(ChoiceSampler):
         keys: list[int | None] = [None] * num_levels
         if not params.greedy:
             keys = [*output_keys(self._seed, self._choice, index, num_levels)]
-        if self._counts is None and index > self._longest_prefix:
+        if self._counts is None and self._biased_lengths.isdisjoint(range(index, index + num_levels)):
             levels = [
                 KeyedDraw(params, key, logit_edits(params, None, self._forbidden(index + n)))
                 for n, key in enumerate(keys)

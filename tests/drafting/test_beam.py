@@ -14,7 +14,7 @@ import torch
 from tiny_target import Free
 
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.acceptance import MARGINS, Cell, Guess
+from ragspec.drafting.acceptance import MARGINS, Guess
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget
 from ragspec.drafting.growing import beam, drafter
@@ -98,7 +98,7 @@ class PlainBeam:
                 leads = rank == 0 and k > 1 and not settings.is_chain and settings.mode != DRAWN
                 behind = scores[0] - scores[1 if leads else rank]
                 strata = (settings.mode * 4 + min(len(ranks), 4) - 1) * 8 + min(rank, 7)
-                cell = Cell(strata * 11 + bisect_right(MARGINS, behind))
+                cell = strata * 11 + bisect_right(MARGINS, behind)
                 chance = settings.acceptance.probability(cell)
                 path_prob = node.path_prob * (math.exp(scores[rank]) if settings.by_confidence else left * chance)
                 left *= 1.0 - chance
@@ -143,7 +143,7 @@ def logits_of(rng: np.random.Generator, num_digits: int) -> np.ndarray:
 def taught(made: Bigrams, seed: int) -> Bigrams:
     rng = np.random.default_rng(seed)
     for cell in rng.integers(0, made.acceptance.chances(range(4)).size, 3000):
-        made.acceptance.learn(Cell(int(cell)), bool(rng.random() < 0.6))
+        made.acceptance.learn(int(cell), bool(rng.random() < 0.6))
     return made
 
 
@@ -165,7 +165,7 @@ def _comparable(proposal: Proposal) -> Proposal:
     return proposal._replace(origin=proposal.origin._replace(feedback=_cell(proposal)), draw=draw)
 
 
-def _cell(proposal: Proposal) -> Cell:
+def _cell(proposal: Proposal) -> int:
     assert isinstance(proposal.origin.feedback, Guess)
     return proposal.origin.feedback.cell
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from drafters import add_node
 from planner_parts import Running
 from tiny_target import SENTENCES, tiny_tokenizer
 
@@ -73,7 +74,7 @@ def branches(drafter: CopyDrafter, sequence: Writing) -> list[str]:
     tree, numbers = DraftTree(0), list[int]()
     for each in found:
         parent = numbers[each.parent] if each.parent >= 0 else 0
-        numbers.append(tree.add(parent, each.token_id, each.path_prob, each.origin))
+        numbers.append(add_node(tree, parent, each.token_id))
     leaves = [node for node in range(1, len(tree)) if node not in tree.parents]
     return [tokenizer().decode([tree.token_ids[n] for n in tree.ancestors(leaf)[1:]]) for leaf in leaves]
 
@@ -281,7 +282,7 @@ def drafts_from_earlier(drafter: CopyDrafter, salt: str) -> bool:
 
 def test_the_tenant_who_has_written_nothing_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of tenants that never come back filled the memory."""
-    monkeypatch.setattr("ragspec.drafting.copy._MAX_TENANTS", 2)
+    monkeypatch.setattr("ragspec.drafting.copy.MAX_TENANTS", 2)
     drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=1000)
     for name, salt in enumerate(("one", "two", "one", "three")):
         finish_one(drafter, "Yes, the old mill burned in 1921.", salt, str(name))

@@ -7,13 +7,12 @@ import pytest
 from planner_parts import FREE, Running
 
 from ragspec.drafting.cost_model import CostTable, StepPlan
-from ragspec.drafting.step_trees import Limits
 from ragspec.tree import Origin, Proposal, ProposalArrays
 
 
 def saved(gains: list[float], *most_tokens: int, costs: CostTable = FREE, share: float = 1.0) -> float:
     sequences = [Running(str(i), most_tokens=most) for i, most in enumerate(most_tokens)]
-    return StepPlan(costs, sequences, 0, share).saved_s(gains)
+    return StepPlan(costs, sequences, 0, 99, np.ones((len(sequences), 1)), share).saved_s(gains)
 
 
 def test_the_slowest_decides_what_is_saved() -> None:
@@ -146,13 +145,14 @@ def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None
         costs = CostTable(
             {64: np.cumsum(rng.exponential(1.0, 6) * (3, 1, 1, 1, 1, 1)).tolist()}, rows=(1, 2, 4, 8, 12, 16)
         )
-        step = StepPlan(costs, [Running(str(n)) for n in range(3)], int(rng.integers(0, 4)), rng.uniform(0.2, 1.0))
+        running, num_prompt_rows = [Running(str(n)) for n in range(3)], int(rng.integers(0, 4))
+        step = StepPlan(costs, running, num_prompt_rows, 12, np.ones((3, 1)), rng.uniform(0.2, 1.0))
         chances = rng.dirichlet([0.3] * 4, 3)
         for i, own in enumerate(chances):
             drafts = [Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)]
-            step.trees.merge(i, ProposalArrays.of("a", drafts), 0, 99, 99)
-        least_prob, probs = step.least_prob(12), chances.ravel().tolist()
-        step.fit([Limits(99, 99, is_chain=False, is_whole=False)] * 3, np.ones((3, 1)), 12)
+            step.trees.merge(i, ProposalArrays.of("a", drafts), 0, (99, 99, False))
+        least_prob, probs = step.least_prob, chances.ravel().tolist()
+        step.fit(np.full(3, 99), np.zeros(3, np.bool_))
         kept = [prob for tree in step.trees.trees(["a"]) for prob in tree.path_probs[1:]]
         num_cut += sum(prob < least_prob for prob in probs)
         assert all(prob >= least_prob * (1.0 - 1e-9) for prob in kept)

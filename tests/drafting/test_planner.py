@@ -10,11 +10,10 @@ import pytest
 from planner_parts import FREE, Chain, Running, plan, run
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import CopyAcceptance, Experience, Trust
+from ragspec.drafting.acceptance import ASKED, EXPECTED, NUM_FIGURES, AcceptanceCells, Trust
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter, SequenceView
 from ragspec.drafting.planner import Planner
-from ragspec.drafting.step_trees import EXPECTED, NUM_FIGURES
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import Draw, Origin, Proposal, StepResult
 
@@ -57,8 +56,8 @@ def test_the_budget_goes_to_the_most_probable_nodes_of_all() -> None:
 def test_the_tree_beside_its_likeliest_path_is_no_larger_than_allowed() -> None:
     """Several drafters together exceeded `max_tree_nodes`, or it cut a chain that the first of them was sure of."""
     drafters = [Chain(range(10 * n, 10 * n + 7), 0.9, f"d{n}") for n in range(1, 4)]
-    long = Chain(range(100, 130), 0.99, "long")
-    long.draft = lambda sequence, most: [Proposal(t, i - 1, 0.9, Origin("long")) for i, t in enumerate(long.tokens)]
+    long = Chain(range(100, 130), 0.97, "long")
+    long.draft = lambda sequence, most: Chain.draft(long, sequence, 99)
     (tree,) = plan(Planner([long, *drafters], FREE, 7), Running())
     assert tree.num_drafted == 30 + 7
     assert {*range(100, 130)} < set(tree.token_ids)
@@ -190,10 +189,8 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
 
 def test_acceptance_follows_what_happens() -> None:
     """A table that does not learn, or never forgets."""
-    table = CopyAcceptance({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
-    none, short, long, longer = (table.probability(table.cell("x", length)) for length in (0, 2, 4, 99))
-    assert none == pytest.approx(0.2) and none < short < long == longer < 0.9
-    cell, other = table.cell("x", 1), table.cell("y", 1)
+    table, cell, other = AcceptanceCells([0.2, 0.4]), 0, 1
+    assert [table.probability(cell), table.probability(other)] == pytest.approx([0.2, 0.4])
     for _ in range(300):
         table.learn(cell, True)
     assert table.probability(cell) > 0.95 and table.probability(other) < 0.9
@@ -253,16 +250,15 @@ def test_a_deep_guess_that_took_no_row_counts_as_what_its_drafter_said() -> None
 
 def test_an_answer_without_a_guess_says_nothing_about_a_drafter() -> None:
     """Some answers of one word, for which nothing was guessed, halved what was known of a drafter."""
-    trust, row = Trust(1), np.array([0])
-    figures = np.zeros((1, 1, NUM_FIGURES))
-    figures[..., EXPECTED] = 20.0
-    trust.learn(row + trust.row(("first", 0), ""), figures)
-    trust.finish(("first", 0))
-    known = trust.factors(row + trust.row(("known", 0), ""))
-    for number in range(50):
-        trust.row((f"{number}", 0), "")
-        trust.finish((f"{number}", 0))
-    assert known < 0.5 and trust.factors(row + trust.row(("new", 0), "")) == known
+    trust, figures = Trust(1), np.zeros((1, 1, NUM_FIGURES))
+    figures[..., [ASKED, EXPECTED]] = 1.0, 20.0
+    first = trust.start("", [0])
+    trust.learn(np.array([first]), figures, 0.0)
+    trust.finish(first, "")
+    known = trust.ratios(np.array([trust.start("", [0])]))
+    for _ in range(50):
+        trust.finish(trust.start("", [0]), "")
+    assert known < 0.5 and trust.ratios(np.array([trust.start("", [0])])) == known
 
 
 def answer(planner: Planner, name: str, num_right: int, salt: str) -> int:
@@ -286,7 +282,7 @@ def test_a_short_answer_begins_with_what_its_tenants_answers_began_with() -> Non
     for number in range(20):
         answer(planner, f"{number}", 0, "one")
     answer(planner, "lucky again", 3, "one")
-    assert answer(planner, "short", 0, "one") == 0, "one answer that repeats itself says nothing about others"
+    assert answer(planner, "short", 0, "one\0part") == 0, "one answer that repeats itself says nothing about others"
     assert answer(planner, "other", 0, "two") == 3, "what one tenant's answers began with showed in another's drafts"
     planner.purge("one")
     assert answer(planner, "anew", 0, "one") == 3
@@ -471,15 +467,3 @@ def test_requests_that_break_a_drafter_do_not_end_drafting_for_others() -> None:
         assert plan(planner, Running("sound"))[0].num_drafted == 2
     for _ in range(100):
         assert plan(planner, Running("odd"), Running("sound"))[1].num_drafted == 2  # in one step with it
-
-
-def test_each_tenant_has_a_table_and_idle_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of one tenant learned apart, tenants together, or a table stayed for every tenant there ever was."""
-    monkeypatch.setattr("ragspec.drafting.acceptance._MAX_TENANTS", 2)
-    experience = Experience(lambda: CopyAcceptance({"x": (0.2, 0.9)}))
-    one, two = experience.of("one\0part"), experience.of("two")
-    assert one is experience.of("one") and one is not two
-    experience.of("three")
-    assert experience.of("one") is one and experience.of("two") is not two
-    experience.purge("one")
-    assert experience.of("one") is not one

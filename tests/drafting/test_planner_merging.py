@@ -66,13 +66,9 @@ def test_a_costly_drafter_is_asked_for_the_sequences_in_which_it_is_right() -> N
     assert drafter.asked_for["wrong"] < 0.3 * NUM_STEPS
 
 
-class Head(Costly):
-    is_head = True
-
-
 def test_each_request_is_drafted_for_by_the_head_that_is_right_in_it() -> None:
     """The head named first drafted for all requests, since a second head adds little beside it; or both took their time."""
-    heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
+    heads = [Costly(range(10, 14), 0.9, 0.1, "first"), Costly(range(20, 24), 0.9, 0.1, "second")]
     planner, one, other = Planner(heads, FREE, 12), Running("one"), Running("other")
     for sequence, right_tokens in ((one, range(10, 14)), (other, range(20, 24))):
         for _ in range(NUM_STEPS):
@@ -86,7 +82,7 @@ def test_each_request_is_drafted_for_by_the_head_that_is_right_in_it() -> None:
 
 def test_requests_side_by_side_have_the_head_that_is_right_in_each_if_both_pay() -> None:
     """The head of most worth drafted for all, and sequences in which another head is right for nothing."""
-    heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
+    heads = [Costly(range(10, 14), 0.9, 0.1, "first"), Costly(range(20, 24), 0.9, 0.1, "second")]
     costs = CostTable({64: [1.0, 1.6, 1.7]}, rows=(1, 3, 20))  # a row less is worth something, nodes are cheap
     planner, sequences = Planner(heads, costs, 12), [Running(name) for name in "abc"]
     for _ in range(NUM_STEPS):
@@ -98,7 +94,7 @@ def test_requests_side_by_side_have_the_head_that_is_right_in_each_if_both_pay()
 
 def test_a_request_may_name_its_head() -> None:
     """The choice among heads passed over the request's own."""
-    heads = [Head(range(10, 14), 0.9, 0.1, "first"), Head(range(20, 24), 0.9, 0.1, "second")]
+    heads = [Costly(range(10, 14), 0.9, 0.1, "first"), Costly(range(20, 24), 0.9, 0.1, "second")]
     planner, named = Planner(heads, FREE, 12), Running("named", speculation=Speculation(("second",)))
     run(planner, named, range(20, 24), 20)
     assert heads[1].asked_for["named"] == 20 and not heads[0].asked_for

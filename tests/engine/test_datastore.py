@@ -139,11 +139,8 @@ def test_several_segments_count_as_one(tmp_path: Path) -> None:
     write(parts, *documents[:16])  # here 9 is the fifth
     write(parts, *documents[16:])
     numbers: Any = Numbers()
-    counts = CountedDrafts("counted", least_match=2)
-    drafts = [
-        counts.grow(Datastore(folder, numbers).views(""), [3, 1, 2], 4, 4, CountedAcceptance())[0]
-        for folder in (whole, parts)
-    ]
+    stores = [Datastore(folder, numbers).views("") for folder in (whole, parts)]
+    drafts = [CountedDrafts("counted", each, CountedAcceptance()).grow([3, 1, 2], 4, 4)[0] for each in stores]
     of_whole, of_parts = ([(p.token_id, p.path_prob) for p in each] for each in drafts)
     assert of_whole == of_parts and [token for token, _ in of_whole] == [9, 5, 6, 7]
 

@@ -10,6 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from drafters import add_node
 from tiny_target import tiny_engine, tiny_target
 
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
@@ -20,7 +21,7 @@ from ragspec.errors import InputError
 from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.rag.openai_fields import sampling_arguments
 from ragspec.speculation import Speculation
-from ragspec.tree import DraftTree, Origin
+from ragspec.tree import DraftTree
 from ragspec.verification import token_grammar
 from ragspec.verification.token_grammar import Grammars, GrammarSampler
 
@@ -89,8 +90,8 @@ def test_a_device_samples_what_the_host_samples(target: Target) -> None:
         rows = (rng.normal(size=(30, target.vocab_size)) * 3).astype(np.float32)
         for row in rows:
             expected.append(host(row))
-            tree.add(node, 2, 0.5, Origin("another"))
-            node = tree.add(node, expected[-1], 0.5, Origin("accepted"))
+            add_node(tree, node, 2)
+            node = add_node(tree, node, expected[-1])
         path, logits = tree.ancestors(node)[:-1], np.zeros((len(tree), target.vocab_size), np.float32)
         logits[path] = rows
         sampled = TorchLogits(torch.from_numpy(logits)).sample(device.draws(tree))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafters import add_node
 from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free, head_for
 from oracle import fresh_forward
@@ -45,7 +46,7 @@ from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
 from ragspec.numerics.torch.sampling import TorchLogits, gumbel_rows
 from ragspec.rag.citations import quote_grammar
 from ragspec.speculation import AcceptanceRule, Speculation
-from ragspec.tree import DraftTree, Origin
+from ragspec.tree import DraftTree
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, row_probs, token_probs
 from ragspec.verification.sampling import KeyedSampler, TokenCounts, logprob
 
@@ -85,7 +86,7 @@ PARAMS = [
 def some_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
     tree = DraftTree(root_token=5)
     for _ in range(num_nodes):
-        tree.add(int(rng.integers(0, len(tree))), int(rng.integers(0, 96)), 0.5, Origin("random"))
+        add_node(tree, int(rng.integers(0, len(tree))), int(rng.integers(0, 96)))
     return tree
 
 

@@ -116,8 +116,5 @@ def test_a_prefix_bias_counts_behind_its_prefix_alone() -> None:
     )
     found = [dict(params.after(output).logit_bias) for output in ((), (4,), (4, 5), (4, 5, 6))]
     assert found == [{7: 2.0, 8: 3.0}, {7: 1.0}, {7: 5.0}, {7: 1.0}]
-    assert [each.longest_prefix for each in (params, SamplingParams(), SamplingParams(first_token_bias={1: 1.0}))] == [
-        2,
-        -1,
-        0,
-    ]
+    lengths = [each.biased_lengths for each in (params, SamplingParams(), SamplingParams(first_token_bias={1: 1.0}))]
+    assert lengths == [{0, 2}, set(), {0}]

@@ -104,10 +104,10 @@ from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes
 path, rng = Path(sys.argv[1]), np.random.default_rng(0)
 texts = [np.array([*rng.integers(0, 3, 200), SEPARATOR], np.int32) for _ in range(5)]
 path.write_bytes(npy_bytes(np.stack(SortedSuffixes.build(np.concatenate(texts)))))
-counts, both = CountedDrafts("datastore", least_match=2), mapped_array(path)
+acceptance, both = CountedAcceptance(), mapped_array(path)
 suffixes, (begin, half) = SortedSuffixes(*both), (path.stat().st_size - both.nbytes, both.nbytes // 2)
 stores = [VisibleSuffixes(suffixes, visible) for visible in (NO_TOKENS, np.arange(half // 4 + 1, dtype=np.int32))]
-assert counts.grow(stores, texts[0][:9].tolist(), 48, 16, CountedAcceptance())[0]
+assert CountedDrafts("datastore", stores, acceptance).grow(texts[0][:9].tolist(), 48, 16)[0]
 for number in range(60):
     start, size = ((begin, half), (begin + half, half), (begin, 2 * half))[number % 3]
     filler = (rng.bytes(size), b"\\xff" * size, b"\\x80" * size, rng.integers(0, 4, size // 4, np.int32).tobytes())[number % 4]
@@ -122,7 +122,7 @@ for number in range(60):
             for span in ((low, high), (0, half // 4)):
                 store.followers(*span, 3, 4)
             try:
-                counts.grow([store], text[:9].tolist(), 48, 16, CountedAcceptance())
+                CountedDrafts("datastore", [store], CountedAcceptance()).grow(text[:9].tolist(), 48, 16)
             except ZeroDivisionError:
                 print("no draft")
 print("alive")

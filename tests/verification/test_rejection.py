@@ -6,12 +6,13 @@ import functools
 
 import numpy as np
 import pytest
+from drafters import add_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.errors import InputError
 from ragspec.speculation import AcceptanceRule, Speculation
-from ragspec.tree import DraftTree, Draw, Origin
+from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import KeyedRandom, RandomStream
 from ragspec.verification.rejection import allows, rejection_sample
 
@@ -48,7 +49,7 @@ def test_no_rounding_gives_an_impossible_token(
     draft_probs = target_probs * (1.0 + 2.0**-52) if agree else law(draft)
     token = FixedRandom(number).categorical(draft_probs)
     tree = DraftTree(0)
-    child = tree.add(tree.add(0, token, 0.5, Origin("test")), token, 0.5, Origin("test"))
+    child = add_node(tree, add_node(tree, 0, token), token)
     draws = {node: Draw((token,), draft_probs) for node in range(child)}
     acceptance = rule
     verdict = rejection_sample(acceptance, tree, draws, lambda node: target_probs, FixedRandom(number), 9)
@@ -67,7 +68,7 @@ def test_chance_at_its_edges(number: float) -> None:
 
 def two_children(tree: DraftTree) -> DraftTree:
     for token in (1, 2):
-        tree.add(0, token, 0.5, Origin("test"))
+        add_node(tree, 0, token)
     return tree
 
 
@@ -100,7 +101,7 @@ def test_wrong_drafts_are_refused(name: str) -> None:
 def test_a_tree_with_padding_is_refused() -> None:
     """As above, for tokens that no draw lists."""
     tree = DraftTree(0)
-    tree.add(0, -1, 0.5, Origin("test"))
+    add_node(tree, 0, -1)
     with pytest.raises(InputError, match="-1"):
         rejection_sample(AcceptanceRule.IID, tree, {}, lambda node: HALVES, FixedRandom(0.5), 4)
 
@@ -137,7 +138,7 @@ def test_top_beta_thresholds() -> None:
 def test_lenient_walks_take_the_deepest_allowed_path() -> None:
     """The first child that is allowed hid a longer path beside it."""
     tree = two_children(DraftTree(0))
-    tree.add(2, 1, 0.5, Origin("test"))
+    add_node(tree, 2, 1)
     acceptance = AcceptanceRule.TOP_BETA
     assert rejection_sample(acceptance, tree, {}, lambda node: HALVES, FixedRandom(0.9), 9) == ([2, 3], [2, 1, 2])
     assert rejection_sample(acceptance, tree, {}, lambda node: HALVES, FixedRandom(0.9), 2) == ([2], [2, 1])

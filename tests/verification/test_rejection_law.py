@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 from branches import ScriptedRandom
+from drafters import add_node
 from rejection_cases import CASES, EXACT, LOSSLESS, V, chosen, measure, measured, probability, sampled, verdict_of
 
 from ragspec.speculation import CHAIN_RULES, AcceptanceRule
-from ragspec.tree import Origin
 from ragspec.verification.verify import VerifyResult
 
 PAIRS = [
@@ -46,7 +46,7 @@ def test_drawn_and_chosen_children_mix(rule: AcceptanceRule) -> None:
         for path in ((0,), (0, 2), (0, 1)):
             node = drafted.tree.child(drafted.prefixes.index(path[:-1]), path[-1])
             if node is None:
-                drafted.tree.add(drafted.prefixes.index(path[:-1]), path[-1], 0.5, Origin("copy"))
+                add_node(drafted.tree, drafted.prefixes.index(path[:-1]), path[-1])
                 drafted.prefixes.append(path)
         return verdict_of(CASES["random 2"], rule, drafted, chance)
 

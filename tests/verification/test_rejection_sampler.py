@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from drafters import add_node
 from rejection_cases import CASES, LENGTH, PREFIXES, Drafted, Prefix, V, grow, probability
 from statistics_of import surprise
 
 from ragspec.core import Request, SamplingParams
 from ragspec.speculation import AcceptanceRule
-from ragspec.tree import DraftTree, Draw, Origin
+from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import KeyedRandom, RandomSource, RandomStream, draw_iid, token_probs
 from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler
@@ -33,9 +34,9 @@ def drafted(rng: np.random.Generator, root: int, right: list[int], vocab_size: i
     """Random guesses, some of them below the tokens that are right."""
     tree, node = DraftTree(root), 0
     for token in right:
-        node = tree.add(node, token, 0.5, Origin("test"))
+        node = add_node(tree, node, token)
     for _ in range(12):
-        tree.add(int(rng.integers(len(tree))), int(rng.integers(vocab_size)), 0.5, Origin("test"))
+        add_node(tree, int(rng.integers(len(tree))), int(rng.integers(vocab_size)))
     return tree
 
 
@@ -71,7 +72,7 @@ def decoded(
         for node in range(2):
             probs = token_probs(-table[tree.token_ids[node]], SamplingParams(temperature=1.0))
             draws[node] = Draw(draw_iid(probs, 1, chance), probs)
-            tree.add(node, draws[node].tokens[0], 0.5, Origin("test"))
+            add_node(tree, node, draws[node].tokens[0])
         left = request.params.max_tokens - len(output)
         output = [*output, *sampler.verify(tree, draws, rows_of(tree, table), left).tokens]
     return output

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from drafters import add_node
 from oracle import choose
 from statistics_of import softmax, surprise
 
 from ragspec.core import Request, SamplingParams
-from ragspec.tree import DraftTree, Origin
+from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler
 from ragspec.verification.verify import verify
 
@@ -41,7 +42,7 @@ def tree_of(paths: Sequence[tuple[int, ...]]) -> tuple[DraftTree, list[tuple[int
     """The tree and each node's prefix."""
     tree, number, prefixes = DraftTree(0), {(): 0}, [()]
     for path in paths:
-        number[path] = tree.add(number[path[:-1]], path[-1], 0.5, Origin("test"))
+        number[path] = add_node(tree, number[path[:-1]], path[-1])
         prefixes.append(path)
     return tree, prefixes
 

@@ -55,8 +55,6 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
     """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to; `max_read`: pairs that one draft
     reads. `name`: of the drafter, where there are several of its class."""
 
-    is_head = True
-
     def __init__(
         self,
         network: Network,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.drafting.acceptance import Cell, ChildAcceptance, Guess
+from ragspec.drafting.acceptance import ChildAcceptance, Guess
 from ragspec.drafting.children import ChildSampler, DrawnChildren
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.growing.shapes import TreeShape
@@ -109,7 +109,7 @@ class GrowingDraft:
                 draw, token_ids, _ = self.drawn[row]
             for rank in np.flatnonzero(children.columns[row] >= 0).tolist():
                 numbers[row * count + rank] = len(self.proposals)
-                origin = Origin(settings.name, feedback=Guess(settings.acceptance, Cell(cells[rank])))
+                origin = Origin(settings.name, feedback=Guess(settings.acceptance, cells[rank]))
                 self.proposals.append(Proposal(token_ids[rank], node.number, path_probs[row][rank], origin, draw))
             settings.acceptance.note_children(1.0 - float(children.rejections[row]), node.path_prob)
         further: list[OpenNode] = []

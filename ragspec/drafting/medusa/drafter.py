@@ -45,7 +45,7 @@ class MedusaDraft(GrowingDraft):
 class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     """See the module."""
 
-    name, is_head = "medusa", True
+    name = "medusa"
 
     def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable) -> None:
         super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs)
