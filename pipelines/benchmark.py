@@ -5,7 +5,7 @@
     python -m pipelines.benchmark --suite answers                 what answers, citations and abstentions are worth
     python -m pipelines.benchmark --suite iterative               retrieval while an answer is written, speculated
     python -m pipelines.benchmark --suite load                    the service under users
-    python -m pipelines.benchmark --suite faults                  the service and jobs while processes die
+    python -m pipelines.benchmark --suite faults                  the service while processes die
     python -m pipelines.benchmark --suite gpu                     steps of models of 0.1 to 32 billion parameters
 
 The last line on stdout is one JSON object of flat keys; `--json FILE` holds the same and every row. Tables and progress go to
