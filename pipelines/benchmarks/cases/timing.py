@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from ragspec.core import Completion, CopySource, GenerationStats, Passage, Request, SamplingParams
+from ragspec.core import Completion, CopySource, GenerationStats, Passage, Request, SamplingParams, Say, log_progress
 from ragspec.engine.engine import Engine
-from ragspec.evaluation.measures import Tick, no_tick
 from ragspec.rag.citations import answer_grammar
 from ragspec.speculation import Speculation, SpeculationGiven
 from ragspec.tenants import cache_salt_of
@@ -121,7 +120,7 @@ def take_turns(
     contenders: Mapping[str, Callable[[Unit], Taken]],
     units: Sequence[Unit],
     num_runs: int,
-    tick: Tick = no_tick,
+    tick: Say = log_progress,
     stage: str = "timed runs",
 ) -> dict[str, list[list[Taken]]]:
     """`[contender][run][unit]`: every unit by every contender, `num_runs` times in turns."""
@@ -147,7 +146,7 @@ class Timings:
         decoders: Mapping[str, Decoder],
         cases: Sequence[Case],
         num_runs: int,
-        tick: Tick = no_tick,
+        tick: Say = log_progress,
         stage: str = "timed runs",
         num_warm_up: int = 1,
     ) -> Timings:
