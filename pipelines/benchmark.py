@@ -34,8 +34,6 @@ from ragspec.evaluation.measures import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
-
-
 SUITES = ("speculation", "answers", "iterative", "load", "faults", "gpu")
 """Modules of `pipelines.benchmarks`, each with a constant `SUITE`."""
 
