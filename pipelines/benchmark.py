@@ -5,7 +5,7 @@
     python -m pipelines.benchmark --suite answers                 what answers, citations and abstentions are worth
     python -m pipelines.benchmark --suite iterative               retrieval while an answer is written, speculated
     python -m pipelines.benchmark --suite load                    the service under users
-    python -m pipelines.benchmark --suite faults                  the service and jobs while processes die
+    python -m pipelines.benchmark --suite faults                  the service while processes die
     python -m pipelines.benchmark --suite gpu                     steps of models of 0.1 to 32 billion parameters
 
 The last line on stdout is one JSON object of flat keys; `--json FILE` holds the same and every row. Tables and progress go to
@@ -14,48 +14,31 @@ stderr. With `--resume`, rows that were measured at this commit with the same op
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers.utils import logging as transformers_logging
 
 from pipelines.batch.ray_session import ray_session
 from pipelines.benchmarks.harness import Result, Row, Run, Suite, draw, measure, tables
-from ragspec.cli.terminal import cache_folder
+from ragspec.cli.terminal import cache_folder, loading, one_line, print_error, stderr_console
 from ragspec.config import DEFAULT_TARGET, load_config
 from ragspec.disk import make_folder, saving
 from ragspec.errors import ConfigError, RagspecError
-from ragspec.evaluation.measures import Tick, commit
+from ragspec.evaluation.measures import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
-
-
-class Registered(NamedTuple):
-    """A suite's module. `needs_ray`: Ray runs on this machine before the module is imported."""
-
-    module: str
-    needs_ray: bool = False
-
-
-SUITES = {
-    "speculation": Registered("pipelines.benchmarks.speculation"),
-    "answers": Registered("pipelines.benchmarks.answers"),
-    "iterative": Registered("pipelines.benchmarks.iterative", needs_ray=True),
-    "load": Registered("pipelines.benchmarks.load"),
-    "faults": Registered("pipelines.benchmarks.faults"),
-    "gpu": Registered("pipelines.benchmarks.gpu"),
-}
+SUITES = ("speculation", "answers", "iterative", "load", "faults", "gpu")
+"""Modules of `pipelines.benchmarks`, each with a constant `SUITE`."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-_console = Console(stderr=True)
+_console = stderr_console()
 
 
 @app.command(epilog="Example: ragspec bench --suite speculation --quick")
@@ -88,9 +71,10 @@ def main(
         {"target.quantization": "int8"} if dtype == "int8" else {"target.quantization": "none", "target.dtype": dtype}
     )
     try:
-        registered = _registered(suite)
+        if suite not in SUITES:
+            raise ConfigError(f"unknown suite {suite!r}; there are: {', '.join(SUITES)}")
         config = load_config(None, **{"target.model": target, **(weights if dtype else {})})
-        with progress_ticks() as tick:
+        with loading(_console, suite, logs_stages=True) as tick:
             run = Run(
                 target=config.target,
                 cache_dir=cache_folder() / "benchmark",
@@ -106,27 +90,22 @@ def main(
                 tick=tick,
             )
             run = run.resumed(suite, measured_commit) if resume else run
-            measured, result, rows = measure_suite(registered, run, measured_commit)
+            # Why before the import: Ray reads its environment then
+            with ray_session("local") if suite == "iterative" else nullcontext():
+                measured = suite_of(suite)
+                result, rows = measure(measured, run, measured_commit)
         for table in tables(measured, result, rows):
             _console.print(table)
         print(json.dumps(result), flush=True)
         save(measured, result, rows, json_path, plots)
     except (RagspecError, FileNotFoundError) as error:
-        _console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(one_line(error))
         raise typer.Exit(1) from error
 
 
-def _registered(name: str) -> Registered:
-    if name not in SUITES:
-        raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(SUITES)}")
-    return SUITES[name]
-
-
-def measure_suite(registered: Registered, run: Run, commit: str) -> tuple[Suite, Result, list[Row]]:
-    """Raises: the errors of the suite."""
-    with ray_session("local") if registered.needs_ray else contextlib.nullcontext():
-        suite: Suite = importlib.import_module(registered.module).SUITE
-        return suite, *measure(suite, run, commit)
+def suite_of(name: str) -> Suite:
+    suite: Suite = importlib.import_module(f"pipelines.benchmarks.{name}").SUITE
+    return suite
 
 
 def data_folder(given: Path | None) -> Path | None:
@@ -134,21 +113,6 @@ def data_folder(given: Path | None) -> Path | None:
     if given is not None and not given.is_dir():
         raise ConfigError(f"--data {given} is not a folder")
     return given or (DEFAULT_DATA if DEFAULT_DATA.is_dir() else None)
-
-
-@contextlib.contextmanager
-def progress_ticks() -> Iterator[Tick]:
-    """A bar for each stage, made at the stage's first tick."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=_console) as bars:
-
-        def tick(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield tick
 
 
 def save(suite: Suite, result: Result, rows: Sequence[Row], json_path: Path | None, plots: Path | None) -> None:

@@ -9,7 +9,6 @@ written to `infra/results` at the end. The suite gpu is left out where there is 
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
@@ -21,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipelines.benchmark import ROOT, SUITES
-from pipelines.benchmarks.harness import Suite, cell
+from pipelines.benchmark import ROOT, SUITES, suite_of
+from pipelines.benchmarks.harness import cell
 from ragspec.cli.terminal import cache_folder
 from ragspec.disk import write_atomically
 from ragspec.errors import ConfigError
@@ -95,9 +94,8 @@ def measured_part(results: Mapping[str, Mapping[str, Any]], pictures: Sequence[P
 
 def _figures(name: str, result: Mapping[str, Any]) -> list[Figure]:
     """A line for every metric of the suite that was measured."""
-    suite: Suite = importlib.import_module(SUITES[name].module).SUITE
     commit, found = str(result["commit"])[:7], []
-    for metric, meaning, goal in suite.metrics:
+    for metric, meaning, goal in suite_of(name).metrics:
         if result.get(metric) is not None:
             aim = goal.text if goal else ""
             line = f"| {name} | `{metric}` | {cell(result[metric])} | {meaning} | {aim} | {commit} |"

@@ -36,6 +36,7 @@ from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics, Telemetry
+from services.openai.answer_fields import TokenTexts
 from services.settings import ServiceConfig
 from services.stores.document_view import DocumentViews
 from services.stores.library import open_library
@@ -81,6 +82,7 @@ class ServedModel:
     prompts: PromptBuilder
     chat: Chat
     metrics: Metrics
+    token_texts: TokenTexts
 
 
 class ServiceBackend(AbstractContextManager["ServiceBackend"]):
@@ -168,7 +170,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         if isinstance(engine, Engine) and 0 < len(prompts.beginning) < engine.max_context_tokens:
             engine.pin(prompts.beginning)
         chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
-        return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name))
+        return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name), TokenTexts(loaded.tokenizer))
 
     def _forget(self, tenant: str, documents: Sequence[str]) -> None:
         """As `Chat.forget`, in the caches of every model. Raises: the first error, once every cache is empty."""

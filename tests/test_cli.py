@@ -108,8 +108,7 @@ def pipeline(index: Path, model: Path) -> Iterator[Pipeline]:
 @pytest.fixture
 def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     """Commands find the pipeline open already, and leave it open."""
-    monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
-    monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
+    monkeypatch.setattr("ragspec.cli.options.read_pointer", lambda folder: "")
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: [])
     monkeypatch.setattr("ragspec.cli.ask.with_standard_library", lambda settings, *others: settings)
     monkeypatch.setattr(Pipeline, "from_config", lambda settings, encoder, say: pipeline)

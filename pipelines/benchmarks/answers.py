@@ -12,7 +12,6 @@ import argparse
 import itertools
 import math
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -56,7 +55,7 @@ from ragspec.rag.wording import ABSTENTION, abstains, grammar_messages, parse_an
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
-from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -232,7 +231,7 @@ def rank_of(asked: DocumentationQuestion, passages: Sequence[Passage]) -> int:
 
 
 def _retrieved(collection: Collection, bench: Answers) -> Row:
-    """`recall10`: the share of a question's relevant documents among the first ten; `ndcg`: the same, by rank and grade."""
+    """`recall10_...`: the share of a question's relevant documents among the first ten; `ndcg_...`: also by rank and grade."""
     encoder = WholeTexts(bench.encoder)
     store = bench.run.store(collection.documents, encoder, WHOLE)
     asked = collection.first(bench.run.count(1_000, 200))
@@ -249,7 +248,7 @@ def _retrieved(collection: Collection, bench: Answers) -> Row:
                 relevant = {key: grade for key, grade in collection.relevant[query_id].items() if grade > 0}
                 recalls.append(sum(document in relevant for document in ranking) / max(1, len(relevant)))
                 gains.append(ndcg([relevant.get(document, 0) for document in ranking], list(relevant.values())))
-        row |= {f"recall10_{name}": mean(recalls), f"ndcg_{name}": mean(gains)}
+        row |= {f"recall10_{collection.name}_{name}": mean(recalls), f"ndcg_{collection.name}_{name}": mean(gains)}
     return row
 
 
@@ -269,25 +268,22 @@ def _follow_ups(bench: Answers) -> Row:
     held_out = [question for question in known.questions if question.half == "held_out"]
     questions = spread(held_out, bench.run.count(1_000, 60))
     queries = {
-        "as_asked": [each.question for each in questions],
-        "rules": [
+        "follow_up_recall_plain": [each.question for each in questions],
+        "follow_up_recall": [
             rewrite_by_rules(each.question, [AskedBefore(turn.question) for turn in each.said]) for each in questions
         ],
-        "people": [each.rewrite for each in questions],
+        "follow_up_recall_people": [each.rewrite for each in questions],
     }
     row: Row = {"num_questions": len(questions)}
-    with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
-        index = Path(folder) / "index"
-        build_index(known.documents, index, bench.encoder)
-        store = Store.open(index, bench.encoder.identity)
-        retriever = Retriever(bench.encoder, store, RetrieverConfig(), follow=False)
-        for writer, texts in queries.items():
-            num_found = 0
-            for first in range(0, len(texts), _AT_ONCE):
-                passages = retriever.retrieve(texts[first : first + _AT_ONCE], TOP).passages
-                pairs = zip(questions[first : first + _AT_ONCE], passages, strict=True)
-                num_found += sum(any(p.document_id == each.gold for p in best) for each, best in pairs)
-            row[f"recall_{writer}"] = num_found / max(len(texts), 1)
+    store = bench.run.store(known.documents, bench.encoder)
+    retriever = Retriever(bench.encoder, store, RetrieverConfig(), follow=False)
+    for name, texts in queries.items():
+        num_found = 0
+        for first in range(0, len(texts), _AT_ONCE):
+            passages = retriever.retrieve(texts[first : first + _AT_ONCE], TOP).passages
+            pairs = zip(questions[first : first + _AT_ONCE], passages, strict=True)
+            num_found += sum(any(p.document_id == each.gold for p in best) for each, best in pairs)
+        row[name] = num_found / max(len(texts), 1)
     return row
 
 
@@ -411,28 +407,10 @@ def _perplexities(config: TargetConfig, texts: dict[str, str]) -> dict[str, tupl
     return run_in_thread(measured, num_processors())
 
 
-_KEYS = {
-    "retrieval, SQuAD": {f"recall10_{mode}": f"recall10_squad_{mode}" for mode in _MODES},
-    "retrieval, Cranfield": {f"ndcg_{mode}": f"ndcg_cranfield_{mode}" for mode in _MODES},
-    "retrieval, follow-ups of CANARD": {
-        "recall_rules": "follow_up_recall",
-        "recall_as_asked": "follow_up_recall_plain",
-        "recall_people": "follow_up_recall_people",
-    },
-}
-"""The figures of rows whose keys are not unique, by row and key."""
-
-
 def summarise(rows: Sequence[Row]) -> Result:
-    """Every row's figures under their own names; figures of alike rows under the names of `_KEYS`."""
-    result: Result = {}
-    for row in rows:
-        names = _KEYS.get(row["row"])
-        if names is None:
-            result |= {key: value for key, value in row.items() if key not in ("row", "commit", "num_questions")}
-        else:
-            result |= {name: row.get(key) for key, name in names.items()}
-    return result
+    """Every row's figures under their own names."""
+    left_out = ("row", "commit", "num_questions")
+    return {key: value for row in rows for key, value in row.items() if key not in left_out}
 
 
 METRICS = (

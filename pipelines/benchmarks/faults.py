@@ -1,4 +1,4 @@
-"""The suite `faults`: users, conversations and a batch job go on while processes and nodes fail and the disk is full.
+"""The suite `faults`: users and conversations go on while processes and nodes fail and the disk is full.
 
     python -m pipelines.benchmark --suite faults --quick
     python -m pipelines.benchmark --suite faults --minutes 600          a soak: rounds of all faults until the time is over
@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from anyio.from_thread import start_blocking_portal
 from transformers import AutoConfig
@@ -28,15 +28,7 @@ from transformers import AutoConfig
 from pipelines.batch.ray_session import ray_session
 from pipelines.benchmarks.fault_injection.clients import FaultClients
 from pipelines.benchmarks.fault_injection.injector import NODE_CPUS, REPLICAS, Fault, Injector
-from pipelines.benchmarks.fault_injection.targets import (
-    BatchJob,
-    GatewayProcess,
-    Judged,
-    SmallDisk,
-    comparable_rows,
-    judge_rows,
-    small_disk,
-)
+from pipelines.benchmarks.fault_injection.targets import GatewayProcess, SmallDisk, small_disk
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_most, equal_to
 from ragspec.cluster.local_cluster import LocalCluster
 from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
@@ -63,9 +55,8 @@ FAULTS = (
     *(Fault(part, how) for part in (*REPLICAS, "node") for how in ("kill", "stop")),
     *(Fault("service", how) for how in ("kill", "stop", "restart")),
     Fault("disk", "full"),
-    Fault("job", "kill"),
 )
-QUICK = tuple(Fault(*words.split()) for words in ("engine kill", "shard stop", "service kill", "disk full", "job kill"))
+QUICK = tuple(Fault(*words.split()) for words in ("engine kill", "shard stop", "service kill", "disk full"))
 
 
 class Sizes(NamedTuple):
@@ -73,14 +64,13 @@ class Sizes(NamedTuple):
 
     num_workers: int
     num_questions: int
-    num_rows: int
     num_documents: int
     max_tokens: int
 
 
 def run_faults(run: Run) -> Iterator[Row]:
     """One row a fault, then one row about all answers. Raises: EngineError, ModelError, SaveError."""
-    sizes = Sizes(2, 8, 12, 60, 24) if run.quick else Sizes(3, 40, 120, 600, 48)
+    sizes = Sizes(2, 8, 60, 24) if run.quick else Sizes(3, 40, 600, 48)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragspec-faults-")))
         nodes = stack.enter_context(LocalCluster(folder / "nodes", os.environ))
@@ -97,31 +87,19 @@ def run_faults(run: Run) -> Iterator[Row]:
         questions = [question.text for question in run.questions(sizes.num_questions).questions]
         clients = FaultClients(service.url, key, questions, sizes.max_tokens)
         portal.call(clients.learn)
-        rows = _job_rows(questions, sizes)
-        job = BatchJob(rows, folder / "job", (*cluster, "--seed", str(run.seed), "--strict"), environment)
-        expected = job.undisturbed()
         draw = random.Random(run.seed)
-        injector = Injector(nodes, workers, deployment.status, service, disk, job, clients, draw)
+        injector = Injector(nodes, workers, deployment.status, service, disk, clients, draw)
         load = portal.start_task_soon(clients.run)
-        with job:
-            injector.wait_for_clients()
-            for number, fault in enumerate(_chosen(run, deployment.topology, disk), 1):
-                yield run.row(f"{number} {fault.part} {fault.how}", partial(injector.strike, fault))
-                run.tick("faults", number, number + 1)
-            job.finish()
+        injector.wait_for_clients()
+        for number, fault in enumerate(_chosen(run, deployment.topology, disk), 1):
+            yield run.row(f"{number} {fault.part} {fault.how}", partial(injector.strike, fault))
+            run.tick("faults", number, number + 1)
         load.cancel()
         with contextlib.suppress(CancelledError):
             load.result()
         portal.call(clients.check)
-        judged = [judge_rows(expected, list(comparable_rows(out))) for out in job.passes]
-        yield {"row": "answers"} | _answers(clients, judged, len(expected), job.num_failures, injector.num_service_ends)
-
-
-def _job_rows(questions: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
-    """Half greedy, half sampled. The rows ask for log-probabilities, which name the tokens behind a text."""
-    shared = {"max_tokens": sizes.max_tokens, "logprobs": 0}
-    texts = [questions[number % len(questions)] for number in range(sizes.num_rows)]
-    return [{"id": f"r{n}", "question": text, "temperature": float(n % 2), **shared} for n, text in enumerate(texts)]
+        counts = {name: clients.counts[name] for name in ("streams", "turns", "lost", "doubled", "changed")}
+        yield {"row": "answers"} | counts | {"service_ends": injector.num_service_ends}
 
 
 def _chosen(run: Run, topology: Topology, disk: SmallDisk) -> Iterator[Fault]:
@@ -138,22 +116,6 @@ def _chosen(run: Run, topology: Topology, disk: SmallDisk) -> Iterator[Fault]:
         yield from faults
         if time.monotonic() >= end_s:
             return
-
-
-def _answers(clients: FaultClients, judged: Sequence[Judged], num_rows: int, num_failures: int, num_ends: int) -> Row:
-    return {
-        "streams": clients.counts["streams"],
-        "turns": clients.counts["turns"],
-        "lost": clients.counts["lost"],
-        "doubled": clients.counts["doubled"],
-        "changed": clients.counts["changed"],
-        "job_rows": num_rows * len(judged),
-        "driver_lost": sum(len(each.lost) for each in judged),
-        "driver_doubled": sum(len(each.doubled) for each in judged),
-        "driver_changed": sum(len(each.changed) for each in judged),
-        "driver_failures": num_failures,
-        "service_ends": num_ends,
-    }
 
 
 @contextlib.contextmanager
@@ -218,7 +180,6 @@ def summarise(rows: Sequence[Row]) -> Result:
     found: Result = {
         "faults": len(faults),
         "recovered": sum(row["recovered"] for row in faults),
-        "driver_kills": sum(row["fault"] == "job kill" for row in faults),
     }
     for name in ("answered", "live_again"):
         seconds = [row[f"{name}_s"] for row in faults if row[f"{name}_s"] is not None]
@@ -238,10 +199,6 @@ METRICS = (
     ),
     Metric("doubled", "turns kept twice", equal_to(0)),
     Metric("changed", "streams and turns with another text than without faults", equal_to(0)),
-    Metric("driver_kills", "kill -9 of a batch job's driver, which was then started again"),
-    Metric("driver_lost", "rows that the job's output lacks", equal_to(0)),
-    Metric("driver_doubled", "rows that the output holds twice", equal_to(0)),
-    Metric("driver_changed", "rows with another answer than without faults", equal_to(0)),
     Metric("answered_p50_s", "seconds from a fault until requests sent after it were answered, median"),
     Metric("answered_max_s", "the same, the slowest", at_most(60)),
     Metric("live_again_p50_s", "seconds from a fault until every replica was live, median"),

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from ragspec.config import EncoderConfig, IndexConfig, TargetConfig
-from ragspec.core import Document
+from ragspec.core import Document, Say, log_progress
 from ragspec.disk import make_folder, saving
 from ragspec.errors import ConfigError
 from ragspec.evaluation.datasets import RagList, cached_store, squad_list, stdlib_list
-from ragspec.evaluation.measures import PeakMemory, Tick, no_tick, rounded, versions
+from ragspec.evaluation.measures import PeakMemory, rounded, versions
 from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.store import Store
@@ -116,7 +116,7 @@ class Run:
     heads: Path | None = None
     device: str | None = None
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    tick: Tick = no_tick
+    tick: Say = log_progress
     kept: RowFile = field(default_factory=RowFile)
     memory: PeakMemory = field(default_factory=PeakMemory)
 

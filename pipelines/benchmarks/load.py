@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, at_most, equal_to
 from pipelines.benchmarks.users.clients import Answer, chat_body
-from pipelines.benchmarks.users.llama_server import llama_server, llama_tokens_per_s
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, mixes_of, sent_by
+from pipelines.benchmarks.users.llama_server import llama_row, llama_server
+from pipelines.benchmarks.users.load_curve import MIXED, RAG, Body, curve_row, mixes_of, sent_by
 from pipelines.benchmarks.users.service import Service, backend_of, free_port, run_clients, service_here, started
 from ragspec.config import DEFAULT_TARGET
 from ragspec.core import Request, SamplingParams
@@ -47,12 +47,13 @@ def run_load(run: Run) -> Iterator[Row]:
         asked = [question.text for question in listed.questions]
         questions = asked[: run.count(32, 8)]
         mixes = mixes_of(backend.model, asked[: max(*users, len(questions))], run.seed)
-        curve = LoadCurve(service, mixes, _CROWD, len(questions))
-        yield from _curve_rows(run, curve, (RAG, MIXED) if run.quick else tuple(mixes), users)
+        sent = partial(_sent, mixes, len(questions))
+        yield from _curve_rows(run, service, sent, (RAG, MIXED) if run.quick else tuple(mixes), users)
         if run.peers and llama_server() is not None:
             for number in _PEER_USERS:
-                bodies = sent_by(number, MIXED, mixes[MIXED], len(questions))
-                yield run.row(f"llama-server {number}", partial(_llama_row, run, service, bodies, number))
+                folder = run.cache_dir / "llama_cpp"
+                measure = partial(llama_row, service, sent(MIXED, number), number, run.num_runs, folder)
+                yield run.row(f"llama-server {number}", measure)
         for at_once in (1, 16):
             measure = partial(first_tokens, service, questions, at_once, run.num_runs, run.seed)
             yield run.row(f"first token {at_once}", measure)
@@ -60,19 +61,22 @@ def run_load(run: Run) -> Iterator[Row]:
         yield run.row("start", lambda: _start(run, backend.config.retriever.index_dir))
 
 
-def _curve_rows(run: Run, curve: LoadCurve, mixes: Sequence[str], users: Sequence[int]) -> Iterator[Row]:
+def _sent(mixes: Mapping[str, Sequence[Body]], num_questions: int, mix: str, users: int) -> list[Body]:
+    return sent_by(users, mix, mixes[mix], num_questions)
+
+
+def _curve_rows(
+    run: Run, service: Service, sent: Callable[[str, int], list[Body]], mixes: Sequence[str], users: Sequence[int]
+) -> Iterator[Row]:
     """Every mix by every number of users."""
     num_runs = max(run.num_runs, _LEAST_RUNS)
-    curve.row(MIXED, max(users), 1)  # the first of a kind compiles kernels and teaches the drafters
+    # The first of a kind compiles kernels and teaches the drafters
+    curve_row(service, MIXED, sent(MIXED, max(users)), max(users), 1, _CROWD)
     for i, mix in enumerate(mixes):
         for j, number in enumerate(users, 1):
-            yield run.row(f"{mix} {number}", partial(curve.row, mix, number, num_runs))
+            measure = partial(curve_row, service, mix, sent(mix, number), number, num_runs, _CROWD)
+            yield run.row(f"{mix} {number}", measure)
             run.tick("users", i * len(users) + j, len(mixes) * len(users))
-
-
-def _llama_row(run: Run, service: Service, bodies: Sequence[dict[str, Any]], users: int) -> Row:
-    speed = llama_tokens_per_s(service, bodies, users, run.num_runs, run.cache_dir / "llama_cpp")
-    return {"users": users, "llama_tokens_per_s": speed}
 
 
 def first_tokens(service: Service, questions: Sequence[str], at_once: int, num_runs: int, seed: int) -> Row:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -39,16 +39,16 @@ from ragspec.cli.options import (
     Target,
     Temperature,
     group,
+    library_corpus,
     overrides,
     pass_on,
 )
 from ragspec.cli.terminal import cache_folder, data_folder, note, one_line, prepare_process, print_error, stderr_console
-from ragspec.config import PipelineConfig, load_config, load_settings
+from ragspec.config import load_config, load_settings
 from ragspec.core import SamplingParams, check_text
 from ragspec.disk import atomic_writer, saving
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import RagspecError
-from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 
 app = typer.Typer(
     name="ragspec",
@@ -169,27 +169,12 @@ def ask(
     sampling = overrides(temperature=temperature, seed=seed, max_tokens=max_tokens)
     given = overrides(index=index, k=k, mode=mode, target=target, adapter=adapter)
     settings = load_config(config, **given, **sampling)
-    corpus = _corpus_for([settings])
+    check_target(settings.target)
+    corpus = library_corpus([settings])
     from ragspec.cli.ask import run_ask
 
     options = {"speculation": speculation, "tenant": tenant, "filter": filter}
     run_ask(question, settings, options, num_passages=k, iterative=iterative, as_json=as_json, corpus=corpus)
-
-
-def _corpus_for(configurations: Collection[PipelineConfig]) -> Sequence[tuple[str, str]] | None:
-    """The docstrings of the standard library, if one of the configurations has no index of its own.
-
-    Raises: StoreError, ModelError for an index or target that is not there, before torch is imported, which takes seconds.
-    """
-    for settings in configurations:
-        check_target(settings.target)
-        if settings.retriever.index_dir:
-            read_pointer(configured_index_dir(settings.retriever))
-    if all(settings.retriever.index_dir for settings in configurations):
-        return None
-    from ragspec.training.stdlib_corpus import kept_documents
-
-    return kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
 
 
 @app.command(epilog="Example: ragspec evaluate questions.jsonl --index my-index")
@@ -219,7 +204,9 @@ def evaluate(
     lines = read_lines(files)[:limit]
     given = overrides(index=index, target=target, adapter=adapter, temperature=temperature, seed=seed)
     settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **given) for path in config or (None,)}
-    corpus = _corpus_for(settings.values()) if questions_of(lines) else None
+    for each in settings.values():
+        check_target(each.target)
+    corpus = library_corpus(settings.values()) if questions_of(lines) else None
     from ragspec.cli.evaluate import run_evaluate
 
     raise typer.Exit(run_evaluate(lines, settings, out, corpus, check_drafts=check_drafts))
@@ -333,5 +320,5 @@ def mcp(
 
 @app.command(context_settings=PASSED_ON)
 def bench(context: typer.Context) -> None:
-    """Measure: ragspec bench --suite rag --quick"""
+    """Measure: ragspec bench --suite speculation --quick"""
     pass_on("pipelines.benchmark", context.args, "ragspec bench")

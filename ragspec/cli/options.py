@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ragspec.config import load_config
+from ragspec.cli.terminal import cache_folder
+from ragspec.config import PipelineConfig, load_config
 from ragspec.errors import ConfigError
+from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 
 HELP = {"help_option_names": ["-h", "--help"]}
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -71,6 +73,21 @@ def index_folder(index: Path | None, config: Path | None) -> Path:
     if folder := load_config(config, **overrides(index=index)).retriever.index_dir:
         return Path(folder)
     raise ConfigError("no index: name its folder with --index, or as retriever.index_dir with --config")
+
+
+def library_corpus(configurations: Collection[PipelineConfig]) -> list[tuple[str, str]] | None:
+    """The docstrings of the standard library, if one of the configurations has no index of its own.
+
+    Raises: StoreError for an index that is not there, before torch is imported, which takes seconds.
+    """
+    for settings in configurations:
+        if settings.retriever.index_dir:
+            read_pointer(configured_index_dir(settings.retriever))
+    if all(settings.retriever.index_dir for settings in configurations):
+        return None
+    from ragspec.training.stdlib_corpus import kept_documents
+
+    return kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
 
 
 def overrides(**options: Any) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ragspec.cli.options import library_corpus
 from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import EncoderConfig, load_settings
 from ragspec.core import Say
 from ragspec.disk import atomic_writer, keep_private, only_holder, saving
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import ConfigError, EngineError
-from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from services.settings import ServiceConfig
 
 _KEY_FILE = "local.key"
@@ -72,7 +72,7 @@ def run_mcp(config: Path | None, overrides: Mapping[str, Any], tenant: str, *, a
         check_target(target)
     folder = settings.service.data_dir or str(data_folder() / "mcp")
     service = settings.service.model_copy(update={"data_dir": folder})
-    settings, corpus = settings.model_copy(update={"service": service}), _corpus_of(settings)
+    settings, corpus = settings.model_copy(update={"service": service}), library_corpus([settings])
     try:
         from services.mcp import DocumentTools
     except ModuleNotFoundError as cause:
@@ -88,18 +88,8 @@ def run_mcp(config: Path | None, overrides: Mapping[str, Any], tenant: str, *, a
         asyncio.run(tools.serve_stdio())
 
 
-def _corpus_of(settings: ServiceConfig) -> list[tuple[str, str]] | None:
-    """The standard library's docstrings, where no index is configured. Raises: StoreMissing."""
-    if settings.retriever.index_dir:
-        read_pointer(configured_index_dir(settings.retriever))  # Why first: later imports take seconds
-        return None
-    from ragspec.training.stdlib_corpus import kept_documents
-
-    return kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
-
-
 def _serve(settings: ServiceConfig, cluster: str | None, address: str | None, *, verbose: bool) -> None:
-    corpus = _corpus_of(settings) if cluster is None else None
+    corpus = library_corpus([settings]) if cluster is None else None
     from services.embedded import Server, address_of, check_certificate, exit_in_time, listening
     from services.keys import KeyFile, SingleKey
     from services.logs import start_logging

@@ -37,18 +37,12 @@ class EngineStatus(NamedTuple):
     `started_s`: Unix time of the process's start."""
 
     fingerprint: str
-    vocab_size: int
-    max_context_tokens: int
-    eos_ids: tuple[int, ...]
+    bounds: ModelLimits
     pids: tuple[int, ...]
     node_id: str
     started_s: float
     num_running: int
     busy_s: float
-
-    @property
-    def bounds(self) -> ModelLimits:
-        return ModelLimits(self.vocab_size, self.max_context_tokens, self.eos_ids)
 
 
 class Polled(NamedTuple):
@@ -98,11 +92,11 @@ class EngineHost:
 
     def status(self) -> EngineStatus:
         engine = self._engine
-        limits = engine.target.vocab_size, engine.max_context_tokens, engine.target.eos_ids
+        bounds = ModelLimits(engine.target.vocab_size, engine.max_context_tokens, engine.target.eos_ids)
         with self._lock:
             num_running = sum(len(client.running) for client in self._clients.values())
         return EngineStatus(
-            engine.fingerprint, *limits, (os.getpid(),), "", self._started_s, num_running, self._busy_s()
+            engine.fingerprint, bounds, (os.getpid(),), "", self._started_s, num_running, self._busy_s()
         )
 
     @in_group(ORDERED)

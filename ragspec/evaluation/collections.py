@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,13 +28,9 @@ class Collection:
     queries: Mapping[str, str]
     relevant: Mapping[str, Mapping[str, int]]
 
-    def first(self, count: int | None) -> Collection:
-        """The first `count` queries; None: all of them."""
+    def first(self, count: int) -> Collection:
+        """The collection with the first `count` queries only."""
         return replace(self, queries=dict(islice(self.queries.items(), count)))
-
-    def only(self, query_ids: Set[str]) -> Collection:
-        """The collection with these queries only."""
-        return replace(self, queries={i: text for i, text in self.queries.items() if i in query_ids})
 
 
 class WholeTexts(EncoderWrapper):
@@ -58,7 +54,11 @@ def squad_collection(data_dir: Path) -> tuple[Collection, frozenset[str]]:
     Raises: InputError if the files are not there.
     """
     held_out = squad_list(data_dir, _ALL_QUESTIONS)
-    collection = _questions("squad", held_out.documents, data_dir / "squad_open" / "questions_dev.jsonl")
+    rows = [row for _, row in json_rows(data_dir / "squad_open" / "questions_dev.jsonl")]
+    random.Random(_QUESTION_SEED).shuffle(rows)
+    queries = {row["id"]: row["question"].strip() for row in rows}
+    relevant = {row["id"]: {row["gold"]: 1} for row in rows}
+    collection = Collection("squad", held_out.documents, queries, relevant)
     return collection, frozenset(question.id for question in held_out.questions)
 
 
@@ -72,10 +72,3 @@ def cranfield_collection(data_dir: Path) -> Collection:
         query_id, document_id, grade = line.split("\t")
         relevant.setdefault(query_id, {})[document_id] = int(grade)
     return Collection("cranfield", documents, queries, relevant)
-
-
-def _questions(name: str, documents: Sequence[Document], path: Path) -> Collection:
-    rows = [row for _, row in json_rows(path)]
-    random.Random(_QUESTION_SEED).shuffle(rows)
-    queries = {row["id"]: row["question"].strip() for row in rows}
-    return Collection(name, documents, queries, {row["id"]: {row["gold"]: 1} for row in rows})

@@ -23,27 +23,24 @@ from ragspec.retrieval.retriever import ProgressCallback, build_index
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.reference.sources import NUM_EVAL_ARTICLES
 from ragspec.training.sentences import normalise, split_sentences
-from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
+from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
 
 T = TypeVar("T")
 
 _LIST_SEED = 13
 _LONG_WORDS = range(20, 41)
 JFLEG, LONG, CLEAN = "jfleg", "long", "clean"
-NUM_SENTENCES = 100
+NUM_JFLEG, NUM_SENTENCES = 200, 100
 NUM_QUESTIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answers`: the annotators' answers; `gold`: id of the document that holds them. `is_quoted`: the answers are
-    sentences to quote."""
+    """`gold`: id of the document that holds the answer."""
 
     id: str
     text: str
-    answers: tuple[str, ...]
     gold: str
-    is_quoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +55,8 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class RagList:
-    """Questions and the documents that answer them; `label` names the corpus for people."""
+    """Questions and the documents that answer them."""
 
-    label: str
     documents: list[Document]
     questions: list[Question]
 
@@ -73,39 +69,33 @@ def squad_list(data_dir: Path, count: int = NUM_QUESTIONS) -> RagList:
     open_dir = data_dir / "squad_open"
     held_out = {qa["id"] for a in held_out_articles(data_dir) for p in a["paragraphs"] for qa in p["qas"]}
     questions = [
-        Question(row["id"], normalise(row["question"]), tuple(row["answers"]), row["gold"])
+        Question(row["id"], normalise(row["question"]), row["gold"])
         for _, row in json_rows(open_dir / "questions_dev.jsonl")
         if row["id"] in held_out
     ]
     names = ("corpus.jsonl", "corpus_distractors.jsonl")
     documents = [document for name in names for document in read_file(open_dir / name, name)]
-    return RagList("SQuAD, held-out articles, with distractors", documents, fixed_sample(questions, count))
+    return RagList(documents, fixed_sample(questions, count))
 
 
 def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
     """Questions about held-out names of the running Python's standard library, over its documentation."""
     corpus = stdlib_documents()
-    questions = [
-        Question(name, f"What does {name} do?", (first_doc_sentence(name, text),), name, is_quoted=True)
-        for name, text in corpus
-        if is_held_out(name)
-    ]
+    questions = [Question(name, f"What does {name} do?", name) for name, _ in corpus if is_held_out(name)]
     documents = [Document(name, text, title=name) for name, text in corpus]
-    return RagList("embedded standard-library corpus", documents, fixed_sample(questions, count))
+    return RagList(documents, fixed_sample(questions, count))
 
 
-def grammar_list(data_dir: Path, per_part: int | None = None, num_jfleg: int = 200) -> list[Sentence]:
-    """`num_jfleg` sentences of JFLEG dev, 100 corrupted sentences of 20-40 words, and 100 clean sentences; at most
+def grammar_list(data_dir: Path, per_part: int = NUM_JFLEG) -> list[Sentence]:
+    """200 sentences of JFLEG dev, 100 corrupted sentences of 20-40 words, and 100 clean sentences; at most
     `per_part` of each.
 
     Raises: InputError if the files are not there.
     """
-    sizes = {JFLEG: num_jfleg, LONG: NUM_SENTENCES, CLEAN: NUM_SENTENCES}
-    sizes = {part: min(size, per_part or size) for part, size in sizes.items()}
-    clean = clean_sentences(data_dir, NUM_SENTENCES)[: sizes[CLEAN]]
+    clean = clean_sentences(data_dir, NUM_SENTENCES)[:per_part]
     return [
-        *jfleg_sentences(data_dir, sizes[JFLEG]),
-        *_long_sentences(data_dir, sizes[LONG]),
+        *jfleg_sentences(data_dir, min(NUM_JFLEG, per_part)),
+        *_long_sentences(data_dir, min(NUM_SENTENCES, per_part)),
         *(Sentence(f"{CLEAN}-{i}", CLEAN, text, (text,)) for i, text in enumerate(clean)),
     ]
 

@@ -6,7 +6,6 @@ import math
 import platform
 import resource
 import subprocess
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,6 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[2]
 _SMAPS = Path("/proc/self/smaps_rollup")
 _PACKAGES = ("torch", "transformers", "numba", "numpy")
-
-Tick = Callable[[str, int, int], None]
-"""Progress: called with (stage, done, total)."""
-
-
-def no_tick(stage: str, done: int, total: int) -> None:
-    """Progress that nobody follows."""
 
 
 class PeakMemory:

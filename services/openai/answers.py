@@ -10,7 +10,7 @@ step's length depends on the draft, and so on the documents. Sizes of encrypted 
 filled up with random letters to a multiple of some bytes.
 
     >>> async with context.generate(requests) as stream:
-    ...     await CompletionFormat(body, context, stream, token_texts).send(sender)
+    ...     await CompletionFormat(body, context, stream).send(sender)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from starlette.responses import Response
@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 from ragspec.core import Completion, Delta, GenerationStats, TokenLogprob
 from ragspec.rag.openai_fields import usage
 from services.openai.generation import ChoiceKey, EngineStream, RequestContext
+from services.openai.types import ChatBody
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
@@ -179,6 +180,31 @@ class AnswerFormat(ABC):
             return {}
         steps = self.stream.deltas(key)
         return {"metrics": {"num_output_tokens": sum(len(step.token_ids) for step in steps), "num_steps": len(steps)}}
+
+
+class MessageFormat(AnswerFormat):
+    """A chat completion. Subclasses write its messages."""
+
+    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, body: ChatBody, context: RequestContext, stream: EngineStream) -> None:
+        super().__init__(context, stream)
+        self._body = body
+
+    def begun(self, content: str | None, ragspec: Mapping[str, Any]) -> list[Chunk]:
+        """A chunk for each choice, whose message has its role; the first has the field `ragspec`."""
+        role = {"role": "assistant", "content": content, "refusal": None}
+        return [([self.chunk(key, role)], {} if index else {"ragspec": ragspec}) for key, index in self.indices.items()]
+
+    def chunk(self, key: ChoiceKey, delta: Mapping[str, Any], logprobs: Any = None) -> dict[str, Any]:
+        """A choice of a chunk."""
+        return {"index": self.indices[key], "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+        """The field `logprobs`; None unless the body asks for it."""
+        if not self._body.logprobs:
+            return None
+        return {"content": self.context.model.token_texts.chat(logprobs), "refusal": None}
 
 
 def request_metrics(stats: GenerationStats, steps: Sequence[Delta]) -> dict[str, Any]:

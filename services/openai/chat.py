@@ -7,17 +7,16 @@ Owns the path from a chat body to a turn, and the chat format of its answer. Ret
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ragspec.core import Completion, TokenLogprob
-from ragspec.numerics.threads import started_threads
+from ragspec.core import Completion
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import PreparedTurn
 from ragspec.rag.chat.history import ChatTurn
@@ -26,56 +25,43 @@ from ragspec.rag.wording import found_words
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
 from services.openai import tools
-from services.openai.answer_fields import TokenTexts, citation_fields, passages_of, support_of
-from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, GenerationResponse, ResponseSender
+from services.openai.answer_fields import citation_fields, passages_of, support_of
+from services.openai.answers import ChoiceDelta, Chunk, GenerationResponse, MessageFormat, ResponseSender
 from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
 from services.openai.types import ChatBody, RetrievalOptions
 
 _INLINE_CHARS = 2048
-_MAX_PREPARING = 64
-"""Threads that prepare turns; most of them wait for one batched call of the index."""
 
 
-class ChatParts(NamedTuple):
-    """Shared by the requests of all routes that answer chat turns. `token_texts`: by model. `threads` prepare turns."""
-
-    token_texts: Mapping[str, TokenTexts]
-    threads: Executor
-
-    @classmethod
-    def of(cls, backend: ServiceBackend) -> ChatParts:
-        texts = {name: TokenTexts(model.prompts.tokenizer) for name, model in backend.models.items()}
-        return cls(texts, started_threads(_MAX_PREPARING, "ragspec-prepare"))
-
-
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> APIRouter:
+def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> APIRouter:
+    """`threads` prepare turns."""
     router = APIRouter(tags=["chat"])
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
         context = RequestContext.of(backend, mailbox, body, request)
-        return GenerationResponse(partial(write, body, context, parts, ChatFormat))
+        return GenerationResponse(partial(write, body, context, threads, ChatFormat))
 
     return router
 
 
 async def write(
-    body: ChatBody, context: RequestContext, parts: ChatParts, form: type[ChatFormat], sender: ResponseSender
+    body: ChatBody, context: RequestContext, threads: Executor, form: type[ChatFormat], sender: ResponseSender
 ) -> None:
     """Raises: ApiError, RagspecError."""
     if body.uses_tools:
-        await tools.write(body, context, parts.token_texts[context.model.name], sender)
+        await tools.write(body, context, sender)
         return
     if is_inline(body):
         ready = prepare(body, context)
     else:
         call = partial(copy_context().run, prepare, body, context)
-        ready = await asyncio.get_running_loop().run_in_executor(parts.threads, call)
+        ready = await asyncio.get_running_loop().run_in_executor(threads, call)
     if ready.searched:
         context.model.metrics.retrieved(ready.retrieve_s, ready.times.encode_s, ready.times.search_s)
     async with context.generate([ready.request], ready.retrieve_s, said=ready.said) as stream:
-        await form(body, context, ready, stream, parts.token_texts[context.model.name]).send(sender)
+        await form(body, context, stream, ready).send(sender)
 
 
 def is_inline(body: ChatBody) -> bool:
@@ -115,21 +101,12 @@ def _scope(tenant: str, options: RetrievalOptions) -> SearchScope:
     return parse_scope(tenant, {"type": "and", "filters": filters} if filters else None)
 
 
-class ChatFormat(AnswerFormat):
-    """A chat completion. Also stores the turn in its conversation."""
+class ChatFormat(MessageFormat):
+    """An answer from the documents. Also stores the turn in its conversation."""
 
-    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(
-        self,
-        body: ChatBody,
-        context: RequestContext,
-        ready: PreparedTurn,
-        stream: EngineStream,
-        token_texts: TokenTexts,
-    ) -> None:
-        super().__init__(context, stream)
-        self._body, self._ready, self._token_texts = body, ready, token_texts
+    def __init__(self, body: ChatBody, context: RequestContext, stream: EngineStream, ready: PreparedTurn) -> None:
+        super().__init__(body, context, stream)
+        self._ready = ready
         self._is_kept, self.shows_sources = False, bool(ready.prompt.passages)
 
     async def choices(self, completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -138,7 +115,7 @@ class ChatFormat(AnswerFormat):
             {
                 "index": index,
                 "message": {"role": "assistant", "content": answer.text, "refusal": None} | self._citations(answer),
-                "logprobs": self._logprobs(answer.logprobs),
+                "logprobs": self.logprobs(answer.logprobs),
                 "finish_reason": answer.finish_reason.value,
             }
             for index, answer in enumerate(answers)
@@ -148,22 +125,19 @@ class ChatFormat(AnswerFormat):
         return choices, self._turn_fields() | merged | self._kept_field()
 
     def first_chunks(self) -> Sequence[Chunk]:
-        role = {"role": "assistant", "content": "", "refusal": None}
-        chunks: list[Chunk] = [([_chunk_choice(index, role)], {}) for index in self.indices.values()]
-        chunks[0] = (chunks[0][0], {"ragspec": self._turn_fields()})
-        return chunks
+        return self.begun("", self._turn_fields())
 
     def delta_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         if self._ready.require_support:  # the text comes with the last choice, once its support is known
-            return _chunk_choice(self.indices[delta.key], {"content": ""})
-        return _chunk_choice(self.indices[delta.key], {"content": delta.text}, self._logprobs(delta.logprobs))
+            return self.chunk(delta.key, {"content": ""})
+        return self.chunk(delta.key, {"content": delta.text}, self.logprobs(delta.logprobs))
 
     async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
         index, completion = self.indices[key], self.stream.completion(key)
         (answer,) = await self._answers([completion])
         whole, logprobs = ({"content": answer.text}, answer.logprobs) if self._ready.require_support else ({}, None)
-        told = None if logprobs is None else self._logprobs(logprobs)
-        choice = _chunk_choice(index, whole | self._citations(answer), told)
+        told = None if logprobs is None else self.logprobs(logprobs)
+        choice = self.chunk(key, whole | self._citations(answer), told)
         choice["finish_reason"] = answer.finish_reason.value
         kept = self._kept_field() if completion.choice == 0 else {}
         return choice, {"ragspec": self._support(answer, index) | kept}
@@ -213,14 +187,7 @@ class ChatFormat(AnswerFormat):
     def _citations(self, answer: Answer) -> dict[str, Any]:
         return citation_fields(answer, self._body.citations or "openai", self.context.base_url)
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
-
     def _support(self, answer: Answer, index: int) -> dict[str, list[dict[str, Any]]]:
         """The passages' support of the answer; each item has its choice's number if there are several choices."""
         choice = {"choice": index} if len(self.indices) > 1 else {}
         return {name: [each | choice for each in items] for name, items in support_of(answer).items()}
-
-
-def _chunk_choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

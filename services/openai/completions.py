@@ -21,7 +21,7 @@ from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.prompt import PromptBuilder
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.openai.answer_fields import TextOffsets, TokenTexts
+from services.openai.answer_fields import TextOffsets
 from services.openai.answers import AnswerFormat, ChoiceDelta, GenerationResponse, ResponseSender
 from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, RequestContext
 from services.openai.types import CompletionBody
@@ -29,24 +29,21 @@ from services.openai.types import CompletionBody
 
 def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
     router = APIRouter(tags=["completions"])
-    token_texts = {name: TokenTexts(model.prompts.tokenizer) for name, model in backend.models.items()}
 
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionBody, request: Request) -> Response:
         """A continuation of each prompt."""
         context = RequestContext.of(backend, mailbox, body, request)
-        return GenerationResponse(partial(_write, body, context, token_texts[context.model.name]))
+        return GenerationResponse(partial(_write, body, context))
 
     return router
 
 
-async def _write(
-    body: CompletionBody, context: RequestContext, token_texts: TokenTexts, sender: ResponseSender
-) -> None:
+async def _write(body: CompletionBody, context: RequestContext, sender: ResponseSender) -> None:
     """Raises: ApiError, RagspecError."""
     requests = await asyncio.to_thread(requests_of, body, context)
     async with context.generate(requests) as stream:
-        await CompletionFormat(body, context, stream, token_texts).send(sender)
+        await CompletionFormat(body, context, stream).send(sender)
 
 
 def requests_of(body: CompletionBody, context: RequestContext) -> list[Generation]:
@@ -82,11 +79,9 @@ class CompletionFormat(AnswerFormat):
 
     object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(
-        self, body: CompletionBody, context: RequestContext, stream: EngineStream, token_texts: TokenTexts
-    ) -> None:
+    def __init__(self, body: CompletionBody, context: RequestContext, stream: EngineStream) -> None:
         super().__init__(context, stream)
-        self._body, self._token_texts = body, token_texts
+        self._body = body
         self._offsets = [TextOffsets() for _ in stream.keys]
 
     async def choices(self, completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -107,5 +102,5 @@ class CompletionFormat(AnswerFormat):
     ) -> dict[str, Any]:
         shown = None
         if logprobs is not None and self._body.logprobs is not None:
-            shown = self._token_texts.completion(logprobs, self._offsets[index])
+            shown = self.context.model.token_texts.completion(logprobs, self._offsets[index])
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": finish_reason}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from services.errors import ApiError, validation_error
 from services.limits import at_most
 from services.openai.answer_fields import citation_fields
 from services.openai.answers import END, KEEP_ALIVE, GenerationResponse, ResponseSender, immediate, padding
-from services.openai.chat import ChatFormat, ChatParts, write
+from services.openai.chat import ChatFormat, write
 from services.openai.generation import DeltaMailbox, RequestContext
 from services.openai.types import MAX_MESSAGES, Body, ChatBody, GenerationBody, RetrievalField, ShortText
 
@@ -118,7 +119,7 @@ class ResponseBody(GenerationBody):
         return body
 
 
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> APIRouter:
+def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> APIRouter:
     router = APIRouter(tags=["responses"])
 
     @router.post("/v1/responses", response_model=None)
@@ -133,7 +134,7 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> 
         context = RequestContext.of(backend, mailbox, chat, request)
         if context.is_strict and chat.stream:
             raise ApiError(400, "strict privacy streams chat completions only", param="stream")
-        return GenerationResponse(partial(write, chat, context, parts, ResponsesFormat))
+        return GenerationResponse(partial(write, chat, context, threads, ResponsesFormat))
 
     return router
 

@@ -28,13 +28,15 @@ from services.openai.types import EmbeddingBody
 _SLICE = 32
 """Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
 _MAX_CHARS_PER_TOKEN = 64
+_MAX_PREPARING = 64
+"""Threads that prepare chat turns; most of them wait for one batched call of the index."""
 
 
 def routes(backend: ServiceBackend) -> APIRouter:
-    router, mailbox, parts = APIRouter(), DeltaMailbox(), chat.ChatParts.of(backend)
+    router, mailbox, threads = APIRouter(), DeltaMailbox(), started_threads(_MAX_PREPARING, "ragspec-prepare")
     for part in (
-        chat.routes(backend, mailbox, parts),
-        responses.routes(backend, mailbox, parts),
+        chat.routes(backend, mailbox, threads),
+        responses.routes(backend, mailbox, threads),
         completions.routes(backend, mailbox),
         _embedding_routes(backend),
         _model_routes(backend),

@@ -9,25 +9,24 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ragspec.core import Completion, CopySource, FinishReason, Request, SourceKind
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.tools import CallForm, ParsedAnswer, call_form, call_grammar, parse_calls
 from services.errors import ApiError
-from services.openai.answer_fields import TokenTexts
-from services.openai.answers import AnswerFormat, ChoiceDelta, Chunk, ResponseSender
+from services.openai.answers import ChoiceDelta, Chunk, MessageFormat, ResponseSender
 from services.openai.generation import ChoiceKey, EngineStream, RequestContext
 from services.openai.types import ChatBody, NamedTool
 
 
-async def write(body: ChatBody, context: RequestContext, token_texts: TokenTexts, sender: ResponseSender) -> None:
+async def write(body: ChatBody, context: RequestContext, sender: ResponseSender) -> None:
     """Raises: ApiError, RagspecError."""
     _check(body, context)
     form, request = await asyncio.to_thread(_request, body, context)
     async with context.generate([request]) as stream:
-        await ToolFormat(body, context, stream, form, token_texts).send(sender)
+        await ToolFormat(body, context, stream, form).send(sender)
 
 
 def _check(body: ChatBody, context: RequestContext) -> None:
@@ -102,16 +101,12 @@ def _texts(body: ChatBody, form: CallForm) -> Iterator[str]:
         yield body.prediction.content
 
 
-class ToolFormat(AnswerFormat):
-    """A chat completion whose message may hold calls. A stream tells a call's id and name with the call's first arguments."""
+class ToolFormat(MessageFormat):
+    """A message may hold calls. A stream tells a call's id and name with the call's first arguments."""
 
-    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(
-        self, body: ChatBody, context: RequestContext, stream: EngineStream, form: CallForm, token_texts: TokenTexts
-    ) -> None:
-        super().__init__(context, stream)
-        self._body, self._form, self._token_texts = body, form, token_texts
+    def __init__(self, body: ChatBody, context: RequestContext, stream: EngineStream, form: CallForm) -> None:
+        super().__init__(body, context, stream)
+        self._form = form
         self._names = [tool.function.name for tool in body.tools or ()]
         self._texts = dict.fromkeys(self.indices, "")
         self._sent = dict.fromkeys(self.indices, ParsedAnswer("", ()))
@@ -125,24 +120,21 @@ class ToolFormat(AnswerFormat):
                 message["tool_calls"] = [
                     {"id": _call_id(), "type": "function", "function": call._asdict()} for call in parsed.calls
                 ]
-            ended = {"finish_reason": _reason(completion, parsed), "logprobs": self._logprobs(completion.logprobs)}
+            ended = {"finish_reason": _reason(completion, parsed), "logprobs": self.logprobs(completion.logprobs)}
             choices.append({"index": index, "message": message, **ended})
         return choices, {"seed": self.context.params.seed}
 
     def first_chunks(self) -> Sequence[Chunk]:
-        role = {"role": "assistant", "content": None, "refusal": None}
-        chunks: list[Chunk] = [([self._chunk(key, role)], {}) for key in self.indices]
-        chunks[0] = (chunks[0][0], {"ragspec": {"seed": self.context.params.seed}})
-        return chunks
+        return self.begun(None, {"seed": self.context.params.seed})
 
     def delta_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         self._texts[delta.key] += delta.text
-        return self._chunk(delta.key, self._news(delta.key, is_whole=False), self._logprobs(delta.logprobs))
+        return self.chunk(delta.key, self._news(delta.key, is_whole=False), self.logprobs(delta.logprobs))
 
     async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
         completion = self.stream.completion(key)
         self._texts[key] = completion.text
-        choice = self._chunk(key, self._news(key, is_whole=True))
+        choice = self.chunk(key, self._news(key, is_whole=True))
         choice["finish_reason"] = _reason(completion, self._sent[key])
         return choice, {}
 
@@ -163,12 +155,6 @@ class ToolFormat(AnswerFormat):
             elif arguments:
                 calls.append({"index": number, "function": {"arguments": arguments}})
         return told | ({"tool_calls": calls} if calls else {})
-
-    def _chunk(self, key: ChoiceKey, delta: Mapping[str, Any], logprobs: Any = None) -> dict[str, Any]:
-        return {"index": self.indices[key], "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-    def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
-        return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
 
 
 def _call_id() -> str:

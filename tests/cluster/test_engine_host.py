@@ -182,11 +182,11 @@ def test_the_status_names_what_a_request_can_be_checked_by(engine: Engine, host:
     """A router that checks requests itself let one through; a refused request kept its id, or took a good request along."""
     status = host.status()
     assert (status.fingerprint, status.num_running) == (engine.fingerprint, 0)
-    assert status.max_context_tokens == engine.max_context_tokens
+    assert status.bounds.max_context_tokens == engine.max_context_tokens
     host.submit("c", ask("good"))
     for wrong in (
         Request("p", (), PARAMS),
-        Request("p", tuple(range(2, 2 + status.max_context_tokens)), PARAMS),
+        Request("p", tuple(range(2, 2 + status.bounds.max_context_tokens)), PARAMS),
         Request("p", (5, 9999), PARAMS),
         Request("p", (5,), replace(PARAMS, logit_bias={9999: 1.0})),
         Request("p", (5,), PARAMS, segment=Segment((5,), 1)),

@@ -195,7 +195,7 @@ def test_rewriting_changes_what_is_found(data: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(answers, "TOP", 2)
     bench: Any = SimpleNamespace(run=Run(TargetConfig(), data), encoder=LetterEncoder(), data=data)
     found = answers._follow_ups(bench)
-    assert found["recall_rules"] == 1.0 > found["recall_as_asked"]
+    assert found["follow_up_recall"] == 1.0 > found["follow_up_recall_plain"]
     (data / "canard" / "dev.json").unlink()
     with pytest.raises(InputError, match="canard"):
         answers._follow_ups(bench)

@@ -15,7 +15,7 @@ from service_parts import MODEL, make_backend
 from pipelines.benchmarks.load import SUITE, first_tokens, leaked_slots, summarise
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
 from pipelines.benchmarks.users.llama_server import prompts_of
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, LoadCurve, measured, mixes_of, sent_by
+from pipelines.benchmarks.users.load_curve import MIXED, RAG, curve_row, measured, mixes_of, sent_by
 from pipelines.benchmarks.users.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -86,8 +86,8 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
         return answers
 
     monkeypatch.setattr(Service, "timed", recorded)
-    curve = LoadCurve(here, mixes_of(MODEL, QUESTIONS, 0))
-    rows = [curve.row(MIXED, 3, 2), curve.row(RAG, 2, 1)]
+    mixes = mixes_of(MODEL, QUESTIONS, 0)
+    rows = [curve_row(here, mix, mixes[mix], users, runs) for mix, users, runs in ((MIXED, 3, 2), (RAG, 2, 1))]
     assert all(row[f"{way}_tokens_per_s"] > 0 for row in rows for way in ("on", "off"))
     assert [body["speculation"] for body, _ in sent] == [True, False, False, True, True, False]
     assert len({body["cache_salt"] for body, _ in sent}) == len(sent)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from ragspec.core import Completion, CopySource, GenerationStats, Passage, Request, SamplingParams
+from ragspec.core import Completion, CopySource, GenerationStats, Passage, Request, SamplingParams, Say, log_progress
 from ragspec.engine.engine import Engine
-from ragspec.evaluation.measures import Tick, no_tick
 from ragspec.rag.citations import answer_grammar
 from ragspec.speculation import Speculation, SpeculationGiven
 from ragspec.tenants import cache_salt_of
@@ -121,7 +120,7 @@ def take_turns(
     contenders: Mapping[str, Callable[[Unit], Taken]],
     units: Sequence[Unit],
     num_runs: int,
-    tick: Tick = no_tick,
+    tick: Say = log_progress,
     stage: str = "timed runs",
 ) -> dict[str, list[list[Taken]]]:
     """`[contender][run][unit]`: every unit by every contender, `num_runs` times in turns."""
@@ -147,12 +146,11 @@ class Timings:
         decoders: Mapping[str, Decoder],
         cases: Sequence[Case],
         num_runs: int,
-        tick: Tick = no_tick,
+        tick: Say = log_progress,
         stage: str = "timed runs",
-        num_warm_up: int = 1,
     ) -> Timings:
-        """Every decoder on every case, `num_runs` times in turns, after uncounted runs of at most half of the cases."""
-        for case in cases[: min(num_warm_up, (len(cases) + 1) // 2)]:
+        """Every decoder on every case, `num_runs` times in turns, after an uncounted run of the first case."""
+        for case in cases[:1]:
             for decode in decoders.values():
                 decode(case)
         return cls(take_turns(decoders, cases, num_runs, tick, stage), [case.prepare_s for case in cases])
@@ -163,9 +161,9 @@ class Timings:
         pairs = list(zip(self.runs[a], self.runs[b], strict=True))
         return [i for i in cases if all(x[i].token_ids == y[i].token_ids for x, y in pairs)]
 
-    def identical(self, name: str, expected: str = PLAIN) -> bool:
-        """Whether every run of `name` has the tokens of the first run of `expected`."""
-        first = [run.token_ids for run in self.runs[expected][0]]
+    def identical(self, name: str) -> bool:
+        """Whether every run of `name` has the tokens of the first run of plain decoding."""
+        first = [run.token_ids for run in self.runs[PLAIN][0]]
         return all([run.token_ids for run in table] == first for table in self.runs[name])
 
     def ratio(self, slow: str, fast: str, end_to_end: bool = False) -> float | None:

@@ -16,7 +16,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelines.benchmarks.fault_injection.clients import FaultClients
-from pipelines.benchmarks.fault_injection.targets import BatchJob, GatewayProcess, SmallDisk
+from pipelines.benchmarks.fault_injection.targets import GatewayProcess, SmallDisk
 from pipelines.benchmarks.harness import Row
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.processes import Process
@@ -70,7 +70,6 @@ class Injector:
     status: Callable[[], Status]
     service: GatewayProcess
     disk: SmallDisk
-    job: BatchJob
     clients: FaultClients
     draw: random.Random
     num_service_ends: int = 0
@@ -123,8 +122,6 @@ class Injector:
                 self.disk.fill()
                 time.sleep(hold_s)
                 self.disk.empty()
-            case Fault("job", "kill"):
-                self.job.kill()
         return Injected(fault.part)
 
     def _strike_replica(self, fault: Fault) -> Injected:

@@ -1,4 +1,4 @@
-"""The targets of the suite `faults` outside Ray: a service process, its disk, and a batch job.
+"""The targets of the suite `faults` outside Ray: a service process and its disk.
 
     with small_disk(folder / "disk") as disk, GatewayProcess(folder, disk.folder, cluster, environment) as service:
         service.start()
@@ -10,37 +10,25 @@ Nothing here decides when a fault comes, and nothing compares answers: `injector
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import yaml
 
-from pipelines.batch.records import recorded_row
-from pipelines.batch.text_files import whole_lines
 from pipelines.benchmarks.users.service import free_port
 from ragspec.errors import EngineError
 
-ROOT = Path(__file__).resolve().parents[3]
 MODEL = "faults"
 _DISK_MB = 64
 _START_S = 900.0
-_JOB_S = 600.0
 _LOOK_S = 0.1
-_MAX_JOB_FAILURES = 5
-_COMPARED_KEYS = (
-    "question", "answer", "finish_reason", "system_fingerprint", "citations", "passages", "dropped_passages",
-    "index_generation", "seed", "logprobs", "row_digest",
-)  # fmt: skip
-"""The fields of an answered row that do not differ from run to run. Log-probabilities name every token."""
 
 
 class SmallDisk:
@@ -127,100 +115,6 @@ class GatewayProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-
-class BatchJob:
-    """`pipelines.batch_rag` on the deployment, one pass over all rows after the other in a thread.
-
-    A driver that dies is started again with the same output folder, as an operator would.
-    """
-
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], folder: Path, options: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
-        folder.mkdir()
-        self._rows, self._folder, self._environment = folder / "rows.jsonl", folder, dict(environment)
-        self._rows.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        self._options = list(options)
-        self._driver: subprocess.Popen[bytes] | None = None
-        self._is_stopping, self._is_abandoned = False, False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.passes = list[Path]()
-        self.num_failures = 0
-        """Drivers that ended with an error of their own."""
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_abandoned = True
-        self.kill()
-        self._thread.join(_JOB_S)
-
-    def undisturbed(self) -> dict[str, str]:
-        """The comparable rows of a pass without faults, by id. Raises: EngineError if the job fails."""
-        out = self._folder / "undisturbed"
-        if self._exit_code(out) != 0:
-            raise EngineError(f"the batch job failed without a fault: {last_line(out.with_suffix('.log'))}")
-        return dict(comparable_rows(out))
-
-    def kill(self) -> None:
-        """SIGKILL the driver, if one runs."""
-        if self._driver is not None:
-            self._driver.kill()
-
-    def finish(self) -> None:
-        """Returns when the present pass is complete, and starts no other."""
-        self._is_stopping = True
-        self._thread.join(_JOB_S)
-
-    def _run(self) -> None:
-        while not self._is_abandoned and not (self._is_stopping and self.passes):
-            out = self._folder / f"pass-{len(self.passes)}"
-            while (code := self._exit_code(out)) != 0 and not self._is_abandoned:
-                self.num_failures += code != -signal.SIGKILL
-                if self.num_failures >= _MAX_JOB_FAILURES:
-                    break
-            self.passes.append(out)
-
-    def _exit_code(self, out: Path) -> int:
-        command = [sys.executable, "-m", "pipelines.batch_rag", "--input", str(self._rows), "--out", str(out)]
-        with open(out.with_suffix(".log"), "ab") as log:
-            self._driver = subprocess.Popen(
-                [*command, *self._options],
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-            return self._driver.wait()
-
-
-class Judged(NamedTuple):
-    """Sorted names of rows; a name may stand in several."""
-
-    lost: list[str]
-    doubled: list[str]
-    changed: list[str]
-
-
-def judge_rows(expected: Mapping[str, Hashable], found: Sequence[tuple[str, Hashable]]) -> Judged:
-    """Compare the rows of a job by id. A repeated row is doubled even if both are right, and so is an unknown row."""
-    names = [name for name, _ in found]
-    lost = expected.keys() - set(names)
-    doubled = {name for name in names if names.count(name) > 1 or name not in expected}
-    changed = {name for name, row in found if name in expected and row != expected[name]}
-    return Judged(sorted(lost), sorted(doubled), sorted(changed))
-
-
-def comparable_rows(out: Path) -> Iterator[tuple[str, str]]:
-    """The id and the compared fields of every row of a job's output folder, unfinished parts included."""
-    for path in sorted(out.glob("answers-*.jsonl*")):
-        for record in whole_lines(path):
-            compared = {key: record.get(key) for key in _COMPARED_KEYS}
-            yield recorded_row(record).id, json.dumps(compared, sort_keys=True)
 
 
 def last_line(log: Path) -> str:

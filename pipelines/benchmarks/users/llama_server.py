@@ -3,7 +3,7 @@
 The server gets prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster
 counts; each slot has room for the longest prompt and its answer, so nothing is cut.
 
-    >>> llama_tokens_per_s(service, bodies, users=8, num_runs=2, folder=cache_dir)
+    >>> llama_row(service, bodies, users=8, num_runs=2, folder=cache_dir)["llama_tokens_per_s"]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pipelines.benchmarks.harness import Row
 from pipelines.benchmarks.peers import llama_files, load_peer
 from pipelines.benchmarks.users.load_curve import Body, measured
 from pipelines.benchmarks.users.service import Service, free_port, started, timed_answers
@@ -37,7 +38,7 @@ def llama_server() -> str | None:
     return str(beside) if beside.is_file() else shutil.which(_NAME)
 
 
-def llama_tokens_per_s(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> float:
+def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> Row:
     """Tokens a second of the faster type of weights, the median over runs. `folder`: keeps the converted weights.
 
     Raises: ModelError for a target that is no plain Llama, EngineError.
@@ -50,7 +51,7 @@ def llama_tokens_per_s(service: Service, bodies: Sequence[Body], users: int, num
         with serving(path, users, room) as url:
             runs = [measured(timed_answers(url, "", _PATH, prompts, users)) for _ in range(num_runs)]
         speeds.append(median(run["tokens_per_s"] for run in runs))
-    return max(speeds)
+    return {"users": users, "llama_tokens_per_s": max(speeds)}
 
 
 def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 A mix is a list of chat bodies. A run sends each body once, and at least one for each user; every user sends the next body after
 an answer has ended. No run shares a cached prefix with another.
 
-    >>> LoadCurve(service, mixes_of(model, questions, 0)).row("rag", users=8, num_runs=2)["on_off"]
+    >>> curve_row(service, "rag", sent_by(8, "rag", mixes["rag"]), users=8, num_runs=2)["on_off"]
 """
 
 from __future__ import annotations
@@ -61,41 +61,27 @@ def sent_by(users: int, mix: str, bodies: Sequence[Body], num_questions: int | N
     return list(itertools.islice(itertools.cycle(bodies), max(users, num_least)))
 
 
-class LoadCurve:
-    """Runs mixes against a service. `tenant`: who asks (empty: the service's first). `num_questions`: as of `sent_by`."""
+def curve_row(service: Service, mix: str, bodies: Sequence[Body], users: int, num_runs: int, tenant: str = "") -> Row:
+    """Medians of runs with speculation (`on_...`) and without (`off_...`). `tenant`: as of `Service.timed`.
 
-    def __init__(
-        self,
-        service: Service,
-        mixes: Mapping[str, Sequence[Body]],
-        tenant: str = "",
-        num_questions: int | None = None,
-    ) -> None:
-        self._service, self._mixes, self._tenant = service, mixes, tenant
-        self._num_questions = num_questions
-
-    def row(self, mix: str, users: int, num_runs: int) -> Row:
-        """Medians of runs with speculation (`on_...`) and without (`off_...`).
-
-        `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th percentile of the time a token without
-        speculation over with. Raises: EngineError.
-        """
-        bodies = sent_by(users, mix, self._mixes[mix], self._num_questions)
-        runs: dict[bool, list[Row]] = {True: [], False: []}
-        for number in range(num_runs):
-            for on in (True, False) if number % 2 == 0 else (False, True):
-                salt = f"run-{next(_SALTS)}"
-                own = [{**body, "speculation": on, "cache_salt": salt} for body in bodies]
-                runs[on].append(measured(self._service.timed(own, users, tenant=self._tenant)))
-        on_medians, off_medians = _medians(runs[True]), _medians(runs[False])
-        return {
-            "mix": mix,
-            "users": users,
-            "on_off": on_medians["tokens_per_s"] / off_medians["tokens_per_s"],
-            "on_off_p99": off_medians["token_p99_ms"] / on_medians["token_p99_ms"],
-            **{f"on_{name}": value for name, value in on_medians.items()},
-            **{f"off_{name}": value for name, value in off_medians.items()},
-        }
+    `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th percentile of the time a token without
+    speculation over with. Raises: EngineError.
+    """
+    runs: dict[bool, list[Row]] = {True: [], False: []}
+    for number in range(num_runs):
+        for on in (True, False) if number % 2 == 0 else (False, True):
+            salt = f"run-{next(_SALTS)}"
+            own = [{**body, "speculation": on, "cache_salt": salt} for body in bodies]
+            runs[on].append(measured(service.timed(own, users, tenant=tenant)))
+    on_medians, off_medians = _medians(runs[True]), _medians(runs[False])
+    return {
+        "mix": mix,
+        "users": users,
+        "on_off": on_medians["tokens_per_s"] / off_medians["tokens_per_s"],
+        "on_off_p99": off_medians["token_p99_ms"] / on_medians["token_p99_ms"],
+        **{f"on_{name}": value for name, value in on_medians.items()},
+        **{f"off_{name}": value for name, value in off_medians.items()},
+    }
 
 
 def measured(answers: Sequence[Answer]) -> Row:

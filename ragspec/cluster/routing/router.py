@@ -58,7 +58,7 @@ class _Connection:
 
     @property
     def identity(self) -> OutputIdentity:
-        return OutputIdentity(self.status.fingerprint, self.status.max_context_tokens)
+        return OutputIdentity(self.status.fingerprint, self.status.bounds.max_context_tokens)
 
 
 class Router(EngineClient):
@@ -108,7 +108,7 @@ class Router(EngineClient):
     def max_context_tokens(self) -> int:
         """The smallest context of the live replicas."""
         with self._changed:
-            return min(connection.status.max_context_tokens for connection in self._live())
+            return min(connection.status.bounds.max_context_tokens for connection in self._live())
 
     @property
     def num_connected(self) -> int:

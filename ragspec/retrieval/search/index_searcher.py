@@ -153,12 +153,10 @@ class IndexSearcher:
     def _fused(self, lists: Sequence[Sequence[list[SearchHit]]]) -> list[list[SearchHit]]:
         return [reciprocal_rank_fusion(each, FUSION_DEPTH) for each in zip(*lists, strict=True)]
 
-    def read_candidates(
-        self, queries: Sequence[Query], scope: SearchScope = PUBLIC_SCOPE
-    ) -> list[list[tuple[Passage, Features]]]:
+    def read_candidates(self, queries: Sequence[Query]) -> list[list[tuple[Passage, Features]]]:
         """The passages that are read of each query, in the order of their fused ranks, for learning the weights."""
-        lists = self._lists(queries, FUSION_DEPTH, scope)
-        read = self._read_first(queries, lists, self._fused(lists), scope)
+        lists = self._lists(queries, FUSION_DEPTH, PUBLIC_SCOPE)
+        read = self._read_first(queries, lists, self._fused(lists), PUBLIC_SCOPE)
         return [[(each.passage, each.features) for each in own] for own in read]
 
     def _read_first(
