@@ -112,12 +112,29 @@ def _merge(
 
 
 @inner
+def _ranked(probs: Any) -> Any:
+    """The order from the highest to the lowest; ties to the lower number. A merge sort: numba's loads scipy at a later start."""
+    order, merged, width = np.arange(len(probs)), np.arange(len(probs)), 1
+    while width < len(probs):
+        for low in range(0, len(probs), 2 * width):
+            middle, high = min(low + width, len(probs)), min(low + 2 * width, len(probs))
+            left, right = low, middle
+            for at in range(low, high):
+                if right == high or (left < middle and probs[order[left]] >= probs[order[right]]):
+                    merged[at], left = order[left], left + 1
+                else:
+                    merged[at], right = order[right], right + 1
+        order, merged, width = merged, order, 2 * width
+    return order
+
+
+@inner
 def _keep_best(probs: Any, kept: Any, spared: Any, most: int) -> None:
-    """Of the kept nodes that are not spared, keep the `most` most probable; ties to the lower number."""
-    others = np.flatnonzero(kept & ~spared)[1:] if not spared[0] else np.flatnonzero(kept & ~spared)
-    if len(others) > most:
-        ranked = others[np.argsort(-probs[others], kind="mergesort")]
-        kept[ranked[most:]] = False
+    """Of the kept nodes that are not spared, keep the `most` most probable; ties to the lower number. The root stays."""
+    for node in _ranked(probs):
+        if node and kept[node] and not spared[node]:
+            kept[node] = most > 0
+            most -= 1
 
 
 @inner
@@ -174,13 +191,13 @@ def _cut(probs: Any, counts: Any, kept: Any, drafts: Any, own_s: float, nodes_s:
     for i in drafts:
         for node in range(1, counts[i]):
             if kept[i, node]:
-                owners[num], places[num], values[num] = i, node, -probs[i, node]
+                owners[num], places[num], values[num] = i, node, probs[i, node]
                 num += 1
-    order = np.argsort(values[:num], kind="mergesort")
+    order = _ranked(values[:num])
     expected, best = np.float64(len(drafts)), 0
     best_rate = expected / own_s
     for n in range(min(num, len(nodes_s) - 1)):
-        prob = -values[order[n]]
+        prob = values[order[n]]
         if prob < best_rate * row_s:
             break  # neither this node nor a later one raises the rate
         expected += prob

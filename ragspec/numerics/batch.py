@@ -136,7 +136,9 @@ def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any) -> Any:
 
     Shapes: lengths, num_known int64 [B]: kept positions and known tokens; parents int64 [nodes]; node_start int64 [B + 1].
     """
-    count, num_rows, most = len(lengths), num_known.sum() - len(lengths) + len(parents), 0
+    count, num_rows, most = len(lengths), len(parents), 0
+    for num in num_known:
+        num_rows += num - 1
     positions, context_end = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     ahead, ahead_start = np.empty(num_rows, np.int64), np.zeros(count + 1, np.int32)
     depths, seen = np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
@@ -167,7 +169,8 @@ def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any) -> Any:
                 seen[node] = seen[low + above]
             context_end[row] = context_end[root] + seen[node]
         first = root + high - low
-    path_start = np.cumsum(path_start).astype(np.int32)
+    for row in range(num_rows):
+        path_start[row + 1] += path_start[row]
     path_rows, first = np.empty(most, np.int64), 0
     for b in range(count):
         root = first + num_known[b] - 1
