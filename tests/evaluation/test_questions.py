@@ -3,8 +3,6 @@
 The target is random; where an answer must say something, its tokens are forced.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
