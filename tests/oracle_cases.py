@@ -5,8 +5,6 @@
 >>> assert_equal(generated(target, [drafter], [requests]), expected)
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

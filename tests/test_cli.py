@@ -3,8 +3,6 @@
 Encoders are vectors drawn from hashes and targets are random, so that every command runs for real in little time.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The pages say what is true: links lead somewhere, code runs, named settings and routes exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

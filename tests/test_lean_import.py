@@ -3,8 +3,6 @@
 `test_layers.py` has the quick form of this test, which reads the imports of these packages' own files.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@
 >>> with tiny_engine(target, [drafter], max_num_batched_tokens=24) as engine: ...
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil

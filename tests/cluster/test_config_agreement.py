@@ -1,7 +1,5 @@
 """What a caller says of a deployment and what it is: the same, or an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A host serves several clients by polls: everything is told once, to the right one, and nothing waits on a dead engine."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

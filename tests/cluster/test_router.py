@@ -1,7 +1,5 @@
 """A router over real engines in this process: what runs where, what waits, and what callers and replicas may do to it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

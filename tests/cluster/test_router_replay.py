@@ -1,7 +1,5 @@
 """A replica is lost at any moment of an output: what is heard is what would have been heard without it, once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Shapes that cannot be are refused with the sum that shows why; one file holds the pipeline and its deployment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

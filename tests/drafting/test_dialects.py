@@ -5,8 +5,6 @@ files, scaled down. The readings are written from the code of trainers and serve
 DeepSpec, AngelSlim, TorchSpec, NeMo, SGLang, vLLM and TensorRT-LLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 Forms and their sources: EAGLE, HASS, PosS, Medusa and Hydra repositories, speculators, SpecForge, ModelOpt, vLLM.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an engine meets in the world: edges of every size, callers that misbehave, steps that fail, and closing time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """P-EAGLE, DFlash and DSpark in the engine: states and blocks are the papers', and they change no output."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

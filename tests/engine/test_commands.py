@@ -1,7 +1,5 @@
 """What an engine's thread hears, and that it beats while it has nothing else to do."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Many tokens in one step: the end cuts tokens, text, log-probabilities, usage and keys at the same place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Targets that are not Hugging Face folders: GGUF files, adapters, the packaged default."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Datastore drafting: no output changes, counts cover readable live documents alone, and a commit changes the next drafts."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

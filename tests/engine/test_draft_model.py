@@ -1,7 +1,5 @@
 """A small model as drafter: no output changes, its keys are those of a fresh reading, its pool has bounds, tenants stay apart."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

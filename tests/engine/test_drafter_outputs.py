@@ -1,7 +1,5 @@
 """No drafter changes an output: alone, in a batch, in a small pool, beside other drafters."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The EAGLE drafter in the engine: its states are those of a naive re-computation, and it changes no output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From a configuration to an engine that drafts with a head; heads that cannot be served are refused at load."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

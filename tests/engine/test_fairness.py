@@ -1,7 +1,5 @@
 """One tenant's many requests delay another's few by a bounded number of steps, and change no token of anybody's."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Hydra++ in the engine: its states are those of the whole prefix model, heads read them, and it changes no output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Offloaded prefixes come back with the same bits or not at all, to their own tenant, within the budget."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Contexts of thousands of tokens: prompts in chunks, trees and copies give the tokens of a whole prompt decoded plainly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

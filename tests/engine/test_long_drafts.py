@@ -1,7 +1,5 @@
 """One likely chain of hundreds of nodes: texts that are copied verbatim need few steps, and the output stays what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Look-ahead: no output changes, the window's rows find n-grams that are accepted, and the window goes where rows are dear."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

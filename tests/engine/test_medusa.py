@@ -1,7 +1,5 @@
 """Medusa and Hydra in the engine: they read the right states, change no output, and heads that are right are accepted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A head that learns while it serves: it drafts better, changes no output, and one tenant's learning is no other's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The engine equals plain decoding token for token: whatever is drafted, whoever else is in the batch, however it is cut up."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

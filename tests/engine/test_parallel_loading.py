@@ -1,7 +1,5 @@
 """Each rank reads its part of the weights from the usual files, never more, and refuses what it cannot serve."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

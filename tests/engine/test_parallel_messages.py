@@ -1,7 +1,5 @@
 """What a follower reads is what rank 0 computes: every array of a step, for any shape of batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

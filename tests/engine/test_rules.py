@@ -1,7 +1,5 @@
 """Requests whose drafts are accepted by a published rule: the law of what they write is the target's."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A target built from its saved int8 weights is the target that transformers builds, bit for bit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An output written in segments is the output written in one go: tokens, text and log-probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

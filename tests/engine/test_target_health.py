@@ -1,7 +1,5 @@
 """A step that fails ends its own requests; a target that computes nothing any more ends the engine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

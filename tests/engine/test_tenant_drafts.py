@@ -1,7 +1,5 @@
 """What drafters learn while serving belongs to one tenant: its drafts are the same whatever other tenants did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The type in which a target's weights and keys are held: from the configuration alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The pack that training on a machine without a network unpacks, and the commands for the first hour with a GPU."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

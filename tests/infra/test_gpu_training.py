@@ -1,7 +1,5 @@
 """The recipe of `infra/gpu/check.sh train` on a machine that has a pack, Python and the packages of a lean import alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

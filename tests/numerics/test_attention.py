@@ -1,7 +1,5 @@
 """The attention kernel against the textbook, and the model through it against transformers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step's rows: every sequence gets the states of its own kept positions."""
 
-from __future__ import annotations
-
 import torch
 
 from ragspec.numerics.attention import AttentionShape

@@ -1,7 +1,5 @@
 """The slot pool: nothing leaks, nothing is handed out twice, and what is kept is what a fresh prefill would hold."""
 
-from __future__ import annotations
-
 import errno
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The compiled step between two blocks against torch, row by row."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

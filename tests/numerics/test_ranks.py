@@ -1,7 +1,5 @@
 """What ranks say to each other. Here they are threads of one process; `tests/engine/test_parallel_losses.py` kills real ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

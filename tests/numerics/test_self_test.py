@@ -1,7 +1,5 @@
 """The start-up self-test: passes on the real kernels, fails on variant ones, and then nothing is promised."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cutting a product by its outputs changes no bit, and every column is on exactly one rank."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Each case runs in a process of its own, which a hang would outlive.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many threads a forward gets, with the machine played by the test."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The torch backend beside the CPU's: the same noise and tokens, and nothing large leaves the device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

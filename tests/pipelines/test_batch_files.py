@@ -1,7 +1,5 @@
 """The files of a batch job: rows as they are written, read in two passes, and the folder of results."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

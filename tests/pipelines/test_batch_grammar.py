@@ -1,7 +1,5 @@
 """The job that corrects texts: the same machinery as for questions, with rows, results and settings of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

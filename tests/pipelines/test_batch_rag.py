@@ -1,7 +1,5 @@
 """The job that answers questions: what it writes, that killing it changes nothing, and how it ends when something is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Results in OpenAI's form: what a client of a batch's output file reads, field by field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

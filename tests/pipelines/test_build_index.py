@@ -1,7 +1,5 @@
 """Files into an index by the job: new, again, changed, gone, unreadable, twice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pipeline with real small parts; see conftest.py."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Search without selectors gives what exact search gives; on a GPU where there is one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

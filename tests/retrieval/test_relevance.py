@@ -1,7 +1,5 @@
 """Learned ranking: definitions before mentions, titles as a field, no passage twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An index on disk: whole or not at all, checked before use, never changed under a reader."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Documents in, replaced and out; only what is new is encoded."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

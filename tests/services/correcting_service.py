@@ -3,8 +3,6 @@
 >>> with correcting(serving_parts, lambda sentence: sentence.replace("go", "goes")) as service: ...
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

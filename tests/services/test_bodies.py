@@ -1,7 +1,5 @@
 """What a client sends: malformed, too large, too slow, or not all of it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """Requests as published clients send them, written by hand from the clients' sources, each answered as the client expects."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whatever is sent, the service answers with a result or with an error of the client's, and goes on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from typing import Any

@@ -3,8 +3,6 @@
 The target writes what a function makes of each sentence; everything else is real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Edits as LanguageTool's clients see them, whatever the edits are."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any

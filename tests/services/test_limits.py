@@ -1,7 +1,5 @@
 """How much one key may use, and everybody together; what is refused, and when to come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """The library when things go wrong: processes that are killed, full disks, files that hang, writers in the way."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """A service that is replaced by another version's on the same data, while clients ask: nothing is lost, doubled or changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

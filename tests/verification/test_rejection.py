@@ -1,7 +1,5 @@
 """The acceptance rules at their borders: wrong drafts, rounding, consent to loss, lenient thresholds."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

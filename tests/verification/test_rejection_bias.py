@@ -1,7 +1,5 @@
 """What biases a rule and what does not: pruned drafts, and known defects of public code that the comparison must notice."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

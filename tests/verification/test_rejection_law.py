@@ -1,7 +1,5 @@
 """The law of what each acceptance rule emits, by following every draw and every decision: no sampling, no tolerance for bias."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

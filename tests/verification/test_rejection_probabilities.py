@@ -1,7 +1,5 @@
 """Whole rows of probabilities have the survivors that sampling has; draws have the law they say; chance is keyed."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One choice's sampler by rule: keys, penalties along a path, resuming, and the law over many seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

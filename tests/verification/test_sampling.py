@@ -1,7 +1,5 @@
 """Sampling without a sort equals its definition with one; penalties are those of vLLM and Hugging Face."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracle
 import pytest

@@ -1,7 +1,5 @@
 """The chat page as its tests see it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

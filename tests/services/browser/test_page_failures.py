@@ -1,7 +1,5 @@
 """The chat page when something goes wrong, and when somebody wants it to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The grammar page: suggestions in the text and beside it, taken or left, and undone. Against the real service."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The chat page with a keyboard, a screen reader, in the dark, on a small screen, on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

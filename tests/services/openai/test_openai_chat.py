@@ -1,7 +1,5 @@
 """Chat completions as the official client sees them, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

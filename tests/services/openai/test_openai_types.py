@@ -1,7 +1,5 @@
 """What may be asked under /v1, and what is refused in which words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
