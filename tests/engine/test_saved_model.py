@@ -1,4 +1,4 @@
-"""A target built from its saved int8 weights is the target that transformers builds, bit for bit."""
+"""A target built from its saved int8 weights is the target that transformers builds, bit for bit; types of weights."""
 
 import subprocess
 import sys
@@ -125,3 +125,21 @@ def test_a_tokenizer_is_the_one_that_transformers_chooses(tmp_path: Path) -> Non
         assert own.chat_template == chosen.chat_template
         if own.chat_template:
             assert own.apply_chat_template(messages) == chosen.apply_chat_template(messages)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("qwen2", tmp_path_factory.mktemp("types") / "model")
+
+
+def config(folder: Path, **options: object) -> TargetConfig:
+    return TargetConfig.model_validate({"model": str(folder), "cache_dir": str(folder.parent / "cache"), **options})
+
+
+def test_every_model_is_int8_on_the_cpu_backend(folder: Path) -> None:
+    """A model other than the default ran in float32, five times slower."""
+    target = Target.load(config(folder), 64)
+    assert (target.config.weight_dtype, target.config.kv_dtype) == ("int8", "bfloat16")
+    assert target.backend.kv_itemsize == 2
+    assert target.config.numerics_dtype == "float32-int8-v2-kv-bfloat16"
+    assert config(folder, backend="torch").weight_dtype == config(folder, quantization="none").weight_dtype == "float32"

@@ -9,11 +9,10 @@ from urllib.parse import urlencode
 
 import httpx2 as httpx
 import pytest
-from correcting_service import LATEX, annotation, correcting
+from correcting_service import LATEX, annotation, applied, correcting
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from raw_http import ask, head
 from service_parts import Service
-from test_languagetool_matches import applied
 
 from ragspec.engine.target import Target
 
