@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from drafters import Perfect, Random
 from oracle import decode, next_logits
-from tiny_target import CONTEXT, tiny_engine, tiny_tokenizer
+from tiny_target import CONTEXT, Tiny, tiny_engine, tiny_tokenizer
 
 from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
@@ -28,7 +28,6 @@ from ragspec.numerics.attention import PAGE
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 
-Tiny = Callable[..., Target]
 SHORT = SamplingParams(max_tokens=4)
 
 

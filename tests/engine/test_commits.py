@@ -1,7 +1,6 @@
 """Many tokens in one step: the end cuts tokens, text, log-probabilities, usage and keys at the same place."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +8,12 @@ import pytest
 from drafters import Perfect
 from oracle import Plain, decode
 from statistics_of import softmax
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Completion, Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.client import Collector
 from ragspec.engine.target import Target
 
-Tiny = Callable[..., Target]
 EOS = 1
 PROMPT = "The mill needs"
 

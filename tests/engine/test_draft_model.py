@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from oracle_cases import (
     total,
     truth,
 )
-from tiny_target import Free, save_model, target_config, tiny_engine
+from tiny_target import Free, Tiny, save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -39,8 +38,6 @@ from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.kv_cache import KvPool
-
-Tiny = Callable[..., Target]
 
 
 @pytest.fixture(scope="module")

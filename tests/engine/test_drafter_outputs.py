@@ -17,7 +17,6 @@ from head_parts import drafter_for, free
 from oracle_cases import (
     PARAMS,
     PROMPTS,
-    Tiny,
     assert_equal,
     assert_pool_is_empty,
     drafts_of,
@@ -26,7 +25,7 @@ from oracle_cases import (
     total,
     truth,
 )
-from tiny_target import SENTENCES, save_model, target_config, tiny_engine
+from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
 
 import ragspec.drafting
 from ragspec.config import DraftingConfig, SelfDraftConfig
@@ -169,7 +168,6 @@ def test_targets_and_layers_that_cannot_draft_are_refused(tiny: Tiny) -> None:
             make(tiny(kind, dtype), 0)
 
 
-Tiny = Callable[..., Target]
 LEARNING: dict[str, Callable[[Target, Path], Drafter]] = {
     "copy": lambda target, _: CopyDrafter(target.tokenizer, target.eos_ids),
     "earlier answers": lambda target, _: CopyDrafter(target.tokenizer, target.eos_ids, earlier_tokens=5_000),

@@ -1,6 +1,6 @@
 """A head that learns while it serves: it drafts better, changes no output, and one tenant's learning is no other's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import torch
 from head_parts import free, head_for
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig
 from ragspec.core import Request, SamplingParams
@@ -25,7 +25,6 @@ from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.speculation import Speculation
 
-Tiny = Callable[..., Target]
 FAST = OnlineConfig(enabled=True)
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 

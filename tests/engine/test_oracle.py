@@ -7,7 +7,6 @@ from drafters import Half, Raising
 from oracle_cases import (
     PARAMS,
     PROMPTS,
-    Tiny,
     assert_equal,
     assert_pool_is_empty,
     drafters,
@@ -16,7 +15,7 @@ from oracle_cases import (
     total,
     truth,
 )
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Request, SamplingParams
 

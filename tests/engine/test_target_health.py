@@ -6,24 +6,20 @@ An engine's thread beats while it has nothing else to do.
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
 from ragspec.drafting.planner import Planner
 from ragspec.engine import sequence
 from ragspec.engine.client import CommandQueue
 from ragspec.engine.scheduler import Scheduler
-from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
 from ragspec.numerics.kv_cache import SequenceSlots
-
-Tiny = Callable[..., Target]
 
 
 def ask(name: str) -> Request:

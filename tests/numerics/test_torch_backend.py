@@ -1,7 +1,7 @@
 """The torch backend beside the CPU's: the same noise and tokens, and nothing large leaves the device."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free, head_for
 from oracle import fresh_forward
 from pydantic import ValidationError
-from tiny_target import SENTENCES, save_model, target_config, tiny_engine
+from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
 
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Passage, Request, SamplingParams, Segment, SourceKind
@@ -46,8 +46,6 @@ from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, row_probs, token_probs
 from ragspec.verification.sampling import KeyedSampler, TokenCounts, logprob
-
-Tiny = Callable[..., Target]
 
 SEEDS = (0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15)
 

@@ -1,6 +1,7 @@
 """The chat page as its tests see it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,6 @@ class ChatPage:
     def _note(self, request: Any) -> None:
         if request.url.endswith("/v1/chat/completions"):
             self.asked.append(json.loads(request.post_data))
+
+
+Opening = Callable[..., ChatPage]
