@@ -120,10 +120,9 @@ def _ranked(probs: Any) -> Any:
             middle, high = min(low + width, len(probs)), min(low + 2 * width, len(probs))
             left, right = low, middle
             for at in range(low, high):
-                if right == high or (left < middle and probs[order[left]] >= probs[order[right]]):
-                    merged[at], left = order[left], left + 1
-                else:
-                    merged[at], right = order[right], right + 1
+                is_left = right == high or (left < middle and probs[order[left]] >= probs[order[right]])
+                merged[at] = order[left if is_left else right]
+                left, right = left + is_left, right + (not is_left)
         order, merged, width = merged, order, 2 * width
     return order
 

@@ -54,8 +54,8 @@ def test_the_noise_is_the_same() -> None:
     """A shift that repeats the sign, or a product that is not taken modulo 2**64: other text on another device."""
     for seed, index in itertools.product(SEEDS, (0, 3, 2**31)):
         key = output_key(seed, 1, index)
-        ours = gumbel_rows(torch.tensor([(int(key) ^ 2**63) - 2**63]), torch.arange(5000))[0].numpy()
-        np.testing.assert_allclose(ours, [gumbel(bits(key, np.uint64(v))) for v in range(5000)], rtol=1e-14)
+        ours = gumbel_rows(torch.tensor([(int(key) ^ 2**63) - 2**63]), torch.arange(1000))[0].numpy()
+        np.testing.assert_allclose(ours, [gumbel(bits(key, np.uint64(v))) for v in range(1000)], rtol=1e-14)
 
 
 PARAMS = [
