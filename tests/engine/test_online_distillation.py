@@ -290,7 +290,7 @@ def test_relearned_weights_are_those_that_draft(tiny: Tiny, dtype: torch.dtype) 
     assert drafts[0] != drafts[1] == drafts[2]
 
 
-def test_only_the_outputs_end_is_learned(tiny: Tiny) -> None:
+def test_only_the_outputs_end_is_learned() -> None:
     """A prompt's tokens were learned as if the target had said them, or states were shifted against their tokens."""
 
     class View:

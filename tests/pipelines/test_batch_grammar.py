@@ -117,7 +117,7 @@ def test_a_manuscript_is_what_a_row_says(place: Path, tmp_path: Path) -> None:
     assert params.seed == 3
 
 
-def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_text_come_back_as_files(tmp_path: Path) -> None:
     """A folder of documents that has to be made into rows by hand; a photograph that ends the job; two files of one name."""
     folder, out, told = tmp_path / "in", tmp_path / "out", list[str]()
     (folder / "sub").mkdir(parents=True)

@@ -330,7 +330,7 @@ def test_the_result_adds_up_all_losses_and_names_the_slowest_fault() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_driver_leaves_every_row_once(tmp_path: Path) -> None:
     """Rows of the real job, which a driver that was killed in between wrote twice or not at all."""
     model = save_model("llama", tmp_path / "model", max_position_embeddings=2048)
     documents = [Document(f"d{i}", f"{text} It was in {1800 + i}.") for i, text in enumerate(SENTENCES * 3)]
