@@ -289,7 +289,6 @@ DIALECTS: dict[str, Dialect] = {
         tensors(t2d=False), Reading(),
     ),
     "ModelOpt, Megatron": Dialect(conf(**ids(1, 5, 8, **MODELOPT)), mid(t2d=False, embed=True), Reading()),
-    "ModelOpt with t2d": Dialect(conf(**ids(1, 5, 8, **MODELOPT)), tensors(), Reading()),
     "ModelOpt, Deep": Dialect(
         conf(architectures=["LlamaForCausalLMEagle3Deep"], num_hidden_layers=2, **ids(1, 5, 8, **MODELOPT)), deep(),
         Reading(layers=2),

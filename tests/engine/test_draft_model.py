@@ -233,18 +233,6 @@ def test_a_text_beyond_the_models_context_gets_no_drafts(tiny: Tiny, tmp_path: P
     assert max(len(tokens) for tokens, _ in drafter.seen) == 31  # type: ignore[attr-defined]
 
 
-def test_logits_that_are_no_numbers_are_no_draft(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN from the model reached the tree, or ended the request."""
-    target, model = tiny(), model_at(folder / "small", "float32")
-    monkeypatch.setattr(model, "logits_of", lambda states: torch.full((len(states), 320), torch.nan), raising=False)
-    requests = requests_of(target, PARAMS["T=1"], PROMPTS[:3])
-    with tiny_engine(target, [drafter_for(target, model)]) as engine:
-        completions = engine.generate(requests)
-        assert engine.num_drafter_failures > 0
-    assert_equal(completions, truth(target, requests, "T=1"))
-    assert total(completions, "num_drafted") == 0
-
-
 def open_engine(folder: Path, path: Path | str, **options: Any) -> Engine:
     model = DraftModelConfig(path=str(path), **options)
     drafting = DraftingConfig(draft_model=model, tree=DraftTreeConfig(max_nodes=6))

@@ -11,11 +11,10 @@ import torch
 from oracle import fresh_forward
 from tiny_target import save_model, target_config
 
-from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.config import EncoderConfig, TargetConfig
 from ragspec.core import Document
 from ragspec.engine.checkpoints.model_config import read_tokenizer
 from ragspec.engine.checkpoints.saved_model import SavedModel
-from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import build_index
@@ -104,11 +103,10 @@ print(*[name for name in sys.argv[2].split() if name in sys.modules])
 def test_a_later_start_imports_neither_model_classes_nor_a_compiler(tmp_path: Path) -> None:
     """One careless import at the top of a module: three seconds more before `serve` is ready."""
     settings, index = settings_of(save_model("llama", tmp_path)), tmp_path / "index"
-    load_engine(settings, EngineConfig(max_kv_tokens=256), DraftingConfig()).close()
     build_index([Document("rain", "It rained on Monday.")], index, Encoder.load(EncoderConfig()))
     command = [sys.executable, "-c", SCRIPT, settings.model_dump_json(), HEAVY, str(index)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+    _, later = (subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2))
+    assert later.stdout.split() == []
 
 
 def test_a_tokenizer_is_the_one_that_transformers_chooses(tmp_path: Path) -> None:
