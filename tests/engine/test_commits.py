@@ -107,26 +107,6 @@ def test_a_stop_string_may_begin_before_the_least_number_of_tokens(
     assert (completion.finish_reason is FinishReason.STOP) == (min_tokens < 6)
 
 
-def test_a_stop_string_that_spans_tokens_is_held_back(case: tuple[Target, SamplingParams, Plain]) -> None:
-    """The beginning of a stop string was streamed before its end arrived."""
-    target, params, free = case
-    words = [target.tokenizer.decode([token]) for token in free.token_ids]
-    stop = words[4][-1:] + words[5] + words[6][:1]
-    cut = free.text.index(stop)
-    request = Request("a", tuple(target.tokenizer(PROMPT).input_ids), replace(params, stop=(stop,)))
-    with tiny_engine(target) as engine:  # token by token
-        sent = [""]
-        collector = Collector([request])
-
-        def hear(delta: Delta) -> None:
-            sent.append(sent[-1] + delta.text)
-            collector(delta)
-
-        engine.submit(request, hear)
-        assert collector.wait()[0].text == sent[-1] == free.text[:cut]
-        assert all(free.text[:cut].startswith(each) for each in sent)
-
-
 def test_stop_wins_over_length_at_the_same_token(case: tuple[Target, SamplingParams, Plain]) -> None:
     """A stop string completed by the last allowed token was reported as `length` (SGLang #31599)."""
     target, params, free = case
