@@ -1,7 +1,5 @@
 """Rows of batch jobs, in files and out of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

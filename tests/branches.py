@@ -1,7 +1,5 @@
 """Every branch of a program that takes its chances from one object, with its probability: exact laws instead of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 

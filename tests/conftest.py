@@ -3,8 +3,6 @@
 Owns the environment of the test process; imports nothing heavy, so that collecting a few light tests takes no time.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Conversations of two turns that do not fit into the KV pool together, so that each drives the others out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Indexes for the datastore drafter, and a tokenizer of texts that are lists of token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drafters for tests: perfect, wrong, random and broken ones. All follow the protocol of `ragspec.drafting.drafter`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 

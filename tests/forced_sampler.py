@@ -1,7 +1,5 @@
 """A sampler that decides given tokens: tests say what a target answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

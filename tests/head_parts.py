@@ -1,7 +1,5 @@
 """Drafters with networks for tests: random heads, a head with the target's own logits, and the states that drafts grow from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ that behave badly on purpose.
 >>> pipeline = IterativePipeline(Around(index), engine, prompts, scheduler=Always(StridePlan(3, 3, 2.0)))
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Processes of jobs that tests start, watch and kill, always by their id."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

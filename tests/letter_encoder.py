@@ -1,7 +1,5 @@
 """An encoder for the tests of files: no weights, no time, no batching effects."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

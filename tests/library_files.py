@@ -1,7 +1,5 @@
 """Files of tests in a library."""
 
-from __future__ import annotations
-
 import io
 import math
 import time

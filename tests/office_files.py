@@ -1,7 +1,5 @@
 """Small .pdf and .docx files, made on the spot."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ One forward of the whole text a token, no cache kept, no draft; noise in Python 
 target's forward with the engine, so that bits are comparable, and nothing of `ragspec.verification` or `ragspec.numerics.noise`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

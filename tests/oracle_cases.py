@@ -5,10 +5,8 @@
 >>> assert_equal(generated(target, [drafter], [requests]), expected)
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from drafters import Half, Perfect, Raising, Random, Wrong
@@ -21,9 +19,6 @@ from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.tree import Proposal
-
-Tiny = Callable[..., Target]
-
 
 PARAMS = {
     "greedy": SamplingParams(max_tokens=14),

@@ -1,7 +1,5 @@
 """A sequence as drafters see it, drafters of chains, and steps of a planner: shared by the planner's tests."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

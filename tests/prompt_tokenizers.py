@@ -1,7 +1,5 @@
 """Tokenizers with a chat template, with a template that refuses system messages, and without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,7 +1,5 @@
 """Texts as they come: emoji, accents, CRLF, tabs, code and addresses, with and without markup; what a target may make of them."""
 
-from __future__ import annotations
-
 import random
 
 from rewriting import Rewrite

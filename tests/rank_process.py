@@ -4,8 +4,6 @@
 ...     target = load_rank(target_config, engine_config, ranks)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@
 >>> reply.status, reply.json()
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterable

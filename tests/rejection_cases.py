@@ -1,7 +1,5 @@
 """Small targets, drafters and drafts whose whole law can be followed, and the comparison of laws."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An engine that writes what a function makes of each sentence, for tests of what becomes of corrections."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from tiny_target import tiny_tokenizer

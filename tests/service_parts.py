@@ -4,8 +4,6 @@
 ...     client.get("/health/live")
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

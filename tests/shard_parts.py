@@ -3,8 +3,6 @@
 >>> die(pool.replicas[0])
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

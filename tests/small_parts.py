@@ -1,7 +1,5 @@
 """What the tests of pipelines ask, and of which documents; the fixtures are in tests/rag/conftest.py."""
 
-from __future__ import annotations
-
 from contextlib import aclosing
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small things that tests of any package take: waiting without a fixed time, a clock that stands still, a progress callback."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

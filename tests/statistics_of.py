@@ -1,7 +1,5 @@
 """Chi-square without a table: how many standard deviations a count is from what was expected."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

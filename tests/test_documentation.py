@@ -1,7 +1,5 @@
 """The pages say what is true: links lead somewhere, code runs, named settings and routes exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
@@ -157,7 +155,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert ragspec.__version__ == built == released[0]
 
 
-def test_the_example_of_the_configuration_page_is_a_configuration(tmp_path: Path) -> None:
+def test_the_example_of_the_configuration_page_is_a_configuration() -> None:
     """Bug guarded: a first page whose example is refused at the start, or a default that no reader can use."""
     page = ROOT / "ragspec" / "CONFIGURATION.md"
     (example,) = blocks(page, "yaml")

@@ -1,7 +1,5 @@
 """The border: the error tree, sampling parameters, texts and settings refuse what is wrong, each with its own error."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -3,8 +3,6 @@
 Each rule takes one file and yields its offences.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Configurations of earlier versions are read: what is gone is named, and nothing that changes a text is left out silently."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Caches are emptied for whoever they belong to; one tenant's many names, items or rows cost no other its own."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

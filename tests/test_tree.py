@@ -1,7 +1,5 @@
 """Draft trees: merging, cutting, judging, and what a careless drafter may hand in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ every key and a keys file of commit 44b9a34, and half a job of questions of comm
 `tests/written_before/` holds the files. They are never written again; a new format needs new files beside them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

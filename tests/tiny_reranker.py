@@ -3,8 +3,6 @@
 >>> Reranker.load(RerankerConfig(model=save_model(folder)))
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,13 +4,11 @@
 >>> with tiny_engine(target, [drafter], max_num_batched_tokens=24) as engine: ...
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,8 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 
 CONTEXT = 256
+Tiny = Callable[..., Target]
+"""The fixture `tiny`: `tiny(kind, dtype)`."""
 SENTENCES = (
     "The river rises in the northern hills and flows past the old mill.",
     "Every spring the water carries sand and small stones down to the sea.",

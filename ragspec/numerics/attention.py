@@ -13,8 +13,6 @@ Scores are computed page by page in physical order (each is its own chain of add
 gathered into logical order, where the softmax and the weighted sum run.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ text and no logits.
     >>> batch.sequences[0].keep()
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -130,13 +128,13 @@ def _split(states: Mapping[int, Tensor], kept: Sequence[Sequence[int]]) -> dict[
 
 
 @compiled(nogil=True)
-def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any) -> Any:
+def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any, num_rows: int) -> Any:
     """Where rows stand and which rows they see: position and end of context of each row, the rows after the kept positions that
     are context (known tokens, then the trunk) with each sequence's first, and the rows of each row's path beside the trunk.
 
     Shapes: lengths, num_known int64 [B]: kept positions and known tokens; parents int64 [nodes]; node_start int64 [B + 1].
     """
-    count, num_rows, most = len(lengths), num_known.sum() - len(lengths) + len(parents), 0
+    count, most = len(lengths), 0
     positions, context_end = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     ahead, ahead_start = np.empty(num_rows, np.int64), np.zeros(count + 1, np.int32)
     depths, seen = np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
@@ -167,7 +165,8 @@ def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any) -> Any:
                 seen[node] = seen[low + above]
             context_end[row] = context_end[root] + seen[node]
         first = root + high - low
-    path_start = np.cumsum(path_start).astype(np.int32)
+    for row in range(num_rows):
+        path_start[row + 1] += path_start[row]
     path_rows, first = np.empty(most, np.int64), 0
     for b in range(count):
         root = first + num_known[b] - 1
@@ -185,7 +184,7 @@ def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
     lengths, num_known, num_rows = np.array([(s.slots.length, s.num_known, len(s.token_ids)) for s in sequences]).T
     parents = np.fromiter(itertools.chain.from_iterable(s.parents for s in sequences), np.int64)
     node_start = np.concatenate([[0], np.cumsum(num_rows - num_known + 1)])
-    layout = _layout(lengths, num_known, parents, node_start)
+    layout = _layout(lengths, num_known, parents, node_start, num_rows.sum())
     positions, context_end, ahead, ahead_start, path_start, path_rows = layout
     slots = np.concatenate([s.reserved_slots for s in sequences])
     index = np.concatenate([s.reserved_index for s in sequences])

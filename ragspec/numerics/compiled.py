@@ -4,8 +4,6 @@ Numba's own cache key covers the file of a function, not the files of the functi
 of the library with compiled code. If the cache cannot be written or read, functions are compiled as if there were none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable

@@ -8,8 +8,6 @@ a supervisor starts the service again, or another replica goes on.
     ''
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

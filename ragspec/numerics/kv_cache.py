@@ -6,8 +6,6 @@ may lie in any order of slots, so keeping a path through a tree only changes its
 Sequences and the prefix cache hold slots. A slot without holders is free; a page is free when all its 16 slots are.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -9,8 +9,6 @@ Owns the products of one process; tensor parallelism is in `ragspec.numerics.sha
     >>> replace_linears(model)      # in place, once, after loading
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import cast
 

@@ -11,8 +11,6 @@ Source: the mixing step is the finaliser of SplitMix64 (Steele, Lea, Flood 2014)
 noise goes back to Gumbel 1954.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import secrets

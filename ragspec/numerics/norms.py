@@ -4,8 +4,6 @@ In float32 this is one compiled pass over each row instead of eleven operators, 
 sum runs in the order of the columns, so a row's result does not depend on other rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -11,8 +11,6 @@ Gathers and barriers must complete within `timeout_s`, or the group is lost; a b
 process ends, its connections break and every waiting rank fails at once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ these bits and of the library versions is the numerics id; replay is possible on
     >>> self_test(target, longest=513, dtype="float32", num_threads=2).passed
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import platform

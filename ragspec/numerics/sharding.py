@@ -11,8 +11,6 @@ With `Ranks.adds`, the usual split of output products by inputs is used instead.
     >>> local = whole[part.start : part.stop]                 # then zeros, up to part.width rows
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F

@@ -9,8 +9,6 @@ Beside another busy program, workers that wait for each other can lose a hundred
 beside a training run on two cores). No signal announces such load, so `AdaptiveThreads` keeps measuring.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

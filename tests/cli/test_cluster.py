@@ -1,7 +1,5 @@
 """`ragspec cluster` without a cluster: every wrong call ends at once, in one line, and starts nothing."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`ragspec correct`: what is printed, what is written, and how it ends. The target is random, its corrections are forced."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

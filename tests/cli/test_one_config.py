@@ -1,7 +1,5 @@
 """Every command takes one configuration file, and names the faults of the file and of its model before anything loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

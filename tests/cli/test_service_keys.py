@@ -1,7 +1,5 @@
 """`ragspec keys`, and how `ragspec serve` refuses a call that cannot be meant."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

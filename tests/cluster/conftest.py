@@ -1,7 +1,5 @@
 """Targets for several engines in one process: each has its own weights and pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -25,6 +25,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import ReplicaLost
 
 SETTINGS = RoutingConfig(poll_s=0.2, retry_s=0.05, replay_timeout_s=20.0, start_timeout_s=20.0)
+Targets = Callable[[int], Sequence[Target]]
 
 
 class LocalReplica:

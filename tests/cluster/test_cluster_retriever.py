@@ -1,7 +1,5 @@
 """An index on shards in actors: the answers of one process, from one generation each, whatever dies, hangs or changes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import signal

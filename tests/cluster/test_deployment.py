@@ -1,7 +1,5 @@
 """A deployment whose engines, ranks and shards are killed and stopped: Ray restarts them, and every stream and query goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Encoders in actors: the vectors of one process, also when an actor dies or hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

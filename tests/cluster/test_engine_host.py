@@ -1,24 +1,20 @@
 """A host serves several clients by polls: everything is told once, to the right one, and nothing waits on a dead engine."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import standing
+from local_replicas import Targets, standing
 from stand_ins import until
 from tiny_target import tiny_engine
 
 from ragspec.cluster.engine_host import EngineHost, Polled
 from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
 from ragspec.engine.engine import Engine
-from ragspec.engine.target import Target
 from ragspec.errors import InputError, ReplicaLost
 
-Targets = Callable[[int], Sequence[Target]]
 PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True)
 LONG = replace(PARAMS, max_tokens=200)
 

@@ -1,7 +1,5 @@
 """Replicas of one kind lie on different nodes, also after a node has died, and share nodes where there are too few."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Processes are told apart by their start time, and end even when they are stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

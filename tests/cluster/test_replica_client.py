@@ -1,7 +1,5 @@
 """A replica as a router calls it through Ray: in order, and a call that is not accepted is a lost replica."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -1,17 +1,25 @@
 """A router over real engines in this process: what runs where, what waits, and what callers and replicas may do to it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalReplicaClient, LocalReplicas, Losing, connect, replicas, standing
+from local_replicas import (
+    SETTINGS,
+    Heard,
+    LocalReplicaClient,
+    LocalReplicas,
+    Losing,
+    Targets,
+    connect,
+    replicas,
+    standing,
+)
 from stand_ins import until
 
 from ragspec.cluster.actors import Replica
@@ -20,10 +28,8 @@ from ragspec.cluster.routing.router import Router
 from ragspec.core import Completion, CopySource, Delta, FinishReason, Request, SamplingParams, SourceKind
 from ragspec.engine.client import completion_of
 from ragspec.engine.engine import Engine
-from ragspec.engine.target import Target
 from ragspec.errors import Cancelled, EngineClosed, EngineError, InputError, Overloaded, PromptTooLong, ReplicaLost
 
-Targets = Callable[[int], Sequence[Target]]
 SHORT = SamplingParams(temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
 LONG = replace(SHORT, max_tokens=200)
 

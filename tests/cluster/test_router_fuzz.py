@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalReplicaClient, LocalReplicas, replicas
+from local_replicas import SETTINGS, Heard, LocalReplicaClient, LocalReplicas, Targets, replicas
 from stand_ins import until
 
 from ragspec.cluster.actors import Replica
@@ -20,7 +20,6 @@ from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
 from ragspec.errors import ReplicaLost
 
-Targets = Callable[[int], Sequence[Target]]
 NUM_REQUESTS, NUM_FAULTS = 30, 25
 
 

@@ -1,20 +1,16 @@
 """A replica is lost at any moment of an output: what is heard is what would have been heard without it, once."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalReplicas, Losing, replicas
+from local_replicas import SETTINGS, Heard, LocalReplicas, Losing, Targets, replicas
 from oracle import decode
 
 from ragspec.cluster.routing.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
 from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
-
-Targets = Callable[[int], Sequence[Target]]
 
 PARAMS = {
     "greedy, logprobs": SamplingParams(max_tokens=12, seed=1, logprobs=2, ignore_eos=True),

@@ -1,7 +1,5 @@
 """Like requests go to one replica, tenants apart; replicas that come and go move only their share."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Where segments lie: evenly, and where they lay before as far as that can be; and a shard that opens no segment twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stream keeps its delivered tokens, and the statistics of all its attempts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ragspec.cluster.routing.stream import OutputIdentity, Stream

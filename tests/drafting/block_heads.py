@@ -6,8 +6,6 @@ Names and sizes are written out from the trainers' code, not taken from the code
     >>> states = block_states(tensors, target.embedding, features, [last_token, *[MASK] * 4])
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Names and sizes are written out from the published tables, not taken from the co
     >>> head = random_head("eagle3", folder, hidden=32, vocab=64, dialect="speculators", aux_layers=(0, 1, 2))
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

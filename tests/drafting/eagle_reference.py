@@ -11,8 +11,6 @@ runs its whole path again. Pair t is (what the target computed at token t, token
 Source: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ Names and sizes are written out from the published tables, not taken from the co
     >>> logits = medusa_logits(tensors, states, head=2)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The choice of nodes: on the host and on a device the trees of plain loops to the last bit, and one transfer for each draft."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

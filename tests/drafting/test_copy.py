@@ -1,7 +1,5 @@
 """The copy drafter: each way to a place to copy from, provenance, learning, and what it keeps of earlier answers."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any

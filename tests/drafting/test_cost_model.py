@@ -1,7 +1,5 @@
 """What steps cost, and what a draft saves of sequences side by side."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from planner_parts import FREE, Running

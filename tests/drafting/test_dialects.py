@@ -5,8 +5,6 @@ files, scaled down. The readings are written from the code of trainers and serve
 DeepSpec, AngelSlim, TorchSpec, NeMo, SGLang, vLLM and TensorRT-LLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -291,7 +289,6 @@ DIALECTS: dict[str, Dialect] = {
         tensors(t2d=False), Reading(),
     ),
     "ModelOpt, Megatron": Dialect(conf(**ids(1, 5, 8, **MODELOPT)), mid(t2d=False, embed=True), Reading()),
-    "ModelOpt with t2d": Dialect(conf(**ids(1, 5, 8, **MODELOPT)), tensors(), Reading()),
     "ModelOpt, Deep": Dialect(
         conf(architectures=["LlamaForCausalLMEagle3Deep"], num_hidden_layers=2, **ids(1, 5, 8, **MODELOPT)), deep(),
         Reading(layers=2),

@@ -1,7 +1,5 @@
 """EAGLE heads on disk: the files that are read, and the published layout that is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

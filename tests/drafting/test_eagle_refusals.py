@@ -1,7 +1,5 @@
 """EAGLE heads that cannot be served: each is refused with a reason, by ModelError and nothing else."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

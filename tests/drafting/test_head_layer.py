@@ -3,8 +3,6 @@
 A head's memory of one sequence: the states that wait are right, and keep little memory of other sequences.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Medusa and Hydra heads on disk: every published form computes the published formula, all else is refused by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The planner: everything where rows are free, nothing where they cost more than they bring, and no drafter can harm it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The planner where drafters or sequences meet: what one of them takes, or has already said, counts for the others."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from planner_parts import FREE, Chain, Costly, Running, accept, plan, run

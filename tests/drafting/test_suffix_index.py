@@ -1,7 +1,5 @@
 """Matches of the output's end and the counts of what follows, against searches that compare every position."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

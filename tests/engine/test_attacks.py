@@ -1,10 +1,8 @@
 """What an engine meets in the world: edges of every size, callers that misbehave, steps that fail, and closing time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 from drafters import Perfect, Random
 from oracle import decode, next_logits
-from tiny_target import CONTEXT, tiny_engine, tiny_tokenizer
+from tiny_target import CONTEXT, Tiny, tiny_engine, tiny_tokenizer
 
 from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
@@ -30,7 +28,6 @@ from ragspec.numerics.attention import PAGE
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 
-Tiny = Callable[..., Target]
 SHORT = SamplingParams(max_tokens=4)
 
 
@@ -66,6 +63,14 @@ def assert_healthy(engine: Engine) -> None:
     engine.check_integrity()
 
 
+@pytest.fixture
+def engine(tiny: Tiny) -> Iterator[Engine]:
+    """Without drafters; answers rightly when the test has ended."""
+    with tiny_engine(tiny()) as engine:
+        yield engine
+        assert_healthy(engine)
+
+
 @pytest.mark.parametrize("length", [1, CONTEXT - 4, CONTEXT - 1])
 def test_prompts_of_every_length_with_deep_drafts(tiny: Tiny, length: int) -> None:
     """A draft reached past the last position of the context and failed the step, or read behind a table."""
@@ -98,20 +103,18 @@ def test_a_prompt_that_does_not_fit_says_both_numbers(tiny: Tiny) -> None:
         assert_healthy(engine)
 
 
-def test_the_vocabulary_has_two_ends(tiny: Tiny) -> None:
+def test_the_vocabulary_has_two_ends(engine: Engine) -> None:
     """Token ids at the edge refused, or ids past it read as somebody else's memory."""
-    target = tiny()
+    target = engine.target
     last = target.vocab_size - 1
-    with tiny_engine(target) as engine:
-        request = ask("a", (0, last, last, 0))
-        assert engine.generate([request])[0].token_ids == decode(target, request.prompt_ids, SHORT).token_ids
-        for prompt in ((), (0, last + 1), (-1, 3), (10**12,)):
-            with pytest.raises(InputError):
-                engine.submit(ask("a", prompt), Listener())
-        for bias in ({last + 1: 1.0}, {-1: 1.0}):
-            with pytest.raises(InputError):
-                engine.submit(ask("a", params=SamplingParams(logit_bias=bias)), Listener())
-        assert_healthy(engine)
+    request = ask("a", (0, last, last, 0))
+    assert engine.generate([request])[0].token_ids == decode(target, request.prompt_ids, SHORT).token_ids
+    for prompt in ((), (0, last + 1), (-1, 3), (10**12,)):
+        with pytest.raises(InputError):
+            engine.submit(ask("a", prompt), Listener())
+    for bias in ({last + 1: 1.0}, {-1: 1.0}):
+        with pytest.raises(InputError):
+            engine.submit(ask("a", params=SamplingParams(logit_bias=bias)), Listener())
 
 
 @pytest.mark.parametrize("num_rows", [1, 33, 127])
@@ -142,47 +145,38 @@ def test_hundreds_of_queued_requests(tiny: Tiny) -> None:
         assert_healthy(engine)
 
 
-def test_duplicate_ids_are_refused_while_one_runs(tiny: Tiny) -> None:
+def test_duplicate_ids_are_refused_while_one_runs(engine: Engine) -> None:
     """Two requests' tokens in one stream; an id that stays taken after its end."""
-    target = tiny()
-    with tiny_engine(target) as engine:
-        running = Listener()
-        engine.submit(ask("a", params=SamplingParams(max_tokens=200)), running)
-        with pytest.raises(InputError, match="'a'"):
-            engine.submit(ask("a"), Listener())
-        engine.cancel("a")
-        assert running.done.wait(60)
-        with pytest.raises(InputError):
-            engine.generate([ask("b"), ask("b")])
-        assert len(engine.generate([ask("a"), ask("b")])) == 2
-        assert_healthy(engine)
+    running = Listener()
+    engine.submit(ask("a", params=SamplingParams(max_tokens=200)), running)
+    with pytest.raises(InputError, match="'a'"):
+        engine.submit(ask("a"), Listener())
+    engine.cancel("a")
+    assert running.done.wait(60)
+    with pytest.raises(InputError):
+        engine.generate([ask("b"), ask("b")])
+    assert len(engine.generate([ask("a"), ask("b")])) == 2
 
 
-def test_generate_starts_all_or_none(tiny: Tiny) -> None:
+def test_generate_starts_all_or_none(engine: Engine) -> None:
     """One bad request in a list left its neighbours running with nobody to hear them."""
-    target = tiny()
-    with tiny_engine(target) as engine:
-        with pytest.raises(InputError):
-            engine.generate([ask("good", params=SamplingParams(max_tokens=200)), ask("bad", ())])
-        assert len(engine.generate([ask("good"), ask("bad")])) == 2
-        assert engine.generate([]) == []
-        assert_healthy(engine)
+    with pytest.raises(InputError):
+        engine.generate([ask("good", params=SamplingParams(max_tokens=200)), ask("bad", ())])
+    assert len(engine.generate([ask("good"), ask("bad")])) == 2
+    assert engine.generate([]) == []
 
 
-def test_cancelling_takes_one_step(tiny: Tiny) -> None:
+def test_cancelling_takes_one_step(engine: Engine) -> None:
     """Tokens computed for somebody who has left; pages that stay taken."""
-    target = tiny()
     long = SamplingParams(max_tokens=200, n=2, temperature=1.0, seed=3)
-    with tiny_engine(target) as engine:
-        listener = Listener(lambda delta: engine.cancel("a") if delta.finish_reason is None else None)
-        engine.submit(ask("a", params=long), listener)
-        assert listener.done.wait(60)
-        assert_healthy(engine)
-        assert listener.num_tokens <= 2
-        assert [d.finish_reason for d in listener.deltas if d.finish_reason] == [FinishReason.CANCELLED] * 2
-        engine.cancel("a")
-        engine.cancel("never seen")
-        assert_healthy(engine)
+    listener = Listener(lambda delta: engine.cancel("a") if delta.finish_reason is None else None)
+    engine.submit(ask("a", params=long), listener)
+    assert listener.done.wait(60)
+    assert_healthy(engine)
+    assert listener.num_tokens <= 2
+    assert [d.finish_reason for d in listener.deltas if d.finish_reason] == [FinishReason.CANCELLED] * 2
+    engine.cancel("a")
+    engine.cancel("never seen")
 
 
 def test_waiting_requests_can_be_cancelled(tiny: Tiny) -> None:
@@ -342,17 +336,15 @@ def test_a_step_that_fails_leaves_those_alone_that_were_not_in_it(tiny: Tiny, mo
     assert short.deltas[-1].finish_reason is not FinishReason.ERROR
 
 
-def test_a_lost_slot_is_found(tiny: Tiny) -> None:
+def test_a_lost_slot_is_found(engine: Engine) -> None:
     """A check of integrity that cannot fail: a page taken by nobody, a holder too many."""
-    target = tiny()
-    with tiny_engine(target) as engine:
-        engine.generate([ask("a", tuple(range(2, 40)))])
+    target = engine.target
+    engine.generate([ask("a", tuple(range(2, 40)))])
+    engine.check_integrity()
+    page = target.pool.take_page()
+    with pytest.raises(EngineError, match=f"KV slot {page * PAGE} counts 1 holders and has 0"):
         engine.check_integrity()
-        page = target.pool.take_page()
-        with pytest.raises(EngineError, match=f"KV slot {page * PAGE} counts 1 holders and has 0"):
-            engine.check_integrity()
-        target.pool.release(np.arange(page * PAGE, (page + 1) * PAGE, dtype=np.int32))
-        assert_healthy(engine)
+    target.pool.release(np.arange(page * PAGE, (page + 1) * PAGE, dtype=np.int32))
 
 
 def test_closing_ends_what_runs(tiny: Tiny) -> None:
@@ -410,45 +402,40 @@ async def _gather(engine: Engine, request: Request, most: int = 10**9) -> list[D
     return deltas
 
 
-def test_streams(tiny: Tiny) -> None:
+def test_streams(engine: Engine) -> None:
     """A stream that does not end, loses tokens, or goes on after its reader has left."""
-    target = tiny()
+    target = engine.target
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=6, n=2)
     expected = [decode(target, (5, 6, 7), replace(params, n=1), choice) for choice in (0, 1)]
 
     async def several() -> list[list[Delta]]:
         return await asyncio.gather(*(_gather(engine, ask(f"r{i}", params=params)) for i in range(4)))
 
-    with tiny_engine(target) as engine:
-        for deltas in asyncio.run(several()):
-            for choice, plain in enumerate(expected):
-                own = [d for d in deltas if d.choice == choice]
-                assert tuple(t for d in own for t in d.token_ids) == plain.token_ids
-                assert [d.finish_reason for d in own if d.finish_reason] == [FinishReason.LENGTH]
-        left = asyncio.run(_gather(engine, ask("left", params=SamplingParams(max_tokens=240)), most=2))
-        assert len(left) == 2
-        assert_healthy(engine)
+    for deltas in asyncio.run(several()):
+        for choice, plain in enumerate(expected):
+            own = [d for d in deltas if d.choice == choice]
+            assert tuple(t for d in own for t in d.token_ids) == plain.token_ids
+            assert [d.finish_reason for d in own if d.finish_reason] == [FinishReason.LENGTH]
+    left = asyncio.run(_gather(engine, ask("left", params=SamplingParams(max_tokens=240)), most=2))
+    assert len(left) == 2
 
 
-def test_one_tenants_prefix_is_never_anothers(tiny: Tiny) -> None:
+def test_one_tenants_prefix_is_never_anothers(engine: Engine) -> None:
     """Cached text found across salts, by its timing or its bits; a purge that misses, or purges others."""
-    target = tiny()
     prompt = tuple(range(2, 60))
-    with tiny_engine(target) as engine:
-        engine.generate([ask("a", prompt, salt="one")])
-        (other,) = engine.generate([ask("b", prompt, salt="two")])
-        (same,) = engine.generate([ask("c", prompt, salt="one")])
-        assert (other.stats.num_cached_tokens, same.stats.num_cached_tokens) == (0, 57)
-        engine.purge("one")
-        (after,) = engine.generate([ask("d", prompt, salt="one")])
-        (kept,) = engine.generate([ask("e", prompt, salt="two")])
-        assert (after.stats.num_cached_tokens, kept.stats.num_cached_tokens) == (0, 57)
-        for salt in ("one\0part", "onerous"):
-            engine.generate([ask("f", prompt, salt=salt)])
-        engine.purge("one")  # all parts of it, whoever used them
-        parts = [engine.generate([ask("g", prompt, salt=salt)])[0] for salt in ("one\0part", "onerous")]
-        assert [each.stats.num_cached_tokens for each in parts] == [0, 57]
-        assert_healthy(engine)
+    engine.generate([ask("a", prompt, salt="one")])
+    (other,) = engine.generate([ask("b", prompt, salt="two")])
+    (same,) = engine.generate([ask("c", prompt, salt="one")])
+    assert (other.stats.num_cached_tokens, same.stats.num_cached_tokens) == (0, 57)
+    engine.purge("one")
+    (after,) = engine.generate([ask("d", prompt, salt="one")])
+    (kept,) = engine.generate([ask("e", prompt, salt="two")])
+    assert (after.stats.num_cached_tokens, kept.stats.num_cached_tokens) == (0, 57)
+    for salt in ("one\0part", "onerous"):
+        engine.generate([ask("f", prompt, salt=salt)])
+    engine.purge("one")  # all parts of it, whoever used them
+    parts = [engine.generate([ask("g", prompt, salt=salt)])[0] for salt in ("one\0part", "onerous")]
+    assert [each.stats.num_cached_tokens for each in parts] == [0, 57]
 
 
 def test_a_cache_of_single_tokens_does_not_block_the_pool(tiny: Tiny) -> None:

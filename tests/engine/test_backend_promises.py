@@ -4,8 +4,6 @@ On a GPU both backends run (`infra/gpu/check.sh tests`); `tests/numerics/test_to
 change no token there is `test_gpu_engine.py`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

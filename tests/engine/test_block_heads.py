@@ -1,7 +1,5 @@
 """P-EAGLE, DFlash and DSpark in the engine: states and blocks are the papers', and they change no output."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from drafting.eagle_reference import eagle3_outputs, head_logits
 from head_parts import differs, features_of, free, noted
 from oracle_cases import (
     PARAMS,
-    Tiny,
     assert_equal,
     assert_pool_is_empty,
     generated,
@@ -25,7 +22,7 @@ from oracle_cases import (
     truth,
 )
 from safetensors.torch import load_file, save_file
-from tiny_target import save_model, tiny_engine
+from tiny_target import Tiny, save_model, tiny_engine
 from torch import Tensor
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, OnlineConfig, TargetConfig

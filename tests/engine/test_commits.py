@@ -1,9 +1,6 @@
 """Many tokens in one step: the end cuts tokens, text, log-probabilities, usage and keys at the same place."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,13 +8,12 @@ import pytest
 from drafters import Perfect
 from oracle import Plain, decode
 from statistics_of import softmax
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Completion, Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.client import Collector
 from ragspec.engine.target import Target
 
-Tiny = Callable[..., Target]
 EOS = 1
 PROMPT = "The mill needs"
 
@@ -109,26 +105,6 @@ def test_a_stop_string_may_begin_before_the_least_number_of_tokens(
     stop = words[3][-1:] + words[4] + words[5][:1]
     completion, _ = check(target, replace(params, stop=(stop,), min_tokens=min_tokens), free.token_ids)
     assert (completion.finish_reason is FinishReason.STOP) == (min_tokens < 6)
-
-
-def test_a_stop_string_that_spans_tokens_is_held_back(case: tuple[Target, SamplingParams, Plain]) -> None:
-    """The beginning of a stop string was streamed before its end arrived."""
-    target, params, free = case
-    words = [target.tokenizer.decode([token]) for token in free.token_ids]
-    stop = words[4][-1:] + words[5] + words[6][:1]
-    cut = free.text.index(stop)
-    request = Request("a", tuple(target.tokenizer(PROMPT).input_ids), replace(params, stop=(stop,)))
-    with tiny_engine(target) as engine:  # token by token
-        sent = [""]
-        collector = Collector([request])
-
-        def hear(delta: Delta) -> None:
-            sent.append(sent[-1] + delta.text)
-            collector(delta)
-
-        engine.submit(request, hear)
-        assert collector.wait()[0].text == sent[-1] == free.text[:cut]
-        assert all(free.text[:cut].startswith(each) for each in sent)
 
 
 def test_stop_wins_over_length_at_the_same_token(case: tuple[Target, SamplingParams, Plain]) -> None:

@@ -1,7 +1,5 @@
 """Targets that are not Hugging Face folders: GGUF files, adapters, the packaged default."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -30,6 +28,7 @@ from ragspec.engine.target import Target, load_tokenizer
 from ragspec.errors import ModelError, SaveError
 from ragspec.numerics.layers import RotaryTable
 
+Configured = Callable[..., TargetConfig]
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 _NAMES = {
@@ -108,7 +107,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Callable[..., TargetConfig]:
+def config(tmp_path: Path) -> Configured:
     return lambda model, **options: TargetConfig(model=str(model), cache_dir=str(tmp_path / "cache"), **options)
 
 
@@ -121,7 +120,7 @@ def logits(model: Any) -> torch.Tensor:
     "kind", ["F16", "Q4_0", *(pytest.param(k, marks=pytest.mark.slow) for k in ("F32", "Q8_0", "Q5_1"))]
 )
 def test_a_gguf_file_is_the_model_with_dequantised_weights(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], kind: str
+    llama: Path, tmp_path: Path, config: Configured, kind: str
 ) -> None:
     """Every quantisation is read; tokenizer, chat template and end tokens come from the file."""
     quantisation = gguf.GGMLQuantizationType[kind]
@@ -160,9 +159,7 @@ def test_quick_reading_writes_the_files_that_transformers_writes(
     assert shares == [[number, len(shares)] for number in range(len(shares))]
 
 
-def test_a_gguf_file_that_cannot_be_served_is_refused(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
-) -> None:
+def test_a_gguf_file_that_cannot_be_served_is_refused(llama: Path, tmp_path: Path, config: Configured) -> None:
     """A traceback of the reader says nothing to a user; an architecture without attention computed nonsense."""
     with pytest.raises(ModelError, match="there is no file"):
         target_folder(config("./nowhere.gguf"))
@@ -221,12 +218,7 @@ def angles(kind: str) -> np.ndarray:
     ],
 )  # fmt: skip
 def test_rotary_scaling_of_a_gguf_file_is_applied(
-    llama: Path,
-    tmp_path: Path,
-    config: Callable[..., TargetConfig],
-    kind: str,
-    keys: dict[str, Any],
-    tensors: dict[str, Any],
+    llama: Path, tmp_path: Path, config: Configured, kind: str, keys: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
     """Frequencies without their scaling: another model, which answers nearly as well until the text is long."""
     write_gguf(llama, tmp_path / "tiny.gguf", keys=keys, tensors=tensors)
@@ -265,12 +257,7 @@ def test_rotary_scaling_of_a_gguf_file_is_applied(
     ],
 )
 def test_keys_and_tensors_of_a_gguf_file_that_are_not_applied_are_refused_by_name(
-    llama: Path,
-    tmp_path: Path,
-    config: Callable[..., TargetConfig],
-    keys: dict[str, Any],
-    tensors: dict[str, Any],
-    reason: str,
+    llama: Path, tmp_path: Path, config: Configured, keys: dict[str, Any], tensors: dict[str, Any], reason: str
 ) -> None:
     """A part of a model left out without a word answers like no model that anybody published."""
     write_gguf(llama, tmp_path / "tiny.gguf", keys=keys, tensors=tensors)
@@ -278,9 +265,7 @@ def test_keys_and_tensors_of_a_gguf_file_that_are_not_applied_are_refused_by_nam
         target_folder(config(tmp_path / "tiny.gguf"))
 
 
-def test_harmless_keys_of_a_gguf_file_are_read_over(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
-) -> None:
+def test_harmless_keys_of_a_gguf_file_are_read_over(llama: Path, tmp_path: Path, config: Configured) -> None:
     """A strict reader that refuses the files that everybody publishes."""
     keys = {
         "general.license": "apache-2.0", "general.url": "https://example.org", "llama.attention.key_length": 16,
@@ -294,9 +279,7 @@ def test_harmless_keys_of_a_gguf_file_are_read_over(
     torch.testing.assert_close(logits(read), logits(AutoModelForCausalLM.from_pretrained(llama)), rtol=1e-4, atol=1e-4)
 
 
-def test_digits_are_split_off_where_the_vocabulary_was_made_so(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
-) -> None:
+def test_digits_are_split_off_where_the_vocabulary_was_made_so(llama: Path, tmp_path: Path, config: Configured) -> None:
     """transformers splits a text for StarCoder as for GPT-2, without a word."""
     write_gguf(llama, tmp_path / "tiny.gguf", keys={"tokenizer.ggml.pre": "starcoder"})
     own = load_tokenizer(config(tmp_path / "tiny.gguf")).backend_tokenizer.pre_tokenizer
@@ -304,7 +287,7 @@ def test_digits_are_split_off_where_the_vocabulary_was_made_so(
 
 
 def test_undefined_keys_of_a_configuration_are_named_once(
-    tmp_path: Path, config: Callable[..., TargetConfig], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, config: Configured, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model whose published key is not computed, with nothing in the log."""
     folder = save_model("llama", tmp_path / "model", intermediate_size=FFN)
@@ -342,7 +325,7 @@ def save_adapter(folder: Path, llama: Path, rank: int = 4, **changes: Any) -> Pa
     ids=["alpha", "rslora", "pattern"],
 )
 def test_a_merged_adapter_is_the_one_that_peft_merges(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], changes: dict[str, Any]
+    llama: Path, tmp_path: Path, config: Configured, changes: dict[str, Any]
 ) -> None:
     peft = pytest.importorskip("peft")
     adapter = save_adapter(tmp_path / "adapter", llama, **changes)
@@ -378,9 +361,7 @@ def test_adapters_that_are_not_merged_are_refused_by_name(
         merge_adapter(torch.nn.Linear(1, 1), adapter)
 
 
-def test_an_adapter_of_another_model_is_refused(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
-) -> None:
+def test_an_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path, config: Configured) -> None:
     wider = save_model("llama", tmp_path / "wider", intermediate_size=FFN, hidden_size=32)
     adapter = save_adapter(tmp_path / "adapter", wider)
     with pytest.raises(ModelError, match="another model"):
@@ -389,7 +370,7 @@ def test_an_adapter_of_another_model_is_refused(
         target_folder(config(llama, adapter=str(tmp_path)))
 
 
-def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]) -> None:
+def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: Configured) -> None:
     """The cache answers for the content of its sources, not for their names."""
     adapter = save_adapter(tmp_path / "adapter", llama)
     settings = config(llama, adapter=str(adapter))
@@ -401,7 +382,7 @@ def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: 
 
 
 def test_an_adapter_of_a_hub_model_is_merged(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Published adapters name their base model as the hub does."""
     adapter = str(save_adapter(tmp_path / "adapter", llama))
@@ -417,7 +398,7 @@ def test_an_adapter_of_a_hub_model_is_merged(
 
 
 def test_a_hub_model_on_this_machine_starts_while_the_hub_is_silent(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines "Retrying" for a minute, then an error, though every file was there; two looks where one tells."""
     snapshots, looks = tmp_path / "hub/models--somebody--tiny", list[str]()
@@ -438,9 +419,7 @@ def test_a_hub_model_on_this_machine_starts_while_the_hub_is_silent(
     assert target_folder(config("somebody/tiny", adapter="none")) == "somebody/tiny"
 
 
-def test_conversions_that_nobody_uses_are_removed(
-    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
-) -> None:
+def test_conversions_that_nobody_uses_are_removed(llama: Path, tmp_path: Path, config: Configured) -> None:
     """Every retrained adapter left half a gigabyte behind."""
     first, second, third = (
         config(llama, adapter=str(save_adapter(tmp_path / f"adapter{alpha}", llama, lora_alpha=alpha)))
@@ -455,7 +434,7 @@ def test_conversions_that_nobody_uses_are_removed(
     assert not old.exists() and used.exists() and kept.exists()
 
 
-def test_a_killed_conversion_is_begun_again(llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]) -> None:
+def test_a_killed_conversion_is_begun_again(llama: Path, tmp_path: Path, config: Configured) -> None:
     """What it had written stayed in the cache for ever, or was read as a model."""
     settings = config(llama, adapter=str(save_adapter(tmp_path / "adapter", llama)))
     first = Path(target_folder(settings))

@@ -1,9 +1,7 @@
 """Datastore drafting: no output changes, counts cover readable live documents alone, and a commit changes the next drafts."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from datastore_parts import Numbers, write
 from oracle_cases import PARAMS, PROMPTS, assert_equal, requests_of, truth
-from tiny_target import SENTENCES, tiny_engine, tiny_tokenizer
+from tiny_target import SENTENCES, Tiny, tiny_engine, tiny_tokenizer
 
 from ragspec.config import DatastoreConfig, DraftingConfig
 from ragspec.core import Document, Request, SamplingParams
@@ -20,11 +18,9 @@ from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.engine.loading import make_drafters
-from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, StoreCorrupt, StoreMissing
 from ragspec.tree import Proposal
 
-Tiny = Callable[..., Target]
 HARBOUR = "Ships lie in the deep harbour behind the long wall until the storm is over."
 
 

@@ -1,7 +1,5 @@
 """Models are fetched whole, verified and resumable: from a server that speaks the hub's API, and from packages."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

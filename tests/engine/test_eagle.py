@@ -1,7 +1,5 @@
 """The EAGLE drafter in the engine: its states are those of a naive re-computation, and it changes no output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +20,8 @@ from head_parts import (
     near,
     noted,
 )
-from oracle_cases import PARAMS, PROMPTS, Tiny, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
-from tiny_target import tiny_engine
+from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.drafter import EagleDrafter

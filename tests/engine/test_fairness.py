@@ -1,14 +1,12 @@
 """One tenant's many requests delay another's few by a bounded number of steps, and change no token of anybody's."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from oracle import decode
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.config import EngineConfig
 from ragspec.core import Delta, Request, SamplingParams
@@ -21,7 +19,6 @@ from ragspec.engine.target import Target
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tenants import cache_salt_of
 
-Tiny = Callable[..., Target]
 GREEDY = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
 
 

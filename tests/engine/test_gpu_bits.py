@@ -1,7 +1,5 @@
 """A certificate of a GPU's bits: `infra/gpu/check.sh bits` runs this and prints the numerics id. Needs a CUDA device."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

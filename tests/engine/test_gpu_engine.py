@@ -1,7 +1,5 @@
 """The engine on a GPU, with plain torch operators and with Triton kernels. Runs where torch finds a CUDA device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,8 +1,5 @@
 """Hydra++ in the engine: its states are those of the whole prefix model, heads read them, and it changes no output."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from drafting.medusa_heads import PREFIX, hydra_logits, hydra_plus_tensors, posi
 from head_parts import NotesReads, differs
 from oracle import fresh_forward
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, requests_of, truth
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.medusa.checkpoint import read_hydra
@@ -23,8 +20,6 @@ from ragspec.drafting.medusa.network import PrefixNetwork
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.int8 import Int8Layer
-
-Tiny = Callable[..., Target]
 
 
 def whole(target: Target, states: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Outputs that follow a JSON schema: valid, and the same with drafts and without."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest.mock import Mock

@@ -1,13 +1,11 @@
 """Offloaded prefixes come back with the same bits or not at all, to their own tenant, within the budget."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, truth
-from tiny_target import Free, tiny_engine
+from tiny_target import Free, Tiny, tiny_engine
 
 from ragspec.config import EngineConfig, TargetConfig, load_config
 from ragspec.core import Completion
@@ -32,7 +30,6 @@ from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.ranks import Ranks
 
-Tiny = Callable[..., Target]
 SHAPES = [AttentionShape(4, 2, 16, 0.25), AttentionShape(4, 1, 24, 0.25)]
 
 

@@ -1,23 +1,18 @@
 """Look-ahead: no output changes, the window's rows find n-grams that are accepted, and the window goes where rows are dear."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
 import numpy as np
 from oracle_cases import PROMPTS, requests_of, total
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import NODES
 from ragspec.drafting.lookahead import LookaheadAcceptance, LookaheadDrafter, _Lookahead
-from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-
-Tiny = Callable[..., Target]
 
 
 def test_every_node_has_the_targets_token_behind_it(tiny: Tiny) -> None:

@@ -1,7 +1,5 @@
 """300 prompts on targets in int8: the same tokens whatever is drafted, whoever is beside, with two threads, on four ranks."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Measurements of earlier starts: taken over where they still hold, and nowhere else."""
 
-from __future__ import annotations
-
 import logging
 import platform
 from collections.abc import Callable

@@ -1,9 +1,7 @@
 """Medusa and Hydra in the engine: they read the right states, change no output, and heads that are right are accepted."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,7 +32,7 @@ from oracle_cases import (
     truth,
 )
 from safetensors.torch import load_file, save_file
-from tiny_target import save_model, tiny_engine
+from tiny_target import Tiny, save_model, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -49,8 +47,6 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError
 from ragspec.speculation import AcceptanceRule, Speculation
-
-Tiny = Callable[..., Target]
 
 
 def solved(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

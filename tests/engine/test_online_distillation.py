@@ -1,8 +1,6 @@
 """A head that learns while it serves: it drafts better, changes no output, and one tenant's learning is no other's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from head_parts import free, head_for
 from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig
 from ragspec.core import Request, SamplingParams
@@ -27,7 +25,6 @@ from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.speculation import Speculation
 
-Tiny = Callable[..., Target]
 FAST = OnlineConfig(enabled=True)
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -293,7 +290,7 @@ def test_relearned_weights_are_those_that_draft(tiny: Tiny, dtype: torch.dtype) 
     assert drafts[0] != drafts[1] == drafts[2]
 
 
-def test_only_the_outputs_end_is_learned(tiny: Tiny) -> None:
+def test_only_the_outputs_end_is_learned() -> None:
     """A prompt's tokens were learned as if the target had said them, or states were shifted against their tokens."""
 
     class View:

@@ -1,7 +1,5 @@
 """The engine equals plain decoding token for token: whatever is drafted, whoever else is in the batch, however it is cut up."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -9,7 +7,6 @@ from drafters import Half, Raising
 from oracle_cases import (
     PARAMS,
     PROMPTS,
-    Tiny,
     assert_equal,
     assert_pool_is_empty,
     drafters,
@@ -18,7 +15,7 @@ from oracle_cases import (
     total,
     truth,
 )
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Request, SamplingParams
 

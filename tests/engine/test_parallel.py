@@ -3,8 +3,6 @@
 Followers are processes, which import torch first: all tests with them are slow. Two ranks of threads run by default.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

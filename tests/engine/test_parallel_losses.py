@@ -1,7 +1,5 @@
 """A rank that dies or hangs ends its group in seconds, an engine that only has nothing to do does not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

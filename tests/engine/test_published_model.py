@@ -1,7 +1,5 @@
 """A published Llama of 260K parameters with odd widths: the engine equals transformers' own greedy `generate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,10 +1,7 @@
 """Requests whose drafts are accepted by a published rule: the law of what they write is the target's."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from head_parts import drafter_for, near
 from oracle import next_logits
 from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
 from scipy.stats import chi2
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
@@ -21,7 +18,6 @@ from ragspec.errors import InputError
 from ragspec.speculation import LOSSY_RULES, AcceptanceRule, Speculation
 from ragspec.verification.probabilities import token_probs
 
-Tiny = Callable[..., Target]
 RULES = [rule for rule in AcceptanceRule if rule not in LOSSY_RULES]
 PROMPT = (60, 61, 62, 63, 64, 300, 61, 62)
 

@@ -1,7 +1,5 @@
 """An output written in segments is the output written in one go: tokens, text and log-probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time
@@ -114,16 +112,6 @@ def test_a_right_draft_is_verified_in_one_step(target: Target) -> None:
             assert part.token_ids == truth[known:]
             assert part.stats.num_steps == 1
             assert part.stats.num_output_tokens == part.stats.num_first_tokens == 12 - known
-
-
-def test_log_probabilities_belong_to_the_new_tokens(target: Target) -> None:
-    """They were counted from the output's beginning and came out empty."""
-    prompt = tuple(target.tokenizer("mill").input_ids)
-    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
-    with tiny_engine(target) as engine:
-        (whole,) = engine.generate([Request("w", prompt, params)])
-        (part,) = engine.generate([Request("p", prompt, params, segment=Segment(whole.token_ids[:4], 6))])
-    assert part.logprobs == whole.logprobs[4:]
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,25 @@
-"""A step that fails ends its own requests; a target that computes nothing any more ends the engine."""
+"""A step that fails ends its own requests; a target that computes nothing any more ends the engine.
 
-from __future__ import annotations
+An engine's thread beats while it has nothing else to do.
+"""
 
+import itertools
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_target import tiny_engine
+from tiny_target import Tiny, tiny_engine
 
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
 from ragspec.drafting.planner import Planner
 from ragspec.engine import sequence
+from ragspec.engine.client import CommandQueue
 from ragspec.engine.scheduler import Scheduler
-from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, EngineError, RankLost
 from ragspec.numerics import health
 from ragspec.numerics.kv_cache import SequenceSlots
-
-Tiny = Callable[..., Target]
 
 
 def ask(name: str) -> Request:
@@ -143,3 +143,55 @@ def test_without_room_nothing_is_known(tiny: Tiny, now: list[float]) -> None:
     target.check_health(5, 1)
     assert now[0] == 0.0
     held.release()
+
+
+def test_an_idle_engine_beats_however_often_it_is_asked_something() -> None:
+    """A host that asks four times a second kept the engine from ever looking after its ranks."""
+    beats: list[float] = []
+    commands = CommandQueue(lambda: beats.append(time.monotonic()), 0.1)
+    asking = threading.Event()
+
+    def ask() -> None:
+        for _ in range(50):
+            commands.put(lambda: None)
+            time.sleep(0.02)
+        asking.set()
+        commands.end()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert not commands.run(lambda: True)
+    thread.join()
+    assert asking.is_set() and len(beats) >= 3
+    assert min(later - earlier for earlier, later in itertools.pairwise(beats)) >= 0.1
+
+
+def test_an_engine_without_other_ranks_sleeps_until_it_is_asked() -> None:
+    """Every idle engine woke up each second for nothing."""
+    commands = CommandQueue(lambda: pytest.fail("there is nobody to beat for"), None)
+    threading.Timer(0.2, commands.end).start()
+    assert not commands.run(lambda: True)
+
+
+def test_a_busy_engine_runs_what_it_was_asked_and_goes_on() -> None:
+    """A step waited for a command, or for a beat that a step is itself."""
+    commands, done = CommandQueue(lambda: pytest.fail("steps are beats"), 0.0), []
+    for number in range(3):
+        commands.put(lambda number=number: done.append(number))
+    assert commands.run(lambda: False)
+    assert done == [0, 1, 2]
+
+
+def test_a_failing_command_is_not_the_end_and_a_failing_beat_is(caplog: pytest.LogCaptureFixture) -> None:
+    """One bad call ended the engine's thread; a lost rank was logged and forgotten."""
+
+    def lose() -> None:
+        raise RankLost("gone")
+
+    commands, done = CommandQueue(lose, 0.1), []
+    commands.put(lambda: 1 // 0)
+    commands.put(lambda: done.append(1))
+    assert commands.run(lambda: False) and done == [1]
+    assert "a command to the engine failed" in caplog.text
+    with pytest.raises(RankLost):
+        commands.run(lambda: True)

@@ -1,7 +1,5 @@
 """Text from tokens: no half characters, no beginnings of stop strings, no white space lost."""
 
-from __future__ import annotations
-
 import functools
 import random
 

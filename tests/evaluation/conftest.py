@@ -1,7 +1,5 @@
 """A small data folder of the real files' shape, an encoder without weights and a random target: suites run in seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,5 +73,5 @@ def run(small_data: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for limit in ("RAG_TOKENS", "GRAMMAR_TOKENS", "CHAT_TOKENS", "PROSE_TOKENS", "SPEC_BENCH_TOKENS", "NOTHING_TOKENS"):
         monkeypatch.setattr(workloads, limit, 16)
     monkeypatch.setattr(Encoder, "load", lambda config: WordEncoder())
-    target = TargetConfig(model=str(tiny_dir))
+    target = TargetConfig(model=str(tiny_dir), quantization="none")  # as transformers runs it
     return Run(target, tmp_path / "cache", small_data, quick=True, num_runs=1, num_prompts=2)

@@ -1,7 +1,5 @@
 """The suite answers: its measures tell right from wrong, and no question sees its own answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial

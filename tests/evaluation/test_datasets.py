@@ -1,7 +1,5 @@
 """The lists are fixed, and nothing in them was trained on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The suite gpu, computed on the CPU: the first minutes with a GPU must not be spent on a misspelt name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The suite iterative: its arithmetic on made-up answers, and its rows on a random target and a local index."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The target is random; where an answer must say something, its tokens are forced.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -345,8 +343,11 @@ class Ended(NamedTuple):
     err: str
 
 
+Run = Callable[..., Ended]
+
+
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Encoder, "load", lambda config: WordEncoder())
     monkeypatch.setattr("ragspec.cli.app.prepare_process", lambda: None)
     monkeypatch.setenv("COLUMNS", "100")
@@ -375,9 +376,7 @@ def test_a_threshold_of_retrieval_is_proposed_from_the_users_own_questions() -> 
     assert proposed_threshold([*right, *[asked(0.9, False)] * 5]) is None
 
 
-def test_two_configurations_stand_side_by_side(
-    run: Callable[..., Ended], model: Path, index: Path, tmp_path: Path
-) -> None:
+def test_two_configurations_stand_side_by_side(run: Run, model: Path, index: Path, tmp_path: Path) -> None:
     """A second configuration that is not asked, answers that are kept nowhere, and lines that the terminal breaks."""
     asked, out = tmp_path / "q.jsonl", tmp_path / "answers" / "out.jsonl"
     rows: list[dict[str, Any]] = [
@@ -415,7 +414,7 @@ def test_two_configurations_stand_side_by_side(
 
 
 def test_drafts_that_change_an_answer_end_the_command_with_1(
-    run: Callable[..., Ended], model: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broken promise that a script took for success."""
     monkeypatch.setattr(Asker, "num_changed_by_drafts", lambda *_: {0.0: 0, 1.0: 1})
@@ -424,9 +423,7 @@ def test_drafts_that_change_an_answer_end_the_command_with_1(
     assert ended.code == 1 and json.loads(ended.out)["changed_by_drafts_t1"] == 1
 
 
-def test_sentences_alone_need_no_index(
-    run: Callable[..., Ended], model: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_sentences_alone_need_no_index(run: Run, model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """A file of corrections for which the standard library was encoded."""
     monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: pytest.fail("not needed"))
     (tmp_path / "q.jsonl").write_text('{"text": "He goes.", "right": true}')
@@ -435,7 +432,7 @@ def test_sentences_alone_need_no_index(
 
 
 def test_without_an_index_the_standard_library_is_asked_and_said_so(
-    run: Callable[..., Ended], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measurement of docstrings that passed for one of the user's documents."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -447,7 +444,7 @@ def test_without_an_index_the_standard_library_is_asked_and_said_so(
     assert json.loads(ended.out)["shown"] == 1
 
 
-def test_a_wrong_call_ends_before_anything_loads(run: Callable[..., Ended], tmp_path: Path) -> None:
+def test_a_wrong_call_ends_before_anything_loads(run: Run, tmp_path: Path) -> None:
     """A minute of loading before the file turns out to be misspelt."""
     (tmp_path / "q.jsonl").write_text('{"qestion": "Why?"}')
     ended = run("evaluate", tmp_path / "q.jsonl", "--index", tmp_path / "none")

@@ -1,7 +1,5 @@
 """The arithmetic of the ratios: which seconds count, over which prompts, and when two outputs are the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

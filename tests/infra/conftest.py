@@ -1,7 +1,5 @@
 """What tests of the infrastructure share: a wheel of this checkout, and a virtual environment that has it and no checkout."""
 
-from __future__ import annotations
-
 import shutil
 import site
 import sys

@@ -3,8 +3,6 @@
 >>> ran("promtool", "check", "rules", ROOT / "infra/prometheus/alerts.yaml")
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

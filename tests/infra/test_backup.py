@@ -1,7 +1,5 @@
 """Backups of a service that runs: what they hold is one state, and a service that begins with it goes on."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

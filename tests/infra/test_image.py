@@ -1,7 +1,5 @@
 """The image: locked, built without a daemon, started, asked, scraped and stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The manifests say what is true of the code: ports, paths, options, versions, metrics and commands."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Prometheus' own programs read what the service tells: scrapes, alerts, and every query of the dashboard."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil

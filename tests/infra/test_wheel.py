@@ -1,7 +1,5 @@
 """The wheel: it holds all that the packages need, and works where there is no checkout."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

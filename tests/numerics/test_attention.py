@@ -1,18 +1,19 @@
-"""The attention kernel against the textbook, and the model through it against transformers."""
-
-from __future__ import annotations
+"""The attention kernel against the textbook, the norms against torch, and the model through both against transformers."""
 
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import fresh_forward
 from safetensors.torch import load_file, save_file
 from tiny_target import ARCHITECTURES, save_model
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ragspec.config import TargetConfig
@@ -20,9 +21,10 @@ from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, make_tiles
 from ragspec.numerics.backend import Backend
-from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.batch import NODES, Batch, ScheduledSequence
 from ragspec.numerics.cpu.backend import CpuBackend
-from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
 from ragspec.numerics.torch.backend import TorchBackend
 
 
@@ -175,3 +177,63 @@ def test_a_rotation_that_follows_the_length_is_refused(tmp_path: pytest.TempPath
     )
     with pytest.raises(ModelError, match="dynamic"):
         Target.load(TargetConfig(model=str(folder)), num_kv_slots=64)
+
+
+def make_norm(width: int, dtype: torch.dtype) -> ResidualNorm:
+    weight = nn.Parameter(torch.rand(width, dtype=dtype) + 0.5)
+    return ResidualNorm(RootMeanSquareNorm(SimpleNamespace(weight=weight, variance_epsilon=1e-5)))
+
+
+def rows(num_rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(width)
+    x, block = (torch.randn(num_rows, width, generator=generator).to(dtype) for _ in range(2))
+    return x, block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 64, 172, 320])
+@torch.inference_mode()
+def test_it_adds_and_normalises(width: int, dtype: torch.dtype) -> None:
+    norm = make_norm(width, dtype)
+    x, block = rows(5, width, dtype)
+    kept = x.clone()
+    total, normalised = norm(x, block)
+    assert torch.equal(x, kept), "the stream given is not written to"
+    assert torch.equal(total, x + block)
+    expected = F.rms_norm(total, (width,), norm.norm.weight, 1e-5)
+    torch.testing.assert_close(normalised, expected)
+    torch.testing.assert_close(norm.norm(total), expected)
+    torch.testing.assert_close(norm.norm(total.t().contiguous().t()), expected)
+
+
+@torch.inference_mode()
+def test_a_row_is_the_same_in_any_company() -> None:
+    norm = make_norm(320, torch.float32)
+    x, block = rows(70, 320, torch.float32)
+    together = norm(x, block)[1]
+    for row in (0, 1, 33, 69):
+        assert torch.equal(norm(x[row : row + 1], block[row : row + 1])[1][0], together[row])
+        assert torch.equal(norm.norm(x[row : row + 1])[0], norm.norm(x)[row])
+
+
+@torch.inference_mode()
+def test_a_row_of_zeros_stays_zero() -> None:
+    zeros = torch.zeros(2, 64)
+    assert torch.equal(make_norm(64, torch.float32)(zeros, zeros)[1], zeros)
+
+
+def test_each_sequence_gets_its_own_rows_and_no_other_prompts_memory() -> None:
+    """Rows of another sequence or of a node that was not accepted; or a decoding sequence kept a whole prompt in memory."""
+    pool = KvPool([AttentionShape(1, 1, 8, 1.0)], 256)
+    parents = (-1, 0, 1, 0)
+    decoding = [ScheduledSequence(SequenceSlots(pool), range(4), parents) for _ in range(2)]
+    prompt = ScheduledSequence(SequenceSlots(pool), range(100), wants_logits=False)
+    batch = Batch([decoding[0], prompt, decoding[1]])
+    states = {3: torch.arange(108.0)[:, None].repeat(1, 5), 7: -torch.arange(108.0)[:, None]}
+    tokens = {NODES: torch.arange(108)}
+    first, middle, last = batch.features(states | tokens, [[1, 2], [], [3]])
+    for own, rows in ((first, [0, 1, 2]), (middle, [*range(4, 104)]), (last, [104, 107])):
+        assert own[3].tolist() == [[row] * 5 for row in rows] and own[7].flatten().tolist() == [-row for row in rows]
+        assert own[3].untyped_storage().nbytes() <= max(len(rows), 5) * 5 * 4
+    assert last[NODES].tolist() == [[n, parents[n], 104 + n] for n in range(4)]
+    assert Batch([ScheduledSequence(SequenceSlots(pool), [1])]).features({}, [[]]) == [{}]

@@ -1,7 +1,5 @@
 """Machine code kept between processes: found again, never stale, never in the way."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The Triton kernels compile for compute capability 9.0 on a machine without a GPU, within the shared memory that is planned."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

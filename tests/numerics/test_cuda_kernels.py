@@ -1,7 +1,5 @@
 """The Triton kernels under Triton's interpreter, against float64, and whether a row sees its neighbours."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

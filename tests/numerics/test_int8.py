@@ -1,7 +1,5 @@
 """Targets with int8 weights: exact sums, in any company, with any threads; as near to float as the weights allow."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

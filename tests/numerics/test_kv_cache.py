@@ -1,16 +1,13 @@
 """The slot pool: nothing leaks, nothing is handed out twice, and what is kept is what a fresh prefill would hold."""
 
-from __future__ import annotations
-
 import errno
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from oracle import next_logits
-from tiny_target import save_model, target_config
+from tiny_target import Tiny, save_model, target_config
 
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target
@@ -19,7 +16,6 @@ from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, OutOfSlots, SequenceSlots
 
-Tiny = Callable[..., Target]
 SHAPE = AttentionShape(1, 1, 16, 1.0)
 
 

@@ -1,7 +1,5 @@
 """Quality of the keyed noise: equal to its definition, uniform, independent between neighbouring keys, never infinite."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,27 +1,20 @@
 """The start-up self-test: passes on the real kernels, fails on variant ones, and then nothing is promised."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_target import ARCHITECTURES
+from tiny_target import ARCHITECTURES, Tiny
 
 from ragspec.engine.loading import check_numerics
-from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import attend
 from ragspec.numerics.cpu import backend as cpu_backend
 from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.self_test import QUICK_CHUNKS, QUICK_ROWS, _compare, self_test
-
-Tiny = Callable[..., Target]
-
 
 DTYPES = ("float32", "bfloat16", "int8", "torch-float32", "torch-bfloat16")
 QUICK = {(kind, DTYPES[n % 5]) for n, kind in enumerate(ARCHITECTURES)}

@@ -1,7 +1,5 @@
 """What the tests of batch jobs run on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

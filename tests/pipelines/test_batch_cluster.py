@@ -1,7 +1,5 @@
 """Batch jobs on Ray: replicas of their own, a deployment that is up, a guarded cluster; parts that are killed change nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

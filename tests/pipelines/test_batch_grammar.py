@@ -1,7 +1,5 @@
 """The job that corrects texts: the same machinery as for questions, with rows, results and settings of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -9,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_files import SEED, answers_of, chat_row, read_lines, texts_of, write_lines
+from batch_files import SEED, answers_of, chat_row, read_lines, write_lines
 from tiny_target import SENTENCES
 from typer.testing import CliRunner
 
-from pipelines.batch import job as batch_job
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.output import OutputFolder
@@ -63,33 +60,6 @@ def test_a_job_corrects_as_the_library_does(place: Path, loaded: Runtime, tmp_pa
     assert len(report["system_fingerprints"]) == 1
 
 
-def test_a_stopped_job_is_finished_by_running_it_again(
-    place: Path, loaded: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Texts corrected twice or not at all, because the machinery is the questions' job's own."""
-    rows = [{"id": f"t{n}", "text": TEXT, "max_tokens": 4 + n} for n in range(6)]
-    inputs = write_lines(tmp_path / "t.jsonl", rows)
-    run_job(job(place, inputs, tmp_path / "straight"), GrammarTask())
-    record, left = batch_job.output_record, 3
-
-    def killed(*arguments: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        return record(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(batch_job, "output_record", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
-    kept = texts_of(tmp_path / "out", "corrected")
-    assert len(kept) <= 3
-    summary = run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
-    assert (summary.num_skipped, summary.num_answered) == (len(kept), 6 - len(kept))
-    assert texts_of(tmp_path / "out", "corrected") == texts_of(tmp_path / "straight", "corrected")
-
-
 def test_a_folder_of_answers_is_not_continued_with_corrections(place: Path, tmp_path: Path) -> None:
     """Answers and corrections in one file."""
     inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a", "question": "x"}])
@@ -119,7 +89,7 @@ def test_a_manuscript_is_what_a_row_says(place: Path, tmp_path: Path) -> None:
     assert params.seed == 3
 
 
-def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_text_come_back_as_files(tmp_path: Path) -> None:
     """A folder of documents that has to be made into rows by hand; a photograph that ends the job; two files of one name."""
     folder, out, told = tmp_path / "in", tmp_path / "out", list[str]()
     (folder / "sub").mkdir(parents=True)

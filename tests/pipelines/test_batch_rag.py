@@ -1,11 +1,7 @@
 """The job that answers questions: what it writes, that killing it changes nothing, and how it ends when something is lost."""
 
-from __future__ import annotations
-
 import contextlib
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +23,7 @@ from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, PipelineConfig, load_config
 from ragspec.core import Document, Message
 from ragspec.core import Request as EngineRequest
-from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError, SaveError
+from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError
 from ragspec.rag import pipeline
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.history import ChatTurn
@@ -323,29 +319,6 @@ def test_an_error_of_one_request_is_its_rows(
     assert texts_of(tmp_path / "out") == {name: text for name, text in straight.items() if name != "q7"}
     (failed,) = read_lines(tmp_path / "out" / "errors.jsonl")
     assert (failed["id"], failed["code"], failed["reason"]) == ("q7", "engine_error", "a step failed")
-
-
-def test_a_full_disk_ends_the_job_and_what_was_finished_stays(
-    place: Path, straight: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half a line on the disk, or rows that are counted and not there."""
-    write, written = os.write, 0
-
-    def full(file: int, data: Any) -> int:
-        nonlocal written
-        if written > 4000 and data[:6] == b'{"id":':
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written += len(data)
-        return write(file, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("pipelines.batch.output.os.write", full)
-        with pytest.raises(SaveError, match="No space left"):
-            run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
-    kept = texts_of(tmp_path / "out")
-    assert 0 < len(kept) < NUM_ROWS and kept.items() <= straight.items()
-    run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
-    assert texts_of(tmp_path / "out") == straight
 
 
 def test_a_generation_that_is_named_is_the_one_that_answers(place: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The command and the frame of the suites: one flat JSON line, goals, and rows that survive a stop."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files into an index by the job: new, again, changed, gone, unreadable, twice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,8 +29,11 @@ class Ended(NamedTuple):
     summary: dict[str, Any]
 
 
+Run = Callable[..., Ended]
+
+
 @pytest.fixture
-def run(run_on: Callable[..., Ended], tmp_path: Path) -> Callable[..., Ended]:
+def run(run_on: Run, tmp_path: Path) -> Run:
     """One run of the job over `tmp_path/docs`."""
     return lambda *arguments: run_on(tmp_path / "docs", *arguments)
 
@@ -44,7 +45,7 @@ def reader() -> Iterator[BoundedReader]:
 
 
 @pytest.fixture
-def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reader: BoundedReader) -> Callable[..., Ended]:
+def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reader: BoundedReader) -> Run:
     """One run of the job over an input with a cheap encoder; runs with the usual limits share one process that reads."""
     monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: LetterEncoder())
     usual = build_index_job._READ_LIMITS
@@ -82,7 +83,7 @@ def counts(summary: dict[str, Any]) -> tuple[int, ...]:
     return tuple(summary[name] for name in ("added", "updated", "unchanged", "duplicate", "deleted"))
 
 
-def test_a_second_run_does_only_what_is_new(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_a_second_run_does_only_what_is_new(run: Run, docs: Path, tmp_path: Path) -> None:
     """An hour of encoding again because one file changed."""
     first = run()
     assert first.code == 0 and counts(first.summary) == (4, 0, 0, 0, 0)
@@ -97,7 +98,7 @@ def test_a_second_run_does_only_what_is_new(run: Callable[..., Ended], docs: Pat
     assert counts(third.summary) == (1, 1, 3, 0, 0) and third.summary["encoded"] == 2
 
 
-def test_what_is_gone_is_deleted_when_asked_for(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_what_is_gone_is_deleted_when_asked_for(run: Run, docs: Path, tmp_path: Path) -> None:
     """Deleted files, and rows that left their file, that go on being quoted; or other inputs' documents deleted with them."""
     with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
         writer.upsert(Document("other", "Of another input.", source="elsewhere/x.txt"))
@@ -112,7 +113,7 @@ def test_what_is_gone_is_deleted_when_asked_for(run: Callable[..., Ended], docs:
     assert sorted(documents(tmp_path)) == ["docs/sub/b.md", "other", "r2"]  # b.md cannot be read: what it held stays
 
 
-def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Run, docs: Path, tmp_path: Path) -> None:
     """A text that is in two files, and in the index no more when the first of them is deleted."""
     (docs / "z.txt").write_text((docs / "a.txt").read_text())
     ended = run()
@@ -124,7 +125,7 @@ def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Callable[..., Ended
     assert counts(run("--keep-duplicates").summary)[0] == 1
 
 
-def test_unreadable_files_are_named_and_left_out_whole(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_unreadable_files_are_named_and_left_out_whole(run: Run, docs: Path, tmp_path: Path) -> None:
     """One bad file that ends the job; half of a file in the index; an exit code that says nothing."""
     (docs / "bad.pdf").write_bytes(b"%PDF-1.7 and then nothing")
     (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
@@ -137,7 +138,7 @@ def test_unreadable_files_are_named_and_left_out_whole(run: Callable[..., Ended]
 
 
 def test_a_dry_run_changes_nothing_and_tells_the_truth(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rehearsal that writes, or that counts other things than the performance."""
     monkeypatch.setattr(LetterEncoder, "encode", lambda *_: pytest.fail("encoded"))
@@ -158,7 +159,7 @@ PAGE = (
 )
 
 
-def test_one_text_in_two_formats_is_indexed_once(run: Callable[..., Ended], tmp_path: Path) -> None:
+def test_one_text_in_two_formats_is_indexed_once(run: Run, tmp_path: Path) -> None:
     """Every passage of a manual found twice, once with its markup; or the prices of another year left out."""
     for name, text in {
         "page.html": f"<h1>The mill</h1><p>{PAGE.format(year=1874)}",
@@ -182,7 +183,7 @@ def test_one_text_in_two_formats_is_indexed_once(run: Callable[..., Ended], tmp_
     assert counts(run("--keep-duplicates").summary) == (1, 0, 5, 0, 0)
 
 
-def test_what_is_excluded_leaves_the_index_with_a_sync(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_what_is_excluded_leaves_the_index_with_a_sync(run: Run, docs: Path, tmp_path: Path) -> None:
     """Drafts that answer questions because a folder holds them."""
     run()
     excluded = ("--exclude", "sub", "--exclude", "*.jsonl")
@@ -197,9 +198,7 @@ def test_what_is_excluded_leaves_the_index_with_a_sync(run: Callable[..., Ended]
     assert run("--exclude", "*").code == 1
 
 
-def test_a_watched_folder_is_followed(
-    run_on: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watched_folder_is_followed(run_on: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that is never read, every file read at each change, or a folder that is away for a moment."""
     read: list[str] = []
     real = bounded_reader.read_file
@@ -232,7 +231,7 @@ def test_a_watched_folder_is_followed(
     assert documents(tmp_path)["docs/a.txt"].text == "The Danube is long."
 
 
-def test_an_index_is_renewed_with_all_that_is_in_it(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_an_index_is_renewed_with_all_that_is_in_it(run: Run, docs: Path, tmp_path: Path) -> None:
     """An index that stays with the rules of an earlier version, or loses what is not below the folder."""
     shutil.copytree(Path(__file__).parents[1] / "written_before" / "index", tmp_path / "index")
     before = set(documents(tmp_path))
@@ -247,7 +246,7 @@ def test_an_index_is_renewed_with_all_that_is_in_it(run: Callable[..., Ended], d
 
 
 def test_a_file_beyond_the_limits_of_reading_is_skipped_alone(
-    run: Callable[..., Ended], docs: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A PDF that takes the memory or the night of a whole run."""
     (docs / "page.html").write_text("The wheel turns." * 9)
@@ -261,9 +260,7 @@ def test_a_file_beyond_the_limits_of_reading_is_skipped_alone(
         assert ended.summary["skipped"] == ["docs/page.html", "docs/sub/b.md"] and reason in ended.err
 
 
-def test_a_killed_run_goes_on_where_it_stopped(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_where_it_stopped(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of an hour's work left after a kill in its last minute."""
     monkeypatch.setattr(build_index_job, "_PASSAGES_PER_COMMIT", 1)
     monkeypatch.setattr(build_index_job, "PASSAGES_PER_ENCODE", 1)
@@ -281,7 +278,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert ended.code == 0 and counts(ended.summary) == (3, 0, 1, 0, 0)
 
 
-def test_only_what_the_inputs_answer_for_is_removed(run_on: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_only_what_the_inputs_answer_for_is_removed(run_on: Run, docs: Path, tmp_path: Path) -> None:
     """Documents of another folder of the same name, of another tenant, or of files that are still there, deleted as missing."""
     other = tmp_path / "elsewhere" / "docs"
     other.mkdir(parents=True)
@@ -302,7 +299,7 @@ def test_only_what_the_inputs_answer_for_is_removed(run_on: Callable[..., Ended]
     assert counts(run_on(other, "--remove-missing").summary)[4] == 1
 
 
-def test_one_name_for_two_files_is_no_update(run_on: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_one_name_for_two_files_is_no_update(run_on: Run, docs: Path, tmp_path: Path) -> None:
     """A tenant's notes.txt that replaces another's, or that of another folder, without a word."""
     other = tmp_path / "elsewhere" / "docs"
     other.mkdir(parents=True)
@@ -317,9 +314,7 @@ def test_one_name_for_two_files_is_no_update(run_on: Callable[..., Ended], docs:
     assert counts(run_on(other).summary) == (0, 1, 0, 0, 0)  # moved
 
 
-def test_a_text_that_was_left_out_comes_in_when_its_twin_changes(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path
-) -> None:
+def test_a_text_that_was_left_out_comes_in_when_its_twin_changes(run: Run, docs: Path, tmp_path: Path) -> None:
     """Two files that swap their texts: each the duplicate of what the other was, and one text nowhere."""
     (docs / "b.txt").write_text("The second text.")
     run()
@@ -331,7 +326,7 @@ def test_a_text_that_was_left_out_comes_in_when_its_twin_changes(
 
 
 def test_a_duplicate_that_vanishes_ends_nothing(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that commits nothing because a file it had left out was deleted meanwhile."""
     (docs / "z.txt").write_text((docs / "a.txt").read_text())
@@ -346,7 +341,7 @@ def test_a_duplicate_that_vanishes_ends_nothing(
     assert ended.code == 0 and ended.summary["skipped"] == ["docs/z.txt"] and len(documents(tmp_path)) == 4
 
 
-def test_ids_are_claimed_by_whole_files_only(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_ids_are_claimed_by_whole_files_only(run: Run, docs: Path, tmp_path: Path) -> None:
     """Two rows of one id of which the first is lost; a bad file that keeps its ids from a good one; a row no index can hold."""
     (docs / "k1.jsonl").write_text('{"id": "x", "text": "One."}\n{"id": "x", "text": "Two."}')
     (docs / "k2.jsonl").write_text('{"id": "y", "text": "One."}\n{"id": "z", "text": "Two.", "n": NaN}')
@@ -358,9 +353,7 @@ def test_ids_are_claimed_by_whole_files_only(run: Callable[..., Ended], docs: Pa
     assert counts(run().summary)[:3] == (0, 0, 6)
 
 
-def test_a_file_that_vanishes_or_changes_is_skipped(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_vanishes_or_changes_is_skipped(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback for a file that was deleted after it was listed; half of one that was being written."""
     real = read_file
 
@@ -377,7 +370,7 @@ def test_a_file_that_vanishes_or_changes_is_skipped(
     assert "was changed while it was read" in ended.err and "b.md cannot be read" in ended.err
 
 
-def test_a_page_that_is_not_read_is_named(run: Callable[..., Ended], docs: Path) -> None:
+def test_a_page_that_is_not_read_is_named(run: Run, docs: Path) -> None:
     """A scanned page among others was gone without a word, and the file counted as read."""
     (docs / "rows.csv").write_text('text\ngood\n"bad"x\n')
     ended = run()
@@ -385,9 +378,7 @@ def test_a_page_that_is_not_read_is_named(run: Callable[..., Ended], docs: Path)
     assert "read in part: docs/rows.csv, line 3" in ended.err
 
 
-def test_a_large_file_is_read_twice_and_the_same(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_read_twice_and_the_same(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that do not fit the memory, taken in half before their bad line is met."""
     monkeypatch.setattr(file_ingest, "_READ_AT_ONCE_BYTES", 10)
     (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
@@ -395,7 +386,7 @@ def test_a_large_file_is_read_twice_and_the_same(
     assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]
 
 
-def test_a_rebuild_of_nothing_readable_changes_nothing(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_a_rebuild_of_nothing_readable_changes_nothing(run: Run, docs: Path, tmp_path: Path) -> None:
     """A file that could not be read for a moment emptied the whole index, with exit code 0."""
     run()
     before = {path.name for path in (tmp_path / "index").iterdir()}
@@ -406,7 +397,7 @@ def test_a_rebuild_of_nothing_readable_changes_nothing(run: Callable[..., Ended]
     assert {path.name for path in (tmp_path / "index").iterdir()} == before
 
 
-def test_a_rebuild_holds_only_its_inputs(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+def test_a_rebuild_holds_only_its_inputs(run: Run, docs: Path, tmp_path: Path) -> None:
     """An index of other settings, or a damaged one, that can only be removed by hand."""
     run("--max-chars", 50)
     with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
@@ -421,9 +412,7 @@ def test_a_rebuild_holds_only_its_inputs(run: Callable[..., Ended], docs: Path, 
     assert counts(run("--rebuild").summary) == (4, 0, 0, 0, 0)
 
 
-def test_a_rebuild_from_another_folder_of_that_name_takes_all_of_it(
-    run_on: Callable[..., Ended], docs: Path, tmp_path: Path
-) -> None:
+def test_a_rebuild_from_another_folder_of_that_name_takes_all_of_it(run_on: Run, docs: Path, tmp_path: Path) -> None:
     """v2/docs in place of v1/docs, which is still there: files of the same name were left out, and then deleted."""
     run_on(docs)
     other = tmp_path / "v2" / "docs"
@@ -444,7 +433,7 @@ def documents_or_none(tmp_path: Path) -> dict[str, Document]:
 
 
 def test_workers_are_those_that_were_asked_for(
-    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flag that is accepted and does nothing."""
     asked: list[int] = []
@@ -471,13 +460,13 @@ def test_workers_are_those_that_were_asked_for(
         (["none-such.txt"], "does not exist"),
     ],
 )
-def test_wrong_calls_are_one_line(run: Callable[..., Ended], docs: Path, arguments: list[str], reason: str) -> None:
+def test_wrong_calls_are_one_line(run: Run, docs: Path, arguments: list[str], reason: str) -> None:
     """A traceback is not an error message."""
     ended = run(*arguments)
     assert ended.code == 1 and reason in ended.err.splitlines()[-1] and not ended.summary
 
 
-def test_settings_of_an_index_are_kept_unless_asked_otherwise(run: Callable[..., Ended], docs: Path) -> None:
+def test_settings_of_an_index_are_kept_unless_asked_otherwise(run: Run, docs: Path) -> None:
     """A second run without the options of the first that refuses, or mixes two kinds of passages."""
     assert run("--max-chars", 50, "--owner", "ann").code == 0
     assert counts(run("--owner", "ann").summary) == (0, 0, 4, 0, 0)

@@ -1,7 +1,5 @@
 """The suite `faults`: signals reach only their victims, and a lost, doubled or changed answer does not go unnoticed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

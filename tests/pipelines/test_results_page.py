@@ -1,7 +1,5 @@
 """The results page: figures of one target and machine, each with its commit, between two markers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The search of layers: it finds the best set of a known function with few evaluations, and its command says which to keep."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

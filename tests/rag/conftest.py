@@ -2,8 +2,6 @@
 can copy. Where an answer must quote, its tokens are forced; everything else runs as in production.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The fitted bias on abstention reaches the requests of answers from passages, and no others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

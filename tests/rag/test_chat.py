@@ -1,7 +1,5 @@
 """Conversations: what a follow-up looks up, what its prompt holds, and what is dropped, kept and copied."""
 
-from __future__ import annotations
-
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence

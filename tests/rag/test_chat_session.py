@@ -1,7 +1,5 @@
 """`pipeline.chat()`: the turns of one conversation, streamed, kept and resumed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Citations: two spans that are the same string, or none."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,7 +1,5 @@
 """The store of conversations: what is kept, for whom, for how long, and what a crash, a full disk or damage can do to it."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Edits: applied they give the corrected text, exactly; and they are few."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Neighbours of found passages: verbatim, once each, of readable and living documents only, and never in place of a passage."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from itertools import combinations

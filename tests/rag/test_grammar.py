@@ -1,7 +1,5 @@
 """Correcting texts; see conftest.py for the engine. Where a sentence must be corrected, the correction's tokens are forced."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Answers with guessed retrievals are the answers without, whatever is guessed, when, and what goes wrong meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

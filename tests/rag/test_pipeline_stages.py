@@ -3,8 +3,6 @@
 Nothing here depends on time: what must wait waits for an event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence

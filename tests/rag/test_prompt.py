@@ -1,7 +1,5 @@
 """Prompts: what the target reads, and what no document can make it read."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

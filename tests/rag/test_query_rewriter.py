@@ -1,7 +1,5 @@
 """Follow-up questions are made standalone: what they leave out is added, and nothing else is touched."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Sequence

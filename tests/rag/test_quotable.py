@@ -1,7 +1,5 @@
 """What may be quoted: whole sentences, items, rows and lines of code, and never what only announces them."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragspec.config import ChunkingConfig

@@ -1,7 +1,5 @@
 """The bias on quotes leads to the spans that are likely to answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What needs no document is not searched for, and everything else is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Labels of sentences: what is quoted is equal to its source, what is supported survives no alteration."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """How a target writes calls, read off its chat template; the grammar of an answer with calls; and parsing its text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

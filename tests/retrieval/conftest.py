@@ -1,7 +1,5 @@
 """One real encoder for all tests here, and one without weights for the tests of files."""
 
-from __future__ import annotations
-
 import pytest
 from letter_encoder import LetterEncoder
 

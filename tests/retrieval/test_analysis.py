@@ -1,7 +1,5 @@
 """Texts to terms: one answer for one text, in every script and thread."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Retrieval that threads share is each one's own, bit for bit, and its calls are fewer than its callers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

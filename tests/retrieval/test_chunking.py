@@ -1,7 +1,5 @@
 """Passages are slices of their document, made of whole sentences of one section, and no longer than an encoder reads."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Exact search in the canonical order."""
 
-from __future__ import annotations
-
 from math import fsum
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The encoder: the published weights, and vectors that do not depend on their company."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import shutil

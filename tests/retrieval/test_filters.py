@@ -1,7 +1,5 @@
 """Filters: what they mean, read one document at a time; and what is refused with a reason."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Search without selectors gives what exact search gives; on a GPU where there is one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -71,7 +69,7 @@ def test_a_gpu_finds_what_the_cpu_finds(vectors: FloatArray) -> None:
 
 
 @pytest.mark.gpu
-def test_ivf_on_a_gpu_finds_nearly_what_it_finds_on_the_cpu(vectors: FloatArray, tmp_path: object) -> None:
+def test_ivf_on_a_gpu_finds_nearly_what_it_finds_on_the_cpu(vectors: FloatArray) -> None:
     """A copy that lost its number of probes."""
     if not faiss_index.num_gpus():
         pytest.skip("FAISS sees no GPU")

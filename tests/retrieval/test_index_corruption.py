@@ -1,7 +1,5 @@
 """Whatever happened to its files, an index is refused with a reason: no crash, no wrong passage."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Random changes and searches against a model that keeps documents in a dictionary and scores them by the formulas."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """What an index says beyond its passages: candidates that anybody can score as the index does, of one generation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process that has an index open survives whoever overwrites its files: an error, or an answer, and never a crash."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files become documents: which ones, by which name, and where their titles stand."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

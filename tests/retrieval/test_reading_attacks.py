@@ -1,7 +1,5 @@
 """Files that are empty, broken or hostile end as documents or as an InputError with the file's name, and soon."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import logging

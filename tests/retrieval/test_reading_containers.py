@@ -1,7 +1,5 @@
 """OpenDocument texts, workbooks, presentations, e-books, mails and notebooks become the text that they show."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from email.message import EmailMessage

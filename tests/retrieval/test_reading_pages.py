@@ -1,7 +1,5 @@
 """Web pages, PDF and Word files become plain text that reads like the page."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

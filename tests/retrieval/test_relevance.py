@@ -1,7 +1,5 @@
 """Learned ranking: definitions before mentions, titles as a field, no passage twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -71,7 +69,7 @@ def test_a_passage_that_repeats_a_better_one_comes_last(tmp_path: Path, other: s
     assert found(tmp_path, documents, "What does a sack of flour cost?")[-1] in last
 
 
-def test_equal_words_under_two_headings_are_two_facts(tmp_path: Path) -> None:
+def test_equal_words_under_two_headings_are_two_facts() -> None:
     """The default of one of two options was pushed behind everything; and passages without words were all copies of the first."""
     relevance, text = Relevance(terms), "The default is zero on every machine."
     one, copy, other = (Passage("d", n, text, 0, len(text), heading=own) for n, own in enumerate(("-a", "-a", "-b")))

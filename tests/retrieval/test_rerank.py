@@ -1,7 +1,5 @@
 """The reranker: scores that do not depend on their company, and models that are none are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor

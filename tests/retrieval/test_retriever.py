@@ -1,7 +1,5 @@
 """From questions to passages, and from documents to an index."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One truth: the same hits and scores in any batch, shard layout, segment layout and order of arrival."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BM25: the formula to the last bit, whatever the layout, and files that depend on nothing but the rows."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter

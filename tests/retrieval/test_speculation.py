@@ -1,7 +1,5 @@
 """Guesses are what the index would say, as far as the cache can know; lookups are shared and nobody else's."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents in, replaced and out; only what is new is encoded."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -73,17 +71,6 @@ def index_dir(built: Path, tmp_path: Path) -> Path:
 
 def ids(index_dir: Path) -> list[str]:
     return sorted(document.id for document in Store.open(index_dir).documents())
-
-
-def test_an_unchanged_document_is_not_encoded_again_and_makes_no_generation(
-    index_dir: Path, counting: Counting, documents: list[Document]
-) -> None:
-    """An hour of encoding for a folder in which nothing changed."""
-    before = Store.open(index_dir).generation
-    with IndexWriter(index_dir, counting) as writer:
-        assert {writer.upsert(document) for document in documents} == {UpsertOutcome.UNCHANGED}
-        assert writer.commit().generation_id == before
-    assert counting.texts == [] and Store.open(index_dir).generation == before
 
 
 def test_of_a_changed_document_only_the_new_passages_are_encoded(
@@ -243,17 +230,6 @@ def test_an_index_keeps_the_settings_it_was_built_with(index_dir: Path, counting
     assert Store.open(index_dir).manifest.config == CONFIG
     build_index([Document("only", "Text.")], index_dir, counting, IndexConfig())
     assert Store.open(index_dir).manifest.config == IndexConfig() and ids(index_dir) == ["only"]
-
-
-def test_a_damaged_index_is_only_replaced_as_a_whole(index_dir: Path, counting: Counting) -> None:
-    """An update of a damaged index that throws away the rest of it."""
-    path = max(index_dir.rglob("vectors.npy"))
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StoreCorrupt), IndexWriter(index_dir, counting):
-        pass
-    assert path.exists()
-    build_index([Document("only", "Text.")], index_dir, counting, CONFIG)
-    assert ids(index_dir) == ["only"]
 
 
 def test_without_an_encoder_there_must_be_an_index(tmp_path: Path, index_dir: Path) -> None:

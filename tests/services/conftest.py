@@ -1,7 +1,5 @@
 """What every test of a service may use; `service_parts` has the parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 >>> with correcting(serving_parts, lambda sentence: sentence.replace("go", "goes")) as service: ...
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -70,3 +68,12 @@ LATEX: tuple[dict[str, str], ...] = (
 def annotation(*nodes: Mapping[str, str | None]) -> str:
     """The field `data` of an annotated text."""
     return json.dumps({"annotation": nodes})
+
+
+def applied(text: str, matches: list[dict[str, Any]]) -> str:
+    """As a client written in Java or JavaScript applies them all."""
+    units = text.encode("utf-16-le")
+    for match in reversed(matches):
+        start, end = 2 * match["offset"], 2 * (match["offset"] + match["length"])
+        units = units[:start] + match["replacements"][0]["value"].encode("utf-16-le") + units[end:]
+    return units.decode("utf-16-le")

@@ -1,7 +1,5 @@
 """Requests as published clients send them, written by hand from the clients' sources, each answered as the client expects."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator
@@ -11,11 +9,10 @@ from urllib.parse import urlencode
 
 import httpx2 as httpx
 import pytest
-from correcting_service import LATEX, annotation, correcting
+from correcting_service import LATEX, annotation, applied, correcting
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from raw_http import ask, head
 from service_parts import Service
-from test_languagetool_matches import applied
 
 from ragspec.engine.target import Target
 
@@ -177,80 +174,49 @@ MARKDOWN = (
     {"markup": "**", "interpretAs": ""},
     {"text": " to a old mill."},
 )
+
+
+def fields(words: str, **others: str) -> dict[str, str]:
+    """Of a form: `name=value`, separated by blanks; values that hold blanks come apart."""
+    return dict(word.split("=") for word in words.split()) | others
+
+
+LTEX = "language=en-US level=picky motherTongue=de-DE enabledRules=EN_CONSISTENT_APOS,PASSIVE_VOICE"
+LINTER = """language=auto preferredVariants=en-US disabledRules=DASH_RULE,EN_QUOTES,WHITESPACE_RULE
+    disabledCategories=TYPOGRAPHY level=default"""
+OBSIDIAN = "language=auto enabledOnly=false level=default preferredVariants=en-GB,de-AT motherTongue=de-DE"
+ADD_ON = """textSessionId=9581:1700000000000 enableHiddenRules=true motherTongue=de level=default language=auto
+    noopLanguages=de,en preferredLanguages=de,en preferredVariants=en-US,de-DE,pt-BR,ca-ES disabledRules=WHITESPACE_RULE
+    useragent=chrome-extension mode=allButTextLevelOnly allowIncompleteResults=true c=1"""
+IN_MAIL = json.dumps({"text": WRONG, "metaData": {"EmailToAddress": ""}})
+UTF_8 = ("Content-Type: application/x-www-form-urlencoded;charset=UTF-8", "Accepts: application/json")
 CHECKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "VS Code LTeX": (
-        JAVA,
-        {
-            "language": "en-US",
-            "data": annotation(*LATEX),
-            "level": "picky",
-            "motherTongue": "de-DE",
-            "enabledRules": "EN_CONSISTENT_APOS,PASSIVE_VOICE",
-        },
-    ),
-    "VS Code LanguageTool Linter": (
-        ("Content-Type: application/x-www-form-urlencoded;charset=UTF-8", "Accepts: application/json"),
-        {
-            "language": "auto",
-            "preferredVariants": "en-US",
-            "disabledRules": "DASH_RULE,EN_QUOTES,WHITESPACE_RULE",
-            "disabledCategories": "TYPOGRAPHY",
-            "level": "default",
-            "data": placed(*MARKDOWN),
-        },
-    ),
-    "VS Code LanguageTool Linter, plain text": (FORM, {"language": "en-US", "data": placed({"text": WRONG})}),
-    "Obsidian": (
-        FORM,
-        {
-            "data": placed(*MARKDOWN),
-            "language": "auto",
-            "enabledOnly": "false",
-            "level": "default",
-            "preferredVariants": "en-GB,de-AT",
-            "motherTongue": "de-DE",
-        },
-    ),
-    "LibreOffice": (FORM, {"text": WRONG, "language": "en-US", "username": "ann@example.org", "apiKey": "none"}),
-    "browser add-on": (
-        FORM,
-        {
-            "data": json.dumps({"text": WRONG, "metaData": {"EmailToAddress": ""}}),
-            "textSessionId": "9581:1700000000000",
-            "enableHiddenRules": "true",
-            "motherTongue": "de",
-            "level": "default",
-            "language": "auto",
-            "noopLanguages": "de,en",
-            "preferredLanguages": "de,en",
-            "preferredVariants": "en-US,de-DE,pt-BR,ca-ES",
-            "disabledRules": "WHITESPACE_RULE",
-            "useragent": "chrome-extension",
-            "mode": "allButTextLevelOnly",
-            "allowIncompleteResults": "true",
-            "c": "1",
-        },
-    ),
-    "Thunderbird": ((), {"data": json.dumps({"text": WRONG, "marker": ">"}), "language": "auto"}),
-    "Overleaf": (FORM, {"language": "auto", "data": annotation({"text": "He go to a old "}, {"text": "mill."})}),
-    "OnlyOffice": (FORM, {"language": "en-GB", "text": WRONG, "username": "u@x.org", "apiKey": "none"}),
-    "Emacs": (FORM, {"language": "en", "text": WRONG, "disabledRules": "", "enabledOnly": "no"}),
+    "VS Code LTeX": (JAVA, fields(LTEX, data=annotation(*LATEX))),
+    "VS Code LanguageTool Linter": (UTF_8, fields(LINTER, data=placed(*MARKDOWN))),
+    "VS Code LanguageTool Linter, plain text": (FORM, fields("language=en-US", data=placed({"text": WRONG}))),
+    "Obsidian": (FORM, fields(OBSIDIAN, data=placed(*MARKDOWN))),
+    "LibreOffice": (FORM, fields("language=en-US username=ann@example.org apiKey=none", text=WRONG)),
+    "browser add-on": (FORM, fields(ADD_ON, data=IN_MAIL)),
+    "Thunderbird": ((), fields("language=auto", data=json.dumps({"text": WRONG, "marker": ">"}))),
+    "Overleaf": (FORM, fields("language=auto", data=annotation({"text": "He go to a old "}, {"text": "mill."}))),
+    "OnlyOffice": (FORM, fields("language=en-GB username=u@x.org apiKey=none", text=WRONG)),
+    "Emacs": (FORM, fields("language=en disabledRules= enabledOnly=no", text=WRONG)),
 }
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_text_of_any_editor_is_corrected(checker: Service, name: str) -> None:
     """A node with other keys or a form called JSON was refused, and the client could not read the refusal."""
-    lines, fields = CHECKS[name]
-    form = urlencode(fields).encode()
+    lines, given = CHECKS[name]
+    form = urlencode(given).encode()
     if lines:
         sent = head("POST", "/v2/check", *lines, f"Content-Length: {len(form)}"), form
     else:
         sent = head("GET", f"/v2/check?{form.decode()}"), b""
     reply = ask(checker.url, *sent)
     assert reply.status == 200, reply.body
-    data = json.loads(fields.get("data", "{}"))
-    nodes = data.get("annotation", [{"text": fields.get("text", data.get("text", ""))}])
+    data = json.loads(given.get("data", "{}"))
+    nodes = data.get("annotation", [{"text": given.get("text", data.get("text", ""))}])
     text = "".join(node.get("text", node.get("markup", "")) for node in nodes)
     assert applied(text, reply.json()["matches"]) == text.replace("go", "goes").replace(" a ", " an ")
     assert len(reply.json()["matches"]) == 2

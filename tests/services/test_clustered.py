@@ -1,7 +1,5 @@
 """The service in front of a deployment: the same app, the same texts, engines and index elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversations over HTTP as their readers need them: found again, with their sources, rated, and exported for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

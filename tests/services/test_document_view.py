@@ -1,7 +1,5 @@
 """A quote in its document: the marked text is the quote, nothing of the file runs, and nobody else's document is shown."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

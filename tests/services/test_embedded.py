@@ -1,7 +1,5 @@
 """One process: how it starts, refuses to start, stops, and is stopped in the middle of an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Every error in the words of the protocol that is spoken, with the status that makes a client do the right thing."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """The one way in: nobody without a key, under no other name, and every response guarded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a service says truly that it lives, that it is ready, and what it counted."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Keys: made once, kept as hashes, known and unknown again at once."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What LanguageTool's clients are told where there is no key, no room or no time."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much one key may use, and everybody together; what is refused, and when to come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
@@ -118,7 +116,7 @@ def test_a_key_s_own_limits_stand_in_place_of_the_service_s(clock: Clock, stack:
     assert refused(limiter, free).status == 429
 
 
-def test_every_choice_counts_as_a_request(clock: Clock, stack: ExitStack) -> None:
+def test_every_choice_counts_as_a_request(clock: Clock) -> None:
     """Thirty requests of eight choices each are thirty requests at once: a key gets eight times its share."""
     limiter = limiter_of(clock, concurrency=8)
     with limiter.admit(ANN), limiter.choices(ANN, 6):
@@ -137,7 +135,7 @@ def test_every_choice_counts_as_a_request(clock: Clock, stack: ExitStack) -> Non
         pass
 
 
-def test_draining_takes_nothing_more_and_waits_for_what_runs(clock: Clock) -> None:
+def test_draining_takes_nothing_more_and_waits_for_what_runs() -> None:
     """A service that stops cuts answers off, or never stops because new ones come."""
 
     async def run() -> None:

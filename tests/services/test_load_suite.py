@@ -1,7 +1,5 @@
 """The suite `load`: it counts what happened, and clients in another process reach a real service."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Tools for agents, called by the client of the official SDK: in process, over HTTP with keys, and over stdio."""
 
-from __future__ import annotations
-
 import base64
 import os
 import sys

@@ -1,7 +1,5 @@
 """What is counted, and what spans tell: the numbers of the answers that were given, and nothing of what they said."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """How the pages are served, and what their files may hold; no browser needed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

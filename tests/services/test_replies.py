@@ -1,7 +1,5 @@
 """How an answer ends: with its client, with its time, with an error that says nothing of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

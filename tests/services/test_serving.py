@@ -1,7 +1,5 @@
 """The service on Ray Serve, as `serve run` starts it: the same app, streamed, checked, drained, in as many replicas as needed."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

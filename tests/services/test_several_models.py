@@ -1,7 +1,5 @@
 """Whether one service with several models answers by the model that a request names, and as that model alone would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Files, vector stores and conversations through the official client: what is put in is found, by its owner, until deleted."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The library when things go wrong: processes that are killed, full disks, files that hang, writers in the way."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os
@@ -91,7 +89,7 @@ def small_files(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opened: Opened) -> None:
+def test_bytes_that_no_file_names_are_gone_after_a_restart(opened: Opened) -> None:
     """A kill between the bytes and their record: what was never acknowledged, or was deleted, stayed for good."""
     library = opened()
     _, file = attached(library)
@@ -547,7 +545,7 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
 
 
 def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
-    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Committed in parts, each part deletes the rows of the one before, or the rows that the file has no more stay."""
     monkeypatch.setattr(uploads, "_PART_DOCUMENTS", 10)

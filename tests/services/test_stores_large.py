@@ -1,7 +1,5 @@
 """Large texts in the library: they are encoded in slices, between which others have their turn, and committed whole."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,9 +1,5 @@
 """A service that is replaced by another version's on the same data, while clients ask: nothing is lost, doubled or changed."""
 
-from __future__ import annotations
-
-import hashlib
-import json
 import shutil
 import sqlite3
 import threading
@@ -13,12 +9,10 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from letter_encoder import LetterEncoder
 from service_parts import MODEL, Service, Serving, soon
 
 from ragspec.errors import StoreCorrupt
 from ragspec.rag.chat.conversations import ConversationStore
-from ragspec.retrieval.index.store import Store
 
 WRITTEN = Path(__file__).parents[1] / "written_before"
 CONVERSATION = "conv_f8770f60fb917f646129803b"
@@ -110,18 +104,6 @@ def test_turns_files_and_documents_go_on_when_the_service_is_replaced_under_load
     turns = list(zip(said[4::2], said[5::2], strict=False))
     assert len(set(turns)) == len(turns)
     assert [turn for turn in turns if turn[0] not in talker.unknown] == talker.acknowledged[: len(turns)]
-
-
-@pytest.mark.parametrize(("schema", "words"), [(4, "of a newer ragspec"), (1, "build it again")])
-def test_an_index_of_another_version_is_refused_by_name(tmp_path: Path, schema: int, words: str) -> None:
-    """Whoever sets a service back to the version before is told to build the index again, and deletes the newer one."""
-    index = Path(shutil.copytree(WRITTEN / "index", tmp_path / "index"))
-    generation = (index / "CURRENT").read_text().split()[0]
-    path = index / generation / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": schema}))
-    (index / "CURRENT").write_text(f"{generation} {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    with pytest.raises(StoreCorrupt, match=words):
-        Store.open(index, LetterEncoder.identity)
 
 
 def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

@@ -1,18 +1,30 @@
-"""Rows of documentation packages: spans and hashes that are kept, and the texts that the packages give back."""
+"""Rows of documentation packages: spans and hashes that are kept, and the texts that the packages give back.
+
+Questions by rule are answered by their quotes; those that a model writes are kept if two samples and a judgement agree.
+"""
 
 import gzip
 import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelines import documentation_rows
+from ragspec.core import Block, BlockKind, Document, Passage
 from ragspec.errors import InputError
-from ragspec.training.documentation import UNANSWERABLE, is_for_evaluation
+from ragspec.training.documentation import (
+    UNANSWERABLE,
+    documentation_questions,
+    evaluation_questions,
+    is_for_evaluation,
+)
 from ragspec.training.documentation_rows import (
+    PackageFile,
     check_package,
     debian_packages,
     package_files,
@@ -21,6 +33,9 @@ from ragspec.training.documentation_rows import (
     rule_rows,
     write_packed,
 )
+from ragspec.training.grammar_errors import misspell, tokenised
+from ragspec.training.question_writer import QuestionWriter, Reading, readings_of, tells_something
+from ragspec.training.stdlib_corpus import first_doc_sentence
 
 pytestmark = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
 ABSENT = next(f"no{n}-doc" for n in range(9) if not is_for_evaluation(f"no{n}-doc"))
@@ -140,3 +155,126 @@ def test_the_committed_rows_keep_to_the_rule() -> None:
     for row in rows:
         is_inside = row.passage[0] <= row.quote[0] < row.quote[1] <= row.passage[1]
         assert row.file.licence and is_inside == (row.kind != UNANSWERABLE)
+
+
+PUMP_PAGE = """<html><head><title>pump{n} - moves water</title></head><body><h1>pump{n} - moves water</h1>
+<p>To stop pump number {n} safely, use the red lever at its side.</p>
+<p>Unlike old pumps of kind {n}, modern {n} pumps can run without any oil.</p>
+<h2>Options</h2><dl>
+<dt>--speed{n} TURNS</dt><dd>Set the speed of the pump. The default is 4{n} turns.</dd>
+<dt>--quiet</dt><dd>If the pump is loud.</dd></dl>
+<p>To clean pump number {n} run:</p><pre>pump{n} --clean now</pre>
+<p>To oil pump number {n} run:</p><p>Nothing announced stands here.</p>
+<table><tr><th>Name</th><th>Default</th></tr><tr><td>width{n}</td><td>80 columns</td></tr></table>
+</body></html>"""
+QUESTIONS = {
+    "How do I stop pump number {n} safely?": "To stop pump number {n} safely, use the red lever at its side.",
+    "How do modern {n} pumps differ from old pumps of kind {n}?": (
+        "Unlike old pumps of kind {n}, modern {n} pumps can run without any oil."
+    ),
+    "What does the option --speed{n} of pump{n} do?": "--speed{n} TURNS\n\nSet the speed of the pump.",
+    "What is the default of the option --speed{n} of pump{n}?": (
+        "--speed{n} TURNS\n\nSet the speed of the pump. The default is 4{n} turns."
+    ),
+    "How do I clean pump number {n}?": "To clean pump number {n} run:\n\npump{n} --clean now",
+    "What is the default of width{n} in Options?": "| width{n} | 80 columns |",
+}
+
+
+def write_pages(folder: Path, count: int) -> Path:
+    for n in range(count):
+        (folder / f"page{n}.html").write_text(PUMP_PAGE.format(n=n))
+    return folder
+
+
+def test_rules_ask_what_the_quote_answers(tmp_path: Path) -> None:
+    """A rule that takes the wrong sentence, a quote without its term or its block, or a colon that announces nothing."""
+    write_pages(tmp_path, 20)
+    training = list(documentation_questions(tmp_path, evaluation=False))
+    assert not any(is_for_evaluation(each.path) for each in training)
+    n = training[0].path.removeprefix("page").removesuffix(".html")
+    found = {each.question: each.quote for each in training if each.path == training[0].path}
+    assert found == {question.format(n=n): quote.format(n=n) for question, quote in QUESTIONS.items()}
+
+
+def test_evaluation_questions_repeat_and_name_their_distractors(tmp_path: Path) -> None:
+    """Distractors that hold the answer, other questions every time, or unanswerable ones that are answered."""
+    write_pages(tmp_path, 60)
+    chosen = evaluation_questions(tmp_path, 30)
+    assert chosen == evaluation_questions(tmp_path, 30)
+    assert all(is_for_evaluation(each.path) for each in chosen)
+    for each in chosen:
+        assert each.quote in each.passage and each.passage not in each.others
+        assert each.kind == UNANSWERABLE or not any(each.quote in other for other in each.others)
+
+
+def test_the_first_sentence_of_a_docstring_begins_behind_its_signature() -> None:
+    """A quote that begins inside the signature, or ends at a colon of the text."""
+    for signature in ("", "()", "(a: int = 1) -> dict[str, int]", "(sep=')', end='(')", "(purpose=<Purpose: 'se...)"):
+        text = f"m.f{signature}: Do it: now (or never): yes. Then rest."
+        assert first_doc_sentence("m.f", text) == "Do it: now (or never): yes."
+
+
+def test_misspelling_and_spacing() -> None:
+    """The first letter stays, so that a misspelt word can still be found; spacing must be undone by joining alone."""
+    import random
+
+    rng = random.Random(0)
+    assert all(misspell("grammar", rng)[0] == "g" for _ in range(50))
+    assert tokenised("It was late.") == "It was late ."
+
+
+SENTENCES = (
+    "The pumpd daemon reads its settings from the file /etc/pumpd.conf when it starts.",
+    "The option --speed sets the speed of the pump in turns a minute, and the default is 40.",
+    "This is why the old pumps that nobody uses any more were removed from the hall last year.",
+)
+TEXT = " ".join(SENTENCES)
+FILE = PackageFile("pump-doc", "1", "usr/share/doc/pump.html", "", "MIT")
+DOCUMENT = Document("pump", TEXT, title="pumpd", blocks=(Block(0, len(TEXT), BlockKind.PARAGRAPH),))
+GOOD = "Where does the pumpd daemon read settings from?"
+
+
+class Scripted(QuestionWriter):
+    """Replies for each kind of wish, in the order of the parts that are asked about."""
+
+    def __init__(self, *scripts: Sequence[str]) -> None:
+        self.scripts, self.wishes = list(scripts), list[list[str]]()
+
+    def _replies(self, wishes: Sequence[tuple[Reading, str]], params: Any) -> list[str]:
+        self.wishes.append([wish for _, wish in wishes])
+        return list(self.scripts.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("scripts", "kept"),
+    [
+        (([GOOD, "What does it do?"], ["1"], ["Yes."]), [GOOD]),
+        (([GOOD, "no question"], ["2"], []), []),
+        (([GOOD, "no question"], ["1"], ["No"]), []),
+    ],
+)
+def test_a_question_is_kept_if_both_samples_and_the_judgement_agree(
+    scripts: tuple[list[str], ...], kept: list[str]
+) -> None:
+    """A question without a subject, one that another part answers, or one whose answer is half."""
+    (reading,) = readings_of(FILE, DOCUMENT)
+    writer = Scripted(*scripts)
+    ((_, questions),) = writer.write([reading])
+    assert [each.question for each in questions] == kept
+    assert all(reading.text_of(each.part) == SENTENCES[0] for each in questions)
+    assert len(writer.wishes[0]) == 2 and "part [1]" in writer.wishes[0][0]  # none of "This is why"
+
+
+def test_an_answer_says_more_of_the_same_things() -> None:
+    """An answer about other things, or the question again as an answer."""
+    assert tells_something(GOOD, SENTENCES[0])
+    assert not tells_something(GOOD, SENTENCES[2])
+    assert not tells_something("Does the old pump in the hall run?", "The old pump in the hall runs.")
+
+
+def test_passages_with_little_to_ask_about_are_not_read() -> None:
+    """Hours of reading over navigation and tables of contents."""
+    assert [type(each.passage) for each in readings_of(FILE, DOCUMENT)] == [Passage]
+    menu = Document("menu", "Home\n\nSearch\n\nIndex", blocks=(Block(0, 4, BlockKind.PARAGRAPH),))
+    assert not list(readings_of(FILE, menu))

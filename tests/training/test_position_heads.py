@@ -1,7 +1,5 @@
 """Training of Medusa and Hydra heads: the published losses and names, resume, and heads that draft in the engine."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,20 +1,40 @@
-"""The acceptance rules at their borders: wrong drafts, rounding, consent to loss, lenient thresholds."""
+"""The acceptance rules: their borders, their law by following every draw and decision, and what biases them.
 
-from __future__ import annotations
+No sampling, no tolerance for bias.
+"""
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from branches import ScriptedRandom
 from drafters import add_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rejection_cases import (
+    CASES,
+    EXACT,
+    LENGTH,
+    LOSSLESS,
+    Case,
+    V,
+    chosen,
+    measure,
+    measured,
+    probability,
+    pruned,
+    sampled,
+    verdict_of,
+)
 
 from ragspec.errors import InputError
-from ragspec.speculation import AcceptanceRule, Speculation
+from ragspec.speculation import CHAIN_RULES, AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import KeyedRandom, RandomStream
 from ragspec.verification.rejection import allows, rejection_sample
+from ragspec.verification.verify import VerifyResult
 
 RULES = [rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED]
 GREATEST = 1.0 - 2.0**-53
@@ -146,3 +166,196 @@ def test_lenient_walks_take_the_deepest_allowed_path() -> None:
         [1],
         [1, 1],
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("random 0", "chain"), ("random 1", "block"), ("random 2", "iid"), ("random 0", "traversal, without replacement")],
+)
+def test_a_pruned_node_whose_draw_stays_listed_keeps_the_law(case: str, name: str) -> None:
+    """Low-probability nodes taken out of the tree took their trial along, which biases every rule for drawn drafts."""
+    laws, (rule, counts, with_replacement) = CASES[case], LOSSLESS[name]
+
+    def run(chance: ScriptedRandom) -> VerifyResult:
+        drafted = sampled(laws, counts, with_replacement, chance)
+        return verdict_of(laws, rule, pruned(drafted, lambda p: laws.draft[p[:-1]][p[-1]] > 0.4), chance)
+
+    assert measure(laws, run).variation < EXACT
+
+
+@pytest.mark.parametrize(("num_nodes", "name"), [(1, "iid"), (2, "without replacement"), (2, "traversal, iid")])
+def test_reranking_a_drawn_tree_keeps_the_law(name: str, num_nodes: int) -> None:
+    """The best nodes of the whole tree kept, where what is kept of one branch depends on the draws of the others."""
+    laws, (rule, counts, with_replacement) = CASES["random 2"], LOSSLESS[name]
+
+    def run(chance: ScriptedRandom) -> VerifyResult:
+        drafted = sampled(laws, counts, with_replacement, chance)
+        order = sorted(drafted.prefixes[1:], key=lambda p: (-probability(laws.draft, p), len(p), p))
+        return verdict_of(laws, rule, pruned(drafted, lambda p: p in order[:num_nodes]), chance)
+
+    assert measure(laws, run).variation < EXACT
+
+
+@pytest.mark.parametrize("name", ["without replacement", "traversal, iid"])
+def test_pruning_a_node_for_what_was_drawn_below_it_is_noticed(name: str) -> None:
+    """The one pruning that no rule survives: the draws that stay are no longer distributed as they say."""
+    laws, (rule, counts, with_replacement) = CASES["random 2"], LOSSLESS[name]
+
+    def run(chance: ScriptedRandom) -> VerifyResult:
+        drafted = sampled(laws, counts, with_replacement, chance)
+        firsts = {drafted.prefixes[node]: draw.tokens[0] for node, draw in drafted.draws.items()}
+        return verdict_of(laws, rule, pruned(drafted, lambda p: firsts.get(p) != 0), chance)
+
+    assert measure(laws, run).variation > 0.005
+
+
+def redrawing(case: Case, chance: ScriptedRandom) -> VerifyResult:
+    """Match the target's sample; on a miss draw once more (several public engines)."""
+    token = chance.categorical(case.target[()])
+    return VerifyResult([], [token if token == 2 else chance.categorical(case.target[()])])
+
+
+def unwarped_bonus(case: Case, chance: ScriptedRandom) -> VerifyResult:
+    """Accept by the warped law, then take the token after a whole path from another."""
+    drafted = sampled(case, (1, 1), True, chance)
+    raw = np.full(V, 1.0 / V)
+
+    def probs_at(node: int) -> np.ndarray:
+        return case.target[drafted.prefixes[node]] if drafted.tree.depths[node] < 2 else raw
+
+    return rejection_sample(AcceptanceRule.CHAIN, drafted.tree, drafted.draws, probs_at, chance, LENGTH)
+
+
+def wrong_replacement(case: Case, chance: ScriptedRandom) -> VerifyResult:
+    """The rule for independent draws over draws without replacement."""
+    drafted = sampled(case, (2, 2), False, chance)
+    for node, draw in drafted.draws.items():
+        drafted.draws[node] = draw._replace(with_replacement=True)
+    return verdict_of(case, AcceptanceRule.IID, drafted, chance)
+
+
+def argmax_as_a_draw(case: Case, chance: ScriptedRandom) -> VerifyResult:
+    """The drafter's most probable token, taken for a draw from its softmax."""
+    drafted = chosen(case, 1)
+    for node, draw in drafted.draws.items():
+        drafted.draws[node] = draw._replace(draft_probs=case.draft[drafted.prefixes[node]])
+    return verdict_of(case, AcceptanceRule.CHAIN, drafted, chance)
+
+
+def dropped_draws(case: Case, chance: ScriptedRandom) -> VerifyResult:
+    """Drawn tokens of low draft probability left out, trial and all."""
+    drafted = pruned(sampled(case, (1, 1), True, chance), lambda p: case.draft[p[:-1]][p[-1]] > 0.4)
+    for node, draw in list(drafted.draws.items()):
+        drafted.draws[node] = draw._replace(tokens=tuple(v for v in draw.tokens if drafted.tree.child(node, v)))
+    return verdict_of(case, AcceptanceRule.CHAIN, drafted, chance)
+
+
+@pytest.mark.parametrize("biased", [redrawing, unwarped_bonus, wrong_replacement, argmax_as_a_draw, dropped_draws])
+def test_known_biased_variants_are_noticed(biased: Callable[..., VerifyResult]) -> None:
+    """A comparison of laws that cannot fail: each of these defects of public code must fail it."""
+    assert measure(CASES["random 2"], functools.partial(biased, CASES["random 2"])).variation > 0.005
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.TYPICAL, AcceptanceRule.TOP_BETA])
+def test_lossy_rules_are_exact_for_a_greedy_target_only(rule: AcceptanceRule) -> None:
+    """A lenient rule that is in fact exact needs no consent; and leniency must not reach tokens of probability 0."""
+
+    def run(laws: Case, chance: ScriptedRandom) -> VerifyResult:
+        tree, draws, prefixes = sampled(laws, (2, 1), True, chance)
+        return rejection_sample(rule, tree, draws, lambda n: laws.target[prefixes[n]], chance, LENGTH)
+
+    assert measure(CASES["random 2"], functools.partial(run, CASES["random 2"])).variation > 0.01
+    assert measure(CASES["greedy target"], functools.partial(run, CASES["greedy target"])).variation < EXACT
+
+
+PAIRS = [
+    pytest.param(case, name, marks=pytest.mark.slow if (i + j) % 4 else [])
+    for (i, case), (j, name) in itertools.product(enumerate(CASES), enumerate(LOSSLESS))
+]
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_outputs_have_the_targets_law(case: str, name: str) -> None:
+    """A residual not renormalised, taken in the wrong order, or a bonus token from another law."""
+    assert measured(case, name).variation < EXACT
+
+
+@pytest.mark.parametrize("case", ["random 1", "top-p", "half disjoint", "nearly the same"])
+@pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, *_ in LOSSLESS.values()))
+def test_drafts_chosen_without_chance_are_exact_and_accepted_as_often_by_all(case: str, rule: AcceptanceRule) -> None:
+    """The drafter's softmax taken for the law of a draft that involved no chance; acceptance is the paths' probability."""
+    laws = CASES[case]
+    drafted = chosen(laws, 1 if rule in CHAIN_RULES else 2)
+    found = measure(laws, lambda chance: verdict_of(laws, rule, drafted, chance))
+    assert found.variation < EXACT
+    most = sum(probability(laws.target, prefix) for prefix in drafted.prefixes[1:])
+    assert found.num_accepted == pytest.approx(most, abs=EXACT)
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.IID, AcceptanceRule.TRAVERSAL])
+def test_drawn_and_chosen_children_mix(rule: AcceptanceRule) -> None:
+    """Copied tokens merged into a drawn tree were tried as draws, or the residual of the draws was not what they met."""
+
+    def run(chance: ScriptedRandom) -> VerifyResult:
+        drafted = sampled(CASES["random 2"], (2, 1), True, chance)
+        for path in ((0,), (0, 2), (0, 1)):
+            node = drafted.tree.child(drafted.prefixes.index(path[:-1]), path[-1])
+            if node is None:
+                add_node(drafted.tree, drafted.prefixes.index(path[:-1]), path[-1])
+                drafted.prefixes.append(path)
+        return verdict_of(CASES["random 2"], rule, drafted, chance)
+
+    assert measure(CASES["random 2"], run).variation < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("iid", 1), ("without replacement", 2), ("traversal, iid", 2), ("block", 1)]
+)
+def test_a_step_cut_short_has_the_targets_law(name: str, most: int) -> None:
+    """`max_tokens` inside a path turned an undecided node into a token."""
+    rule, counts, with_replacement = LOSSLESS[name]
+    laws = CASES["random 1"]
+
+    def run(chance: ScriptedRandom) -> VerifyResult:
+        verdict = verdict_of(laws, rule, sampled(laws, counts, with_replacement, chance), chance, most)
+        assert len(verdict.tokens) <= most
+        return verdict
+
+    assert measure(laws, run).variation < EXACT
+
+
+FIGURES = {
+    "random 0": (1.3480, 1.3627, 1.4951, 1.6314, 1.6444, 1.0976),
+    "random 1": (0.2957, 0.3390, 0.3219, 0.3997, 0.4422, 0.3005),
+    "random 2": (0.9227, 1.0204, 1.1630, 1.4894, 1.5381, 1.5128),
+}
+"""Accepted nodes expected, by a separate enumeration over the same laws with a copy of a subtree for each draw."""
+
+
+@pytest.mark.parametrize("case", FIGURES)
+def test_expected_acceptance_is_that_of_a_separate_enumeration(case: str) -> None:
+    """Exact but wasteful: a rule that rejects what it might accept has the right law too."""
+    names = ("chain", "block", "iid", "without replacement", "traversal, without replacement")
+    drafted = chosen(CASES[case], 2)
+    sequential = measure(CASES[case], lambda chance: verdict_of(CASES[case], AcceptanceRule.IID, drafted, chance))
+    found = [measured(case, name).num_accepted for name in names] + [sequential.num_accepted]
+    assert found == pytest.approx(FIGURES[case], abs=6e-5)
+
+
+def test_the_published_form_of_block_verification_accepts_as_much() -> None:
+    """Walking back from the leaf is not block verification: its acceptance must be that of the paper's own formulas."""
+    for case in ("random 0", "random 2", "top-p", "half disjoint"):
+        laws, total = CASES[case], 0.0
+        for tokens in itertools.product(range(V), repeat=2):
+            reach, stop = [1.0], []
+            for i, token in enumerate(tokens):
+                target, draft = laws.target[tokens[:i]], laws.draft[tokens[:i]]
+                if draft[token] == 0.0:
+                    break
+                reach.append(min(1.0, reach[-1] * target[token] / draft[token]))
+            else:
+                excess = np.maximum(reach[1] * laws.target[tokens[:1]] - laws.draft[tokens[:1]], 0.0).sum()
+                stop = [excess / (excess + 1.0 - reach[1]) if excess else float(reach[1] == 1.0), reach[2]]
+                accepted = 2 * stop[1] + (1 - stop[1]) * stop[0]
+                total += probability(laws.draft, tokens) * accepted
+        assert measured(case, "block").num_accepted == pytest.approx(total, abs=EXACT)

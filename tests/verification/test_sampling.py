@@ -1,7 +1,5 @@
 """Sampling without a sort equals its definition with one; penalties are those of vLLM and Hugging Face."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracle
 import pytest
@@ -80,7 +78,7 @@ def test_pruned_argmax_equals_the_whole_argmax() -> None:
     """A token was skipped whose noise would have won."""
     rng = np.random.default_rng(2)
     scales = (0.0, 1e-30, 1.0, 8.0, 40.0, 1e4, 1e30)
-    for i in range(3_000):
+    for i in range(1_000):
         num = int(rng.integers(1, 80))
         x = (rng.normal(size=num) * scales[i % len(scales)]).astype(np.float32)
         if i % 3 == 0:

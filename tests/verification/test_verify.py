@@ -1,7 +1,5 @@
 """The walk down the tree: exact for any tree, by path identity and by the joint law on a three-token vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -12,8 +12,6 @@ Machines without 16-lane registers split the vectors; the result is the same. Th
 tuple with one element for each 16 columns: its length is part of the type, so loops over it are unrolled.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

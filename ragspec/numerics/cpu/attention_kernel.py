@@ -3,8 +3,6 @@
 `rows` is the `AttentionMetadata`, `shape` (heads, KV heads), `vectors` a tuple with one element for each 16 columns of a head.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

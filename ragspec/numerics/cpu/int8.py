@@ -7,8 +7,6 @@ In a tensor-parallel group each rank has some heads and outputs, as in `ragspec.
 phases. Integer sums make every split exact.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ weights. The greatest number is chosen so that no sum of a product can leave 32 
     >>> product = arena.add_product(weight, bias)
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ A phase is a row of the table that `ragspec.numerics.cpu.phases` builds. `work` 
 order, so a row's bits do not depend on other rows or on threads.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything is 16 lanes wide; machines without 16-lane registers split the vectors, with the same result.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

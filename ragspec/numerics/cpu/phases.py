@@ -1,7 +1,5 @@
 """The table of phases that the kernels run: builds it, adds the weights to an arena, and keeps the arrays between phases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

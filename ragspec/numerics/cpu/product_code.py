@@ -7,8 +7,6 @@ Activations are rounded so that nearly all of them fit 8 bits. Instructions that
 outliers exceed 8 bits by is added one number at a time: twice as fast as 16-bit products, with the same sums.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ Source: LLMCad (arXiv 2309.04255), for weights that are loaded layer by layer in
     >>> arena = StreamedArena(path, max_bytes=2**30)
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

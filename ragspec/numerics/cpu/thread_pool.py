@@ -5,8 +5,6 @@ the earlier phases is done. Nobody waits for a thread that has taken nothing, so
 nothing but its help. The helpers belong to the process and serve every engine in it.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

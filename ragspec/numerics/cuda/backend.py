@@ -1,7 +1,5 @@
 """The cuda backend: the torch backend with Triton kernels for products, norms and attention."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ whoever arrives last adds the parts in their order; `arrivals` counts and adds u
 devices, and on CPUs under Triton's interpreter (TRITON_INTERPRET=1), which is how the tests run them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

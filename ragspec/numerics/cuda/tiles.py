@@ -7,8 +7,6 @@ H200 for 16, 32, 64 and 128 rows, widths of 16 to 128; `infra/gpu/check.sh bits`
 `tiles.json` has the tiles that `infra/gpu/tune.py` measured, by device and weight; elsewhere a rule chooses.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ other rows nor on the longest context among them.
 Layout of the pool, two flat tensors a layer: [slots, KV heads, padded head_dim] each.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ device's products keep the promise.
 `transfer` has the only functions that cross between host and device: `to_device`, `to_host` and `queued_to_host`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self, cast
 

@@ -3,8 +3,6 @@
 On a CPU the same padded forward runs without capture. Padded rows change no other row's bits, since nothing does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

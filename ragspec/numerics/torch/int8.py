@@ -4,8 +4,6 @@ Weights have 8 bits and a scale for each output, as on the CPU (`ragspec.numeric
 a scale for each row; their two bytes are multiplied apart, since devices multiply bytes only, and neither sum can leave 32 bits.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

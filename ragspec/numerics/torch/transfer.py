@@ -1,7 +1,5 @@
 """The ways between host and device. Token ids, row numbers and a few edits of logits go there; token ids come back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

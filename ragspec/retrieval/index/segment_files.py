@@ -84,8 +84,8 @@ def mapped_table(path: Path, schema: pa.Schema) -> pa.Table:
         columns = [pa.chunked_array(map(_with_own_offsets, column.chunks), column.type) for column in table.columns]
         if table.schema not in (schema, pa.schema(list(schema)[: _FORMER_WIDTHS[schema]])):
             raise ValueError("it holds a table of another kind")
-        no_text = pa.scalar("", pa.large_string())
-        columns += [pa.chunked_array([pa.repeat(no_text, len(table))]) for _ in range(len(columns), len(schema))]
+        for _ in range(len(columns), len(schema)):  # Why not once: a scalar imports pandas
+            columns.append(pa.chunked_array([pa.repeat(pa.scalar("", pa.large_string()), len(table))]))
         return pa.table(columns, schema=schema)
     except (OSError, ValueError, pa.ArrowException) as cause:
         raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause

@@ -1,8 +1,7 @@
 """The chat page as its tests see it."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +55,6 @@ class ChatPage:
     def _note(self, request: Any) -> None:
         if request.url.endswith("/v1/chat/completions"):
             self.asked.append(json.loads(request.post_data))
+
+
+Opening = Callable[..., ChatPage]

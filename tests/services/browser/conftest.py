@@ -3,8 +3,6 @@
 Screenshots go into the folder that RAGSPEC_SCREENSHOTS names, or into the test's own temporary one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a page looks like to someone who reads it with difficulty: contrasts, names, sizes, as the browser computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TEXTS = """() => {

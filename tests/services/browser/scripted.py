@@ -4,8 +4,6 @@ Everything else runs as in production: retrieval, prompts, drafts, citations, st
 does not know is answered by the random tiny target itself.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The chat page: answers, their quotes and sources, the run without speculation, conversations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The dialog of documents: collections made, filled, asked and emptied, against the real stores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

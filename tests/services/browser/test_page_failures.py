@@ -1,21 +1,16 @@
 """The chat page when something goes wrong, and when somebody wants it to."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_page import ChatPage
+from chat_page import ChatPage, Opening
 from scripted import MILL, MILL_ANSWER, SCRIPT_TAG, TRAP, TRAP_ANSWER, scripted
 from service_parts import Service
 
 from ragspec.engine.target import Target
 
 pytestmark = pytest.mark.browser
-
-Opening = Callable[..., ChatPage]
 
 
 def test_a_key_in_the_address_is_taken_from_it(chat: ChatPage, service: Service) -> None:

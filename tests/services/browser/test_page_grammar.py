@@ -1,19 +1,14 @@
 """The grammar page: suggestions in the text and beside it, taken or left, and undone. Against the real service."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chat_page import ChatPage
+from chat_page import ChatPage, Opening
 from looking import faint_texts, nameless, structure_faults, too_small
 from scripted import CORRECTED, MISTAKEN, Script
 from service_parts import Service
 
 pytestmark = pytest.mark.browser
-
-Opening = Callable[..., ChatPage]
 
 
 @pytest.fixture

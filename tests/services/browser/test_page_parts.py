@@ -1,7 +1,5 @@
 """The page's own modules, run in the browser: the parser of the stream, and the arithmetic of spans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

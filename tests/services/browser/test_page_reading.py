@@ -1,19 +1,15 @@
 """The chat page with a keyboard, a screen reader, in the dark, on a small screen, on paper."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chat_page import ChatPage
+from chat_page import ChatPage, Opening
 from looking import contrast, faint_texts, nameless, structure_faults, too_small
 from scripted import LONG, LONG_ANSWER, MILL, MILL_ANSWER, MILL_QUOTES, Script
 from service_parts import Service
 
 pytestmark = pytest.mark.browser
 
-Opening = Callable[..., ChatPage]
 SIZES = {"wide": 1440, "middle": 768, "narrow": 360}
 
 

@@ -1,7 +1,5 @@
 """The page of a source: a quote is marked in its document, whatever the document's format, and in nobody else's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

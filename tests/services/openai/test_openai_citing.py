@@ -1,7 +1,5 @@
 """Citations in three dialects: every span is the same string as its source."""
 
-from __future__ import annotations
-
 from urllib.parse import urlencode
 
 import pytest

@@ -1,7 +1,5 @@
 """Completions, embeddings and models as the official client sees them, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import threading

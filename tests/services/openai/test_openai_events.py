@@ -1,7 +1,5 @@
 """Chunks of a stream: whole, ASCII, and of few sizes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

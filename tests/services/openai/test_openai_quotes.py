@@ -1,7 +1,5 @@
 """Quotes of the default target, through HTTP: the cited span is the source's own string."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

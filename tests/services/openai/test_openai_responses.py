@@ -1,7 +1,5 @@
 """Responses as the official client sees them, against a real server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

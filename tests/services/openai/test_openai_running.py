@@ -1,7 +1,5 @@
 """What an answer holds is given back, however it ends: clients that leave, engines that fail, clients that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Tools in chat completions, with a target of random weights: whatever it writes, calls follow their schemas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

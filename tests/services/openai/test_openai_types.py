@@ -1,7 +1,5 @@
 """What may be asked under /v1, and what is refused in which words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -97,10 +95,6 @@ def test_minus_one_means_no_seed_and_no_limit_as_in_vllm() -> None:
 
 
 ANSWERS: dict[str, dict[str, Any]] = {
-    "OpenAI": {"content": "Hi", "refusal": None, "annotations": [], "audio": None, "function_call": None},
-    "vLLM": {"content": "Hi", "tool_calls": [], "reasoning": None, "reasoning_content": None, "function_call": None},
-    "SGLang": {"content": "Hi", "tool_calls": None, "reasoning_content": "A greeting.", "matched_stop": 151645},
-    "LiteLLM": {"content": "Hi", "provider_specific_fields": {"refusal": None}, "thinking_blocks": [{"thinking": "x"}]},
     "a refusal": {"content": None, "refusal": "Hi"},
     "parts": {
         "content": [{"type": "thinking", "thinking": "x"}, {"type": "output_text", "text": "Hi", "logprobs": []}]
