@@ -63,10 +63,10 @@ _INVISIBLE = re.compile(
     r"display\s*:\s*none|visibility\s*:\s*hidden|text-decoration[\w-]*\s*:[^;]*line-through", re.IGNORECASE
 )
 _RAISED = re.compile(r"vertical-align\s*:\s*(super|sub)", re.IGNORECASE)
-_SHIFTED = re.compile(r"(vertical-align|bottom|\btop)\s*:\s*([+-]?[\d.]{1,9})(r?em|ex|px|pt|%)", re.IGNORECASE)
-_LEAST_SHIFT = {"px": 3.0, "pt": 3.0, "%": 20.0}
-_LEAST_SHIFT_EM = 0.2
-"""Icons and the like are shifted by less than a superscript."""
+_SHIFTED = re.compile(
+    r"vertical-align\s*:\s*(-?)(?:(?:0?\.[2-9]\d*|1)(?:r?em|ex)|[3-9](?:\.\d+)?p[xt]|[2-9]\d(?:\.\d+)?%)", re.IGNORECASE
+)
+"""Icons and the like are shifted by less."""
 _SCRIPT_TAGS = {"sup": "superscript", "sub": "subscript"}
 _SCRIPT_CLASSES = {"sup": "superscript", "superscript": "superscript", "subscript": "subscript"}
 _NOTE_CLASSES = frozenset("footnote-ref footnote-reference fnref noteref".split())
@@ -76,15 +76,8 @@ _ROLE_TAGS |= {"columnheader": "th", "rowheader": "th"}
 _DISPLAY_TAGS = {"block": "div", "flex": "div", "grid": "div", "table": "table", "table-row": "tr", "table-cell": "td"}
 _DISPLAY = re.compile(r"display\s*:\s*([\w-]+)", re.IGNORECASE)
 _LIST_STYLE = re.compile(r"list-style(?:-type)?\s*:\s*([^;]*)", re.IGNORECASE)
-_LIST_STYLES = {
-    "arabic": "1",
-    "decimal": "1",
-    "loweralpha": "a",
-    "lowerlatin": "a",
-    "upperalpha": "A",
-    "upperlatin": "A",
-}
-_LIST_STYLES |= {"lowerroman": "i", "upperroman": "I", "disc": "", "none": ""}
+_LIST_NAMES = "arabic decimal loweralpha lowerlatin upperalpha upperlatin lowerroman upperroman"
+_LIST_STYLES = dict(zip(_LIST_NAMES.split(), "11aaAAiI", strict=True)) | {"disc": "", "none": ""}
 """By the names of CSS, and by the classes of docutils."""
 
 _TEXT_INPUTS = frozenset("date datetime-local email month number tel text time url week".split())
@@ -542,31 +535,17 @@ def _script(tag: str, attributes: Mapping[str, str]) -> str:
         return "superscript"
     if tag == "a" and not _NOTE_CLASSES.isdisjoint(classes):
         return "superscript"
-    by_class = next((_SCRIPT_CLASSES[each] for each in classes if each in _SCRIPT_CLASSES), "")
-    return by_class or _shifted(style)
-
-
-def _shifted(style: str) -> str:
-    found = _SHIFTED.search(style)
-    if not found or (found[1].lower() != "vertical-align" and "relative" not in style):
-        return ""
-    number = re.fullmatch(r"[+-]?\d*\.?\d+|[+-]?\d+\.", found[2])
-    shift = float(found[2]) * (-1 if found[1].lower() == "top" else 1) if number else 0.0
-    if abs(shift) < _LEAST_SHIFT.get(found[3].lower(), _LEAST_SHIFT_EM):
-        return ""
-    return "superscript" if shift > 0 else "subscript"
+    if shifted := _SHIFTED.search(style):
+        return "subscript" if shifted[1] else "superscript"
+    return next((_SCRIPT_CLASSES[each] for each in classes if each in _SCRIPT_CLASSES), "")
 
 
 def _list_style(tag: str, attributes: Mapping[str, str]) -> str:
     """The style of a list's numbers; empty: it has none."""
     set_style = _LIST_STYLE.search(attributes.get("style", ""))
-    names = [*(set_style[1].split() if set_style else ()), *attributes.get("class", "").split()]
-    found = [_LIST_STYLES[name] for name in map(_style_name, names) if name in _LIST_STYLES]
+    names = f"{set_style[1] if set_style else ''} {attributes.get('class', '')}".lower().replace("-", "").split()
+    found = [_LIST_STYLES[name] for name in names if name in _LIST_STYLES]
     return found[0] if found else (attributes.get("type") or "1") * (tag == "ol")
-
-
-def _style_name(name: str) -> str:
-    return name.lower().replace("-", "")
 
 
 def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
@@ -581,7 +560,7 @@ def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
     is_opened = (
         attributes.get("role") in ("region", "tabpanel")
         or attributes.get("hidden") == "until-found"
-        or _OPENS.search(classes) is not None
+        or (tag in _BLOCKS and _OPENS.search(classes) is not None)
         or "mathml" in classes
     )
     return (

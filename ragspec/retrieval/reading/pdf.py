@@ -77,6 +77,7 @@ _T1 = dict(enumerate(_OT1.values(), 27)) | {16: "“", 17: "”", 18: "„", 21:
 """Characters of TeX's encodings by their numbers, in fonts that do not name them."""
 
 _SAMPLED_CHARS = 200
+_NO_TITLE = re.compile(r"\W*(?:untitled(?: document)?|no title)\W*", re.IGNORECASE)
 _HINT = "`ocrmypdf` reads it (`index add --ocr`)"
 _LINE_HYPHENS = (2, 0xFFFE)  # PDFium's signs for a hyphen at the end of a line
 _PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
@@ -136,6 +137,7 @@ def read_pdf(path: Path) -> ParsedFile:
             kind = BlockKind.LIST_ITEM if _ITEM.match(block.text) else BlockKind.PARAGRAPH
             builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL), kind=kind, page=block.page + 1)
         title = document.get_metadata_value("Title")
+        title = "" if _NO_TITLE.fullmatch(title) else title
         if not builder.num_chars:
             unread.insert(0, Unread("", f"its {len(lines)} pages hold no text"))
         found = builder.build(title, {"pages": len(lines)}, unread)
