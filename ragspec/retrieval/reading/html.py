@@ -512,14 +512,14 @@ def _integer(text: str | None, default: int) -> int:
 
 
 def _is_formula(tag: str, attributes: Mapping[str, str]) -> bool:
-    return tag.rpartition(":")[2] == "math" and not _is_hidden(tag, attributes)
+    return (tag == "math" or tag.endswith(":math")) and not _is_hidden(tag, attributes)
 
 
 def _shown_tag(tag: str, attributes: Mapping[str, str]) -> str:
     """The tag that an element without a meaning of its own stands for, by its role or its style."""
     if tag not in ("div", "span") or not attributes:
         return tag
-    display = _DISPLAY.search(attributes.get("style", ""))
+    display = _DISPLAY.search(attributes["style"]) if "style" in attributes else None
     found = _ROLE_TAGS.get(attributes.get("role", "")) or (_DISPLAY_TAGS.get(display[1].lower()) if display else "")
     return found or tag
 
@@ -528,16 +528,15 @@ def _script(tag: str, attributes: Mapping[str, str]) -> str:
     """The script of an element, by its tag, its style or its class; that of a footnote's mark."""
     if tag in _SCRIPT_TAGS or not attributes:
         return _SCRIPT_TAGS.get(tag, "")
-    classes, style = attributes.get("class", "").split(), attributes.get("style", "")
-    if raised := _RAISED.search(style):
+    style, classes = attributes.get("style"), attributes.get("class", "")
+    if style and (raised := _RAISED.search(style)):
         return f"{raised[1].lower()}script"
-    if {"doc-noteref", "noteref"} & {attributes.get("role"), attributes.get("epub:type")}:
-        return "superscript"
-    if tag == "a" and not _NOTE_CLASSES.isdisjoint(classes):
-        return "superscript"
-    if shifted := _SHIFTED.search(style):
+    if style and (shifted := _SHIFTED.search(style)):
         return "subscript" if shifted[1] else "superscript"
-    return next((_SCRIPT_CLASSES[each] for each in classes if each in _SCRIPT_CLASSES), "")
+    is_note = attributes.get("role") == "doc-noteref" or attributes.get("epub:type") == "noteref"
+    if is_note or (tag == "a" and not _NOTE_CLASSES.isdisjoint(classes.split())):
+        return "superscript"
+    return _SCRIPT_CLASSES.get(classes, "")
 
 
 def _list_style(tag: str, attributes: Mapping[str, str]) -> str:
@@ -557,14 +556,8 @@ def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
         " ".join(attributes.get(name, "") for name in ("title", "aria-label")).strip() if tag in ("a", "button") else ""
     )
     classes = attributes.get("class", "")
-    is_opened = (
-        attributes.get("role") in ("region", "tabpanel")
-        or attributes.get("hidden") == "until-found"
-        or (tag in _BLOCKS and _OPENS.search(classes) is not None)
-        or "mathml" in classes
-    )
     return (
-        (not is_opened and _is_invisible(attributes))
+        (_is_invisible(attributes) and not _is_opened(tag, attributes))
         or attributes.get("role") in _HIDDEN_ROLES
         or not _HIDDEN_CLASSES.isdisjoint(classes.split())
         or (tag == "a" and _PERMALINK.match(names) is not None)
@@ -572,6 +565,17 @@ def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
     )
 
 
+def _is_opened(tag: str, attributes: Mapping[str, str]) -> bool:
+    """Whether a reader opens a hidden element, such as the answer to a question."""
+    classes = attributes.get("class", "")
+    return (
+        attributes.get("role") in ("region", "tabpanel")
+        or attributes.get("hidden") == "until-found"
+        or (tag in _BLOCKS and _OPENS.search(classes) is not None)
+        or "mathml" in classes
+    )
+
+
 def _is_invisible(attributes: Mapping[str, str]) -> bool:
     is_hidden = "hidden" in attributes or attributes.get("aria-hidden") == "true"
-    return is_hidden or _INVISIBLE.search(attributes.get("style", "")) is not None
+    return is_hidden or ("style" in attributes and _INVISIBLE.search(attributes["style"]) is not None)

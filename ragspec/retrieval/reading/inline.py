@@ -216,7 +216,7 @@ def _many_scripts(element: Any, parts: Sequence[str]) -> str:
 
 def _fenced(element: Any, parts: Sequence[str]) -> str:
     signs = (element.get("open", "("), element.get("separators", ",")[:1], element.get("close", ")"))
-    return signs[0] + signs[1].join(parts) + signs[2]
+    return str(signs[0] + signs[1].join(parts) + signs[2])
 
 
 def _word_fenced(element: Any, parts: Sequence[str]) -> str:
