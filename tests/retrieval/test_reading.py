@@ -280,9 +280,9 @@ def test_markdown_reads_as_it_is_shown(tmp_path: Path, source: str, text: str) -
 
 
 def test_rst_has_its_numbers_and_scripts(tmp_path: Path) -> None:
-    """A step was quoted as "#."."""
-    document = read_as(tmp_path, "a.rst", "10\\ :sup:`6` kg\n\n#. a\n#. b\n\n   #. c\n\n#. d\n")
-    assert document.text == "10⁶ kg\n\n1. a\n2. b\n\n   1. c\n\n3. d\n"
+    """A step was quoted as "#.", and the step after 5 as 1."""
+    document = read_as(tmp_path, "a.rst", "10\\ :sup:`6` kg\n\n#. a\n#. b\n\n   #. c\n\n5. d\n#. e\n.. no\n   text\n")
+    assert document.text == "10⁶ kg\n\n1. a\n2. b\n\n   1. c\n\n5. d\n6. e\n"
     assert [block.kind for block in document.blocks] == ["paragraph", *["list_item"] * 3]
 
 
@@ -295,6 +295,7 @@ Author Name
 [[anchor]]
 Weighs 10^6^ kg of H~2~O.
 
+[start=4]
 . unpack
 .. turn
 . start
@@ -313,7 +314,7 @@ def test_asciidoc_is_read(tmp_path: Path) -> None:
     """The sources of a documentation were passed over."""
     document = read_as(tmp_path, "a.adoc", ASCIIDOC)
     assert document.text == (
-        "The manual\n\nAuthor Name\n\nInstall\n\nWeighs 10⁶ kg of H₂O.\n\n1. unpack\n  1. turn\n2. start\n\n== no title"
+        "The manual\n\nAuthor Name\n\nInstall\n\nWeighs 10⁶ kg of H₂O.\n\n4. unpack\n  1. turn\n5. start\n\n== no title"
     )
     assert titles(document) == [(1, "The manual"), (2, "Install")]
     assert [block.kind for block in document.blocks][-2:] == ["list_item", "code"]
@@ -322,10 +323,10 @@ def test_asciidoc_is_read(tmp_path: Path) -> None:
 def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
     """One badly quoted cell refused a file of a million rows."""
     path = tmp_path / "rows.csv"
-    path.write_text('sep=;\r\nid;text\n1;"a" b\n2;"two\nlines"\n3;x;y\n4;"open\n5;five\n')
+    path.write_text('sep=;\r\nSales of 2024;\nid;text\n1;"a" b\n2;"two\nlines"\n3;x;y\n4;"open\n5;five\n')
     unread: list[Unread] = []
     assert [(row.id, row.text) for row in read_file(path, "rows.csv", unread)] == [("2", "two\nlines"), ("5", "five")]
-    assert [each.place for each in unread] == ["line 3", "line 6", "line 7"]
+    assert [each.place for each in unread] == ["line 2", "line 4", "line 7", "line 8"]
 
 
 def test_text_of_windows_is_read_and_named(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """OpenDocument texts, workbooks, presentations, e-books, mails and notebooks become the text that they show."""
 
 import json
+import re
 import zipfile
+from datetime import date, timedelta
 from email.message import EmailMessage
 from pathlib import Path
 
 import openpyxl
 import pptx
 import pytest
+from pptx.chart.data import CategoryChartData
+from pptx.enum.chart import XL_CHART_TYPE
+from pptx.oxml.ns import qn
 from pptx.util import Inches
 
 from ragspec.core import Document
@@ -27,20 +32,24 @@ ODT_STYLES = """<text:list-style style:name="L"><text:list-level-style-number te
 style:num-format="1" text:start-value="5"/><text:list-level-style-number text:level="2" style:num-suffix=")" style:num-format="i"
 text:display-levels="2"/></text:list-style><style:style style:name="Up"><style:text-properties style:text-position="super 58%"/>
 </style:style><style:style style:name="T1" style:parent-style-name="Up"/><style:style style:name="Gone"><style:text-properties
-text:display="none"/></style:style><text:outline-style style:name="O">
+text:display="none"/></style:style><style:style style:name="Struck">
+<style:text-properties style:text-line-through-style="solid"/></style:style>
+<text:outline-style style:name="O">
 <text:outline-level-style text:level="1" style:num-format="A" style:num-suffix=":"/></text:outline-style>"""
 ODT_BODY = """<text:tracked-changes><text:p>deleted</text:p></text:tracked-changes><text:h text:outline-level="1">Mill</text:h>
 <text:p>10<text:span text:style-name="T1">6</text:span> kg<text:s text:c="2"/>or<text:span text:style-name="Gone"> no</text:span>
-more<text:note><text:note-citation>*</text:note-citation><text:note-body><text:p>By hand.</text:p></text:note-body></text:note>
+more<text:span text:style-name="Struck"> or less</text:span><text:hidden-text text:is-hidden="true">no</text:hidden-text
+><text:note><text:note-citation>*</text:note-citation><text:note-body><text:p>By hand.</text:p></text:note-body></text:note>
 </text:p><text:list text:style-name="L"><text:list-item><text:p>cut<draw:frame><draw:text-box><text:p>box</text:p></draw:text-box>
 </draw:frame></text:p><text:list><text:list-item><text:p>left</text:p></text:list-item></text:list></text:list-item></text:list>
 <text:list text:continue-numbering="true" text:style-name="L">
-<text:list-header><text:p>rest</text:p></text:list-header>
+<text:list-header><text:p>rest<draw:custom-shape><text:p>shape</text:p></draw:custom-shape></text:p></text:list-header>
 <text:list-item><text:p>sew</text:p></text:list-item></text:list><table:table><table:table-header-rows>
 <table:table-row><table:table-cell table:number-columns-repeated="2"><text:p>h</text:p></table:table-cell></table:table-row>
 </table:table-header-rows><table:table-row><table:table-cell table:number-rows-spanned="2"><text:p>N</text:p></table:table-cell>
 <table:table-cell><text:p>5</text:p></table:table-cell></table:table-row>
-<table:table-row><table:covered-table-cell/><table:table-cell><text:p>8</text:p></table:table-cell></table:table-row>
+<table:table-row table:number-rows-repeated="2">
+<table:covered-table-cell/><table:table-cell><text:p>8</text:p></table:table-cell></table:table-row>
 </table:table><text:p>x = <draw:object xlink:href="./Formula"/><draw:object xlink:href="./Chart"/></text:p>"""
 
 
@@ -58,27 +67,48 @@ def test_a_text_of_libreoffice_reads_as_it_is_shown(tmp_path: Path) -> None:
     unread: list[Unread] = []
     document = read(tmp_path / "a.odt", unread)
     assert document.text == (
-        "A: Mill\n\n10⁶ kg  or more[1]\n5. cut\n\nbox\n5.i) left\n\nrest\n6. sew\n\n| h | h |\n|---|---|\n| N | 5 |\n| N | 8 |"
-        "\n\nx = a²\n\n[1] By hand."
+        "A: Mill\n\n10⁶ kg  or more[1]\n5. cut\n\nbox\n5.i) left\n\nrest\n\nshape\n6. sew\n\n| h | h |\n|---|---|\n"
+        "| N | 5 |\n| N | 8 |\n| 8 |\n\nx = a²\n\n[1] By hand."
     )
     assert document.title == "Set" and [str(each) for each in unread] == ["Chart: embedded objects are not read"]
 
 
 def test_sheets_of_a_workbook_are_tables(tmp_path: Path) -> None:
-    """Under a merged cell the numbers of 2024 stood under 2023."""
+    """Under a merged cell the numbers of 2024 stood under 2023; 12.5% was 0.125, and a date had a time."""
     book = openpyxl.Workbook()
     sheet = book.active
     sheet.title = "Sales"
     for row in (["Region", "Year", "Sum"], ["North", 2023, 5], [None, 2024, 8], [None, None, None], ["All", None, 13]):
         sheet.append(row)
+    shown = {
+        "0.0%": 0.125,
+        "yyyy-mm-dd": date(2024, 5, 1),
+        "[$€-407] #,##0.00": -1234.5,
+        "0000": 42,
+        '0.0 "kg"': 5,
+        "x0": 1.5,
+    }
+    sheet.append(list(shown.values()))
+    for cell, number_format in zip(sheet[6], shown, strict=True):
+        cell.number_format = number_format
+    sheet.append([timedelta(hours=30), True, "=B2"])
     sheet.merge_cells("A2:A3")
     sheet.merge_cells("A5:B5")
     book.create_sheet("Hidden").sheet_state = "hidden"
     book.save(tmp_path / "a.xlsx")
-    document = read(tmp_path / "a.xlsx")
-    assert document.text == (
-        "Sales\n\n| Region | Year | Sum |\n|---|---|---|\n| North | 2023 | 5 |\n| North | 2024 | 8 |\n| All |  | 13 |"
-    )
+    unread: list[Unread] = []
+    assert [
+        re.sub(r"(?<=\|)(  \|)+$", "", line) for line in read(tmp_path / "a.xlsx", unread).text.split("\n")[2:]
+    ] == [
+        "| Region | Year | Sum |",
+        "|---|---|---|---|---|---|",
+        "| North | 2023 | 5 |",
+        "| North | 2024 | 8 |",
+        "| All |  | 13 |",
+        "| 12.5% | 2024-05-01 | -€ 1,234.50 | 0042 | 5.0 kg | 1.5 |",
+        "| 30:00:00 | TRUE |",
+    ]
+    assert "formulas without a stored value: 1" in str(unread[0])
 
 
 def test_a_workbook_of_one_far_cell_is_refused(tmp_path: Path) -> None:
@@ -101,11 +131,25 @@ def test_slides_have_titles_texts_tables_and_numbers(tmp_path: Path) -> None:
     for place, text in {(0, 0): "Sack", (0, 1): "9", (1, 1): "10"}.items():
         table.cell(*place).text = text
     slide.notes_slide.notes_text_frame.text = "Say it slowly."
+    for text in ("cut", "sew"):
+        paragraph = slide.placeholders[1].text_frame.add_paragraph()
+        paragraph.text = text
+        numbering = paragraph._p.get_or_add_pPr().makeelement(qn("a:buAutoNum"), type="romanLcParenR", startAt="4")
+        paragraph._p.pPr.append(numbering)
+    paragraph.runs[0].font._element.set("baseline", "30000")
+    chart = CategoryChartData()
+    chart.categories = ["a"]
+    chart.add_series("b", [1])
+    slide.shapes.add_chart(XL_CHART_TYPE.PIE, 0, 0, Inches(1), Inches(1), chart)
+    presentation.slides.add_slide(presentation.slide_layouts[1]).element.set("show", "0")
     presentation.save(tmp_path / "a.pptx")
-    document = read(tmp_path / "a.pptx")
+    unread: list[Unread] = []
+    document = read(tmp_path / "a.pptx", unread)
     assert document.text == (
-        "Hours\n\nHours of the mill\n\nPrices\n\nPrices of the mill\n\n| Sack | 9 |\n| Sack | 10 |\n\nSay it slowly."
+        "Hours\n\nHours of the mill\n\nPrices\n\nPrices of the mill\niv) cut\nv) ˢᵉʷ\n\n"
+        "| Sack | 9 |\n| Sack | 10 |\n\nSay it slowly."
     )
+    assert [each.place for each in unread] == ["slide 2", "slide 3"]
     assert [block.page for block in document.blocks][:4] == [1, 1, 2, 2]
 
 
@@ -118,9 +162,12 @@ def test_chapters_of_a_book_follow_its_order(tmp_path: Path) -> None:
         archive.writestr(
             "o/p.opf",
             "<package><metadata><title>Book</title></metadata><manifest><item id='x' href='b.xhtml'/>"
-            "<item id='y' href='a%201.xhtml'/></manifest><spine><itemref idref='y'/><itemref idref='x'/></spine></package>",
+            "<item id='y' href='a%201.xhtml'/></manifest><spine><itemref idref='y'/>"
+            "<itemref idref='x'/><itemref idref='z'/></spine></package>",
         )
-    document = read(tmp_path / "a.epub")
+    unread: list[Unread] = []
+    document = read(tmp_path / "a.epub", unread)
+    assert [str(each) for each in unread] == ["o/z: the book does not hold it"]
     assert (document.title, document.text) == ("Book", "One\n\nFirst.\n\nTwo\n\n10⁶")
     assert [heading.text for heading in document.headings] == ["One", "Two"]
 
@@ -130,11 +177,13 @@ def test_a_mail_names_what_is_attached(tmp_path: Path) -> None:
     message = EmailMessage()
     message["Subject"], message["From"] = "Grüße", "ann@example.org"
     message.set_content("The mill opens at nine.\n")
+    message.add_attachment("It closes at five.\n", disposition="inline")
     message.add_attachment(b"x" * 99, maintype="application", subtype="pdf", filename="plan.pdf")
     (tmp_path / "a.eml").write_bytes(message.as_bytes())
     unread: list[Unread] = []
     document = read(tmp_path / "a.eml", unread)
-    assert document.text.split("\n\n") == ["Grüße", "From: ann@example.org", "The mill opens at nine.\n"]
+    text = "The mill opens at nine.\n\n\nIt closes at five.\n"
+    assert document.text == f"Grüße\n\nFrom: ann@example.org\n\n{text}"
     assert [each.place for each in unread] == ["attachment plan.pdf"]
 
 
@@ -142,11 +191,13 @@ def test_cells_of_a_notebook_are_text_and_code(tmp_path: Path) -> None:
     """The JSON of a notebook was passed over."""
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "text"]},
-        {"cell_type": "code", "source": "x = 1\ny = 2"},
+        {"cell_type": "code", "source": "x = 1\ny = 2", "outputs": [{"text": ["\x1b[31m4", "2\n"]}, {"data": {}}]},
     ]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     document = read(tmp_path / "a.ipynb")
-    assert [document.text[block.start : block.end] for block in document.blocks] == ["# Title", "text", "x = 1\ny = 2"]
+    assert [document.text[block.start : block.end] for block in document.blocks] == [
+        *("# Title", "text", "x = 1\ny = 2", "42"),
+    ]
     (tmp_path / "b.ipynb").write_text("{}")
     with pytest.raises(InputError, match="no notebook"):
         read(tmp_path / "b.ipynb")

@@ -1,5 +1,6 @@
 """Web pages, PDF and Word files become plain text that reads like the page."""
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from docx.oxml import parse_xml
 from docx.oxml.ns import nsdecls
 from office_files import RAW, form_pdf, pdf_bytes, unnamed_letters_pdf, write_docx, write_pdf
+from pypdf import PdfWriter
 
 from ragspec.core import Document
 from ragspec.errors import ConfigError, InputError
@@ -226,6 +228,14 @@ def test_no_page_of_a_pdf_loses_all_its_lines(tmp_path: Path) -> None:
     assert "One sack was sold." in (text := one(write_pdf(tmp_path / "a.pdf", *pages)).text) and "Page 3" not in text
 
 
+def test_ligatures_and_turned_pages_are_read(tmp_path: Path) -> None:
+    """A TeX font without names had "o ce"; lines of a page that is shown turned came from below."""
+    writer = PdfWriter(clone_from=io.BytesIO(pdf_bytes(["one", RAW + r"o\036ce", "three"])))
+    writer.pages[0].rotate(90)
+    writer.write(tmp_path / "a.pdf")
+    assert one(tmp_path / "a.pdf").text == "one office three"
+
+
 @pytest.mark.parametrize("place", ["0 1 -1 0 300 72 Tm", "0 -1.5 1.5 0 72 700 Tm"])
 def test_turned_pages_of_a_pdf_have_headings(tmp_path: Path, place: str) -> None:
     """Letters of a turned line had the size 0, and a table set across its page had no title."""
@@ -251,7 +261,7 @@ def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"{path.name} cannot be read: .*{reason}"):
             list(read_file(path, path.name))
-    assert one(write_pdf(tmp_path / "open.pdf", ["Open."], title=" ")).title == "open"
+    assert one(write_pdf(tmp_path / "open.pdf", ["Open."], title="untitled")).title == "open"
 
 
 @pytest.mark.parametrize(
@@ -268,13 +278,36 @@ def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
             "note<sup>a</sup>, x<sup>a</sup>, 4 metres<sup>2</sup>, SO<sub>4</sub><sup>2-</sup>",
             "note[a], xᵃ, 4 metres², SO₄²⁻",
         ),
-        ("costs <del>10</del> <ins>12</ins>, <q>said</q> he", "costs 12, “said” he"),
+        ("costs <del>10</del> <s>11</s> <ins>12</ins>, <q>said</q> he", "costs 12, “said” he"),
+        ("10<span style='vertical-align: 0.4em; font-size: 70%'>6</span>, Na<sup>+</sup>", "10⁶, Na⁺"),
+        ("10<span style='vertical-align: 5px'>6</span>, 10<span class=sup>6</span>", "10⁶, 10⁶"),
+        ("20 m<a class='footnote-reference' href='#f'>3</a> high", "20 m[3] high"),
+        ("<script type='math/tex'>10^6</script> kg, <img class=math alt='E = mc^2'>", "\\(10^6\\) kg, E = mc^2"),
         ("Donau&shy;dampf &#128;", "Donau\xaddampf €"),
     ],
 )
 def test_raised_and_struck_text_keeps_its_meaning(tmp_path: Path, markup: str, text: str) -> None:
     """The text "10<sup>6</sup> kg" was quoted as "106 kg"."""
     assert page(tmp_path, f"<p>{markup}</p>").text == text
+
+
+FORMULAS = [
+    ("<mn>1</mn><mfrac><mn>1</mn><mn>2</mn></mfrac><mi>kg</mi>", "1 1/2 kg"),
+    ("<mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow><mrow><mn>2</mn><mi>c</mi></mrow></mfrac>", "(a+b)/(2c)"),
+    ("<msqrt><mn>16</mn></msqrt><mo>=</mo><mroot><mn>64</mn><mn>3</mn></mroot>", "√16=³√64"),
+    ("<munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover><mi>i</mi>", "∑ᵢⁿ i"),
+    ("<mmultiscripts><mi>C</mi><mprescripts/><none/><mn>14</mn></mmultiscripts>", "¹⁴C"),
+    ("<mtable><mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr></mtable><mphantom><mn>3</mn></mphantom>", "1 2"),
+    ("<mfenced><mi>a</mi><mi>b</mi></mfenced><mover><mi>x</mi><mo>¯</mo></mover>", "(a,b)x\u0304"),
+    ("<msup><mi>e</mi><mrow><mo>−</mo><mi>abcdefghijkl</mi></mrow></msup>", "e⁻ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"),
+    ("<msup><mi>x</mi></msup><mi>y</mi>", "x y"),
+]
+
+
+@pytest.mark.parametrize(("markup", "text"), FORMULAS)
+def test_formulas_keep_their_meaning(tmp_path: Path, markup: str, text: str) -> None:
+    """One half was read as 12, and the root of 16 as 16."""
+    assert page(tmp_path, f"<p><math>{markup}</math></p>").text == text
 
 
 @pytest.mark.parametrize(
@@ -284,6 +317,7 @@ def test_raised_and_struck_text_keeps_its_meaning(tmp_path: Path, markup: str, t
         ("<tr><td>a<td rowspan=0>all<td>b<tr><td>c<td>d", ["a | all | b", "c | all | d"]),
         ("<tr><td>1<td colspan=2>2<td>3<tr><td>4<td>5<td>6<td>7", ["1 | 2 |  | 3", "4 | 5 | 6 | 7"]),
         ("<tr><td rowspan=2 colspan=2>x<td>1<tr><td>2", ["x |  | 1", "x |  | 2"]),
+        ("<tbody><tr><td rowspan=5>a<td>1</tbody><tbody><tr><td>b<td>2</tbody>", ["a | 1", "b | 2"]),
         ("<tr><td>Steps<td><ol start=3><li>cut<li>sew</ol>", ["Steps | 3. cut 4. sew"]),
     ],
 )
@@ -318,6 +352,9 @@ def test_a_table_of_nothing_but_spans_is_refused(tmp_path: Path) -> None:
         ("<p>Press <button>OK</button> to close.", "Press OK to close."),
         ("<pre>x = 1<button>Copy</button></pre>", "x = 1"),
         ('<div role="heading" aria-level="3">Low</div>', "Low"),
+        ('<h3>Why?</h3><div class="collapse" style="display: none">So.</div>', "Why?\n\nSo."),
+        ("<label>Name <input value=Ada></label><input type=submit value=Send>", "Name Ada"),
+        ("<div role=table><div role=row><span role=cell>a</span><span role=cell>b</span></div></div>", "| a | b |"),
     ],
 )
 def test_questions_in_buttons_are_read_and_tools_are_not(tmp_path: Path, markup: str, text: str) -> None:
@@ -333,6 +370,8 @@ def test_questions_in_buttons_are_read_and_tools_are_not(tmp_path: Path, markup:
         ("<ol reversed><li>a<li>b</ol><ol start=9 reversed><li>c<li>d</ol>", "2. a\n1. b\n9. c\n8. d"),
         ("<ol type=a><li>x<ol type=I><li>y<li>z</ol><li>w</ol>", "a. x\nI. y\nII. z\nb. w"),
         ("<ul><li></ul><p>alone", "alone"),
+        ("<ol style='list-style-type: upper-roman'><li>a</ol><ol class='loweralpha' start=2><li>b</ol>", "I. a\nb. b"),
+        ("<ul><li><input type=checkbox checked> a<li><input type=checkbox> b</ul>", "- ☑ a\n- ☐ b"),
     ],
 )
 def test_items_of_lists_have_their_numbers(tmp_path: Path, markup: str, text: str) -> None:
@@ -347,6 +386,7 @@ def test_items_of_lists_have_their_numbers(tmp_path: Path, markup: str, text: st
         "<tr><td class=linenos><pre>1\n2</pre></td><td class=code><pre><i>if</i> x:\n    y</pre></td>",
         "<tr><td class=blob-num>1<td class=blob-code>if x:<tr><td class=blob-num>2<td class=blob-code>    y",
         "<tr><td>1<td><pre>if x:</pre><tr><td>2<td><pre>    y</pre>",
+        "<tr><td>1<td><pre><div>if x:</div><div>    y</div></pre>",
     ],
 )
 def test_code_beside_its_line_numbers_keeps_its_lines(tmp_path: Path, rows: str) -> None:
@@ -483,6 +523,12 @@ def numbered(text: str, list_id: int = 7, level: int = 0) -> str:
     return f"<w:p><w:pPr>{properties}</w:pPr>{{{text}}}</w:p>"
 
 
+FIELD = (
+    "<w:r><w:fldChar w:fldCharType='begin'><w:ffData>{0}</w:ffData></w:fldChar></w:r>{1}"
+    "<w:r><w:fldChar w:fldCharType='end'/></w:r>"
+)
+
+
 def raised(text: str, place: str = "superscript") -> str:
     return f"<w:r><w:rPr><w:vertAlign w:val='{place}'/></w:rPr><w:t>{text}</w:t></w:r>"
 
@@ -498,9 +544,20 @@ def raised(text: str, place: str = "superscript") -> str:
         ),
         (
             [
-                "<w:p><m:oMath><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:sSup></m:oMath></w:p>"
+                "<w:p><m:oMath><m:sSup><m:e>{x}</m:e><m:sup>{2}</m:sup></m:sSup>{=}"
+                "<m:f><m:num>{1}</m:num><m:den>{a+b}</m:den></m:f>"
+                "<m:nary><m:naryPr><m:chr m:val='∑'/></m:naryPr><m:sub>{i}</m:sub><m:sup>{n}</m:sup><m:e>{i}</m:e>"
+                "</m:nary></m:oMath></w:p>"
             ],
-            "x²",
+            "x²=1/(a+b)∑ᵢⁿ i",
+        ),
+        (
+            [
+                f"<w:p>{FIELD.format('<w:checkBox><w:checked/></w:checkBox>', '')}{{ yes, }}{FIELD.format('', '{hidden}')}"
+                "<w:r><w:sym w:font='Symbol' w:char='F0A3'/></w:r><w:r><w:rPr><w:strike/></w:rPr><w:t>9</w:t></w:r>"
+                "<w:r><w:rPr><w:vanish w:val='0'/><w:position w:val='8'/></w:rPr><w:t>6</w:t></w:r></w:p>"
+            ],
+            "☒ yes, ≤⁶",
         ),
         (
             ["<w:p><w:moveFrom>{a}</w:moveFrom></w:p>", "<w:p>{b}</w:p>", "<w:p><w:moveTo>{a}</w:moveTo></w:p>"],

@@ -17,6 +17,7 @@ from docx.oxml.ns import nsmap, qn
 from docx.styles.style import BaseStyle, ParagraphStyle
 from lxml import etree
 
+from ragspec.retrieval.reading.inline import formula_text
 from ragspec.retrieval.reading.office import ListCounter, ListLevel, OfficeReader
 from ragspec.retrieval.reading.parsed_file import (
     REPEATED_CHARS,
@@ -27,9 +28,9 @@ from ragspec.retrieval.reading.parsed_file import (
     silence_logger,
 )
 
-_PARAGRAPH, _TABLE, _RUN, _BOX = map(qn, ("w:p", "w:tbl", "w:r", "w:txbxContent"))
-_MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
-_TEXTS = frozenset({qn("w:t"), f"{_MATH}t"})
+_PARAGRAPH, _TABLE, _RUN, _TEXT, _BOX = map(qn, ("w:p", "w:tbl", "w:r", "w:t", "w:txbxContent"))
+_SYMBOL, _RUBY, _FIELD = map(qn, ("w:sym", "w:ruby", "w:fldChar"))
+_FORMULA = "{http://schemas.openxmlformats.org/officeDocument/2006/math}oMath"
 _LEFT_OUT = frozenset(
     map(
         qn,
@@ -40,13 +41,28 @@ _LEFT_OUT = frozenset(
 
 _WRITTEN = {
     qn("w:tab"): "\t",
+    qn("w:ptab"): "\t",
     qn("w:br"): "\n",
     qn("w:cr"): "\n",
     qn("w:noBreakHyphen"): "-",
     qn("w:softHyphen"): "\xad",
 }
 _NOTES = {qn("w:footnoteReference"): "footnotes", qn("w:endnoteReference"): "endnotes"}
-_MATH_SCRIPTS = {f"{_MATH}sup": "superscript", f"{_MATH}sub": "subscript"}
+_ON = "[not(@w:val='0' or @w:val='false' or @w:val='off')]"
+_UNSEEN = f"./w:rPr/w:vanish{_ON} | ./w:rPr/w:strike{_ON} | ./w:rPr/w:dstrike{_ON}"
+_LEAST_SHIFT = 4
+"""Half points. A run that is set higher is a superscript."""
+_SYMBOL_LETTERS = dict(enumerate("ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ", ord("A")))
+_SYMBOL_LETTERS |= dict(enumerate("αβχδεφγηιϕκλμνοπθρστυϖωξψζ", ord("a")))
+_SYMBOL_LETTERS |= dict(
+    zip(b"-\xa3\xa5\xae\xb0\xb1\xb3\xb4\xb5\xb6\xb8\xb9\xbb\xce\xd6\xe5\xf2", "−≤∞→°±≥×∝∂÷≠≈∈√∑∫", strict=True)
+)
+_WINGDINGS = {
+    "Wingdings": dict(zip(b"ox\xa8\xfb\xfc\xfd\xfe\xe0", "☐☒☐✗✓☒☑→", strict=True)),
+    "Wingdings 2": dict(zip(b"OPQRST\xa3", "✗✓☒☑☒☒☐", strict=True)),
+}
+"""Characters by their numbers in fonts of symbols."""
+
 _HEADING = re.compile(r"heading ([1-9])")
 _MAX_BASES = 16
 
@@ -79,6 +95,7 @@ class _WordReader(OfficeReader):
         self._lists = _Lists(document)
         self._notes_of = {kind: _notes(document, kind) for kind in _NOTES.values()}
         self._before = ""  # text of paragraphs whose end was deleted
+        self._fields: list[bool] = []  # of each open field, outermost first: whether its result has begun
 
     def read_element(self, element: Any) -> bool:
         if element.tag == _TABLE and not self.is_flat:
@@ -91,6 +108,7 @@ class _WordReader(OfficeReader):
 
     def _read_paragraph(self, paragraph: Any) -> None:
         text = self._before + self.text(paragraph)
+        self._fields = [each for each in self._fields if each]  # Why: a field without an end would hide the rest
         is_end_deleted = bool(_find(paragraph, "./w:pPr/w:rPr/w:del"))
         self._before = text if is_end_deleted else ""
         if text.strip() and not is_end_deleted:
@@ -106,7 +124,7 @@ class _WordReader(OfficeReader):
             column = _number(row, "./w:trPr/w:gridBefore/@w:val", 0)
             if column:
                 cells.append(Cell("", column))
-            for cell in _find(row, "./w:tc | ./w:sdt/w:sdtContent/w:tc"):
+            for cell in _find(row, "(./w:tc | ./w:sdt/w:sdtContent/w:tc)[not(w:tcPr/w:cellDel)]"):
                 merge = _find(cell, "./w:tcPr/w:vMerge")
                 continues = merge and merge[0].get(qn("w:val")) != "restart"
                 text = above.get(column, "") if continues else self.flat_text(cell)
@@ -122,25 +140,57 @@ class _WordReader(OfficeReader):
     def pieces(self, parent: Any, script: str = "") -> Iterator[tuple[str, str]]:
         for element in parent:
             tag = element.tag
-            if tag in _TEXTS:
+            if tag == _FIELD:
+                yield self._field(element), ""
+            elif tag == _BOX:
+                self.boxes.append(element)
+            elif tag == _FORMULA:
+                yield formula_text(element), ""
+            elif tag == _RUN:
+                if not _find(element, _UNSEEN):
+                    yield from self.pieces(element, self._run_script(element))
+            elif not all(self._fields):
+                yield from self.pieces(element, script)
+            elif tag == _TEXT:
                 yield element.text or "", script
             elif tag in _WRITTEN:
                 yield _WRITTEN[tag], script
+            elif tag == _SYMBOL:
+                yield _symbol(element.get(qn("w:char"), ""), element.get(qn("w:font"), "")), script
+            elif tag == _RUBY:
+                yield "".join(_find(element, "./w:rubyBase//w:t/text()")), script
+                yield f"({''.join(_find(element, './w:rt//w:t/text()'))})", script
             elif tag in _NOTES:
                 note = self._notes_of[_NOTES[tag]].get(element.get(qn("w:id")))
                 yield "" if note is None else self.note_mark(note), ""
-            elif tag == _BOX:
-                self.boxes.append(element)
-            elif tag == _RUN:
-                if not _find(element, "./w:rPr/w:vanish"):
-                    yield from self.pieces(element, self._run_script(element))
             elif tag not in _LEFT_OUT:
-                yield from self.pieces(element, _MATH_SCRIPTS.get(tag, script))
+                yield from self.pieces(element, script)
+
+    def _field(self, character: Any) -> str:
+        """Follow the begin, middle or end of a field. Returns the value of an old form's field."""
+        kind = character.get(qn("w:fldCharType"))
+        if kind == "begin":
+            self._fields.append(False)
+        elif kind == "separate" and self._fields:
+            self._fields[-1] = True
+        elif self._fields:
+            self._fields.pop()
+        for box in _find(character, "./w:ffData/w:checkBox"):
+            states = [*_find(box, "./w:default"), *_find(box, "./w:checked")]
+            return "☒" if states and _find(states[-1], f"self::*{_ON}") else "☐"
+        for entries in _find(character, "./w:ffData/w:ddList"):
+            return "".join(_find(entries, "./w:listEntry/@w:val")[_number(entries, "./w:result/@w:val", 0) :][:1])
+        return ""
 
     def _run_script(self, run: Any) -> str:
         own = _find(run, "./w:rPr/w:vertAlign/@w:val")
         style = _find(run, "./w:rPr/w:rStyle/@w:val")
-        return own[0] if own else self._scripts.get(style[0], "") if style else ""
+        if own:
+            return str(own[0])
+        position = (_find(run, "./w:rPr/w:position/@w:val") or ["0"])[0]
+        if position.lstrip("-").isdecimal() and abs(int(position)) >= _LEAST_SHIFT:
+            return "subscript" if position.startswith("-") else "superscript"
+        return self._scripts.get(style[0], "") if style else ""
 
 
 class _Lists:
@@ -168,6 +218,14 @@ class _Lists:
         if counter is None:
             return "- " if style.list_id not in ("", "0") else ""
         return counter.marker(style.list_level, self._starts.pop((style.list_id, style.list_level), None))
+
+
+def _symbol(code: str, font: str) -> str:
+    """A character that is named by its number in a font of symbols. Empty for an ornament."""
+    number = int(code, 16) & 0xFF if re.fullmatch("[0-9A-Fa-f]{1,6}", code) else 0
+    if font == "Symbol":
+        return _SYMBOL_LETTERS.get(number, chr(number) if 32 < number < 64 else "")
+    return _WINGDINGS.get(font, {}).get(number, "")
 
 
 def _list_level(level: Any) -> ListLevel:

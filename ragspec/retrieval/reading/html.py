@@ -12,12 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from xml.etree.ElementTree import TreeBuilder
 
 from lxml import etree
 
 from ragspec.core import BlockKind
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.inline import list_number, scripted
+from ragspec.retrieval.reading.inline import formula_text, list_number, scripted
 from ragspec.retrieval.reading.parsed_file import (
     WINDOWS,
     Cell,
@@ -37,13 +38,14 @@ _BLOCKS = frozenset(
 ).union(_HEADINGS, _CELLS)
 _VOID = frozenset("area base br col embed hr img input link meta param source track wbr".split())
 _HIDDEN = frozenset(
-    "annotation annotation-xml audio canvas datalist del iframe nav noscript object rp script select style svg template "
-    "textarea title video".split()
+    "audio canvas datalist del iframe nav noscript object rp s script select strike style svg template textarea title "
+    "video".split()
 )
 _HIDDEN_ROLES = frozenset({"banner", "contentinfo", "navigation", "search"})
 _HIDDEN_CLASSES = frozenset(
     "anchorjs-link blob-num breadcrumb breadcrumbs cookie-banner gutter hash-link header-anchor headerlink heading-anchor "
-    "hljs-ln-numbers linenodiv lineno linenos linenumber line-number mw-editsection navbar permalink rouge-gutter skip-link "
+    "hljs-ln-numbers linenodiv lineno linenos linenumber line-number MathJax "
+    "MathJax_Display MathJax_Preview mw-editsection navbar permalink rouge-gutter skip-link "
     "sphinxsidebar".split()
 )
 _PERMALINK = re.compile(r"perma(?:nent )?link|link to this|skip to", re.IGNORECASE)
@@ -57,14 +59,34 @@ _OPENS = re.compile(r"accordion|collaps|disclosure|expand|faq|toggle", re.IGNORE
 _TOOL = re.compile(r"copy|share|perma|anchor|edit", re.IGNORECASE)
 _LEAST_TITLE_WORDS = 3
 _LEAST_MAIN_CHARS = 200
-_INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_INVISIBLE = re.compile(
+    r"display\s*:\s*none|visibility\s*:\s*hidden|text-decoration[\w-]*\s*:[^;]*line-through", re.IGNORECASE
+)
 _RAISED = re.compile(r"vertical-align\s*:\s*(super|sub)", re.IGNORECASE)
+_SHIFTED = re.compile(
+    r"vertical-align\s*:\s*(-?)(?:(?:0?\.[2-9]\d*|1)(?:r?em|ex)|[3-9](?:\.\d+)?p[xt]|[2-9]\d(?:\.\d+)?%)", re.IGNORECASE
+)
+"""Icons and the like are shifted by less."""
 _SCRIPT_TAGS = {"sup": "superscript", "sub": "subscript"}
-_MATH_SCRIPTS = {"msup": ("", "superscript"), "msub": ("", "subscript"), "msubsup": ("", "subscript", "superscript")}
-"""The places of an element's children."""
+_SCRIPT_CLASSES = {"sup": "superscript", "superscript": "superscript", "subscript": "subscript"}
+_NOTE_CLASSES = frozenset("footnote-ref footnote-reference fnref noteref".split())
+_FORMULA = re.compile(r"\b(?:equation|formula|latex|math|tex)\b", re.IGNORECASE)
+_ROLE_TAGS = {"table": "table", "grid": "table", "row": "tr", "cell": "td", "gridcell": "td"}
+_ROLE_TAGS |= {"columnheader": "th", "rowheader": "th"}
+_DISPLAY_TAGS = {"block": "div", "flex": "div", "grid": "div", "table": "table", "table-row": "tr", "table-cell": "td"}
+_DISPLAY = re.compile(r"display\s*:\s*([\w-]+)", re.IGNORECASE)
+_LIST_STYLE = re.compile(r"list-style(?:-type)?\s*:\s*([^;]*)", re.IGNORECASE)
+_LIST_NAMES = "arabic decimal loweralpha lowerlatin upperalpha upperlatin lowerroman upperroman"
+_LIST_STYLES = dict(zip(_LIST_NAMES.split(), "11aaAAiI", strict=True)) | {"disc": "", "none": ""}
+"""By the names of CSS, and by the classes of docutils."""
 
-_WRITTEN = {"br": "\n", "q": "“", "rt": "("}
-_WRITTEN_AFTER = {"q": "”", "rt": ")"}
+_TEXT_INPUTS = frozenset("date datetime-local email month number tel text time url week".split())
+_TICKED = {"checkbox": "☐☑", "radio": "○◉"}
+_TICKED_OWNERS = frozenset("dd dt label li p td th".split())
+"""Elsewhere a box opens tabs or menus."""
+
+_WRITTEN = {"br": "\n", "q": "“", "rt": "(", "script": "\\("}
+_WRITTEN_AFTER = {"q": "”", "rt": ")", "script": "\\)"}
 _EMPTY_ELEMENT = re.compile(r"<(\w+)((?:\s[^<>]*)?)/>")
 _LINE_NUMBERS = re.compile(r"[\s\d.:]*")
 _SPACE = re.compile(r"\s+")
@@ -107,7 +129,6 @@ class _Element:
         self.script = script
         self.start = start
         self.num_links = num_links
-        self.num_children = 0
         self.level, self.anchor = 0, ""  # of a heading
         self.opens = self.expands = False  # of a button: by its class, by an attribute
 
@@ -239,6 +260,9 @@ class _Page:
         self._num_links = 0  # links to places in a page
         self._title: list[str] = []
         self._line: list[str] = []  # text since the last block boundary
+        self._formula: TreeBuilder | None = None
+        self._formula_depth = 0  # number of open elements of the formula
+        self._pre_depth = 0  # number of open elements when the outermost `pre` opened; 0: outside
         self._lead, self._gap = "", "\n\n"  # the marker of the next block, and the separator before it
         self._anchor = ""  # the last one since the last block
         self._tables: list[_OpenTable] = []
@@ -249,7 +273,13 @@ class _Page:
         return self._builder.build("".join(self._title))
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        script = self._script(tag, attributes)
+        if not self._hidden_depth and (self._formula or _is_formula(tag, attributes)):
+            self._formula = self._formula or TreeBuilder()
+            self._formula.start(tag, dict(attributes))
+            self._formula_depth += 1
+            return
+        tag = _shown_tag(tag, attributes)
+        script = _script(tag, attributes)
         self._open.append(_Element(tag, script, len(self._line), self._num_links))
         self._num_open[tag] += 1
         if len(self._open) > _MAX_DEPTH:
@@ -263,13 +293,24 @@ class _Page:
         self._num_links += tag == "a" and "#" in attributes.get("href", "")
         if tag in _WRITTEN:
             self._line.append(_WRITTEN[tag])
+        elif tag in ("img", "input"):
+            self._line.append(self._replaced(tag, attributes))
         self._enter(tag, attributes)
+        if tag == "pre":
+            self._pre_depth = self._pre_depth or len(self._open)
         self._anchor = attributes.get("id") or (attributes.get("name") if tag == "a" else "") or self._anchor
         self._open[-1].anchor = self._anchor
         if not self._main_depth and (tag == "main" or attributes.get("role") == "main"):
             self.has_main, self._main_depth = True, len(self._open)
 
     def end(self, tag: str) -> None:
+        if self._formula:
+            self._formula.end(tag)
+            self._formula_depth -= 1
+            if not self._formula_depth:
+                self._line.append(formula_text(self._formula.close()))
+                self._formula = None
+            return
         if not self._hidden_depth:
             self._leave(self._open[-1])
         elif len(self._open) == self._hidden_depth:
@@ -277,11 +318,14 @@ class _Page:
         if len(self._open) == self._main_depth:
             self._end_block()
             self._main_depth = 0
-        self._open.pop()
-        self._num_open[tag] -= 1
+        if len(self._open) == self._pre_depth:
+            self._pre_depth = 0
+        self._num_open[self._open.pop().tag] -= 1
 
     def data(self, data: str) -> None:
-        if not self._hidden_depth:
+        if self._formula:
+            self._formula.data(data)
+        elif not self._hidden_depth:
             self._line.append(data if self._num_open["pre"] or self._in_code() else _SPACE.sub(" ", data))
         elif self._open and self._open[-1].tag == "title" and not self._num_open["svg"]:
             self._title.append(data)
@@ -295,21 +339,14 @@ class _Page:
     def close(self) -> None:
         pass
 
-    def _script(self, tag: str, attributes: Mapping[str, str]) -> str:
-        """The script of an element that opens now: by its tag, its style, or its place in a formula."""
-        if tag in _SCRIPT_TAGS:
-            return _SCRIPT_TAGS[tag]
-        if self._open:
-            above = self._open[-1]
-            above.num_children += 1
-            places = _MATH_SCRIPTS.get(above.tag, ())
-            if above.num_children <= len(places):
-                return places[above.num_children - 1]
-        if not attributes:
-            return ""
-        raised = _RAISED.search(attributes.get("style", ""))
-        is_note = "doc-noteref" in (attributes.get("role"), attributes.get("epub:type"))
-        return f"{raised[1].lower()}script" if raised else "superscript" * is_note
+    def _replaced(self, tag: str, attributes: Mapping[str, str]) -> str:
+        """The text that stands for an image of a formula, or for a field of a form."""
+        kind = attributes.get("type", "text").lower()
+        if tag == "img":
+            return attributes.get("alt", "") if _FORMULA.search(attributes.get("class", "")) else ""
+        if kind in _TICKED and len(self._open) > 1 and self._open[-2].tag in _TICKED_OWNERS:
+            return f"{_TICKED[kind]['checked' in attributes]} "
+        return f" {attributes.get('value', '')} " if kind in _TEXT_INPUTS else ""
 
     def _is_apart(self, tag: str) -> bool:
         """Whether the element is a footer of the page, or a button in code."""
@@ -321,7 +358,7 @@ class _Page:
         if tag in _HEADINGS or tag == "table":
             self._unwrap_row()
         if tag in _BLOCKS:
-            self._end_block()
+            self._break()
         table = self._tables[-1] if self._tables else None
         if tag == "table":
             self._tables.append(_OpenTable(self._builder))
@@ -359,19 +396,28 @@ class _Page:
                 self._line.clear()
         elif len(self._open) == self._button_depth:
             self._end_button(element)
+        elif self._pre_depth and len(self._open) > self._pre_depth:
+            self._break() if tag in _BLOCKS else None
         elif tag in _BLOCKS:
             self._end_block(element.level, is_code=tag == "pre", anchor=element.anchor or self._anchor)
-        if tag == "table":
+        if table and tag in ("tbody", "tfoot", "thead"):
+            table.table.end_spans()
+        elif tag == "table":
             self._tables.pop()
             self._gap = "\n\n"
         elif tag in ("ol", "ul", "menu"):
             self._lists.pop()
             self._lead = ""
 
+    def _break(self) -> None:
+        """End the block; inside `pre`, end the line."""
+        if not self._pre_depth:
+            self._end_block()
+        elif self._line and not self._line[-1].endswith("\n"):
+            self._line.append("\n")
+
     def _new_list(self, tag: str, attributes: Mapping[str, str]) -> _List:
-        if tag != "ol":
-            return _List("")
-        style, start = attributes.get("type") or "1", attributes.get("start")
+        style, start = _list_style(tag, attributes), attributes.get("start")
         if "reversed" not in attributes:
             return _List(style, _integer(start, 1))
         place = len(self.reversed_lists)
@@ -465,9 +511,45 @@ def _integer(text: str | None, default: int) -> int:
     return int(found[1]) if found else default
 
 
+def _is_formula(tag: str, attributes: Mapping[str, str]) -> bool:
+    return (tag == "math" or tag.endswith(":math")) and not _is_hidden(tag, attributes)
+
+
+def _shown_tag(tag: str, attributes: Mapping[str, str]) -> str:
+    """The tag that an element without a meaning of its own stands for, by its role or its style."""
+    if tag not in ("div", "span") or not attributes:
+        return tag
+    display = _DISPLAY.search(attributes["style"]) if "style" in attributes else None
+    found = _ROLE_TAGS.get(attributes.get("role", "")) or (_DISPLAY_TAGS.get(display[1].lower()) if display else "")
+    return found or tag
+
+
+def _script(tag: str, attributes: Mapping[str, str]) -> str:
+    """The script of an element, by its tag, its style or its class; that of a footnote's mark."""
+    if tag in _SCRIPT_TAGS or not attributes:
+        return _SCRIPT_TAGS.get(tag, "")
+    style, classes = attributes.get("style"), attributes.get("class", "")
+    if style and (raised := _RAISED.search(style)):
+        return f"{raised[1].lower()}script"
+    if style and (shifted := _SHIFTED.search(style)):
+        return "subscript" if shifted[1] else "superscript"
+    is_note = attributes.get("role") == "doc-noteref" or attributes.get("epub:type") == "noteref"
+    if is_note or (tag == "a" and not _NOTE_CLASSES.isdisjoint(classes.split())):
+        return "superscript"
+    return _SCRIPT_CLASSES.get(classes, "")
+
+
+def _list_style(tag: str, attributes: Mapping[str, str]) -> str:
+    """The style of a list's numbers; empty: it has none."""
+    set_style = _LIST_STYLE.search(attributes.get("style", ""))
+    names = f"{set_style[1] if set_style else ''} {attributes.get('class', '')}".lower().replace("-", "").split()
+    found = [_LIST_STYLES[name] for name in names if name in _LIST_STYLES]
+    return found[0] if found else (attributes.get("type") or "1") * (tag == "ol")
+
+
 def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
     if tag in _HIDDEN:
-        return True
+        return not (tag == "script" and attributes.get("type", "").startswith("math/tex"))
     if not attributes:
         return False
     names = (
@@ -475,11 +557,25 @@ def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
     )
     classes = attributes.get("class", "")
     return (
-        "hidden" in attributes
-        or attributes.get("aria-hidden") == "true"
+        (_is_invisible(attributes) and not _is_opened(tag, attributes))
         or attributes.get("role") in _HIDDEN_ROLES
         or not _HIDDEN_CLASSES.isdisjoint(classes.split())
         or (tag == "a" and _PERMALINK.match(names) is not None)
         or (tag == "button" and _TOOL.search(f"{classes} {names}") is not None)
-        or bool(_INVISIBLE.search(attributes.get("style", "")))
     )
+
+
+def _is_opened(tag: str, attributes: Mapping[str, str]) -> bool:
+    """Whether a reader opens a hidden element, such as the answer to a question."""
+    classes = attributes.get("class", "")
+    return (
+        attributes.get("role") in ("region", "tabpanel")
+        or attributes.get("hidden") == "until-found"
+        or (tag in _BLOCKS and _OPENS.search(classes) is not None)
+        or "mathml" in classes
+    )
+
+
+def _is_invisible(attributes: Mapping[str, str]) -> bool:
+    is_hidden = "hidden" in attributes or attributes.get("aria-hidden") == "true"
+    return is_hidden or ("style" in attributes and _INVISIBLE.search(attributes["style"]) is not None)

@@ -44,6 +44,10 @@ _NO_SLUG = re.compile(r"[^\w\- ]")
 _EMPHASIS = re.compile(r"\*\*|__|`+|[ \t]\{#[^{}]*\}\Z")
 
 _RST_SCRIPT = re.compile(r"(?:\\ )?:(?P<script>sup|sub)(?:erscript|script)?:`(?P<text>[^`\n]+)`(?:\\ )?")
+_RST_COMMENT = re.compile(
+    r"^\.\.(?:[ \t]+(?![\w:+.-]+::|[_\[|])\S[^\n]*(?:\n|\Z)|\n(?=[ \t]+\S))(?:[ \t]+[^\n]*(?:\n|\Z)|\n+(?=[ \t]+\S))*",
+    re.MULTILINE,
+)
 _RST_ITEM = re.compile(r"([ \t]*)#\.[ \t]+(?=\S)")
 _ADOC_TITLE = re.compile(r"(={1,6})[ \t]+(\S.*)")
 _ADOC_FENCE = re.compile(r"-{4,}|\.{4,}|/{4,}|\+{4,}|```\w*")
@@ -52,6 +56,8 @@ _ADOC_LEFT_OUT = re.compile(
 )
 _ADOC_SCRIPT = re.compile(r"(?P<script>[\^~])(?P<text>[^\s^~`]{1,20})(?P=script)")
 _ADOC_ITEM = re.compile(r"(\.{1,5})[ \t]+(?=\S)")
+_SET_NUMBER = re.compile(r"([ \t]*)(\d{1,4})\.[ \t]|\[[^\]]*\bstart=(\d{1,4})[^\]]*\]\s*\Z")
+"""An item with its number, or AsciiDoc's number of the next item."""
 _CHARS_BEFORE = 20
 _PARAGRAPH = re.compile(r"[^\n]*\S[^\n]*(?:\n[^\n]*\S[^\n]*)*")
 _ITEM = re.compile(r"[ \t]*(?:[-*+•][ \t]|\(?(?:\d{1,4}|[A-Za-z])[.)][ \t])")
@@ -171,7 +177,8 @@ def read_plain(text: str) -> ParsedFile:
 
 
 def read_rst(text: str) -> ParsedFile:
-    text = _with_numbers(_RST_SCRIPT.sub(_scripted, text), _RST_ITEM)
+    """Leaves out comments, and writes the numbers of lists."""
+    text = _with_numbers(_RST_SCRIPT.sub(_scripted, _RST_COMMENT.sub("", text)), _RST_ITEM)
     headings = tuple(_rst_headings(text))
     return ParsedFile(text, headings, first_title(headings), blocks=_paragraphs(text, headings))
 
@@ -195,7 +202,7 @@ def read_asciidoc(text: str) -> ParsedFile:
             _add_asciidoc(builder, lines)
             lines = []
             builder.add(_without_markup(title[2]), len(title[1]))
-        elif not _ADOC_LEFT_OUT.match(line):
+        elif _SET_NUMBER.match(line) or not _ADOC_LEFT_OUT.match(line):
             lines.append(line)
     _add_asciidoc(builder, lines)
     return builder.build()
@@ -210,14 +217,21 @@ def _add_asciidoc(builder: TextBuilder, lines: list[str]) -> None:
 def _with_numbers(text: str, item: re.Pattern[str]) -> str:
     """Writes the number of each item that its markup leaves open. `item`: its first group tells the level."""
     numbers: dict[str, int] = {}
+    start = 1
     lines = text.split("\n")
     for place, line in enumerate(lines):
-        match = item.match(line)
+        match, given = item.match(line), _SET_NUMBER.match(line)
         if match:
             numbers = {level: number for level, number in numbers.items() if len(level) <= len(match[1])}
-            numbers[match[1]] = numbers.get(match[1], 0) + 1
+            numbers[match[1]] = numbers.get(match[1], start - 1) + 1
+            start = 1
             indent = match[1] if match[1].isspace() else "  " * (len(match[1]) - 1)
             lines[place] = f"{indent}{numbers[match[1]]}. {line[match.end() :]}"
+        elif given and given[3]:
+            numbers, start, lines[place] = {}, int(given[3]), ""
+        elif given:
+            numbers = {level: number for level, number in numbers.items() if len(level) < len(given[1])}
+            numbers[given[1]] = int(given[2])
         elif line and not line[0].isspace() and line != "+":
             numbers.clear()
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import posixpath
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _NAMES = {name: f"{_OPEN_DOCUMENT}:{name}:1.0" for name in "office style table t
 _NAMES |= {"svg": f"{_OPEN_DOCUMENT}:svg-compatible:1.0", "draw": f"{_OPEN_DOCUMENT}:drawing:1.0"}
 _NAMES |= {"dc": "http://purl.org/dc/elements/1.1/", "xlink": "http://www.w3.org/1999/xlink"}
 _SPACE = re.compile(r"[ \t\r\n]+")
-_MAX_SPACES, _MAX_PARENTS = 1000, 16
+_MAX_SPACES, _MAX_PARENTS, _MAX_REPEATED_ROWS = 1000, 16, 100
 
 
 def _name(prefixed: str) -> str:
@@ -36,6 +36,9 @@ _PARAGRAPH, _HEADING, _LIST, _TABLE = map(_name, ("text:p", "text:h", "text:list
 _SPACES, _TAB, _BREAK, _NOTE = map(_name, ("text:s", "text:tab", "text:line-break", "text:note"))
 _BOX, _OBJECT, _RUBY, _STYLE = map(_name, ("draw:text-box", "draw:object", "text:ruby-text", "text:style-name"))
 _WRITTEN = {_TAB: "\t", _BREAK: "\n"}
+_SHAPES = frozenset(
+    map(_name, "draw:custom-shape draw:rect draw:ellipse draw:circle draw:caption draw:polygon".split())
+)
 _LEFT_OUT = ("text:tracked-changes", "office:annotation", "office:forms", "svg:title", "svg:desc")
 
 
@@ -75,7 +78,7 @@ class _OdtReader(OfficeReader):
         elif element.tag == _TABLE and not self.is_flat:
             self._read_table(element)
         else:
-            return False
+            return bool(element.get(_name("text:display")) == "none")
         return True
 
     def _read_paragraph(self, paragraph: Any) -> None:
@@ -117,7 +120,9 @@ class _OdtReader(OfficeReader):
                 text = self.flat_text(cell)
                 repeated = min(_number(cell, "table:number-columns-repeated", 1), MAX_COLUMNS)
                 cells += [Cell(text, columns, _number(cell, "table:number-rows-spanned", 1))] * repeated
-            lines.add(cells[:MAX_COLUMNS], is_header=row.getparent().tag == _name("table:table-header-rows"))
+            is_header = row.getparent().tag == _name("table:table-header-rows")
+            for _ in range(min(_number(row, "table:number-rows-repeated", 1), _MAX_REPEATED_ROWS)):
+                lines.add(cells[:MAX_COLUMNS], is_header)
 
     def pieces(self, parent: Any, script: str = "") -> Iterator[tuple[str, str]]:
         yield _SPACE.sub(" ", parent.text or ""), script
@@ -129,7 +134,7 @@ class _OdtReader(OfficeReader):
                 yield " " * min(_number(element, "text:c", 1), _MAX_SPACES), script
             elif tag == _NOTE:
                 yield self.note_mark(_find(element, "./text:note-body")[0]), ""
-            elif tag == _BOX:
+            elif tag == _BOX or tag in _SHAPES:
                 self.boxes.append(element)
             elif tag == _OBJECT:
                 yield self._formula(element.get(_name("xlink:href"), "")), ""
@@ -137,7 +142,7 @@ class _OdtReader(OfficeReader):
                 yield f"({''.join(element.itertext())})", script
             elif isinstance(tag, str) and tag not in self.left_out:
                 properties = self._text_properties(element)
-                if properties.get(_name("text:display")) != "none":
+                if not _is_unseen(element.attrib) and not _is_unseen(properties):
                     yield from self.pieces(element, _script(properties.get(_name("style:text-position"))) or script)
             yield _SPACE.sub(" ", element.tail or ""), script
 
@@ -179,6 +184,12 @@ def _levels(style: Any) -> dict[int, ListLevel]:
         number_style = each.get(_name("style:num-format")) or "none"
         found[level - 1] = ListLevel(number_style, pattern, _number(each, "text:start-value", 1))
     return found
+
+
+def _is_unseen(attributes: Mapping[str, str]) -> bool:
+    """Whether a text is hidden or struck through."""
+    is_hidden = attributes.get(_name("text:display")) == "none" or attributes.get(_name("text:is-hidden")) == "true"
+    return is_hidden or attributes.get(_name("style:text-line-through-style"), "none") != "none"
 
 
 def _script(position: str | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -87,13 +87,13 @@ class ListLevel(NamedTuple):
 class ListCounter:
     """The numbers of a list's items. `levels`: from 0 on."""
 
-    def __init__(self, levels: Mapping[int, ListLevel]) -> None:
-        self._levels = levels
+    def __init__(self, levels: dict[int, ListLevel]) -> None:
+        self.levels = levels
         self._counts: dict[int, int] = {}
 
     def marker(self, level: int, start: int | None = None) -> str:
         """The number or dash of the next item, with a space. `start`: its number, if it is set."""
-        own = self._levels.get(level)
+        own = self.levels.get(level)
         if own is None:
             return "- "
         if start is None:
@@ -102,6 +102,6 @@ class ListCounter:
         if own.style in ("bullet", "none"):
             return "- " if own.style == "bullet" else ""
         number = own.pattern
-        for other, each in self._levels.items():
+        for other, each in self.levels.items():
             number = number.replace(f"%{other + 1}", list_number(self._counts.get(other, each.start), each.style))
         return f"{number} " if number.strip() else ""

@@ -221,6 +221,10 @@ class Table:
             for cell in columns
         ]
 
+    def end_spans(self) -> None:
+        """No cell of the rows above spans a row from here on."""
+        self._above = []
+
 
 def heading(start: int, level: int, text: str, anchor: str = "") -> list[Heading]:
     """A list of one heading, or an empty list if the text is empty or too long for a heading."""

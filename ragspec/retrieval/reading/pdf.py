@@ -72,8 +72,12 @@ _MOST_UNMAPPED = 0.2
 _MOST_GARBAGE_UNMAPPED = 0.1
 """Of a page whose fonts do not name most characters: TeX's old fonts number them as ASCII does, other fonts do not."""
 
-_TEX_LIGATURES = {11: "ff", 12: "fi", 13: "fl", 14: "ffi", 15: "ffl"}
+_OT1 = dict(enumerate(("ff", "fi", "fl", "ffi", "ffl"), 11))
+_T1 = dict(enumerate(_OT1.values(), 27)) | {16: "“", 17: "”", 18: "„", 21: "–", 22: "—", 127: "-", 255: "ß"}
+"""Characters of TeX's encodings by their numbers, in fonts that do not name them."""
+
 _SAMPLED_CHARS = 200
+_NO_TITLE = re.compile(r"\W*(?:untitled(?: document)?|no title)\W*", re.IGNORECASE)
 _HINT = "`ocrmypdf` reads it (`index add --ocr`)"
 _LINE_HYPHENS = (2, 0xFFFE)  # PDFium's signs for a hyphen at the end of a line
 _PAGE_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
@@ -133,6 +137,7 @@ def read_pdf(path: Path) -> ParsedFile:
             kind = BlockKind.LIST_ITEM if _ITEM.match(block.text) else BlockKind.PARAGRAPH
             builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL), kind=kind, page=block.page + 1)
         title = document.get_metadata_value("Title")
+        title = "" if _NO_TITLE.fullmatch(title) else title
         if not builder.num_chars:
             unread.insert(0, Unread("", f"its {len(lines)} pages hold no text"))
         found = builder.build(title, {"pages": len(lines)}, unread)
@@ -154,11 +159,11 @@ def _readable_lines(
     document: pypdfium2.PdfDocument, number: int, second: _SecondReader, unread: list[Unread]
 ) -> list[_Line]:
     """The lines of a page. A page without them, or whose lines are garbage in both readers, is named in `unread`."""
-    page = document[number]
+    page = _upright_page(document, number)
     if pdfium.FPDFPage_GetAnnotCount(page):  # values of forms, and notes, become text of the page
         num_chars = page.get_textpage().count_chars()
         pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY)
-        page = document[number]
+        page = _upright_page(document, number)
         lines, is_mapped = _lines(page, number, num_chars)
     else:
         lines, is_mapped = _lines(page, number)
@@ -174,6 +179,13 @@ def _readable_lines(
         return again
     unread.append(Unread(place, f"its text is garbage, as its fonts do not name their letters; {_HINT}", number + 1))
     return []
+
+
+def _upright_page(document: pypdfium2.PdfDocument, number: int) -> pypdfium2.PdfPage:
+    """Why: PDFium gives the lines of some turned pages from below."""
+    page = document[number]
+    page.set_rotation(0)
+    return page
 
 
 def _text(lines: Sequence[_Line]) -> str:
@@ -208,9 +220,11 @@ class _PageText:
         self.num_chars = self._page.count_chars()
         codes = [pdfium.FPDFText_GetUnicode(self._page, place) for place in range(self.num_chars)]
         self.characters = ["-" if code in _LINE_HYPHENS else chr(code) for code in codes]
-        for place, code in enumerate(codes):
-            if code in _TEX_LIGATURES and pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1:
-                self.characters[place] = _TEX_LIGATURES[code]
+        unnamed = [place for place, code in enumerate(codes) if code in _OT1 or code in _T1]
+        unnamed = [place for place in unnamed if pdfium.FPDFText_HasUnicodeMapError(self._page, place) == 1]
+        encoding = _OT1 if any(codes[place] in _OT1 for place in unnamed) else _T1
+        for place in unnamed:
+            self.characters[place] = encoding.get(codes[place], self.characters[place])
         self._word_starts = self._far_characters()
         self.line_ends = [place for place, code in enumerate(codes) if code in _LINE_HYPHENS or code == ord("\n")]
 

@@ -83,7 +83,9 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                 lines.seek(0)
             delimiter = setting[1] if setting else _delimiter(first)
             for line, cells in _csv_rows(lines, delimiter, 2 if setting else 1, unread):
-                if not header:
+                if not header and len(cells) > 1 and sum(map(bool, map(str.strip, cells))) < 2:
+                    unread.append(Unread(f"line {line}", "it stands above the names of the columns"))
+                elif not header:
                     header = _header(cells, f"{path}, line {line}")
                 elif any(cell.strip() for cell in cells[len(header) :]):
                     unread.append(Unread(f"line {line}", f"{len(cells)} cells below {len(header)} columns"))

@@ -135,7 +135,7 @@ def test_texts_that_differ_are_said_loudly_and_where(chat: ChatPage) -> None:
 
 
 def test_stop_ends_the_answer_here_and_on_the_server(chat: ChatPage, service: Service, script: Script) -> None:
-    """A stop button that hides the text while the server goes on writing it."""
+    """A stop button that hides the text while the server goes on writing it; a stopped answer that a reload loses."""
     with script.held():
         chat.ask(LONG)
         chat.page.locator(".answer", has_text="Rain 0 falls").wait_for()
@@ -143,6 +143,9 @@ def test_stop_ends_the_answer_here_and_on_the_server(chat: ChatPage, service: Se
         chat.page.locator(".remark", has_text="Stopped before the end").wait_for()
     said = chat.page.locator(".answer").text_content()
     assert said.startswith("Rain 0 falls") and "Rain 39" not in said
+    chat.page.reload()
+    chat.page.locator(".remark", has_text="Stopped before the end").wait_for()
+    assert chat.page.locator(".answer").text_content() == said
     assert chat.page.locator("#send").is_visible() and not chat.page.locator("#stop").is_visible()
     for _ in range(200):
         if service.backend.rate_limiter.running == 0:
@@ -227,7 +230,7 @@ def test_an_example_is_asked_and_the_page_says_how_much_is_indexed(chat: ChatPag
     example.wait_for()
     assert "documents can be searched; the index changed last on" in chat.page.locator("#indexed").text_content()
     example.click()
-    chat.page.locator(".turn .question", has_text="What is there to know about The old mill?").wait_for()
+    chat.page.locator(".turn .question", has_text="What does “The old mill” cover?").wait_for()
 
 
 def test_copy_gives_the_answer_and_nothing_else(chat: ChatPage) -> None:

@@ -86,6 +86,7 @@ async function run(view, work = answer) {
   let failure = null;
   try {
     failure = await work(view, own.signal);
+    if (work === answer) conversations.answered(conversation, view.turn);
   } finally {
     if (running === own) {
       running = null;

@@ -6,6 +6,7 @@ import { Reply } from "./reply.js";
 
 const PATH = "/v1/conversations";
 const OPEN = "ragspec.conversation";
+const STOPPED = "ragspec.stopped";
 const DAY_S = 86_400;
 const MOST_TITLE = 200;
 
@@ -49,6 +50,8 @@ export class Conversations {
     const items = await all(`${PATH}/${id}/items`, 100, "&order=asc&include=ragspec");
     const turns = [];
     for (let n = 0; n + 1 < items.length; n += 2) turns.push(turnOf(items[n], items[n + 1]));
+    const stopped = JSON.parse(sessionStorage.getItem(STOPPED) ?? "null");
+    if (stopped?.id === id) turns.push({ question: stopped.question, reply: Reply.stored(stopped.text, {}), stopped: true });
     this.#current = { id, title, turns };
     sessionStorage.setItem(OPEN, id);
     this.show();
@@ -64,6 +67,12 @@ export class Conversations {
     if (current === this.#current) sessionStorage.setItem(OPEN, current.id);
     this.show();
     return current.id;
+  }
+
+  /** The last answer, if it was stopped, stays in this tab until the server gets it with the next one. */
+  answered(conversation, { question, reply, stopped }) {
+    if (stopped && reply.text) sessionStorage.setItem(STOPPED, JSON.stringify({ id: conversation.id, question, text: reply.text }));
+    else sessionStorage.removeItem(STOPPED);
   }
 
   /** The server has it no longer: the next question begins another with the same turns. */

@@ -5,7 +5,7 @@ import { Characters } from "./points.js";
 
 const MOST_SHOWN = 6;
 /** Whether the quotes answer, by the calibrated score of the best passage. */
-const LEADS = { "found in": "Found in", "closest passage": "Perhaps no answer: the closest passage, quoted from" };
+const LEADS = { "found in": "Found in", "closest passage": "Closest passage found, quoted from" };
 
 /** The numbers of the passages that the answer quotes or that support it. */
 export function usedPassages(reply) {

@@ -15,7 +15,15 @@ export async function welcome(ask) {
   const step = Math.max(1, Math.floor(titles.length / NUM_EXAMPLES));
   const chosen = titles.filter((_, index) => index % step === 0).slice(0, NUM_EXAMPLES);
   byId("examples").replaceChildren(...chosen.map((title) => {
-    const question = `What is there to know about ${title}?`;
+    const question = questionOf(title);
     return el("li", {}, el("button", { type: "button", onclick: () => ask(question) }, question));
   }));
+}
+
+/** A question that a document of this title may answer. */
+function questionOf(title) {
+  if (title.endsWith("?")) return title;
+  const task = /^how to (.+?)[.!]?$/i.exec(title);
+  if (task) return `How do I ${task[1]}?`;
+  return /\s/.test(title) ? `What does “${title}” cover?` : `What is ${title}?`;
 }
