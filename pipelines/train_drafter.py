@@ -9,9 +9,10 @@
 `eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has its own
 output layer. `hass` adds to `eagle2` a term on the target's ten most probable tokens, and no gradient flows between draft steps;
 `poss` has HASS's loss and a layer of its own for every `--positions-per-layer` draft steps. `peagle`, `dflash` and `dspark` guess
-`--steps` tokens in one forward; `dflash` and `dspark` have `--layers` layers, `dspark` a bias by the previous token. `medusa`
-learns the text's own tokens, position k with the weight 0.8^k, `hydra` the target's distribution, and `hydra++` reads the states
-through a decoder layer; they have `--steps` networks of `--layers` blocks.
+`--steps` tokens in one forward; `dflash` and `dspark` have `--layers` layers, `dspark` a bias by the previous token. `pass` has
+`--steps` look-ahead embeddings and nothing else. `medusa` learns the text's own tokens, position k with the weight 0.8^k, `hydra`
+the target's distribution, and `hydra++` reads the states through a decoder layer; they have `--steps` networks of `--layers`
+blocks.
 
 `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets' answers.
 `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. `--start` begins with a trained head: of PosS, all
@@ -46,6 +47,7 @@ from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import (
     block_config,
     fresh_head,
+    fresh_look_ahead,
     fresh_position_head,
     head_config,
     spread_aux_layers,
@@ -77,7 +79,7 @@ NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
 LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP DIFFERENCE CONFIDENCE: of the distance to the target's state, of the cross-entropy with
 the target's distribution, of that with the text's token, of that with the target's ten most probable tokens, of the absolute
 difference of both distributions and of the confidence head; default: eagle and eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3,
-peagle, hydra and hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9 1"""
+peagle, pass, hydra and hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9 1"""
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
 
@@ -102,7 +104,8 @@ FAMILIES = {
     "poss": FamilyDefaults(6, 1.0, 0.2, _HASS, is_detached=True),
     "peagle": FamilyDefaults(5, 0.7),
     "dflash": FamilyDefaults(5),
-    "dspark": FamilyDefaults(5, loss_weights=LossWeights(token=0.1, difference=0.9, confidence=1.0)),
+    "dspark": FamilyDefaults(5),
+    "pass": FamilyDefaults(4),
     "medusa": FamilyDefaults(4),
     "hydra": FamilyDefaults(4, 1.0),
     "hydra++": FamilyDefaults(4, 1.0, num_blocks=4),
@@ -252,11 +255,10 @@ def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
 def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
     target = FrozenTarget.load(TargetConfig(model=run.target), device)
-    config = config_of(run, target)
     run.out.mkdir(parents=True, exist_ok=True)
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
     sample_text = text_sampler(run, encoder)
-    head = make_head(config, target, sample_text, run.plan.seed)
+    head = make_head(run, target, sample_text)
     if run.start is not None and isinstance(head, EagleHead | BlockHead):
         start_from(head, run.start)
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers)
@@ -271,8 +273,10 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
         trainer.write_head(run.out / "head")
 
 
-def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig | PositionConfig:
-    """The head's shape, by the options and by the target. Raises: ModelError, ConfigError."""
+def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig | PositionConfig | None:
+    """The head's shape, by the options and by the target; None: it has none. Raises: ModelError, ConfigError."""
+    if run.family is BlockFamily.PASS:
+        return None
     if isinstance(run.family, PositionFamily):
         num_heads = run.plan.objective.num_steps
         others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix, run.has_prefix)
@@ -291,10 +295,11 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig
     return block_config(shape, run.family, run.plan.objective.num_steps, run.markov_rank)
 
 
-def make_head(
-    config: HeadConfig | BlockConfig | PositionConfig, target: FrozenTarget, sample_text: TextSampler, seed: int
-) -> Head:
-    """A head ready for training."""
+def make_head(run: DrafterRun, target: FrozenTarget, sample_text: TextSampler) -> Head:
+    """A head ready for training. Raises: ModelError, ConfigError."""
+    config, seed = config_of(run, target), run.plan.seed
+    if config is None:
+        return fresh_look_ahead(run.plan.objective.num_steps, target, seed)
     if isinstance(config, PositionConfig):
         return fresh_position_head(config, target, seed)
     shape = config.shape if isinstance(config, BlockConfig) else config

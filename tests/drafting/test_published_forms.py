@@ -157,9 +157,6 @@ FORMS: dict[str, Form] = {
         SPECULATORS, {}, lambda t: t.update({"verifier_lm_head.weight": NAN, "verifier_norm.weight": NAN.clone()}),
         dialect="speculators",
     ),
-    "speculators, DFlash": Form(
-        SPECULATORS, {"speculators_model_type": "dflash"}, refused="speculators_model_type", dialect="speculators"
-    ),
     "SpecForge": Form({"family": "eagle3"}, OFFICIAL | SPECFORGE),
     "SpecForge, norm_output true": Form(
         TAPPED, SPECFORGE | {"norm_output": True, AUX_KEY: ..., "eagle_config": {AUX_KEY: [5, 1, 3]}}, refused="norm_output true"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, save_block
+from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, network_for, save_block
 from drafting.eagle_reference import eagle3_outputs, head_logits
 from head_parts import differs, features_of, free, noted
 from oracle_cases import (
@@ -47,11 +47,6 @@ GUESSES = {"DFlash": BLOCK - 1, "DSpark, SpecForge": BLOCK - 1, "DSpark, DeepSpe
 
 def num_guesses(form: str) -> int:
     return next(count for name, count in GUESSES.items() if form.startswith(name))
-
-
-def network_for(target: Target, folder: Path, form: str, dtype: torch.dtype | None = None) -> BlockNetwork:
-    save_block(folder, form, target)
-    return BlockNetwork(read_block(folder), target, 400, dtype)
 
 
 class Watched(BlockDrafter):

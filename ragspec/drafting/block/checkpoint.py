@@ -31,6 +31,7 @@ from ragspec.drafting.heads.files import (
     Raw,
     check_tensor,
     check_tensors,
+    errors_of,
     integer,
     read_json,
     read_tensors,
@@ -41,6 +42,7 @@ from ragspec.drafting.heads.files import (
 from ragspec.errors import ModelError
 
 _SECTION = "dflash_config"
+_LOOK_AHEAD, _EMBEDDINGS, _MAX_EMBEDDINGS = "LookAheadEmbeddings", "embeddings", 32
 _SECTION_KEYS = ("mask_token_id", "target_layer_ids")
 _BLOCK_KEYS = (
     "block_size confidence_head_with_markov dspark_bonus_anchor enable_confidence_head markov_head_type markov_rank"
@@ -51,17 +53,19 @@ _IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.wei
 
 
 class BlockFamily(enum.StrEnum):
-    """The published kinds."""
+    """The published kinds; look-ahead embeddings (PaSS) have files of our own."""
 
     PEAGLE = "peagle"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    PASS = "pass"
 
 
 _ARCHITECTURES = {
     BlockFamily.PEAGLE: re.compile(r"(?i)peagle\w*"),
     BlockFamily.DFLASH: re.compile(r"(?i)(qwen3)?dflash(draftmodel|speculator|model)"),
     BlockFamily.DSPARK: re.compile(r"(?i)(qwen3)?dspark(draftmodel|speculator|model)"),
+    BlockFamily.PASS: re.compile(_LOOK_AHEAD),
 }
 
 
@@ -76,12 +80,10 @@ def family_of(raw: Raw) -> BlockFamily | None:
     return BlockFamily.PEAGLE if raw.get("parallel_drafting") is True else None
 
 
-def is_block_head(directory: str | Path) -> bool:
-    """Raises: ModelError where there is no config.json."""
-    try:
-        return family_of(read_json(Path(directory) / CONFIG)) is not None
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
+def family_in(directory: str | Path) -> BlockFamily | None:
+    """As `family_of`, of the head in a directory. Raises: ModelError where there is no config.json."""
+    with errors_of(directory):
+        return family_of(read_json(Path(directory) / CONFIG))
 
 
 def read_block(directory: str | Path) -> BlockCheckpoint:
@@ -90,10 +92,10 @@ def read_block(directory: str | Path) -> BlockCheckpoint:
     Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
-    try:
+    with errors_of(directory):
         raw = read_json(directory / CONFIG)
         family = family_of(raw)
-        if family is None:
+        if family in (None, BlockFamily.PASS):
             raise ModelError("config.json names no P-EAGLE, DFlash or DSpark head")
         stored = read_tensors(directory)
         stored = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
@@ -103,8 +105,6 @@ def read_block(directory: str | Path) -> BlockCheckpoint:
             checkpoint = BlockCheckpoint(_flash_config(family, raw, stored), stored)
         check_block(checkpoint)
         return checkpoint
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
 
 
 def _read_peagle(raw: Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
@@ -157,6 +157,29 @@ def check_block(checkpoint: BlockCheckpoint) -> None:
     check_tensors(tensors, needed, optional)
     if "d2t" in tensors:
         check_vocabulary(tensors["d2t"], tensors["t2d"])
+
+
+def write_look_ahead(directory: Path, embeddings: Tensor) -> None:
+    """Shape: [rows, H]. Raises: ModelError for embeddings that `read_look_ahead` would refuse, SaveError."""
+    _check(embeddings, embeddings.shape[-1])
+    raw = {"architectures": [_LOOK_AHEAD], "hidden_size": embeddings.shape[1]}
+    write_files(directory, raw, WEIGHTS, {_EMBEDDINGS: embeddings})
+
+
+def read_look_ahead(directory: str | Path, hidden_size: int) -> Tensor:
+    """Embeddings for a target of this width. Shape: [rows, H]. Raises: ModelError with the reason."""
+    with errors_of(directory):
+        tensors = read_tensors(Path(directory))
+        if list(tensors) != [_EMBEDDINGS]:
+            raise ModelError(f"the head has {', '.join(tensors)}, not {_EMBEDDINGS} alone")
+        _check(tensors[_EMBEDDINGS], hidden_size)
+        return tensors[_EMBEDDINGS]
+
+
+def _check(embeddings: Tensor, hidden_size: int) -> None:
+    check_tensor(_EMBEDDINGS, embeddings, (len(embeddings), hidden_size))
+    if not 1 <= len(embeddings) <= _MAX_EMBEDDINGS:
+        raise ModelError(f"the head has {len(embeddings)} embeddings; 1 to {_MAX_EMBEDDINGS} are served")
 
 
 def _flash_config(family: BlockFamily, raw: Raw, stored: Mapping[str, Tensor]) -> BlockConfig:

@@ -3,21 +3,22 @@
 DFlash, DSpark   c_t = norm(fc(F_t)) gives every layer's keys and values of position t; behind the text stand the last token and
                  mask tokens, which all see the text and each other. DSpark adds W2 W1[previous token] to the logits
 P-EAGLE          an EAGLE-3 head whose further pairs are (mask token, `mask_hidden`); each sees the pairs before it
+PaSS             the target itself, with learnt embeddings behind the last token
 
-`BlockHead` and `ParallelHead` hold the weights by their published names and the formulas, and train. `BlockNetwork` runs a head
-in the engine. Owns no sequence and no tree: `ragspec.drafting.block.drafter` does.
+`BlockHead`, `ParallelHead` and `LookAheadHead` hold the weights by their published names and the formulas, and train.
+`BlockNetwork` runs the first two in the engine. Owns no sequence and no tree: `ragspec.drafting.block.drafter` does.
 
     >>> network = BlockNetwork(read_block(path), target, max_positions=2048)
     >>> network.read(features, cache, metadata)                    # DFlash and DSpark: keys of the text
     >>> states = network.first(token_ids, features, cache, block_metadata)           # [N, H]
     >>> network.level_logits(network.base_logits(states), previous_tokens)           # [N, Vd]
 
-Sources: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), P-EAGLE (arXiv 2602.01469).
+Sources: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), P-EAGLE (arXiv 2602.01469), PaSS (arXiv 2311.13581).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -98,10 +99,11 @@ class ParallelHead(EagleHead):
 class BlockHead(Head):
     """DFlash and DSpark. Training needs `mask_embedding`, as `ParallelHead`'s does."""
 
-    loss_weights = LossWeights(token=1.0)
-
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
+        self.loss_weights = LossWeights(token=1.0)
+        if config.confidence_inputs:
+            self.loss_weights = LossWeights(token=0.1, difference=0.9, confidence=1.0)
         self.config, self.shape = config, config.shape
         shape = config.shape
         width, eps, rank = shape.hidden_size, shape.rms_norm_eps, config.markov_rank
@@ -159,6 +161,44 @@ class BlockHead(Head):
             ]
         guesses = hidden[-self.config.num_guesses :][: objective.num_steps]
         return cast(Tensor, self.norm(torch.stack(guesses)))
+
+
+@dataclass(frozen=True)
+class LookAheadConfig:
+    """`num_embeddings`: rows behind the last token. No tap is read."""
+
+    num_embeddings: int
+    hidden_size: int
+    aux_layers: tuple[int, ...] = ()
+
+
+class LookAheadHead(Head):
+    """The embeddings. `read`: the target's states of given input embeddings, as `FrozenTarget.read`."""
+
+    loss_weights = LossWeights(teacher=1.0)
+
+    def __init__(self, config: LookAheadConfig, read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.config, self._read = config, read
+        self.embeddings = nn.Parameter(torch.zeros(config.num_embeddings, config.hidden_size))
+
+    def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
+        return project(state)
+
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
+        """Step j is row j behind the text up to the chosen row's token."""
+        (size, num_tokens), num_anchors = embedded.shape[:2], rows.shape[1]
+        count = min(objective.num_steps, self.config.num_embeddings)
+        text, own = (torch.arange(n, device=rows.device) for n in (num_tokens, num_anchors * count))
+        inputs = torch.cat([embedded, self.embeddings[:count].repeat(num_anchors, 1).expand(size, -1, -1)], 1)
+        last = torch.cat([text.expand(size, -1), rows.repeat_interleave(count, 1)], 1)  # text token that a row sees
+        positions = last.clone()
+        positions[:, num_tokens:] += 1 + own % count
+        sees = torch.zeros(size, *[num_tokens + len(own)] * 2, dtype=torch.bool, device=rows.device)
+        sees[:, :, :num_tokens] = text <= last[..., None]
+        sees[:, num_tokens:, num_tokens:] = (own[:, None] // count == own // count) & (own[:, None] >= own)
+        states = self._read(inputs, sees, positions)[:, num_tokens:]
+        return torch.movedim(states.unflatten(1, (num_anchors, count)), 2, 0)
 
 
 class BlockNetwork(EagleNetwork):

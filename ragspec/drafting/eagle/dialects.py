@@ -142,12 +142,11 @@ def flat_config(raw: Raw, overrides: Raw) -> dict[str, Any]:
 def _check_kind(raw: Raw) -> None:
     """Raises: ModelError for a head of another kind than EAGLE."""
     kind = raw.get("speculators_model_type") or "eagle3"
-    named = {"speculators_model_type": [] if kind == "eagle3" else [kind]}
-    named["architectures"] = [name for name in _architectures(raw) if _OTHER_ARCHITECTURES.match(str(name))]
-    for key, names in named.items():
+    foreign = [name for name in _architectures(raw) if _OTHER_ARCHITECTURES.match(str(name))]
+    for key, names in (("speculators_model_type", [kind] * (kind != "eagle3")), ("architectures", foreign)):
         if names:
-            drafts_blocks = any(_BLOCK_HEADS.match(str(name)) for name in names)
-            why = "drafts blocks and is no EAGLE head" if drafts_blocks else "is not served as EAGLE"
+            is_block = _BLOCK_HEADS.match(str(names[0]))
+            why = "drafts blocks and is no EAGLE head" if is_block else "is not served as EAGLE"
             raise ModelError(f"config.json has {key} {names[0]!r}: such a head {why}")
 
 

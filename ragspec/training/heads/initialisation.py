@@ -15,8 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ragspec.drafting.block.checkpoint import BlockFamily, is_block_head, read_block, write_block
-from ragspec.drafting.block.network import BlockCheckpoint, BlockConfig, BlockHead, ParallelHead
+from ragspec.drafting.block.checkpoint import BlockFamily, family_in, read_block, write_block, write_look_ahead
+from ragspec.drafting.block.network import (
+    BlockCheckpoint,
+    BlockConfig,
+    BlockHead,
+    LookAheadConfig,
+    LookAheadHead,
+    ParallelHead,
+)
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.network import EagleHead
@@ -149,6 +156,16 @@ def _copy_feed_forward(head: EagleHead | BlockHead, target: FrozenTarget) -> Non
 
 
 @torch.no_grad()
+def fresh_look_ahead(num_embeddings: int, target: FrozenTarget, seed: int) -> LookAheadHead:
+    """Look-ahead embeddings near the mean of the target's embedding."""
+    head = LookAheadHead(LookAheadConfig(num_embeddings, target.hidden_size), lambda *rows: target.read(*rows))
+    noise = torch.randn(head.embeddings.shape, generator=torch.Generator().manual_seed(seed))
+    embedding = target.embed(torch.arange(target.vocab_size))
+    head.embeddings.copy_(embedding.mean(0) + INIT_STD * noise.to(target.device))
+    return head.to(target.device)
+
+
+@torch.no_grad()
 def fresh_position_head(config: PositionConfig, target: FrozenTarget, seed: int) -> PositionHead:
     """Medusa or Hydra heads ready for training."""
     with torch.random.fork_rng(devices=[]):
@@ -183,7 +200,7 @@ def _begin_as_identity(prefix: nn.Module, target: FrozenTarget) -> None:
 @torch.no_grad()
 def start_from(head: EagleHead | BlockHead, directory: Path) -> None:
     """Copy the weights of a head on disk; specialists that it lacks begin as its last layer. Raises: ModelError."""
-    if is_block_head(directory):
+    if family_in(directory):
         block, tensors = read_block(directory)
         num_layers = block.shape.num_layers
     else:
@@ -205,6 +222,8 @@ def write_trained(directory: Path, head: Head, tensors: dict[str, Tensor], targe
     """Write tensors of a head's names in the published layout. `target`: its directory or name. Raises: ModelError, SaveError."""
     if isinstance(head, PositionHead):
         write_positions(directory, PositionCheckpoint(head.config, tensors), target)
+    elif isinstance(head, LookAheadHead):
+        write_look_ahead(directory, tensors["embeddings"])
     elif isinstance(head.config, BlockConfig):
         write_block(directory, BlockCheckpoint(head.config, tensors))
     else:
