@@ -1,4 +1,4 @@
-"""Train EAGLE, HASS, PosS, Medusa, Hydra or Hydra++ heads for a target and write them in the published format.
+"""Train EAGLE, HASS, PosS, P-EAGLE, DFlash, DSpark, Medusa, Hydra or Hydra++ heads for a target, in the published formats.
 
     python -m pipelines.train_drafter --family eagle3 --data ../shared/data --out runs/eagle3 --minutes 60
     python -m pipelines.train_drafter --family eagle2 --data ../shared/data --out runs/eagle2 --steps 3
@@ -8,9 +8,11 @@
 
 `eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has its own
 output layer. `hass` adds to `eagle2` a term on the target's ten most probable tokens, and no gradient flows between draft steps;
-`poss` has HASS's loss and a layer of its own for every `--positions-per-layer` draft steps. `medusa` learns the text's own
-tokens, position k with the weight 0.8^k, `hydra` the target's distribution, and `hydra++` reads the states through a decoder
-layer; they have `--steps` networks of `--layers` blocks.
+`poss` has HASS's loss and a layer of its own for every `--positions-per-layer` draft steps. `peagle`, `dflash` and `dspark` guess
+`--steps` tokens in one forward; `dflash` and `dspark` have `--layers` layers, `dspark` a bias by the previous token. `pass` has
+`--steps` look-ahead embeddings and nothing else. `medusa` learns the text's own tokens, position k with the weight 0.8^k, `hydra`
+the target's distribution, and `hydra++` reads the states through a decoder layer; they have `--steps` networks of `--layers`
+blocks.
 
 `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets' answers.
 `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. `--start` begins with a trained head: of PosS, all
@@ -31,6 +33,8 @@ from torch import Tensor
 
 from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
+from ragspec.drafting.block.checkpoint import BlockFamily
+from ragspec.drafting.block.network import BlockConfig, BlockHead
 from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
 from ragspec.drafting.eagle.network import EagleHead
 from ragspec.drafting.heads.learning import Head, Inputs, LossWeights, MicroBatch, Objective
@@ -41,7 +45,9 @@ from ragspec.errors import InputError
 from ragspec.training.conversations import AnswerEncoder
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import (
+    block_config,
     fresh_head,
+    fresh_look_ahead,
     fresh_position_head,
     head_config,
     spread_aux_layers,
@@ -67,11 +73,13 @@ from ragspec.training.trainer import WorkerGroup
 
 SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000
 VOCABULARY_TEXTS = 4_000
+MARKOV_RANK = 32
 ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
-LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP: of the distance to the target's state, of the cross-entropy with the target's
-distribution, of that with the text's token and of that with the target's ten most probable tokens; default: eagle and eagle2
-1 0.1, hass and poss 1 0.1 0 1, eagle3, hydra and hydra++ 0 1, medusa 0 0 1"""
+LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP DIFFERENCE CONFIDENCE: of the distance to the target's state, of the cross-entropy with
+the target's distribution, of that with the text's token, of that with the target's ten most probable tokens, of the absolute
+difference of both distributions and of the confidence head; default: eagle and eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3,
+peagle, pass, hydra and hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9 1"""
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
 
@@ -94,33 +102,39 @@ FAMILIES = {
     "eagle3": FamilyDefaults(4),
     "hass": FamilyDefaults(3, 1.0, 0.2, _HASS, is_detached=True),
     "poss": FamilyDefaults(6, 1.0, 0.2, _HASS, is_detached=True),
+    "peagle": FamilyDefaults(5, 0.7),
+    "dflash": FamilyDefaults(5),
+    "dspark": FamilyDefaults(5),
+    "pass": FamilyDefaults(4),
     "medusa": FamilyDefaults(4),
     "hydra": FamilyDefaults(4, 1.0),
     "hydra++": FamilyDefaults(4, 1.0, num_blocks=4),
 }
 OPTIONS_OF = {
-    "eagle eagle2 eagle3 hass poss": ("inputs", "start", "intermediate_size"),
-    "eagle3": ("aux_layers", "draft_vocab"), "medusa": ("target_output",),
-    "hydra hydra++": ("not_grounded",), "medusa hydra hydra++": ("layers",), "poss": ("positions_per_layer",),
+    "eagle eagle2 eagle3 hass poss": ("inputs",), "medusa": ("target_output",), "hydra hydra++": ("not_grounded",),
+    "eagle eagle2 eagle3 hass poss peagle dflash dspark": ("start", "intermediate_size"),
+    "eagle3 peagle dflash dspark": ("aux_layers", "draft_vocab"), "dspark": ("markov_rank",),
+    "dflash dspark medusa hydra hydra++": ("layers",), "poss": ("positions_per_layer",),
 }  # fmt: skip
 """Families, and the options that only they read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRun(training_run.TrainingRun):
-    """The command's options. `draft_vocab` None: the default of the target's vocabulary size. `start`: a head to begin with. The
-    last four are of Medusa and Hydra: blocks a network, whether networks read the tokens in between, whether they have output
-    layers of their own, whether a decoder layer comes before them.
+    """The command's options. `draft_vocab` None: the default of the target's vocabulary size. `start`: a head to begin with.
+    `num_blocks`: blocks of a network, or layers of a head that drafts blocks. The last three are of Medusa and Hydra: whether
+    networks read the tokens in between, whether they have output layers of their own, whether a decoder layer comes before them.
     """
 
     target: str
-    family: EagleFamily | PositionFamily
+    family: EagleFamily | BlockFamily | PositionFamily
     aux_layers: tuple[int, ...]
     draft_vocab: int | None
     plan: DrafterPlan
     start: Path | None = None
     intermediate_size: int | None = None
     positions_per_layer: int = 0
+    markov_rank: int = 0
     num_blocks: int = 1
     is_grounded: bool = False
     has_output: bool = True
@@ -157,12 +171,13 @@ def parser() -> argparse.ArgumentParser:
     add("--noise", type=float, help=f"width of the noise on features, of a text of 512 tokens; {_defaults(2)}")
     add("--loss-weights", type=_weight, nargs="+", metavar="WEIGHT", help=LOSS_WEIGHTS)
     add("--inputs", choices=[i.value for i in Inputs], help="EAGLE families: the parts of a pair")
-    add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
-    add("--draft-vocab", type=count, help="eagle3: tokens the head can draft")
-    add("--intermediate-size", type=count, help="EAGLE families; default: the target's")
-    add("--start", type=Path, help="EAGLE families: directory of a head to begin with")
+    add("--aux-layers", type=int, nargs=3, help="eagle3, peagle, dflash, dspark: taps, low to high")
+    add("--draft-vocab", type=count, help="eagle3, peagle, dflash, dspark: tokens the head can draft")
+    add("--intermediate-size", type=count, help="all but medusa and hydra; default: the target's")
+    add("--start", type=Path, help="all but medusa and hydra: directory of a head to begin with")
+    add("--markov-rank", type=count, help=f"dspark: width of the bias by the previous token; default {MARKOV_RANK}")
     add("--positions-per-layer", type=count, help="poss: draft steps of a specialist; default 1")
-    add("--layers", type=count, help=f"medusa, hydra, hydra++: blocks of a network; {_defaults(5)}")
+    add("--layers", type=count, help=f"layers of dflash and dspark, blocks of a network; {_defaults(5)}")
     add("--target-output", action="store_true", help="medusa: networks read the target's output layer and have none")
     add("--not-grounded", action="store_true", help="hydra, hydra++: networks do not read the tokens in between")
     add("--peak-rate", dest="peak_lr", type=float, default=plan.peak_lr, help="peak learning rate")
@@ -193,10 +208,12 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
                 raise InputError(f"--{name.replace('_', '-')} is an option of {' and '.join(families.split())}")
     default = FAMILIES[args.family]
     if len(args.loss_weights or ()) > len(fields(LossWeights)):
-        raise InputError("--loss-weights has at most four numbers")
+        raise InputError("--loss-weights has at most six numbers")
     noise = default.noise if args.noise is None else args.noise
     decay = default.position_decay if args.position_decay is None else args.position_decay
     weights = LossWeights(*args.loss_weights) if args.loss_weights else default.loss_weights
+    if weights and weights.confidence and args.family != "dspark":
+        raise InputError("only dspark has a confidence head, whose loss is the sixth of --loss-weights")
     inputs = Inputs(args.inputs or Inputs.SHIFTED)
     objective = Objective(args.steps or default.num_steps, decay, inputs, noise, weights, default.is_detached)
     given = training_run.values_of(DrafterPlan, args)
@@ -209,6 +226,7 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         "plan": DrafterPlan(**given, objective=objective),
         "positions_per_layer": (args.positions_per_layer or 1) if args.family == "poss" else 0,
         "num_blocks": args.layers or default.num_blocks,
+        "markov_rank": args.markov_rank or MARKOV_RANK,
         "is_grounded": args.family.startswith("hydra") and not args.not_grounded,
         "has_output": not args.target_output,
         "has_prefix": args.family == "hydra++",
@@ -216,7 +234,9 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
     return DrafterRun(**training_run.values_of(DrafterRun, args) | own)
 
 
-def _family(name: str) -> EagleFamily | PositionFamily:
+def _family(name: str) -> EagleFamily | BlockFamily | PositionFamily:
+    if name in list(BlockFamily):
+        return BlockFamily(name)
     if name.removesuffix("++") in list(PositionFamily):
         return PositionFamily(name.removesuffix("++"))
     return EagleFamily.EAGLE3 if name == "eagle3" else EagleFamily.EAGLE
@@ -235,12 +255,11 @@ def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
 def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
     target = FrozenTarget.load(TargetConfig(model=run.target), device)
-    config = config_of(run, target)
     run.out.mkdir(parents=True, exist_ok=True)
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
     sample_text = text_sampler(run, encoder)
-    head = make_head(config, target, sample_text, run.plan.seed)
-    if run.start is not None and isinstance(head, EagleHead):
+    head = make_head(run, target, sample_text)
+    if run.start is not None and isinstance(head, EagleHead | BlockHead):
         start_from(head, run.start)
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers)
     training_run.resumes(trainer, run)
@@ -254,8 +273,10 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
         trainer.write_head(run.out / "head")
 
 
-def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionConfig:
-    """The head's shape, by the options and by the target. Raises: ModelError, ConfigError."""
+def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig | PositionConfig | None:
+    """The head's shape, by the options and by the target; None: it has none. Raises: ModelError, ConfigError."""
+    if run.family is BlockFamily.PASS:
+        return None
     if isinstance(run.family, PositionFamily):
         num_heads = run.plan.objective.num_steps
         others = (run.num_blocks, run.is_grounded, run.has_output, run.has_prefix, run.has_prefix)
@@ -264,15 +285,25 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionCon
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
     count = -(-run.plan.objective.num_steps // run.positions_per_layer) if run.positions_per_layer else 1
-    layers = (count, run.positions_per_layer)
-    return head_config(target, run.family, aux_layers, draft_vocab, *layers, intermediate_size=run.intermediate_size)
+    if isinstance(run.family, EagleFamily):
+        layers = count, run.positions_per_layer
+        return head_config(
+            target, run.family, aux_layers, draft_vocab, *layers, intermediate_size=run.intermediate_size
+        )
+    num_layers, width = run.num_blocks, run.intermediate_size
+    shape = head_config(target, EagleFamily.EAGLE3, aux_layers, draft_vocab, num_layers, intermediate_size=width)
+    return block_config(shape, run.family, run.plan.objective.num_steps, run.markov_rank)
 
 
-def make_head(config: HeadConfig | PositionConfig, target: FrozenTarget, sample_text: TextSampler, seed: int) -> Head:
-    """A head ready for training."""
+def make_head(run: DrafterRun, target: FrozenTarget, sample_text: TextSampler) -> Head:
+    """A head ready for training. Raises: ModelError, ConfigError."""
+    config, seed = config_of(run, target), run.plan.seed
+    if config is None:
+        return fresh_look_ahead(run.plan.objective.num_steps, target, seed)
     if isinstance(config, PositionConfig):
         return fresh_position_head(config, target, seed)
-    return fresh_head(config, target, vocabulary_of(config, sample_text, seed), seed)
+    shape = config.shape if isinstance(config, BlockConfig) else config
+    return fresh_head(config, target, vocabulary_of(shape, sample_text, seed), seed)
 
 
 def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Tensor | None:

@@ -188,7 +188,7 @@ class OnlineConfig(ConfigSection):
 
 
 class EagleConfig(HeadConfig):
-    """An EAGLE head, or a head that drafts a block in one forward: P-EAGLE, DFlash or DSpark, as the directory says."""
+    """An EAGLE head, or a head that drafts a block in one forward: P-EAGLE, DFlash, DSpark or PaSS, as the directory says."""
 
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of the head's products; "auto": the fastest here, int8 beside a target in int8 only."""

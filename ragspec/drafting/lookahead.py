@@ -24,6 +24,8 @@ from ragspec.tree import Origin, Proposal
 
 _WINDOW, _NGRAM, _MOST_NGRAMS = 8, 5, 7
 """Tokens of the window; of an n-gram, its key included; n-grams with one key."""
+MOST_DEPTH = _NGRAM - 2
+"""Deeper tokens are accepted as those of this depth."""
 _LEAST_PROB = 0.02
 _STRIDE = 7_919
 

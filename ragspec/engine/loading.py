@@ -30,8 +30,8 @@ from ragspec.config import (
     TargetConfig,
 )
 from ragspec.core import Say, log_progress
-from ragspec.drafting.block.checkpoint import is_block_head, read_block
-from ragspec.drafting.block.drafter import BlockDrafter
+from ragspec.drafting.block.checkpoint import BlockFamily, family_in, read_block, read_look_ahead
+from ragspec.drafting.block.drafter import BlockDrafter, LookAheadDrafter
 from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
@@ -124,7 +124,8 @@ def load_engine(
             partial(forward_s, target),
             lambda: measure_costs(target, max_num_batched_tokens, say),
         )
-        planner = planner_class(make_drafters(target, drafting), costs, drafting.tree.max_nodes, target.vocab_size)
+        drafters = make_drafters(target, drafting)
+        planner = planner_class(drafters, costs, drafting.tree.max_nodes, target.num_embeddings)
         if planner.taps:
             forward_s(target, 1, 1, taps=planner.taps)  # compiles the search for probable tokens
         settled = config.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
@@ -206,10 +207,18 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 
 def make_eagle(
     target: Target, config: EagleConfig, tree: DraftTreeConfig, name: str = "eagle"
-) -> EagleDrafter | BlockDrafter:
+) -> EagleDrafter | BlockDrafter | LookAheadDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
     path = _path_of(config, name if name == "eagle" else f"eagle_heads.{name}")
-    if is_block_head(path):
+    family = family_in(path)
+    if family and config.online.enabled:
+        raise ConfigError(
+            f"drafting.{name}.online: heads that draft blocks do not learn while they serve; EAGLE-3 heads do"
+        )
+    if family is BlockFamily.PASS:
+        embeddings = read_look_ahead(path, target.hidden_size)
+        return LookAheadDrafter(target.add_embeddings(embeddings), len(embeddings), name)
+    if family:
         return make_block(target, config, tree, path, name)
     checkpoint = read_head(path, config.positions_per_layer, config.norm_output)
     shape = _head_shape(tree)
@@ -226,10 +235,6 @@ def make_eagle(
 
 def make_block(target: Target, config: EagleConfig, tree: DraftTreeConfig, path: str, name: str) -> BlockDrafter:
     """As `make_eagle`, for heads that draft a block in one forward; its size is the tree's depth unless that is configured."""
-    if config.online.enabled:
-        raise ConfigError(
-            f"drafting.{name}.online: heads that draft blocks do not learn while they serve; EAGLE-3 heads do"
-        )
     checkpoint = read_block(path)
     block = checkpoint.config
     shape = _head_shape(tree.model_copy(update={"max_depth": tree.max_depth or block.num_guesses or None}))

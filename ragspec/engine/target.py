@@ -88,7 +88,7 @@ class Target:
         self.backend.place(model.get_input_embeddings())
         text_config = model.config.get_text_config()
         check_servable(model, text_config)
-        self.vocab_size: int = text_config.vocab_size
+        self.vocab_size = self.num_embeddings = int(text_config.vocab_size)
         self.hidden_size: int = text_config.hidden_size
         self.num_positions = int(text_config.max_position_embeddings)
         self.max_context_tokens = min(config.max_model_len or self.num_positions, self.num_positions)
@@ -174,6 +174,20 @@ class Target:
         if self._embedding is None:
             self._embedding = self._whole_weight("model.embed_tokens.weight")
         return self._embedding
+
+    def add_embeddings(self, rows: torch.Tensor) -> int:
+        """Inputs for token ids behind the vocabulary, of which no logits exist; returns the first id. Shape: [rows, H].
+
+        Raises: ModelError for a target whose decoder ragspec does not replace, or on several ranks.
+        """
+        decoder = self._model.model
+        if not isinstance(decoder, Decoder | Int8Decoder) or self.ranks.size > 1:
+            raise ModelError("look-ahead embeddings need a model whose decoder ragspec replaces, and one rank")
+        table, first = decoder.embedding.weight.detach(), self.num_embeddings
+        rows = torch.cat([table[:first], rows.to(table.device, table.dtype)])
+        decoder.embedding.weight = torch.nn.Parameter(rows, requires_grad=False)
+        self.num_embeddings = len(rows)
+        return first
 
     @property
     def text_config(self) -> Any:

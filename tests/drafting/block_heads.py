@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ragspec.drafting.block.checkpoint import read_block
+from ragspec.drafting.block.network import BlockNetwork
 from ragspec.engine.target import Target
 
 MASK, BLOCK, RANK, HEADS, KV_HEADS, HEAD_DIM, BETWEEN, EPS, THETA = 3, 5, 8, 4, 2, 16, 96, 1e-6, 1e6
@@ -63,6 +65,11 @@ def save_block(folder: Path, form: str, target: Target, seed: int = 0) -> dict[s
     tensors = {name: _random(size, generator) for name, size in _shapes(form, target).items()}
     save_file(tensors, folder / "model.safetensors")
     return tensors
+
+
+def network_for(target: Target, folder: Path, form: str, dtype: torch.dtype | None = None) -> BlockNetwork:
+    save_block(folder, form, target)
+    return BlockNetwork(read_block(folder), target, 400, dtype)
 
 
 def _random(size: tuple[int, ...], generator: torch.Generator) -> Tensor:

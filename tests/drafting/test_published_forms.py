@@ -150,9 +150,6 @@ FORMS: dict[str, Form] = {
         SPECULATORS, {}, lambda t: t.update({"verifier_lm_head.weight": NAN, "verifier_norm.weight": NAN.clone()}),
         dialect="speculators",
     ),
-    "speculators, DFlash": Form(
-        SPECULATORS, {"speculators_model_type": "dflash"}, refused="speculators_model_type", dialect="speculators"
-    ),
     "SpecForge": Form({"family": "eagle3"}, OFFICIAL | SPECFORGE),
     "SpecForge, ids out of order": Form(
         TAPPED, SPECFORGE | {"norm_output": ..., AUX_KEY: ..., "eagle_config": {AUX_KEY: [5, 1, 3]}}

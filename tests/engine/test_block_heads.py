@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from drafting.block_heads import BLOCK, FORMS, MASK, TAPS, block_states, save_block
+from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, network_for, save_block
 from drafting.eagle_reference import eagle3_outputs, head_logits
 from head_parts import differs, features_of, free, noted
 from oracle_cases import (
@@ -27,25 +27,23 @@ from torch import Tensor
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, OnlineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.block.checkpoint import read_block
+from ragspec.drafting.block.checkpoint import BlockFamily, read_block
 from ragspec.drafting.block.drafter import BlockDrafter
 from ragspec.drafting.block.network import BlockNetwork
-from ragspec.drafting.eagle.layout import HeadCheckpoint
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.heads.learning import Objective
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
+from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.initialisation import block_config, fresh_head, head_config, write_trained
 
 GUESSES = {"DFlash": BLOCK - 1, "DSpark, SpecForge": BLOCK - 1, "DSpark, DeepSpec": BLOCK, "P-EAGLE": BLOCK}
 
 
 def num_guesses(form: str) -> int:
     return next(count for name, count in GUESSES.items() if form.startswith(name))
-
-
-def network_for(target: Target, folder: Path, form: str, dtype: torch.dtype | None = None) -> BlockNetwork:
-    save_block(folder, form, target)
-    return BlockNetwork(read_block(folder), target, 400, dtype)
 
 
 class Watched(BlockDrafter):
@@ -127,6 +125,32 @@ def test_states_logits_and_blocks_are_the_papers(
             chain.append(last := int(row.argmax()))
         assert chains[tokens] == chain
     assert max(map(len, chains.values())) == num_guesses(form)
+
+
+@pytest.mark.parametrize("family", BlockFamily)
+def test_a_head_trains_on_the_states_that_it_drafts_from(tiny: Tiny, tmp_path: Path, family: BlockFamily) -> None:
+    """A mask, a position or a guess shifted by one learns from texts what it is never asked when it is served."""
+    target, frozen = (
+        tiny(),
+        FrozenTarget.load(TargetConfig(model=str(save_model("llama", tmp_path / "target"))), dtype=torch.float32),
+    )
+    num_layers = 1 if family is BlockFamily.PEAGLE else 2
+    shape = head_config(frozen, EagleFamily.EAGLE3, (0, 1, 2), None, num_layers)
+    head = fresh_head(block_config(shape, family, 4, RANK), frozen, None, seed=3)
+    write_trained(tmp_path / "head", head, head.state_dict(), "target")
+    network = BlockNetwork(read_block(tmp_path / "head"), target, 400, torch.float32)
+    watched = Watched(network, make_shape("chain", 1, 1, 4), free(), max_read=256)
+    with tiny_engine(target, [watched]) as engine:
+        engine.generate(requests_of(target, PARAMS["greedy"])[:3])
+    whole = [(tokens, states) for tokens, states, unread in watched.seen if not unread]
+    assert len(whole) > 8
+    for tokens, states in whole[:: len(whole) // 8]:
+        ids = torch.tensor([tokens])
+        features = frozen.states(ids, head.config.aux_layers).features
+        rows = torch.tensor([[len(tokens) - 2]])
+        with torch.no_grad():
+            expected = head.unroll(frozen.embed(ids), features, rows, Objective(4))[:, 0, 0]
+        assert torch.allclose(states, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", ["DFlash, z-lab", "DSpark, DeepSpec", "P-EAGLE, SpecForge"])

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
+from drafting.block_heads import FORMS, network_for
 from drafting.medusa_heads import position_drafter
-from head_parts import drafter_for
+from head_parts import drafter_for, free
 from oracle_cases import (
     PARAMS,
     assert_equal,
@@ -31,7 +32,9 @@ from tiny_target import save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
+from ragspec.drafting.block.drafter import BlockDrafter
 from ragspec.drafting.drafter import Drafter
+from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.parallel import Follower, load_rank
 from ragspec.engine.target import FINAL, Target
@@ -209,7 +212,7 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "hydra", "hydra++", "poss"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "hydra", "hydra++", "poss", *FORMS])
 def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     followers: Followers, models: Models, tmp_path: Path, family: str
 ) -> None:
@@ -220,6 +223,8 @@ def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     expected = truth(one, requests, "T=1")
 
     def drafter(target: Target) -> Drafter:
+        if family in FORMS:
+            return BlockDrafter(network_for(target, tmp_path, family), make_shape("dynamic", 3, 2, 4), free())
         return (
             drafter_for(target, family)
             if family in ("eagle", "eagle3", "poss")

@@ -121,7 +121,7 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
     for options, (family, *sizes, decay, weights) in cases.items():
         run = run_of(parser().parse_args(["--family", *options.split(), *where]))
         config = train_drafter.config_of(run, loaded)
-        head = train_drafter.make_head(config, loaded, lambda rng: Encoded([], []), seed=0)
+        head = train_drafter.make_head(run, loaded, lambda rng: Encoded([], []))
         assert isinstance(config, PositionConfig) and config.family.value == family
         assert [config.num_heads, config.num_blocks, config.is_grounded, config.has_output] == sizes
         assert config.has_prefix == options.startswith("hydra++")

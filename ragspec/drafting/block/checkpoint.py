@@ -1,4 +1,4 @@
-"""P-EAGLE, DFlash and DSpark heads on disk. Reads the published forms and refuses anything else.
+"""P-EAGLE, DFlash and DSpark heads on disk. Reads and writes the published forms and refuses anything else.
 
     fc.weight  hidden_norm.weight  layers.0.input_layernorm.weight  ...  norm.weight              DFlash
     markov_head.markov_w1.weight  markov_head.markov_w2.weight  confidence_head.proj.weight .bias  DSpark has these too
@@ -22,23 +22,27 @@ import torch
 from torch import Tensor
 
 from ragspec.drafting.block.network import MASK_HIDDEN, BlockCheckpoint, BlockConfig, BlockHead
-from ragspec.drafting.eagle.checkpoint import check_head, check_vocabulary, official_form
+from ragspec.drafting.eagle.checkpoint import check_head, check_vocabulary, official_form, published_form
 from ragspec.drafting.eagle.dialects import AUX_KEY, check_keys, config_of, flat_config
-from ragspec.drafting.eagle.layout import EagleFamily
+from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.heads.files import (
     CONFIG,
+    WEIGHTS,
     Raw,
     check_tensor,
     check_tensors,
+    errors_of,
     integer,
     read_json,
     read_tensors,
     section_of,
     truth,
+    write_files,
 )
 from ragspec.errors import ModelError
 
 _SECTION = "dflash_config"
+_LOOK_AHEAD, _EMBEDDINGS, _MAX_EMBEDDINGS = "LookAheadEmbeddings", "embeddings", 32
 _SECTION_KEYS = ("mask_token_id", "target_layer_ids")
 _BLOCK_KEYS = (
     "block_size confidence_head_with_markov dspark_bonus_anchor enable_confidence_head markov_head_type markov_rank"
@@ -49,17 +53,19 @@ _IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.wei
 
 
 class BlockFamily(enum.StrEnum):
-    """The published kinds."""
+    """The published kinds; look-ahead embeddings (PaSS) have files of our own."""
 
     PEAGLE = "peagle"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    PASS = "pass"
 
 
 _ARCHITECTURES = {
     BlockFamily.PEAGLE: re.compile(r"(?i)peagle\w*"),
     BlockFamily.DFLASH: re.compile(r"(?i)(qwen3)?dflash(draftmodel|speculator|model)"),
     BlockFamily.DSPARK: re.compile(r"(?i)(qwen3)?dspark(draftmodel|speculator|model)"),
+    BlockFamily.PASS: re.compile(_LOOK_AHEAD),
 }
 
 
@@ -74,12 +80,10 @@ def family_of(raw: Raw) -> BlockFamily | None:
     return BlockFamily.PEAGLE if raw.get("parallel_drafting") is True else None
 
 
-def is_block_head(directory: str | Path) -> bool:
-    """Raises: ModelError where there is no config.json."""
-    try:
-        return family_of(read_json(Path(directory) / CONFIG)) is not None
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
+def family_in(directory: str | Path) -> BlockFamily | None:
+    """As `family_of`, of the head in a directory. Raises: ModelError where there is no config.json."""
+    with errors_of(directory):
+        return family_of(read_json(Path(directory) / CONFIG))
 
 
 def read_block(directory: str | Path) -> BlockCheckpoint:
@@ -88,34 +92,61 @@ def read_block(directory: str | Path) -> BlockCheckpoint:
     Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
-    try:
+    with errors_of(directory):
         raw = read_json(directory / CONFIG)
         family = family_of(raw)
-        if family is None:
+        if family in (None, BlockFamily.PASS):
             raise ModelError("config.json names no P-EAGLE, DFlash or DSpark head")
         stored = read_tensors(directory)
         stored = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
-        return _read_peagle(raw, stored) if family is BlockFamily.PEAGLE else _read_flash(family, raw, stored)
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
+        if family is BlockFamily.PEAGLE:
+            checkpoint = _read_peagle(raw, stored)
+        else:
+            checkpoint = BlockCheckpoint(_flash_config(family, raw, stored), stored)
+        check_block(checkpoint)
+        return checkpoint
 
 
 def _read_peagle(raw: Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
     if MASK_HIDDEN not in stored:
         raise ModelError(f"the head lacks {MASK_HIDDEN}, which a P-EAGLE head has")
-    mask_hidden = stored.pop(MASK_HIDDEN)
-    shape, tensors = official_form(_as_eagle(raw), stored, {})
-    check_head(shape, tensors)
-    check_tensor(MASK_HIDDEN, mask_hidden, (1, 1, shape.num_features))
+    shape, tensors = official_form(_as_eagle(raw), {n: t for n, t in stored.items() if n != MASK_HIDDEN}, {})
     key = "mask_token_id" if raw.get("mask_token_id") is not None else "ptd_token_id"
-    return BlockCheckpoint(BlockConfig(shape, integer(raw, key)), tensors | {MASK_HIDDEN: mask_hidden})
+    return BlockCheckpoint(BlockConfig(shape, integer(raw, key)), tensors | {MASK_HIDDEN: stored[MASK_HIDDEN]})
 
 
-def _read_flash(family: BlockFamily, raw: Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
-    config = _flash_config(family, raw, stored)
-    shape = config.shape
+def write_block(directory: Path, checkpoint: BlockCheckpoint) -> None:
+    """Write a head in SpecForge's form (P-EAGLE), z-lab's (DFlash) or DeepSpec's (DSpark), each file whole or not at all.
+
+    Raises: ModelError for a head that `read_block` would refuse, SaveError.
+    """
+    config = checkpoint.config
+    check_block(checkpoint)
+    raw, tensors = published_form(HeadCheckpoint(config.shape, checkpoint.tensors))
+    mask: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+    if config.is_causal:
+        raw |= {"architectures": ["PEagleDraftModel"], **mask}
+    else:
+        layers = {"target_layer_ids": [tap - 1 for tap in raw.pop(AUX_KEY)]}
+        raw |= {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
+        raw |= {_SECTION: mask | layers} if not config.markov_rank else mask | layers
+    if config.markov_rank:
+        raw |= {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": config.samples_anchor}
+        raw |= {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
+        raw["enable_confidence_head"] = config.confidence_inputs > 0
+        raw["confidence_head_with_markov"] = config.confidence_inputs > config.shape.hidden_size
+    write_files(directory, raw, WEIGHTS, tensors)
+
+
+def check_block(checkpoint: BlockCheckpoint) -> None:
+    """Raises: ModelError naming the first tensor that a head of this configuration has not, or has otherwise."""
+    shape, tensors = checkpoint.config.shape, checkpoint.tensors
+    if checkpoint.config.is_causal:
+        check_head(shape, {name: tensor for name, tensor in tensors.items() if name != MASK_HIDDEN})
+        check_tensor(MASK_HIDDEN, tensors[MASK_HIDDEN], (1, 1, shape.num_features))
+        return
     with torch.device("meta"):
-        needed = BlockHead(config).state_dict()
+        needed = BlockHead(checkpoint.config).state_dict()
         table = torch.empty(shape.vocab_size, shape.hidden_size)
     optional = {"embed_tokens.weight": table}
     if shape.draft_vocab_size == shape.vocab_size:
@@ -123,10 +154,32 @@ def _read_flash(family: BlockFamily, raw: Raw, stored: dict[str, Tensor]) -> Blo
             "d2t": torch.empty(len(table), dtype=torch.int64),
             "t2d": torch.empty(len(table), dtype=torch.bool),
         }
-    check_tensors(stored, needed, optional)
-    if "d2t" in stored:
-        check_vocabulary(stored["d2t"], stored["t2d"])
-    return BlockCheckpoint(config, stored)
+    check_tensors(tensors, needed, optional)
+    if "d2t" in tensors:
+        check_vocabulary(tensors["d2t"], tensors["t2d"])
+
+
+def write_look_ahead(directory: Path, embeddings: Tensor) -> None:
+    """Shape: [rows, H]. Raises: ModelError for embeddings that `read_look_ahead` would refuse, SaveError."""
+    _check(embeddings, embeddings.shape[-1])
+    raw = {"architectures": [_LOOK_AHEAD], "hidden_size": embeddings.shape[1]}
+    write_files(directory, raw, WEIGHTS, {_EMBEDDINGS: embeddings})
+
+
+def read_look_ahead(directory: str | Path, hidden_size: int) -> Tensor:
+    """Embeddings for a target of this width. Shape: [rows, H]. Raises: ModelError with the reason."""
+    with errors_of(directory):
+        tensors = read_tensors(Path(directory))
+        if list(tensors) != [_EMBEDDINGS]:
+            raise ModelError(f"the head has {', '.join(tensors)}, not {_EMBEDDINGS} alone")
+        _check(tensors[_EMBEDDINGS], hidden_size)
+        return tensors[_EMBEDDINGS]
+
+
+def _check(embeddings: Tensor, hidden_size: int) -> None:
+    check_tensor(_EMBEDDINGS, embeddings, (len(embeddings), hidden_size))
+    if not 1 <= len(embeddings) <= _MAX_EMBEDDINGS:
+        raise ModelError(f"the head has {len(embeddings)} embeddings; 1 to {_MAX_EMBEDDINGS} are served")
 
 
 def _flash_config(family: BlockFamily, raw: Raw, stored: Mapping[str, Tensor]) -> BlockConfig:

@@ -1,4 +1,4 @@
-"""The drafter of heads that draft a whole block in one forward (P-EAGLE, DFlash, DSpark).
+"""The drafters of heads that draft a whole block in one forward (P-EAGLE, DFlash, DSpark; PaSS in the target's own).
 
 A draft's forward has a row for each level of the tree; levels below the first cost a choice of children, no forward. With a bias
 by the previous token each node has logits of its own, else all nodes of a level share them.
@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragspec.drafting.acceptance import Experience, Guess
 from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.drafter import Budget, SequenceView
+from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
-from ragspec.drafting.eagle.memory import MOST_DRAFTS, HeadMemory
+from ragspec.drafting.eagle.memory import MOST_DRAFTS
 from ragspec.drafting.growing.batch import DraftBatch, NewRows, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings
 from ragspec.drafting.growing.drafter import Level, Levels
 from ragspec.drafting.growing.shapes import TreeShape
+from ragspec.drafting.lookahead import MOST_DEPTH, LookaheadAcceptance
 from ragspec.numerics.attention import Ints
+from ragspec.speculation import AcceptanceRule
+from ragspec.tree import Origin, Proposal
 
 
 class BlockDrafter(PairDrafter[BlockNetwork]):
@@ -36,15 +39,13 @@ class BlockDrafter(PairDrafter[BlockNetwork]):
         super().__init__(network, shape, costs, **options)
         self.nodes_share_rows = not network.block.markov_rank
         self._num_guesses = network.block.num_guesses or shape.max_depth
+        self._most_levels = self._num_guesses
         self._num_own = network.block.block_size or self._num_guesses - 1
         self.first_rows = 4 + self._num_own
 
     @property
     def num_own_slots(self) -> int:
         return self._num_own
-
-    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
-        return super()._draft(sequence, memory, settings, min(num_levels, self._num_guesses))
 
     def _grow(self, drafts: list[HeadDraft], budget: Budget) -> None:
         super()._grow(drafts[:MOST_DRAFTS], budget)  # further drafts have no slots for their blocks, and stay empty
@@ -92,6 +93,55 @@ class BlockDrafter(PairDrafter[BlockNetwork]):
         guesses = ends[:, None] - np.arange(self._num_guesses, 0, -1)
         num_rows = len(token_ids) + (0 if is_causal else sum(part.num_new for part in texts))
         return hidden[network.backend.tokens(guesses)], num_rows
+
+
+class LookAheadDrafter(Drafter):
+    """Look-ahead embeddings (PaSS). The target guesses further tokens in rows behind its last token.
+
+        step's forward:  root -> draft                 verified as any tree
+                         root -> row 1 -> row 2 ...    row j's input is embedding j; it guesses the token j + 1 places ahead
+
+    The rows are nodes with token ids behind the vocabulary, from `first_id` on. No sample can be such a token, so none is ever
+    accepted. Guesses that are ahead of the tokens that the step decides are the next step's draft: the target's most probable
+    tokens, whatever the temperature. Rows stand in the tree as long as they bring accepted tokens. Requests with penalties or
+    another acceptance rule than the default are left out: these read the probabilities of a path's tokens.
+    """
+
+    taps = (NODES,)
+
+    def __init__(self, first_id: int, num_rows: int, name: str = "pass") -> None:
+        self.name, self._rows = name, range(first_id, first_id + num_rows)
+        self._guesses: dict[tuple[str, int], list[int]] = {}
+        self._acceptance = Experience(LookaheadAcceptance)
+
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        return [self._draft(sequence, depth) for sequence, depth in zip(sequences, budget.depths, strict=True)]
+
+    def _draft(self, sequence: SequenceView, most: int) -> list[Proposal]:
+        request, proposals, prob = sequence.request, list[Proposal](), 1.0
+        if request.speculation.rule is not AcceptanceRule.KEYED or request.params.has_penalties:
+            return []
+        acceptance = self._acceptance.of(request.salt)
+        for depth, token in enumerate(self._guesses.get(sequence.key, ())[:most]):
+            cell = acceptance.cell(0, min(depth, MOST_DEPTH))
+            prob *= acceptance.probability(cell)
+            origin = Origin(self.name, feedback=Guess(acceptance, cell))
+            proposals.append(Proposal(token, depth - 1, prob, origin))
+        first, worth, origin = len(proposals), min(1.0, acceptance.worth), Origin(self.name)
+        rows = enumerate(self._rows[:most])
+        return proposals + [Proposal(row, first + i - 1 if i else -1, worth, origin) for i, row in rows]
+
+    def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
+        if tokens:
+            guesses = [guess for token, _, guess in features[NODES].tolist() if token in self._rows]
+            self._acceptance.of(sequence.request.salt).note_rows(len(guesses))
+            self._guesses[sequence.key] = guesses[len(tokens) - 1 :]
+
+    def finish(self, sequence: SequenceView) -> None:
+        self._guesses.pop(sequence.key, None)
+
+    def purge(self, salt: str) -> None:
+        self._acceptance.purge(salt)
 
 
 def _block(text: ScheduledDraft, slots: Ints, joins_text: bool) -> ScheduledDraft:

@@ -3,20 +3,22 @@
 DFlash, DSpark   c_t = norm(fc(F_t)) gives every layer's keys and values of position t; behind the text stand the last token and
                  mask tokens, which all see the text and each other. DSpark adds W2 W1[previous token] to the logits
 P-EAGLE          an EAGLE-3 head whose further pairs are (mask token, `mask_hidden`); each sees the pairs before it
+PaSS             the target itself, with learnt embeddings behind the last token
 
-`BlockNetwork` runs a head in the engine. Owns no sequence and no tree: `ragspec.drafting.block.drafter` does.
+`BlockHead`, `ParallelHead` and `LookAheadHead` hold the weights by their published names and the formulas, and train.
+`BlockNetwork` runs the first two in the engine. Owns no sequence and no tree: `ragspec.drafting.block.drafter` does.
 
     >>> network = BlockNetwork(read_block(path), target, max_positions=2048)
     >>> network.read(features, cache, metadata)                    # DFlash and DSpark: keys of the text
     >>> states = network.first(token_ids, features, cache, block_metadata)           # [N, H]
     >>> network.level_logits(network.base_logits(states), previous_tokens)           # [N, Vd]
 
-Sources: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), P-EAGLE (arXiv 2602.01469).
+Sources: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), P-EAGLE (arXiv 2602.01469), PaSS (arXiv 2311.13581).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -25,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.drafting.eagle.layout import HeadCheckpoint, HeadConfig
-from ragspec.drafting.eagle.network import EagleHead, EagleNetwork, stack_layer
+from ragspec.drafting.eagle.network import HIDDEN_SCORE, EagleHead, EagleNetwork, rotations_of, stack_layer
 from ragspec.drafting.heads.layer import DecoderLayer, DraftTarget, RmsNorm
-from ragspec.drafting.heads.learning import Projection
+from ragspec.drafting.heads.learning import Head, LossWeights, Objective, Projection, rows_of
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, Ints
 from ragspec.numerics.backend import LogitRows
@@ -61,6 +63,11 @@ class BlockConfig:
             raise ModelError(f"the head's block has {self.block_size} rows; 2 to {MAX_BLOCK} are served")
 
     @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The taps."""
+        return self.shape.aux_layers
+
+    @property
     def is_causal(self) -> bool:
         return self.block_size == 0
 
@@ -77,11 +84,27 @@ class BlockCheckpoint(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-class BlockHead(nn.Module):
-    """The weights of DFlash and DSpark by their published names. The confidence head is held, not read."""
+class ParallelHead(EagleHead):
+    """P-EAGLE. Training needs the buffer `mask_embedding`, the target's embedding of the mask token. Shape: [H]."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config.shape)
+        self.config = config
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.shape.num_features))
+
+    def fed_back(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.get_buffer("mask_embedding").expand_as(embedded), self.read(self.mask_hidden).expand_as(state)
+
+
+class BlockHead(Head):
+    """DFlash and DSpark. Training needs `mask_embedding`, as `ParallelHead`'s does."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
+        self.loss_weights = LossWeights(token=1.0)
+        if config.confidence_inputs:
+            self.loss_weights = LossWeights(token=0.1, difference=0.9, confidence=1.0)
+        self.config, self.shape = config, config.shape
         shape = config.shape
         width, eps, rank = shape.hidden_size, shape.rms_norm_eps, config.markov_rank
         self.fc = nn.Linear(shape.num_features, width, bias=False)
@@ -97,19 +120,85 @@ class BlockHead(nn.Module):
         if config.confidence_inputs:
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence_inputs, 1)})
 
-    def layer(self, index: int) -> DecoderLayer:
+    def layer(self, index: int = 0) -> DecoderLayer:
         return cast(DecoderLayer, self.layers[index])
 
     def read(self, features: Tensor) -> Tensor:
         """What every layer's keys and values of the text are made of. Shapes: [..., F] -> [..., H]."""
         return cast(Tensor, self.hidden_norm(self.fc(features).float()))
 
-    def logits(self, state: Tensor, project: Projection) -> Tensor:
-        return project(state) if self.lm_head is None else cast(Tensor, self.lm_head(state))
+    def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
+        """Without `previous`, the bias by the token before is left out."""
+        logits = project(state) if self.lm_head is None else cast(Tensor, self.lm_head(state))
+        return logits if previous is None or not self.config.markov_rank else logits + self.bias(previous)
 
     def bias(self, previous_tokens: Tensor) -> Tensor:
         """Shapes: int64 [N] -> float32 [N, Vd]."""
         return cast(Tensor, self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous_tokens).float()))
+
+    def confidence(self, state: Tensor, previous: Tensor) -> Tensor:
+        if self.config.confidence_inputs > state.shape[-1]:
+            state = torch.cat([state, self.markov_head["markov_w1"](previous)], -1)
+        return cast(Tensor, self.confidence_head["proj"](state)).squeeze(-1)
+
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
+        """All draft steps of a row come from its block, which stands behind the token after the row."""
+        num_tokens, size = embedded.shape[1], self.config.block_size
+        cos, sin = (table.to(embedded.device) for table in rotations_of(self.shape, num_tokens + size))
+        text, positions = self.read(features), torch.arange(num_tokens, device=embedded.device)
+        bias = torch.where(positions <= rows[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T]
+        last = rows_of(embedded, rows + 1)
+        hidden = [last, *[self.get_buffer("mask_embedding").expand_as(last)] * (size - 1)]
+        places = [(cos[rows + i], sin[rows + i]) for i in range(1, size + 1)]
+        for layer in map(self.layer, range(self.shape.num_layers)):
+            attend = layer.self_attn
+            context = attend.keys_values(text, (cos[None, :num_tokens], sin[None, :num_tokens]))
+            normed = [layer.input_layernorm(state) for state in hidden]
+            own = [attend.keys_values(x, place) for x, place in zip(normed, places, strict=True)]
+            hidden = [
+                layer.finish(state, attend(x, place, context, own, bias))
+                for state, x, place in zip(hidden, normed, places, strict=True)
+            ]
+        guesses = hidden[-self.config.num_guesses :][: objective.num_steps]
+        return cast(Tensor, self.norm(torch.stack(guesses)))
+
+
+@dataclass(frozen=True)
+class LookAheadConfig:
+    """`num_embeddings`: rows behind the last token. No tap is read."""
+
+    num_embeddings: int
+    hidden_size: int
+    aux_layers: tuple[int, ...] = ()
+
+
+class LookAheadHead(Head):
+    """The embeddings. `read`: the target's states of given input embeddings, as `FrozenTarget.read`."""
+
+    loss_weights = LossWeights(teacher=1.0)
+
+    def __init__(self, config: LookAheadConfig, read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.config, self._read = config, read
+        self.embeddings = nn.Parameter(torch.zeros(config.num_embeddings, config.hidden_size))
+
+    def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
+        return project(state)
+
+    def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
+        """Step j is row j behind the text up to the chosen row's token."""
+        (size, num_tokens), num_anchors = embedded.shape[:2], rows.shape[1]
+        count = min(objective.num_steps, self.config.num_embeddings)
+        text, own = (torch.arange(n, device=rows.device) for n in (num_tokens, num_anchors * count))
+        inputs = torch.cat([embedded, self.embeddings[:count].repeat(num_anchors, 1).expand(size, -1, -1)], 1)
+        last = torch.cat([text.expand(size, -1), rows.repeat_interleave(count, 1)], 1)  # text token that a row sees
+        positions = last.clone()
+        positions[:, num_tokens:] += 1 + own % count
+        sees = torch.zeros(size, *[num_tokens + len(own)] * 2, dtype=torch.bool, device=rows.device)
+        sees[:, :, :num_tokens] = text <= last[..., None]
+        sees[:, num_tokens:, num_tokens:] = (own[:, None] // count == own // count) & (own[:, None] >= own)
+        states = self._read(inputs, sees, positions)[:, num_tokens:]
+        return torch.movedim(states.unflatten(1, (num_anchors, count)), 2, 0)
 
 
 class BlockNetwork(EagleNetwork):

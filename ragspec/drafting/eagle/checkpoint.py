@@ -22,6 +22,7 @@ from ragspec.drafting.heads.files import (
     WEIGHTS,
     Raw,
     check_tensors,
+    errors_of,
     read_json,
     read_tensors,
     truth,
@@ -57,13 +58,11 @@ def read_head(
     """
     directory = Path(directory)
     overrides = {POSITIONS_KEY: positions_per_layer, FEEDBACK_KEY: norm_output}
-    try:
+    with errors_of(directory):
         raw = read_json(directory / CONFIG)
         checkpoint = official_form(raw, read_tensors(directory), overrides)
         check_head(checkpoint.config, checkpoint.tensors)
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
-    return checkpoint
+        return checkpoint
 
 
 def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:

@@ -94,6 +94,7 @@ _ROPE_NUMBERS = {
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _OTHER_ARCHITECTURES = re.compile(r"(?i).*(peagle|dflash|dflare|dspark|domino|mtp|hspec|dspine|dta|edsd)")
+_BLOCK_HEADS = re.compile(r"(?i).*(peagle|dflash|dspark)")
 _ROPE_READ = frozenset(
     """
     alpha attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor mrope_interleaved mrope_section mscale
@@ -113,12 +114,7 @@ def flat_config(raw: Raw, overrides: Raw) -> dict[str, Any]:
 
     Raises: ModelError for a key that no code reads and that is not harmless, or for a value of another kind.
     """
-    kind = raw.get("speculators_model_type") or "eagle3"
-    if kind != "eagle3":
-        raise ModelError(f"speculators_model_type {kind!r} is not served; eagle3 is")
-    names = [str(name) for name in _architectures(raw) if _OTHER_ARCHITECTURES.match(str(name))]
-    if names:
-        raise ModelError(f"config.json has architectures {names}, which are no EAGLE and are not served")
+    _check_kind(raw)
     eagle = _read_section(section_of(raw, "eagle_config"))
     nested = section_of(raw, "model") if raw.get("model_type") == "eagle" else {}
     merged = {
@@ -141,6 +137,17 @@ def flat_config(raw: Raw, overrides: Raw) -> dict[str, Any]:
             raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {width}")
         merged["head_dim"] = width // num_heads
     return merged
+
+
+def _check_kind(raw: Raw) -> None:
+    """Raises: ModelError for a head of another kind than EAGLE."""
+    kind = raw.get("speculators_model_type") or "eagle3"
+    foreign = [name for name in _architectures(raw) if _OTHER_ARCHITECTURES.match(str(name))]
+    for key, names in (("speculators_model_type", [kind] * (kind != "eagle3")), ("architectures", foreign)):
+        if names:
+            is_block = _BLOCK_HEADS.match(str(names[0]))
+            why = "drafts blocks and is no EAGLE head" if is_block else "is not served as EAGLE"
+            raise ModelError(f"config.json has {key} {names[0]!r}: such a head {why}")
 
 
 def _read_section(section: Raw) -> dict[str, Any]:
@@ -172,8 +179,9 @@ def _taps(merged: Raw, eagle: Raw) -> list[int]:
         return [FINAL]
     key = next((key for key in (AUX_KEY, "target_layer_ids") if merged.get(key)), AUX_KEY)
     ids: Any = merged.get(key) or []
-    if not isinstance(ids, list) or not all(type(tap) is int and tap >= 0 for tap in ids):
-        raise ModelError(f"config.json has {key} {ids!r}, not a list of whole numbers from 0")
+    least = 0 if key == AUX_KEY else -1  # DeepSpec's -1: the embedding
+    if not isinstance(ids, list) or not all(type(tap) is int and tap >= least for tap in ids):
+        raise ModelError(f"config.json has {key} {ids!r}, not a list of whole numbers from {least}")
     from_eagle_config = ids is eagle.get(AUX_KEY)
     counts_outputs = key != AUX_KEY or (from_eagle_config and min(ids) == 1)
     taps = sorted(tap + counts_outputs for tap in ids)

@@ -63,7 +63,8 @@ class EagleHead(Head):
 
     def __init__(self, config: HeadConfig, num_norms: int = 1) -> None:
         super().__init__()
-        self.config, self.is_eagle3 = config, config.family is EagleFamily.EAGLE3
+        self.config = self.shape = config
+        self.is_eagle3 = config.family is EagleFamily.EAGLE3
         self.loss_weights = LossWeights(teacher=1.0) if self.is_eagle3 else LossWeights(state=1.0, teacher=0.1)
         width, eps, num_features = config.hidden_size, config.rms_norm_eps, config.num_features
         if not config.reads_final:
@@ -88,14 +89,13 @@ class EagleHead(Head):
 
     def index_at(self, depth: int) -> int:
         """The specialist that drafts `depth` levels below the root."""
-        config: HeadConfig = self.config
-        return min(depth // max(1, config.positions_per_layer), config.num_layers - 1)
+        return min(depth // max(1, self.shape.positions_per_layer), self.shape.num_layers - 1)
 
     def read(self, features: Tensor) -> Tensor:
         """The state of the first draft step. EAGLE-3 projects several layers of the target to one state."""
-        if not self.is_eagle3 or self.config.reads_final:
+        if not self.is_eagle3 or self.shape.reads_final:
             return features
-        normed = self.fc_norm(features) if self.config.norm_before_fc else features
+        normed = self.fc_norm(features) if self.shape.norm_before_fc else features
         return cast(Tensor, self.fc(normed)).float()
 
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,24 +107,22 @@ class EagleHead(Head):
             joined = cast(Tensor, self.fc(torch.cat([embedded, state], -1))).float()
             return joined, joined
         normed = self.midlayer.hidden_norm(state)
-        residual = normed if self.config.norm_before_residual else state
+        residual = normed if self.shape.norm_before_residual else state
         return residual, torch.cat([self.midlayer.input_layernorm(embedded), normed], -1)
 
     def output(self, hidden: Tensor) -> Tensor:
         """The state that is fed back."""
-        return self.norm(hidden) if self.config.norm_output else hidden
+        return self.norm(hidden) if self.shape.norm_output else hidden
 
-    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
+    def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
         if not self.is_eagle3:
             return project(state)
-        normed = state if self.config.norm_output else self.norm(state)
-        return project(normed) if self.config.shares_lm_head else cast(Tensor, self.lm_head(normed))
+        normed = state if self.shape.norm_output else self.norm(state)
+        return project(normed) if self.shape.shares_lm_head else cast(Tensor, self.lm_head(normed))
 
-    def draft_token_ids(self) -> Tensor | None:
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return None
-        offsets = self.get_buffer("d2t")
-        return offsets + torch.arange(len(offsets), device=offsets.device)
+    def fed_back(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedding and state of a later draft step's pair. Shapes: [B, A, H] each."""
+        return embedded, state
 
     def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
         """The states of chosen rows after 1..num_steps draft steps over the given text.
@@ -138,7 +136,7 @@ class EagleHead(Head):
         """
         inputs, num_pairs = objective.inputs, embedded.shape[1] - 1
         shift = int(inputs is not Inputs.UNSHIFTED)
-        tables = rotations_of(self.config, num_pairs + objective.num_steps)
+        tables = rotations_of(self.shape, num_pairs + objective.num_steps)
         cos, sin = (table.to(embedded.device) for table in tables)
         residual, text_x = self.join(*inputs.kept(embedded[:, shift : shift + num_pairs], self.read(features[:, :-1])))
         text_rotations = cos[None, :num_pairs], sin[None, :num_pairs]
@@ -155,7 +153,7 @@ class EagleHead(Head):
             if step:
                 tokens = rows_of(embedded, (rows + shift + step).clamp(max=num_pairs))
                 state = states[-1].detach() if objective.is_detached else states[-1]
-                residual, x = self.join(*inputs.kept(tokens, state))
+                residual, x = self.join(*inputs.kept(*self.fed_back(tokens, state)))
                 drafted.append(x)
                 if layer.self_attn is not attention:  # a specialist takes over
                     attention, own = layer.self_attn, []

@@ -78,7 +78,7 @@ class GrowingDrafter(Drafter, Generic[D]):
         self._costs = costs
         self._coupling = Coupling(draft_ids, vocab_size)
         self._failed: set[tuple[str, int]] = set()
-        self._num_levels = min(2.0, shape.max_depth)
+        self._num_levels, self._most_levels = min(2.0, shape.max_depth), shape.max_depth
 
     def _memory(self, sequence: SequenceView) -> Any:
         """The drafter's memory of a sequence, if a draft can grow from it now, or None."""
@@ -102,7 +102,8 @@ class GrowingDrafter(Drafter, Generic[D]):
             if budget.token_s == 0.0 or settings.by_confidence or settings.mode == DRAWN:  # no node is too improbable
                 settings = settings._replace(least_prob=0.0)
             memory = self._ready(sequence)
-            drafts.append(None if memory is None else self._draft(sequence, memory, settings, num_levels))
+            levels = min(num_levels, self._most_levels)
+            drafts.append(None if memory is None else self._draft(sequence, memory, settings, levels))
         self._grow([draft for draft in drafts if draft is not None], budget)
         return [[] if draft is None or draft.sequence.key in self._failed else draft.best() for draft in drafts]
 

@@ -9,7 +9,8 @@ Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files witho
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,15 @@ WEIGHTS = "model.safetensors"
 STORED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PUBLISHED_WEIGHTS = (WEIGHTS, WEIGHTS + ".index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
+
+
+@contextmanager
+def errors_of(directory: str | Path) -> Iterator[None]:
+    """Name the directory in every ModelError from inside."""
+    try:
+        yield
+    except ModelError as cause:
+        raise ModelError(f"{directory}: {cause}") from cause
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class HeadAttention(nn.Module):
 
     def _split(self, projected: Tensor, norm: RmsNorm | None = None) -> Tensor:
         heads = projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
-        return heads if norm is None else cast(Tensor, norm(heads))
+        return heads if norm is None else cast(Tensor, norm(heads.float())).to(heads.dtype)
 
 
 def _rotated(heads: Tensor, rotations: Rotations) -> Tensor:

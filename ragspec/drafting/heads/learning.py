@@ -45,13 +45,16 @@ class Inputs(enum.StrEnum):
 @dataclass(frozen=True)
 class LossWeights:
     """Weights of the distance to the target's state, of the cross-entropy with the target's distribution, of the cross-entropy
-    with the text's own token, and of the part of the second on the target's ten most probable tokens (HASS's top-k distillation).
+    with the text's own token, of the part of the second on the target's ten most probable tokens (HASS's top-k distillation), of
+    the absolute difference of both distributions, and of the confidence head's cross-entropy with what they share (DSpark's).
     """
 
     state: float = 0.0
     teacher: float = 0.0
     token: float = 0.0
     top: float = 0.0
+    difference: float = 0.0
+    confidence: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,17 @@ class Head(nn.Module, ABC):
         """
 
     @abstractmethod
-    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
-        """Shapes: [..., H] -> [..., Vd]."""
+    def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
+        """`previous`: the tokens before the guessed ones. Shapes: [..., H], int64 [...] -> [..., Vd]."""
+
+    def confidence(self, state: Tensor, previous: Tensor) -> Tensor:
+        """Log odds that a guess is accepted. Shapes: [..., H], int64 [...] -> [...]."""
+        raise NotImplementedError
 
     def draft_token_ids(self) -> Tensor | None:
         """Ascending target ids of a smaller draft vocabulary, or None. Shape: int64 [Vd]."""
-        return None
+        offsets = dict(self.named_buffers()).get("d2t")
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
 
 def rows_of(values: Tensor, rows: Tensor) -> Tensor:
@@ -143,13 +151,15 @@ class TokenPredictions:
     """The tokens of a micro-batch that carry loss, and the pairs that draft them.
 
     `index` is the prediction's number in [0, P) at each position, -1 without loss. `pairs` is padded where `is_real` is false.
-    `draft_tokens`: indices of the text's own tokens in the draft vocabulary, or -1; `draft_argmax`: of those that count as hits.
-    Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A], vocabulary int64 [Vd] or None, last [P, H] and
-    probs [P, Vd] where a target teaches.
+    `draft_tokens`: indices of the text's own tokens in the draft vocabulary, or -1; `draft_argmax`: of those that count as hits;
+    `previous`: the tokens before them. Where a target teaches, `probs` are its probabilities within the draft vocabulary, and
+    `covered` the probability of that vocabulary. Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A],
+    vocabulary int64 [Vd] or None, last [P, H], probs [P, Vd], covered [P, 1].
     """
 
     last: Tensor
     probs: Tensor
+    covered: Tensor
 
     def __init__(self, batch: MicroBatch, vocabulary: Tensor | None, device: torch.device | str = "cpu") -> None:
         size, length = batch.ids.shape
@@ -157,6 +167,7 @@ class TokenPredictions:
         self.index = torch.full((size, length + 1), -1, device=device)  # the last column is behind the text's end
         self.index[positions // length, positions % length] = torch.arange(len(positions), device=device)
         self.pairs, self.is_real = _pair_rows(self.index)
+        self.previous = batch.ids.flatten()[batch.positions].to(device)
         self.draft_tokens = draft_indices(batch.ids.flatten()[batch.positions + 1].to(device), vocabulary)
         self.draft_argmax = self.draft_tokens
 
@@ -189,8 +200,8 @@ def step_scores(
 ) -> StepScores:
     """Rows whose wanted token the head cannot draft have no loss."""
     counts, numbers = expected.at_step(step)
-    chosen = states[counts]  # [rows, H]
-    logits = head.logits(chosen, project, step).float()  # [rows, Vd]
+    chosen, previous = states[counts], expected.previous[numbers]  # [rows, H], [rows]
+    logits = head.logits(chosen, project, step, previous).float()  # [rows, Vd]
     log_probs, argmax = torch.log_softmax(logits, -1), expected.draft_argmax[numbers]
     losses = torch.zeros(len(numbers), device=logits.device)
     if weights.teacher:
@@ -202,7 +213,15 @@ def step_scores(
         hidden = expected.last[numbers].float()
         distance = torch.nn.functional.smooth_l1_loss(chosen.float(), hidden, reduction="none").mean(-1)
         losses = losses + weights.state * distance
+    if weights.difference:
+        losses = losses + weights.difference * (expected.probs[numbers] - log_probs.exp()).abs().sum(-1)
     total = (losses * (argmax >= 0)).sum()
+    if weights.confidence:
+        shared = torch.minimum(log_probs.exp(), expected.probs[numbers] * expected.covered[numbers]).sum(-1).detach()
+        odds = head.confidence(chosen, previous).float()
+        total = total + weights.confidence * torch.nn.functional.binary_cross_entropy_with_logits(
+            odds, shared, reduction="sum"
+        )
     if weights.token:
         tokens = expected.draft_tokens[numbers]
         total = total + weights.token * torch.nn.functional.nll_loss(

@@ -35,6 +35,7 @@ from ragspec.drafting.heads.files import (
     Raw,
     check_tensor,
     check_tensors,
+    errors_of,
     integer,
     read_json,
     read_tensors,
@@ -66,21 +67,19 @@ def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoin
     Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
-    try:
+    with errors_of(directory):
         raw, stored = _read_config(directory), read_tensors(directory, _MEDUSA_FILES, _SECTION)
         stored = {name.removeprefix(_SECTION): tensor for name, tensor in stored.items()}
         num_blocks = _count(raw, "medusa_num_layers", 1)
         num_heads = max(_num_stored(stored, r"(\d+)\.", "Medusa"), _count(raw, "medusa_num_heads", 1))
         has_output = any(f"{i}.{num_blocks}.weight" in stored for i in range(num_heads))
         return _checked(PositionFamily.MEDUSA, stored, target, num_heads, num_blocks, has_output=has_output)
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
 
 
 def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
     """As `read_medusa`."""
     directory = Path(directory)
-    try:
+    with errors_of(directory):
         raw = _read_config(directory)
         if (arch := raw.get(_ARCH_KEY, "mlp")) not in ("mlp", _PREFIX_ARCH):
             raise ModelError(f"config.json has {_ARCH_KEY} {arch!r}; mlp and {_PREFIX_ARCH} are served")
@@ -106,8 +105,6 @@ def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint
             has_dropout=has_dropout,
             tap=_tap(raw, target),
         )
-    except ModelError as cause:
-        raise ModelError(f"{directory}: {cause}") from cause
 
 
 def write_positions(directory: Path, checkpoint: PositionCheckpoint, target: str) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
-from ragspec.drafting.eagle.memory import HeadMemory
 from ragspec.drafting.growing.batch import DraftBatch
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
@@ -50,6 +49,7 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable) -> None:
         super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs)
         self.network, self.taps, self.nodes_share_rows = network, network.taps, not network.is_grounded
+        self._most_levels = network.num_heads
         self._states: dict[tuple[str, int], LastState] = {}
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
@@ -76,7 +76,7 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     def _draft(
         self, sequence: SequenceView, memory: LastState, settings: DraftSettings, num_levels: int
     ) -> MedusaDraft:
-        return MedusaDraft(sequence, memory, settings, min(num_levels, self.network.num_heads))
+        return MedusaDraft(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[MedusaDraft]) -> Levels:
         return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)
@@ -95,10 +95,7 @@ class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):
 
     def __init__(self, network: PrefixNetwork, shape: TreeShape, costs: CostTable, **options: Any) -> None:
         super().__init__(network, shape, costs, **options)
-        self.nodes_share_rows = not network.is_grounded
-
-    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
-        return super()._draft(sequence, memory, settings, min(num_levels, self.network.num_heads))
+        self.nodes_share_rows, self._most_levels = not network.is_grounded, network.num_heads
 
     def _levels(self, drafts: list[HeadDraft]) -> Levels:
         assert self._slots is not None

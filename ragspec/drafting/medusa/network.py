@@ -199,7 +199,7 @@ class PositionHead(Head):
             inputs = block(inputs)
         return inputs
 
-    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
+    def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
         output = self.output(step)
         return project(state) if output is None else cast(Tensor, output(state))
 

@@ -74,6 +74,19 @@ class FrozenTarget:
         module: torch.nn.Module = decoder.norm if tap == self.num_layers else decoder.layers[tap]
         return module.register_forward_pre_hook(record, with_kwargs=True)
 
+    def read(self, inputs: Tensor, sees: Tensor, positions: Tensor) -> Tensor:
+        """States behind the final norm of given input embeddings, which get gradients. `sees`: the rows that each row sees.
+
+        Shapes: inputs [B, N, H], sees bool [B, N, N], positions int64 [B, N] -> [B, N, H].
+        """
+        dtype = self.model.dtype
+        hidden = torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        output = self.model.model(
+            inputs_embeds=inputs.to(dtype), attention_mask=hidden, position_ids=positions, use_cache=False
+        )
+        states: Tensor = output.last_hidden_state
+        return states
+
     def embed(self, ids: Tensor) -> Tensor:
         """Shapes: [B, T] -> float32 [B, T, H]."""
         embedded: Tensor = self.model.model.embed_tokens(ids.to(self.device))

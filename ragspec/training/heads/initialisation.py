@@ -9,11 +9,21 @@ guessing the next token; the prefix layer of Hydra++ begins as the identity.
     >>> head = fresh_head(config, target, vocabulary=None, seed=0)
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ragspec.drafting.block.checkpoint import BlockFamily, family_in, read_block, write_block, write_look_ahead
+from ragspec.drafting.block.network import (
+    BlockCheckpoint,
+    BlockConfig,
+    BlockHead,
+    LookAheadConfig,
+    LookAheadHead,
+    ParallelHead,
+)
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.network import EagleHead
@@ -72,6 +82,20 @@ def head_config(
     return config
 
 
+def block_config(shape: HeadConfig, family: BlockFamily, num_guesses: int, markov_rank: int) -> BlockConfig:
+    """A head that drafts blocks. The mask token is the target's last one, which padded vocabularies do not use.
+
+    Raises: ModelError for a block that no head can have.
+    """
+    mask_token_id = shape.vocab_size - 1
+    if family is BlockFamily.PEAGLE:
+        return BlockConfig(shape, mask_token_id)
+    shape = replace(shape, qk_norm=True)
+    if family is BlockFamily.DFLASH:
+        return BlockConfig(shape, mask_token_id, num_guesses + 1)
+    return BlockConfig(shape, mask_token_id, num_guesses, True, markov_rank, shape.hidden_size + markov_rank)
+
+
 def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's published taps; for a target of fewer than seven layers, three taps up to the last layer's output."""
     if num_layers >= 7:
@@ -81,20 +105,25 @@ def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | None, seed: int) -> EagleHead:
+def fresh_head(
+    config: HeadConfig | BlockConfig, target: FrozenTarget, vocabulary: Tensor | None, seed: int
+) -> EagleHead | BlockHead:
     """A head ready for training. `vocabulary`: ascending target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = EagleHead(config)
+        head = _new_head(config)
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
     _copy_feed_forward(head, target)
-    for i in range(1, config.num_layers):
+    for i in range(1, head.shape.num_layers):
         head.layer(i).load_state_dict(head.layer().state_dict())
-    width = config.hidden_size
+    width = head.shape.hidden_size
     head.fc.weight[:, -width:] += torch.eye(width)  # the last input: EAGLE's feature, EAGLE-3's highest layer
-    if head.is_eagle3:
+    if isinstance(config, BlockConfig):
+        mask_embedding = target.embed(torch.tensor([config.mask_token_id]))[0]
+        head.register_buffer("mask_embedding", mask_embedding, persistent=False)
+    if head.shape.family is EagleFamily.EAGLE3:
         rows = target.model.lm_head.weight if vocabulary is None else target.model.lm_head.weight[vocabulary]
         head.get_parameter("lm_head.weight").copy_(rows)
         head.norm.weight.copy_(target.model.model.norm.weight)
@@ -104,7 +133,13 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
     return head.to(target.device)
 
 
-def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
+def _new_head(config: HeadConfig | BlockConfig) -> EagleHead | BlockHead:
+    if isinstance(config, HeadConfig):
+        return EagleHead(config)
+    return ParallelHead(config) if config.is_causal else BlockHead(config)
+
+
+def _copy_feed_forward(head: EagleHead | BlockHead, target: FrozenTarget) -> None:
     theirs, own = (dict(layer.named_parameters()) for layer in (target.model.model.layers[-1], head.layer()))
     names = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
     if (norm := theirs.get("post_attention_layernorm.weight")) is not None:
@@ -112,12 +147,22 @@ def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
     if not theirs.keys() >= set(names):  # experts, or fused projections
         return
     gate, up, down = (theirs[name] for name in names)
-    size = head.config.intermediate_size
+    size = head.shape.intermediate_size
     if size <= len(gate):
         strength = gate.float().norm(dim=1) * up.float().norm(dim=1) * down.float().norm(dim=0)
         kept = strength.topk(size).indices.sort().values
         for name, weight in zip(names, (gate[kept], up[kept], down[:, kept]), strict=True):
             own[name].copy_(weight)
+
+
+@torch.no_grad()
+def fresh_look_ahead(num_embeddings: int, target: FrozenTarget, seed: int) -> LookAheadHead:
+    """Look-ahead embeddings near the mean of the target's embedding."""
+    head = LookAheadHead(LookAheadConfig(num_embeddings, target.hidden_size), lambda *rows: target.read(*rows))
+    noise = torch.randn(head.embeddings.shape, generator=torch.Generator().manual_seed(seed))
+    embedding = target.embed(torch.arange(target.vocab_size))
+    head.embeddings.copy_(embedding.mean(0) + INIT_STD * noise.to(target.device))
+    return head.to(target.device)
 
 
 @torch.no_grad()
@@ -153,11 +198,18 @@ def _begin_as_identity(prefix: nn.Module, target: FrozenTarget) -> None:
 
 
 @torch.no_grad()
-def start_from(head: EagleHead, directory: Path) -> None:
+def start_from(head: EagleHead | BlockHead, directory: Path) -> None:
     """Copy the weights of a head on disk; specialists that it lacks begin as its last layer. Raises: ModelError."""
-    config, tensors = read_head(directory)
-    last = f"layers.{config.num_layers - 1}."
-    for i in range(config.num_layers, head.config.num_layers):
+    if family_in(directory):
+        block, tensors = read_block(directory)
+        num_layers = block.shape.num_layers
+    else:
+        config, tensors = read_head(directory)
+        num_layers = config.num_layers
+    if num_layers > head.shape.num_layers:
+        raise ModelError(f"{directory}: a head of another shape: it has {num_layers} layers")
+    last = f"layers.{num_layers - 1}."
+    for i in range(num_layers, head.shape.num_layers):
         tensors |= {f"layers.{i}.{n.removeprefix(last)}": t for n, t in tensors.items() if n.startswith(last)}
     own = head.state_dict()
     for name, weight in own.items():
@@ -170,5 +222,9 @@ def write_trained(directory: Path, head: Head, tensors: dict[str, Tensor], targe
     """Write tensors of a head's names in the published layout. `target`: its directory or name. Raises: ModelError, SaveError."""
     if isinstance(head, PositionHead):
         write_positions(directory, PositionCheckpoint(head.config, tensors), target)
+    elif isinstance(head, LookAheadHead):
+        write_look_ahead(directory, tensors["embeddings"])
+    elif isinstance(head.config, BlockConfig):
+        write_block(directory, BlockCheckpoint(head.config, tensors))
     else:
         write_head(directory, HeadCheckpoint(head.config, tensors))

@@ -4,6 +4,7 @@
 """
 
 import copy
+import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,7 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
         write_trained(directory, self.head, self.exported(), self.target.name)
 
     def _model_config(self) -> dict[str, Any]:
-        identity = {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
+        identity: dict[str, Any] = json.loads(json.dumps(asdict(self.head.config)))
         identity.pop("shares_lm_head", None)  # Why: False in training, and checkpoints of earlier versions lack it
         return identity
 
@@ -125,7 +126,7 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
 class TargetPredictions(TokenPredictions):
     """The target's predictions at the positions of a micro-batch that carry loss.
 
-    A hit is the target's most probable token. Shapes: last [P, H], argmax int64 [P], probs [P, Vd].
+    A hit is the target's most probable token. Shape: argmax int64 [P].
     """
 
     def __init__(self, batch: MicroBatch, last: Tensor, target: FrozenTarget, vocabulary: Tensor | None) -> None:
@@ -136,6 +137,7 @@ class TargetPredictions(TokenPredictions):
         self.argmax = logits.argmax(-1)
         kept = logits if vocabulary is None else logits[:, vocabulary]
         self.probs = torch.softmax(kept, -1)
+        self.covered = (kept.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
         self.draft_argmax = draft_indices(self.argmax, vocabulary)
 
 
