@@ -9,8 +9,6 @@ hash of the job's seed and the row's id, so order, batches and interruptions cha
 summary in JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -12,8 +12,6 @@ The last line on stdout is one JSON object of flat keys; `--json FILE` holds the
 stderr. With `--resume`, rows that were measured at this commit with the same options are read back.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Sequence

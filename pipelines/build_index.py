@@ -8,8 +8,6 @@ passages, so after a kill the same command resumes. Files that cannot be read ar
 is one JSON object; with `--watch`, one line follows each change.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

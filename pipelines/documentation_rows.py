@@ -11,8 +11,6 @@ file that is committed; `rebuild` reads it and writes the rows with their texts.
 project.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

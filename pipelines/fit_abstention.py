@@ -8,8 +8,6 @@ log-probability of the abstention's first token over that of the answer's, and t
 intercept and slope that refuse most questions that are not answerable, and at most `--most-refused` of the others. Prints JSON.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple

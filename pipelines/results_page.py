@@ -7,8 +7,6 @@ again. The results lie below the cache folder; the page's part between its two m
 written to `infra/results` at the end. The suite gpu is left out where there is no CUDA device.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -10,8 +10,6 @@ The last line on stdout is one JSON object; its `keep` is the setting `drafting.
 first layers among the evaluated ones. Source: Zhang et al. 2023 (arXiv 2309.08168).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -8,8 +8,6 @@ Prints the weights, and the share of questions whose best span holds their quote
     python -m pipelines.train_quote_choice questions.jsonl --index my-index --rows rows.jsonl --data ../shared/data
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

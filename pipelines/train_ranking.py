@@ -10,8 +10,6 @@ Prints the weights, and how often the right passage is the first and among the f
     python -m pipelines.train_ranking --questions questions.jsonl --index my-index
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence

@@ -8,8 +8,6 @@ values of statements.
     ...     db.execute("INSERT INTO notes VALUES (?, ?)", ("a", "It rained."))
 """
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 import threading

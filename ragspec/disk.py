@@ -6,8 +6,6 @@ Knows no format of a file.
     ...     file.write(content)
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -7,8 +7,6 @@ removed key that would change texts is refused, unless it has the value that was
     {'topology': {'num_replicas': 2}}
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from copy import deepcopy

@@ -5,8 +5,6 @@ A tenant's caches have its name as their salt; a part of them, named by a client
     >>> queue = FairQueue[Request](lambda request: tenant_of(request.salt))
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter, OrderedDict, deque

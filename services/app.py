@@ -6,8 +6,6 @@ own errors into `ApiError`.
     >>> uvicorn.run(build_app(backend, KeyFile(Path("keys.json"))))
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from importlib.util import find_spec

@@ -7,8 +7,6 @@ Owns the mapping from the library's errors to statuses (`api_error`). Never show
 cause: it may hold paths, addresses or texts of others.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

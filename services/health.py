@@ -4,8 +4,6 @@
 busy and makes progress. `/metrics`: Prometheus' text format, for trusted keys. Owns the canary request; never restarts anything.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

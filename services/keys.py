@@ -10,8 +10,6 @@ Why SHA-256 is enough: a key is 256 random bits, so nobody can try out all keys.
 people choose.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

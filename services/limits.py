@@ -37,8 +37,6 @@ are the engine's. `RateLimiter` runs in one event loop, so there is no lock.
     ...     reservation.used(812 + 40)
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import json

@@ -6,8 +6,6 @@ Owns the format of a line. Messages are constants; all values go into `extra`, s
     {"time": "2026-01-01T00:00:00.000Z", "level": "info", "logger": "services.keys", "message": "keys reread", "keys": 3}
 """
 
-from __future__ import annotations
-
 import contextvars
 import json
 import logging

@@ -8,8 +8,6 @@ can act on is a result with `isError`.
     ...     await client.call_tool("ask", {"question": "When is the mill open?"})
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

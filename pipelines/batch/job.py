@@ -14,8 +14,6 @@ Why not Ray Data: it would replace the two readers in `rows`, about 20 lines, an
     >>> summary = run_job(Job(Path("questions.jsonl"), Path("answers"), config, seed=0), RagTask())
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

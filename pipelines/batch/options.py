@@ -1,7 +1,5 @@
 """What the commands of batch jobs share: options, and errors in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

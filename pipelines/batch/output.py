@@ -9,8 +9,6 @@
 One process writes. A line is on the disk before it is counted; parts and errors get their final names by rename.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ A missing cluster, a missing or wrong token and other versions are errors of one
     >>> with ray_session(None, deployment="ragspec"): ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -12,8 +12,6 @@ texts, only ids.
     >>> for location, row, params in rows.pending(): ...
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Owns the last line on stdout and the report on stderr.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 A file of any length is one row. A file that is not UTF-8 is reported and left out. `out/files` holds the results of one run only.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@
 * together:  documentation questions with their file and without, where retrieval and target may both abstain
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

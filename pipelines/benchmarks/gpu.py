@@ -5,8 +5,6 @@ here. Each row also has a tree of 64 nodes over one row, exact products over the
 decoding without. What a backend promises is tested, not measured: `infra/gpu/check.sh tests`.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ Needs a running Ray.
 Source: Zhang et al. 2024 (arXiv 2401.14021), table 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

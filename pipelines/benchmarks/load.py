@@ -4,8 +4,6 @@ service's overhead to the first token; and clients that go away half-way.
     python -m pipelines.benchmark --suite load --quick
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -6,8 +6,6 @@ these weights. Nothing of ragspec's numerics takes part.
     >>> peer_decoders(config, engine, cache_dir, num_context=2048)["generate"](case).token_ids
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

@@ -11,8 +11,6 @@ With `--device stub` the rows are of the host alone: its processor time a step o
 Every row counts whether the tokens equal plain decoding's. Speed-ups are ratios of decode time, first to last token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial

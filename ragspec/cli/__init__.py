@@ -12,8 +12,6 @@ cluster.py    `cluster`; serve.py `serve`
 standard_library.py   the index of Python's documentation
 """
 
-from __future__ import annotations
-
 from ragspec.cli.app import main
 
 __all__ = ["main"]

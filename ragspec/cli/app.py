@@ -5,8 +5,6 @@ Owns the options of the commands whose modules need torch; these import their mo
     $ ragspec --help
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import os

@@ -7,8 +7,6 @@ sentence that supports it.
     $ ragspec ask "When did it rain?" --index my-index
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

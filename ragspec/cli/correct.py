@@ -7,8 +7,6 @@ or not at all. Files that are not UTF-8 are refused. Exit codes are a linter's: 
     $ ragspec correct --diff letter.txt
 """
 
-from __future__ import annotations
-
 import difflib
 import enum
 import io

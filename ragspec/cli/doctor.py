@@ -7,8 +7,6 @@ start has prepared is not loaded.
     $ ragspec doctor --json
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -6,8 +6,6 @@ configurations the first is loaded, asked and closed, then the second; the secon
     $ ragspec evaluate questions.jsonl --index my-index --config small.yaml --config large.yaml
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ $ ragspec models get Qwen2.5-Coder-1.5B-Instruct
 $ ragspec models check SmolLM2-1.7B-Instruct-Q4_K_M.gguf
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Annotated, NamedTuple

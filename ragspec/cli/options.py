@@ -1,7 +1,5 @@
 """Options that several commands share, the configuration keys that options set, and a constructor for groups of commands."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Collection, Sequence
 from pathlib import Path

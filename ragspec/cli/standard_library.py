@@ -8,8 +8,6 @@ other documents too.
     >>> store = cached_library(documents_of(corpus, DEMO_MODULES), encoder, cache_folder(), say)
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

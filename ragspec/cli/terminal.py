@@ -4,8 +4,6 @@ Owns the process's environment: it switches off progress bars and warnings of ot
 that the user has set stay.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

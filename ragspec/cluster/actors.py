@@ -4,8 +4,6 @@
 ...     ClusterRetriever(config, encoder, pool.replicas)
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -10,8 +10,6 @@ Starts no Ray; `EngineServer` is a host in an actor.
     >>> host.poll("router-1", wait_s=1.0).deltas
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -7,8 +7,6 @@ it.
     >>> remote_class(EngineServer, CONCURRENT_CALLS).options(scheduling_strategy=...).remote(config, topology, 1, 0)
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -8,8 +8,6 @@ so it may put all encoders on one node. A placement group keeps its bundles apar
 >>> wait_until_loaded(replicas, timeout_s=900.0)
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -3,8 +3,6 @@
 >>> wait_for_all([actor.status.remote()], timeout_s=5.0, name="engine-0")
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

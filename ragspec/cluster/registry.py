@@ -7,8 +7,6 @@ restarts each of them. Imports neither engines nor indexes.
     >>> teardown("ragspec")        # nothing there: nothing happens
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, Literal, NamedTuple
 

@@ -5,8 +5,6 @@ Older outcomes fade. Only counts are kept, never text. Drafters that repeat text
 tenant's drafts show what others wrote; a network's drafts are alike for all, and so is its table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ token. The distribution has the request's own warps. Random numbers are keyed, s
 Sources: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); design section 4.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -21,8 +21,6 @@ Sources: LLMA (Yang et al. 2023, arXiv 2304.04487), prompt lookup (Saxena 2023),
 suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf

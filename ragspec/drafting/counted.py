@@ -11,8 +11,6 @@ Of the longest match, its half and so on, the one whose tree promises the most a
 Sources: REST (He et al. 2023, arXiv 2311.08252), SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from bisect import bisect_right

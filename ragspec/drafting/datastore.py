@@ -9,8 +9,6 @@ tenant and of the public alone; a segment with other documents that is too large
 Source: REST (He et al. 2023, arXiv 2311.08252); here with counts of all matches, and exact at every temperature.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -13,8 +13,6 @@ Sources: speculative sampling (Chen et al. 2023, arXiv 2302.01318; Leviathan et 
 with the target's noise (`ragspec.drafting.children`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol

@@ -1,7 +1,5 @@
 """What a drafter is. A drafter proposes tokens; it can make the engine faster or slower, never change the output."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol

@@ -11,8 +11,6 @@ Source: Lookahead Decoding (Fu et al. 2024, arXiv 2402.02057); here the rows of 
 of the last steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np

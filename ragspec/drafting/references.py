@@ -4,8 +4,6 @@ A passage in a prompt and the same passage in an answer differ at their first to
 So every sentence of a passage is a reference of its own, and an input is entered with and without a leading space.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

@@ -3,8 +3,6 @@
 Errors are logged and counted, proposals are checked, and a drafter that keeps failing is disabled.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -9,8 +9,6 @@ exit. `pipelines.search_layers` finds the layers to keep.
 Source: self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); here coupled with the target's noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np

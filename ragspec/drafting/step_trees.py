@@ -9,8 +9,6 @@ decided, every proposed node whose parent is right is judged, whether it took a 
     >>> trees.limit(np.array([48, 48]), is_whole); trees.cut(is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf

@@ -5,8 +5,6 @@ References are searched for places: a search compares the places of the last tok
 token occurs, not with the texts. The others are searched for counts: how often each token follows.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf

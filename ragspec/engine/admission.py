@@ -3,8 +3,6 @@
 >>> sequences = admission.sequences(request, listener, planner.prepare)
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@
     >>> async for delta in client.stream(request): ...
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import queue

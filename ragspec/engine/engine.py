@@ -7,8 +7,6 @@ one `Delta` a step and choice. Speculation off is the same step with trees of th
     >>> engine.generate([Request("a", prompt_ids, SamplingParams(max_tokens=20))])[0].text
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import threading

@@ -3,8 +3,6 @@
 `register_attention` registers the attention function with transformers as "ragspec".
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

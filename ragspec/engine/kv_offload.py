@@ -11,8 +11,6 @@ failed.
     >>> offload.restore(salt, tokens, sequence_slots, 512)       # True: positions [length, 512) were read back
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

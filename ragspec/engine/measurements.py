@@ -10,8 +10,6 @@ right.
 >>> costs = kept_costs(target, tested.numerics_id, num_threads, forward_s, lambda: measure_costs(target, 512))
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

@@ -6,8 +6,6 @@ alone.
     >>> load_follower(TargetConfig(), EngineConfig(), DistributedRanks(address, rank=1, size=2)).run()
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from pathlib import Path

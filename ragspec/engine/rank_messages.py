@@ -7,8 +7,6 @@ indices are sent as runs of consecutive numbers; fields that follow from others 
     >>> message = receive(ranks)                                                               # the other ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum

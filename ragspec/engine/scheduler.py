@@ -10,8 +10,6 @@ theirs. Offloaded keys and values are read back in the place of a prompt's chunk
     >>> scheduled = scheduler.schedule()        # [(sequence, number of its tokens in this step)]
 """
 
-from __future__ import annotations
-
 import bisect
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ waiting -> running -> finished
    ^----------'  preempted: slots given back, tokens kept; the same key gives the same tokens again
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping

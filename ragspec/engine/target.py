@@ -10,8 +10,6 @@ Drafters may tap hidden states: tap i is the stream entering layer i, tap L (the
 layer, both before any norm. Tap `FINAL` is the output of the final norm, which the logits come from.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ far is always a prefix of the final text.
     >>> stopped = text.push(token_id); piece = text.take()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 A shorter list is the beginning of a longer list. No target of ours was trained on the texts. Nothing here depends on a model.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

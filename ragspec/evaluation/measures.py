@@ -1,7 +1,5 @@
 """What every measurement notes beside its figures: commit, versions, peak memory, progress, rounding."""
 
-from __future__ import annotations
-
 import math
 import platform
 import resource

@@ -1,7 +1,5 @@
 """Quality of answers and corrections: SQuAD's normalisation, EM and F1, GLEU, edit distance; perplexity."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

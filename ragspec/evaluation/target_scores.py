@@ -6,8 +6,6 @@ transformers, the engine or a test's double can be scored alike. The adapter's r
     >>> case_scores(model_generate(model, tokenizer), *question_cases(data_dir, 48, seed=0))["quote_exact"]
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

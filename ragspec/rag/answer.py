@@ -1,7 +1,5 @@
 """The answer of a pipeline: text, citations, passages and statistics."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor

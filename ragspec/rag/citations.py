@@ -9,8 +9,6 @@ the grammar holds with speculation and without.
     >>> Request(..., grammar=answer_grammar(params, speculation, prompt.passages))
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import json

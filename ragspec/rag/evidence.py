@@ -8,8 +8,6 @@ same as the sentence is for the reader to judge.
     Place(passage=..., start=0, end=34)
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -4,8 +4,6 @@
 'German'
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

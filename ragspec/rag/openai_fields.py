@@ -6,8 +6,6 @@ Maps plain values to plain values. The caller decides which fields a body may ha
     {'temperature': 0.5, 'stop': ('\\n',), 'max_tokens': 64}
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

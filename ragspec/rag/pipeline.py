@@ -11,8 +11,6 @@ a stream of questions; the answers are the same. Retrieval runs while the engine
 share a call. The number of questions in the pipeline is bounded: it reads another question when one leaves.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import aclosing

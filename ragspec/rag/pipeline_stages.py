@@ -9,8 +9,6 @@ A stage whose next queue is full waits, and so do all stages before it and the s
     >>> async for results in StagedPipeline(stages).run(questions): ...
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import inspect

@@ -8,8 +8,6 @@ without blocks counts as one paragraph, in which a line that repeats a title or 
     [['Start it with:\n\nmill --start', 'It runs until it is stopped.'], ['mill --start']]
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple

@@ -14,8 +14,6 @@ sentences by features.
     {(18,): {540: 14.3, 504: 1.1}, (18, 504): {9103: 1.1, 2117: 0.2}}
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

@@ -6,8 +6,6 @@ Owns the words that may be left out and those that may not. A rule: it knows no 
     True
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

@@ -7,8 +7,6 @@
     >>> build_answer(prepared, engine.generate([prepared.request])[0])
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time

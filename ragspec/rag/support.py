@@ -10,8 +10,6 @@ to its source.
     ['supported', 'unsupported']
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

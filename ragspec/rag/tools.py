@@ -8,8 +8,6 @@ between name and arguments, and behind them.
     >>> parse_calls(form, ["weather"], completion.text)
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

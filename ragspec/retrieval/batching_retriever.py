@@ -7,8 +7,6 @@ Owns the two threads that call the index. Results are bit for bit those of separ
     >>> retriever.retrieve(["When did it rain?"], k=3).passages
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

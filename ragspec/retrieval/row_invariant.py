@@ -6,8 +6,6 @@ takes ragged batches. If a self-test at start finds that batching changes a bit,
     class Encoder(RowInvariantModel): ...    # adds `_forward` and the public methods
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -6,8 +6,6 @@ The default sampler (`sampling`) needs neither. Everything here is float64; no f
     array([0.5, 0.5, 0. ])
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Protocol

@@ -16,8 +16,6 @@ Sources: Leviathan et al. 2211.17192, Chen et al. 2302.01318 (chain); Miao et al
 2402.12374 (without restatement); Sun et al. 2403.10444 (block); Weng et al. 2505.12398 (traversal).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

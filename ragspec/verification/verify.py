@@ -5,8 +5,6 @@ otherwise the token is the step's last, the bonus token. Every token is the targ
 draft, and with no draft at all: a tree of the root alone is plain decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 Knows no HTTP format.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

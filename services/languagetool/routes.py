@@ -4,8 +4,6 @@ Owns the reading of forms and query strings, and the fields of /v1/grammar: the 
 and statistics. The fields of /v2/check are `check`'s. Errors under /v2 are plain text: the middleware writes them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Mapping

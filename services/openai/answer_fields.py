@@ -9,8 +9,6 @@ Owns the text and bytes of single tokens, too. A token may be part of a characte
 "bytes:\\xe2\\x80". Control tokens are left out, as from the content.
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import re

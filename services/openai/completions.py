@@ -4,8 +4,6 @@ Owns the path from a completion body to requests, and the format of their answer
 prompt's text never becomes control tokens; token ids may be any of the vocabulary.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Owns the translation of bodies and answers. Nothing is stored: `previous_respons
 conversation. The field `ragspec` beside OpenAI's fields is that of a chat completion.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from concurrent.futures import Executor

@@ -6,8 +6,6 @@ searches the index), with the thread that encodes.
 Embeddings never truncate: a text longer than the encoder's limit is refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import time

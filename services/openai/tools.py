@@ -4,8 +4,6 @@ Owns the engine's request and the format of calls, whole and streamed. `ragspec.
 client calls the tools. Nothing is retrieved, and nothing is stored: an agent's documents are a tool of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -4,8 +4,6 @@ Owns which fields a body may have. Unknown fields are refused, so that a misspel
 `ragspec.rag.openai_fields` names the fields without effect and the unsupported fields, and translates sampling parameters.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, cast

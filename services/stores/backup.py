@@ -11,8 +11,6 @@ could leave, and the next service goes on from it. Conversations may be a moment
 while the backup runs may be missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 `schemas` has their fields; `ConversationStore` does the work. Whoever holds a key of the tenant sees all of its conversations.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Query

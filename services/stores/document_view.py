@@ -5,8 +5,6 @@ Draws everything from the reader's form of the text, escaped. Never sends a part
     >>> views.html(views.find("ann", "manual/mill.pdf"), start=120, end=161)
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import threading

@@ -4,8 +4,6 @@ Owns the commits of one service to the index. Each change is one commit; another
 file in a vector store; its documents share an origin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

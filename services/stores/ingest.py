@@ -7,8 +7,6 @@ turn. An error of one file fails that file only. If the index was rebuilt withou
 States: started -> stopped. The next process goes on with unfinished members (`Records.unfinished`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

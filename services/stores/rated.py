@@ -8,8 +8,6 @@ question one that is not answerable. An answer rated down is a question without 
     [{'id': 'conv_5f-0', 'question': 'When was it built?', 'answer': 'The mill was built in 1874.', 'evidence': {...}}]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ A new column of a table: `_TABLES` with the next `_SCHEMA`, the dataclass of the
     1048576
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

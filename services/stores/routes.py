@@ -4,8 +4,6 @@
 FastAPI runs in threads. Deletions wait for the index, which may take long, and hold no thread meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import PurePath
 from typing import Annotated, Any, Literal

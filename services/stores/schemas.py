@@ -3,8 +3,6 @@
 Owns the fields of OpenAI's API for them. Unknown fields of bodies are refused. Never touches a store.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Owns the order in which files are read and committed: tenants take turns. One fi
 files of one tenant leave a thread to the others. Changes no index.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -4,8 +4,6 @@ A page is a name: its body here, and a style sheet and a script of that name in 
 foreign resources.
 """
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 from string import Template

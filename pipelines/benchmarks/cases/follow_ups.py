@@ -6,8 +6,6 @@ section; a question's gold passage is its own answer. A dialogue opens with its 
 because whoever begins a conversation names its subject.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -6,8 +6,6 @@ with others, and write a verdict a line: `{"sentence": "NAME", "verdict": "yes"}
 its passage, so that a verdict never counts for another sentence than was read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

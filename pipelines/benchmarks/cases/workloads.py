@@ -6,8 +6,6 @@ texts.
 Sources: SQuAD, JFLEG, MT-bench, Schema-Guided Dialogue, Spec-Bench (Xia et al. 2024, arXiv 2401.07851).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, zip_longest

@@ -9,8 +9,6 @@ Clients send a failed request again. A failed request may have been carried out 
 doubled or changed afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

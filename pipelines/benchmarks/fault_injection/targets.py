@@ -7,8 +7,6 @@
 Nothing here decides when a fault comes, and nothing compares answers: `injector` and `clients` do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

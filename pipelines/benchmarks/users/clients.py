@@ -10,8 +10,6 @@ by side, some abandoned half-way: what a client does next follows from the seed 
 answers in the order of the bodies, or the counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -6,8 +6,6 @@ counts; each slot has room for the longest prompt and its answer, so nothing is 
     >>> llama_row(service, bodies, users=8, num_runs=2, folder=cache_dir)["llama_tokens_per_s"]
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator, Sequence

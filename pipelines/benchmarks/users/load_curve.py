@@ -6,8 +6,6 @@ an answer has ended. No run shares a cached prefix with another.
     >>> curve_row(service, "rag", sent_by(8, "rag", mixes["rag"]), users=8, num_runs=2)["on_off"]
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from statistics import median

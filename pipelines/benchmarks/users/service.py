@@ -4,8 +4,6 @@
 ...     answers = service.timed(bodies, concurrency=16)
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

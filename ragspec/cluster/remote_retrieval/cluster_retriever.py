@@ -7,8 +7,6 @@ index, one shard does a whole look-up in one call; else the steps of the search 
     >>> retriever.retrieve(["When did it rain?"], k=3).passages
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -5,8 +5,6 @@
 >>> with IndexWriter(index_dir, pool, passages_per_encode=pool.texts_at_once) as writer: ...
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

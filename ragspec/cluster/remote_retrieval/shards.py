@@ -7,8 +7,6 @@ every client computes the same placement, and a lost or added shard moves only i
 {'segment-000001': ('shard-1', 'shard-0')}
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

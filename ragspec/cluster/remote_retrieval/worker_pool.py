@@ -10,8 +10,6 @@ late is not called again until it answers a health check.
     >>> answers, errors = HedgedCall(pool, {"segment-1": ("shard-1", "shard-0")}, send, policy).run()
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

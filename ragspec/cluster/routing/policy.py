@@ -9,8 +9,6 @@ Sources: Thaler and Ravishankar 1998 (rendezvous); Mirrokni, Thorup and Zadimogh
     >>> choose_replica(affinity_key(request), {"engine-0": 3, "engine-1": 5}, load_factor=1.25)
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping

@@ -6,8 +6,6 @@
 >>> while polled := client.poll(wait_s=1.0): ...
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

@@ -13,8 +13,6 @@ long. Listeners may therefore raise, submit and cancel; a slow listener delays o
 the streams under one lock that nobody holds while waiting.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import queue

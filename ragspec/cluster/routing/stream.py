@@ -9,8 +9,6 @@ threads, no replicas and no Ray; a `Router` calls it under its lock.
     >>> stream.start("r~2", now); stream.request()     # the request for the next attempt
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple

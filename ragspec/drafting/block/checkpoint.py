@@ -9,8 +9,6 @@
 Sources: the trainers' code (z-lab's DFlash, SpecForge, DeepSpec, speculators), and vLLM's for `dspark_bonus_anchor`.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ by the previous token each node has logits of its own, else all nodes of a level
 Sources: see `ragspec.drafting.block.network`; drafts grow in `ragspec.drafting.growing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragspec.drafting.acceptance import Experience, Guess
+from ragspec.drafting.acceptance import MAX_TENANTS, Guess
 from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
@@ -27,6 +25,7 @@ from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.lookahead import MOST_DEPTH, LookaheadAcceptance
 from ragspec.numerics.attention import Ints
 from ragspec.speculation import AcceptanceRule
+from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import Origin, Proposal
 
 
@@ -112,7 +111,7 @@ class LookAheadDrafter(Drafter):
     def __init__(self, first_id: int, num_rows: int, name: str = "pass") -> None:
         self.name, self._rows = name, range(first_id, first_id + num_rows)
         self._guesses: dict[tuple[str, int], list[int]] = {}
-        self._acceptance = Experience(LookaheadAcceptance)
+        self._acceptance = TenantStates(MAX_TENANTS, LookaheadAcceptance)
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
         return [self._draft(sequence, depth) for sequence, depth in zip(sequences, budget.depths, strict=True)]
@@ -121,7 +120,7 @@ class LookAheadDrafter(Drafter):
         request, proposals, prob = sequence.request, list[Proposal](), 1.0
         if request.speculation.rule is not AcceptanceRule.KEYED or request.params.has_penalties:
             return []
-        acceptance = self._acceptance.of(request.salt)
+        acceptance = self._acceptance.used(tenant_of(request.salt))
         for depth, token in enumerate(self._guesses.get(sequence.key, ())[:most]):
             cell = acceptance.cell(0, min(depth, MOST_DEPTH))
             prob *= acceptance.probability(cell)
@@ -134,7 +133,7 @@ class LookAheadDrafter(Drafter):
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         if tokens:
             guesses = [guess for token, _, guess in features[NODES].tolist() if token in self._rows]
-            self._acceptance.of(sequence.request.salt).note_rows(len(guesses))
+            self._acceptance.used(tenant_of(sequence.request.salt)).note_rows(len(guesses))
             self._guesses[sequence.key] = guesses[len(tokens) - 1 :]
 
     def finish(self, sequence: SequenceView) -> None:

@@ -16,8 +16,6 @@ PaSS             the target itself, with learnt embeddings behind the last token
 Sources: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), P-EAGLE (arXiv 2602.01469), PaSS (arXiv 2311.13581).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast

@@ -4,8 +4,6 @@
 >>> check_fits(config, vocab_size=128256, hidden_size=4096, num_layers=32)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ Each key is read, is harmless, or is refused by its name; null stands for an abs
 >>> config = config_of(EagleFamily.EAGLE3, merged, tensors)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ Sources: see `ragspec.drafting.eagle.network`; drafts grow in `ragspec.drafting.
 `ragspec.drafting.children`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence as SequenceOf
 from typing import Generic, TypeVar

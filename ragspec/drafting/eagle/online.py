@@ -15,8 +15,6 @@ written: a restart begins with the head as it is on disk. If learning fails, the
 Source: online speculative decoding (Liu et al. 2023, arXiv 2310.07177); here a head learns only where drafts were wrong.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -7,8 +7,6 @@ collected once for a draft; a level only adds its nodes.
     >>> batch.chains()              # the metadata of the first forward; then batch.level(paths) for each level
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

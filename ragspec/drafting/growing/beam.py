@@ -9,8 +9,6 @@ equal.
     >>> levels = beam.fetch()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ Drafting stops where another level would take more time than it is likely to sav
 keys of the text and of nodes: a draft first reads the tokens decided since the last draft.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -7,8 +7,6 @@ dynamic   EAGLE-2's: of a level's children the most probable paths go on
 Probabilities are the learned acceptance of nodes, ours, or the head's own, as the EAGLE-2 paper has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files witho
     >>> write_files(directory, raw, WEIGHTS, tensors)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 products, norms and attention of the target's backend; `serve` replaces the other products and norms of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast

@@ -20,8 +20,6 @@ Heads are counted by their tensors: published configs name fewer than their file
 Sources: Medusa (Cai et al. 2024, arXiv 2401.10774), Hydra (Ankner et al. 2024, arXiv 2402.05109).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from pathlib import Path

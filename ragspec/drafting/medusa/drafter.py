@@ -8,8 +8,6 @@ Sources: see `ragspec.drafting.medusa.network`; drafts grow in `ragspec.drafting
 `ragspec.drafting.children`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple

@@ -17,8 +17,6 @@ Sources: Medusa (Cai et al. 2024, arXiv 2401.10774: cross-entropy with the text'
 et al. 2024, arXiv 2402.05109: the target's distribution).
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from collections.abc import Mapping

@@ -6,8 +6,6 @@
 'Apache-2.0'
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig

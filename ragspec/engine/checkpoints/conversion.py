@@ -9,8 +9,6 @@ so all rank counts serve the same bits.
 Source: LoRA 2106.09685; rsLoRA 2312.03732.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

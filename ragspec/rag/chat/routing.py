@@ -7,8 +7,6 @@ sign is. The weights were fitted to `pipelines/benchmarks/documentation/tuning/r
     (False, True)
 """
 
-from __future__ import annotations
-
 import re
 
 _MAX_READ_CHARS = 500

@@ -10,8 +10,6 @@ A turn is prepared and kept as the service prepares and keeps it, so both give t
 conversation; `SavedConversation` is its copy in a file.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from dataclasses import replace

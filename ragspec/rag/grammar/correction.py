@@ -6,8 +6,6 @@ Owns plain data and the step from the target's outputs to edits; it never calls 
     >>> CorrectionRequest("letter-1", "He go to school.", SamplingParams(max_tokens=256))
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ True
 ['Ragspec']
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Kinds come from the words alone. Owns closed classes of English words and the in
     True
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

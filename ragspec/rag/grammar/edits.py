@@ -6,8 +6,6 @@ Pure functions over strings. A text is split into pieces: words, runs of white s
     Edit(start=3, end=5, original='go', replacement='goes', kind=<EditKind.OTHER: 'other'>)
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import itertools

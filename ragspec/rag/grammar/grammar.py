@@ -9,8 +9,6 @@ parts. A sentence without letters is not sent. A correction that reaches no end 
 the edit filter withholds is not applied.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -7,8 +7,6 @@
 The text equals that of waiting for every retrieval (`guessing=False`), for any index, policy and stride.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

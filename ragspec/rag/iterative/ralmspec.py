@@ -17,8 +17,6 @@ generated again.
 Source: Zhang et al. 2024, Accelerating Retrieval-Augmented Language Model Serving with Speculation (arXiv 2401.14021).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import operator

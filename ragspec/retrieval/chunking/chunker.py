@@ -9,8 +9,6 @@ are sections of their own, with their header in the heading.
     [(0, 43, 'Part | Weight')]
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

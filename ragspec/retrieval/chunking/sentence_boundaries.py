@@ -4,8 +4,6 @@
 [(0, 10), (11, 27)]
 """
 
-from __future__ import annotations
-
 import re
 
 _ABBREVIATIONS = frozenset(

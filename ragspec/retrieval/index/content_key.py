@@ -5,8 +5,6 @@ The keys of the documents are added modulo 2**256, so the order of insertions, a
 >>> content_key(documents, encoder.identity, config) == read_current(index_dir)[1].content_key
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

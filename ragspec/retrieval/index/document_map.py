@@ -5,8 +5,6 @@ Sealed segments come first, in order. Unsealed documents lie in the segment that
     >>> DocumentMap(store, with_texts=False).find("faq.jsonl:3")
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple

@@ -4,8 +4,6 @@
 >>> queue.encode()[0].vectors
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ Owns which documents the next generation holds. Every method that writes files r
     >>> builder.publish().generation
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,8 +16,6 @@
 Segments and generations never change; generations share segments. Every hash is compared before a file is read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 >>> pointer = read_pointer(Path("my-index"))
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,8 +5,6 @@ See `ragspec.retrieval.index.manifest` for the whole layout.
     >>> mapped_array(folder / VECTORS).shape
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator

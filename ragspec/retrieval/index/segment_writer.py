@@ -7,8 +7,6 @@ A merge encodes and analyses nothing again: vectors and postings are copied, so 
     >>> writer.finish()
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ the next file gets a new one. The process reads expected files while its caller 
     ...     list(reader.documents(Path("manual.pdf"), "manual.pdf", unread=[]))
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

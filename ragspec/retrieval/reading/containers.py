@@ -3,8 +3,6 @@
 >>> read_notebook("...").blocks
 """
 
-from __future__ import annotations
-
 import datetime
 import email
 import email.policy

@@ -3,8 +3,6 @@
 >>> read_docx(Path("manual.docx")).blocks
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

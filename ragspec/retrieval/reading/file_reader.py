@@ -3,8 +3,6 @@
 >>> list(read_documents(["manual/", "faq.jsonl"]))
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path

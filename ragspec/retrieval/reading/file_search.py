@@ -3,8 +3,6 @@
 >>> find_files(["manual/", "notes/**/*.md"])
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path

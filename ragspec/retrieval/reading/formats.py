@@ -4,8 +4,6 @@
 'html.read_html'
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple

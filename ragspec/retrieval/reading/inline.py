@@ -4,8 +4,6 @@
 ('⁶', '[1]', 'iv')
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence

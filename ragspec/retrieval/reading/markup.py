@@ -6,8 +6,6 @@ reStructuredText: titles are underlined or framed lines; the level of a title is
     >>> read_markdown("# The mill").title
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 >>> read_odt(Path("manual.odt")).blocks
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 import zipfile

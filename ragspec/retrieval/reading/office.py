@@ -3,8 +3,6 @@
 >>> class WordReader(OfficeReader): ...
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

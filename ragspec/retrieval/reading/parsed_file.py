@@ -7,8 +7,6 @@ Decodes text files, and measures whether a text reads as language or as garbage.
 >>> builder.build().blocks
 """
 
-from __future__ import annotations
-
 import codecs
 import itertools
 import logging

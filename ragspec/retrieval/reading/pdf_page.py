@@ -3,8 +3,6 @@
 >>> draw_page(Path("manual.pdf"), 3, letters_of("The mill opens at nine."), "", Path("page.png")).boxes
 """
 
-from __future__ import annotations
-
 import ctypes
 import unicodedata
 from pathlib import Path

@@ -7,8 +7,6 @@ is the column `text`; without that column, every non-empty cell becomes a line "
     >>> list(read_csv(Path("faq.csv"), "faq.csv", []))
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -7,8 +7,6 @@ Owns the order of these steps. Knows no encoder: queries come encoded.
     >>> searcher.search(queries, k=3, scope=PUBLIC_SCOPE).passages
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,8 +12,6 @@ guess is only compared with the answer of the index: it costs or saves time and 
 Source: Zhang et al. 2024 (arXiv 2401.14021), section 3.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

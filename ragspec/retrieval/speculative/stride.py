@@ -20,8 +20,6 @@ Source: Zhang et al. 2024, Accelerating Retrieval-Augmented Language Model Servi
 and appendix A.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
