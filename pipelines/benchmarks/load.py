@@ -138,23 +138,29 @@ def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
         "questions": questions,
     }
     orders |= {"seconds": 10.0 if run.quick else 60.0, "num_clients": _NUM_CLIENTS, "seed": run.seed}
+    engine = backend.target.engine
+    assert isinstance(engine, Engine)
+    num_free = free_pages(engine, _TENANTS)
     found: Row = run_clients(orders)
-    assert isinstance(backend.target.engine, Engine)
-    leaked = leaked_slots(backend.target.engine, _TENANTS)
+    leaked = leaked_slots(engine, _TENANTS, num_free)
     return found | {"leaked": leaked, "left_running": backend.rate_limiter.running}
 
 
-def leaked_slots(engine: Engine, tenants: Sequence[str]) -> int:
-    """KV slots still held when nothing runs and the caches of all tenants and of the health check are purged."""
-    pool, deadline = engine.target.pool, time.monotonic() + _SETTLE_S
-    free = list[int]()
-    while True:
-        for tenant in (*tenants, CANARY_SALT):
-            engine.purge(tenant)
-        engine.between_steps(lambda: free.append(pool.num_free_pages))
-        if free[-1] == pool.num_pages or time.monotonic() > deadline:
-            return (pool.num_pages - free[-1]) * PAGE
+def leaked_slots(engine: Engine, tenants: Sequence[str], num_free: int) -> int:
+    """KV slots still held when nothing runs and the caches are purged, beyond those that left `num_free` pages before."""
+    deadline = time.monotonic() + _SETTLE_S
+    while (left := free_pages(engine, tenants)) < num_free and time.monotonic() < deadline:
         time.sleep(0.1)
+    return (num_free - left) * PAGE
+
+
+def free_pages(engine: Engine, tenants: Sequence[str]) -> int:
+    """Free pages of the KV pool with the caches of all tenants and of the health check purged. What the engine pinned is held."""
+    free = list[int]()
+    for tenant in (*tenants, CANARY_SALT):
+        engine.purge(tenant)
+    engine.between_steps(lambda: free.append(engine.target.pool.num_free_pages))
+    return free[-1]
 
 
 def _start(run: Run, index_dir: str) -> Row:

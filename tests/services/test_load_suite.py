@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from service_parts import MODEL, make_backend
 
-from pipelines.benchmarks.load import SUITE, first_tokens, leaked_slots, summarise
+from pipelines.benchmarks.load import SUITE, first_tokens, free_pages, leaked_slots, summarise
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
 from pipelines.benchmarks.users.llama_server import prompts_of
 from pipelines.benchmarks.users.load_curve import MIXED, RAG, curve_row, measured, mixes_of, sent_by
@@ -123,7 +123,7 @@ def test_mixed_clients_meet_no_fault(here: Service) -> None:
     """Mixed requests met errors that nobody counted, or never ended."""
     orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
     found = run_clients(orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
-    assert found["requests"] >= 8 and found["p50_ms"] > 0
+    assert found["requests"] >= 4 and found["p50_ms"] > 0
     assert (found["errors_5xx"], found["hangs"], found["num_faults"]) == (0, 0, 0)
 
 
@@ -171,14 +171,14 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)
     engine = here.backend.target.engine
     assert isinstance(engine, Engine)
-    begun = threading.Event()
+    begun, num_free = threading.Event(), free_pages(engine, (*here.keys,))
     params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)
     engine.submit(Request("held", (5, 6, 7), params, salt="ann"), lambda _: begun.set())
     assert begun.wait(600.0)
-    assert leaked_slots(engine, (*here.keys,)) > 0
+    assert leaked_slots(engine, (*here.keys,), num_free) > 0
     engine.cancel("held")
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 60.0)
-    assert leaked_slots(engine, (*here.keys,)) == 0
+    assert leaked_slots(engine, (*here.keys,), num_free) == 0
 
 
 def test_clients_that_cannot_reach_a_service_say_so() -> None:
