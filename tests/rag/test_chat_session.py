@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_parts import GREEDY, QUESTION, SAMPLED
+from small_parts import CONTEXT, GREEDY, QUESTION, SAMPLED
+from tiny_target import save_model
 
-from ragspec import ChatSession, ConversationStore
+from ragspec import ChatSession, ConversationStore, load_config
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import InputError, NotFound
@@ -18,6 +22,7 @@ from ragspec.rag.chat.conversations import QaPair, ShownPassages
 from ragspec.rag.chat.session import SavedConversation
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.expansion import JoinedPassage
+from ragspec.retrieval.index.store import Store
 
 QUESTIONS = (QUESTION, "Who built it?", "And where does the river rise?", "When was the bridge rebuilt?", "Why?")
 
@@ -76,6 +81,42 @@ def test_a_conversation_has_the_same_text_however_it_is_asked(
         assert chat.kept and len(set(texts)) > 1
         assert [turn.question for turn in chat.turns] == list(QUESTIONS)
     assert resumed(pipeline, tmp_path, params) == texts
+
+
+_KILLED = """
+import json, os, signal, sys
+from ragspec import Pipeline, load_config
+from ragspec.core import SamplingParams
+config, store, params, *questions = sys.argv[1:]
+chat = Pipeline.from_config(load_config(config)).chat(store=store)
+for question in questions:
+    chat.ask(question, SamplingParams(**json.loads(params)))
+print(chat.id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_conversation_of_a_killed_process_goes_on_with_the_same_text(
+    opened_index: Store, tmp_path: Path, temperature: float
+) -> None:
+    """A turn that a killed process had answered and not kept, or a seed that depends on the process."""
+    model = save_model("llama", tmp_path / "model", max_position_embeddings=CONTEXT)
+    sections = {"target": {"model": str(model)}, "retriever": {"index_dir": str(opened_index.index_dir)}}
+    config, store = tmp_path / "config.yaml", tmp_path / "talks.sqlite"
+    config.write_text(json.dumps(sections))
+    given = {"temperature": temperature, "max_tokens": 12, "seed": 7}
+    command = [sys.executable, "-c", _KILLED, str(config), str(store), json.dumps(given), *QUESTIONS[:2]]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    params = SamplingParams(**given)
+    with Pipeline.from_config(load_config(config)) as pipeline:
+        with pipeline.chat() as chat:
+            whole = told(chat, params)
+        with pipeline.chat(killed.stdout.strip(), store=store) as chat:
+            assert [turn.answer for turn in chat.turns] == [text.replace("\0", "\ufffd") for text in whole[:2]]
+            assert told(chat, params, QUESTIONS[2:]) == whole[2:]
 
 
 def test_a_stream_without_an_event_loop_is_the_answer(pipeline: Pipeline, engine: Engine) -> None:
