@@ -55,9 +55,11 @@ class RagTask(Task):
             yield config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
     def config_of_begun(self, config: PipelineConfig, begun: Mapping[str, Any]) -> PipelineConfig:
-        """Jobs from before there were a learned fusion and a second layout name none: they go on by rank, and quote."""
-        if begun and "layout" not in begun and config.prompts.layout == "auto":
-            config = config.model_copy(update={"prompts": config.prompts.model_copy(update={"layout": "quote"})})
+        """The begun layout, which "auto" may decide otherwise today. Jobs from before there were a learned fusion and a second
+        layout name none: they go on by rank, and quote."""
+        if begun and config.prompts.layout == "auto":
+            layout = {"layout": begun.get("layout", "quote")}
+            config = config.model_copy(update={"prompts": config.prompts.model_copy(update=layout)})
         retriever, before = config.retriever, begun.get("retriever")
         named = not isinstance(before, dict) or "fusion" in before
         if named or retriever.mode != "hybrid" or "fusion" in retriever.model_fields_set:

@@ -20,7 +20,7 @@ from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
-from ragspec.config import EncoderConfig, PipelineConfig, load_config
+from ragspec.config import EncoderConfig, PipelineConfig, TargetConfig, load_config
 from ragspec.core import Document, Message
 from ragspec.core import Request as EngineRequest
 from ragspec.errors import ConfigError, EngineError, ReplicaLost, RetrievalError
@@ -143,6 +143,8 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
     config = job(place, inputs, out).config
     before = RagTask().config_of_begun(config, settings)
     assert (before.retriever.fusion, before.wording.layout) == ("rank", "quote")
+    quoting = config.model_copy(update={"target": TargetConfig(model="Qwen2.5-Coder-0.5B-Instruct")})
+    assert RagTask().config_of_begun(quoting, settings | {"layout": "short"}).wording.layout == "short"
     asked = config.retriever.model_validate({**config.retriever.model_dump(exclude_unset=True), "fusion": "learned"})
     begun = job(place, inputs, out)
     with pytest.raises(ConfigError, match="holds a job with retriever"):
