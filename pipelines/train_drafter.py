@@ -256,9 +256,10 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
     target = FrozenTarget.load(TargetConfig(model=run.target), device)
     run.out.mkdir(parents=True, exist_ok=True)
+    config = config_of(run, target)
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
     sample_text = text_sampler(run, encoder)
-    head = make_head(run, target, sample_text)
+    head = make_head(config, run.plan, target, sample_text)
     if run.start is not None and isinstance(head, EagleHead | BlockHead):
         start_from(head, run.start)
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers)
@@ -295,15 +296,19 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig
     return block_config(shape, run.family, run.plan.objective.num_steps, run.markov_rank)
 
 
-def make_head(run: DrafterRun, target: FrozenTarget, sample_text: TextSampler) -> Head:
-    """A head ready for training. Raises: ModelError, ConfigError."""
-    config, seed = config_of(run, target), run.plan.seed
+def make_head(
+    config: HeadConfig | BlockConfig | PositionConfig | None,
+    plan: DrafterPlan,
+    target: FrozenTarget,
+    sample_text: TextSampler,
+) -> Head:
+    """A head ready for training."""
     if config is None:
-        return fresh_look_ahead(run.plan.objective.num_steps, target, seed)
+        return fresh_look_ahead(plan.objective.num_steps, target, plan.seed)
     if isinstance(config, PositionConfig):
-        return fresh_position_head(config, target, seed)
+        return fresh_position_head(config, target, plan.seed)
     shape = config.shape if isinstance(config, BlockConfig) else config
-    return fresh_head(config, target, vocabulary_of(shape, sample_text, seed), seed)
+    return fresh_head(config, target, vocabulary_of(shape, sample_text, plan.seed), plan.seed)
 
 
 def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Tensor | None:

@@ -459,7 +459,11 @@ def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
     run: Run, small_demo: None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A demo that claims a speed-up it did not measure, or hides a difference; or that counts what no target wrote."""
-    asked = "Fact 3 is told here. It is known to all?", "Is Fact 5 told here, and known to all?", "Quo vadis, Zygmunt?"
+    asked = (
+        "Fact 3 is told here. It is known to all?",
+        "Fact 5 is told here. It is known to all?",
+        "Quo vadis, Zygmunt?",
+    )
     monkeypatch.setattr("ragspec.cli.demo.QUESTIONS", asked)
     ended = run("demo", "--target", model, "--questions", 3, "--json")
     result = json.loads(ended.out)

@@ -3,6 +3,8 @@
 >>> engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf

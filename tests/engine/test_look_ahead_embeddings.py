@@ -1,7 +1,5 @@
 """Look-ahead embeddings (PaSS): the target reads them as trained, guesses stand where they belong, no output changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle_cases import PARAMS, Tiny, assert_equal, generated, names_of, requests_of, total, truth
-from tiny_target import save_model
+from oracle_cases import PARAMS, assert_equal, generated, names_of, requests_of, total, truth
+from tiny_target import Tiny, save_model
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams

@@ -67,8 +67,8 @@ def test_hass_and_poss_have_their_papers_losses_and_layers(target: str, tmp_path
         assert [config.num_layers, config.positions_per_layer] == layers
         wanted = Objective(steps, 1.0, noise=0.2, loss_weights=LossWeights(1.0, 0.1, 0.0, 1.0), is_detached=True)
         assert run.plan.objective == wanted
-    with pytest.raises(InputError, match="four numbers"):
-        run_of(parser().parse_args(["--family", "hass", *where, "--loss-weights", *"12345"]))
+    with pytest.raises(InputError, match="six numbers"):
+        run_of(parser().parse_args(["--family", "hass", *where, "--loss-weights", *"1234567"]))
 
 
 def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
     for options, (family, *sizes, decay, weights) in cases.items():
         run = run_of(parser().parse_args(["--family", *options.split(), *where]))
         config = train_drafter.config_of(run, loaded)
-        head = train_drafter.make_head(run, loaded, lambda rng: Encoded([], []))
+        head = train_drafter.make_head(config, run.plan, loaded, lambda rng: Encoded([], []))
         assert isinstance(config, PositionConfig) and config.family.value == family
         assert [config.num_heads, config.num_blocks, config.is_grounded, config.has_output] == sizes
         assert config.has_prefix == options.startswith("hydra++")
@@ -133,12 +133,12 @@ def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path)
     ("options", "families"),
     [
         ("--family medusa --inputs token", "eagle and eagle2 and eagle3 and hass and poss"),
-        ("--family hydra --draft-vocab 100", "eagle3"),
+        ("--family hydra --draft-vocab 100", "eagle3 and peagle and dflash and dspark"),
         ("--family hydra --target-output", "medusa"),
         ("--family medusa --not-grounded", r"hydra and hydra\+\+"),
-        ("--family eagle --layers 2", r"medusa and hydra and hydra\+\+"),
+        ("--family eagle --layers 2", r"dflash and dspark and medusa and hydra and hydra\+\+"),
         ("--family hass --positions-per-layer 2", "poss"),
-        ("--family medusa --start .", "eagle and eagle2 and eagle3 and hass and poss"),
+        ("--family medusa --start .", "eagle and eagle2 and eagle3 and hass and poss and peagle and dflash and dspark"),
     ],
 )
 def test_an_option_of_another_family_is_refused(options: str, families: str, tmp_path: Path) -> None:
