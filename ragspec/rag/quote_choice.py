@@ -138,7 +138,8 @@ def _best_quotes(run: Sequence[Span], values: Sequence[float]) -> Iterator[tuple
 def _tree_bias(
     quotes: Sequence[tuple[tuple[int, ...], float]], weight: float
 ) -> dict[tuple[int, ...], dict[int, float]]:
-    """Behind a place where quotes part, a few tokens of each branch get its bias too: a quote may end there in other tokens."""
+    """Behind the mark, and behind a place where quotes part, a few tokens of each branch get its bias: a quote may end there in
+    other tokens. Why behind the mark also of one quote: quotes too unlikely for the tree are left out."""
     biases: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
     waiting = [(0, 0, quotes)]
     while waiting:
@@ -147,11 +148,11 @@ def _tree_bias(
         for ids, probability in alike:
             if len(ids) > length:
                 branches[ids[length]].append((ids, probability))
-        left = _BIASED_TOKENS if length and len(branches) > 1 else num_biased
+        left = _BIASED_TOKENS if length == 1 or (length and len(branches) > 1) else num_biased
         for token, own in branches.items():
             if left:
                 biases[own[0][0][:length]][token] = min(_MOST_BIAS, weight * max(each for _, each in own))
-            if len(own) > 1 or left > 1:
+            if len(own) > 1 or left > 1 or not length:
                 waiting.append((length + 1, max(0, left - 1), own))
     return dict(biases)
 

@@ -77,6 +77,14 @@ def test_the_same_quote_is_boosted_however_its_mark_is_tokenised() -> None:
     assert biases[places[0][1][:-1]][ids["built"]] > 0.0
 
 
+def test_a_quote_without_a_likely_rival_is_boosted(target: Target) -> None:
+    """The surest quotes had no bias, since no other quote was in the tree, and the target quoted what it liked."""
+    prompts = PromptBuilder(target.tokenizer, 512)
+    biases = quote_bias(QUESTION, PASSAGES[1:], prompts.plain_ids, 20.0)
+    (ids,) = prompts.plain_ids([f'"{SENTENCES[1]}'])
+    assert total(biases, ids) > 15.0 and len({at[:2] for at in biases}) <= 2
+
+
 def test_texts_that_are_left_out_get_no_bias(target: Target) -> None:
     """A boost that the grammar forbids, which leaves the choice among the other spans to chance."""
     prompts = PromptBuilder(target.tokenizer, 512)
