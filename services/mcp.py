@@ -180,7 +180,8 @@ class DocumentTools:
         except ValidationError as cause:
             raise validation_error([{**error, "loc": ("body", *error["loc"])} for error in cause.errors()]) from None
         if self._caller is not None or request is None:
-            request = Request({"type": "http", "state": {"caller": self._caller, "begin": time.perf_counter()}})
+            state = {"caller": self._caller, "begin": time.perf_counter()}
+            request = Request({"type": "http", "path": "/", "headers": [], "state": state})
         return await tool.call(arguments, request)
 
     async def _search(self, given: SearchArguments, request: Request) -> dict[str, Any]:
