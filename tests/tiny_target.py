@@ -198,5 +198,6 @@ def tiny_engine(
     target.reset_pool(num_kv_slots)
     settings = EngineConfig(**{"max_num_batched_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
     planner_class = FixedTreePlanner if fixed_nodes else Planner
-    planner = planner_class(drafters, costs or Free(), fixed_nodes or max_nodes, target.num_embeddings)
+    sizes = fixed_nodes or max_nodes, target.vocab_size, target.num_embeddings
+    planner = planner_class(drafters, costs or Free(), *sizes)
     return Engine(target, planner, Admission(target, "tiny"), settings)

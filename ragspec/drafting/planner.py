@@ -50,11 +50,18 @@ class Planner:
     """Whether time does not count."""
 
     def __init__(
-        self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
+        self,
+        drafters: SequenceOf[Drafter],
+        costs: CostTable,
+        max_tree_nodes: int,
+        vocab_size: int = 2**31,
+        num_embeddings: int = 0,
     ) -> None:
+        """`num_embeddings`: of the target, if it has inputs for further tokens than its vocabulary's."""
         self._drafters = [SafeDrafter(drafter) for drafter in drafters]
         self._names = [drafter.name for drafter in drafters]
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
+        self._num_embeddings = max(vocab_size, num_embeddings)
         self._trust = Trust(len(drafters), math.inf) if self.is_fixed else Trust(len(drafters))
         self._watching = frozenset(
             number for number, drafter in enumerate(drafters) if type(drafter).observe is not Drafter.observe
@@ -186,7 +193,7 @@ class Planner:
         budget = Budget(self._max_nodes, 0.0 if self.is_fixed else plan.token_s(), levels, least_prob)
         proposed = self._drafters[number].propose(sequences, budget)
         for i, sequence, most, given in zip(places, sequences, longest, proposed, strict=True):
-            trees.merge(i, given, number, (most, self._vocab_size, owns[i].needs_chain))
+            trees.merge(i, given, number, (most, self._num_embeddings, owns[i].needs_chain))
             if trees.draws[i] and not _is_sound(sequence, trees, i, self._vocab_size):
                 trees.drop(i)
 

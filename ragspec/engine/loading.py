@@ -125,7 +125,7 @@ def load_engine(
             lambda: measure_costs(target, max_num_batched_tokens, say),
         )
         drafters = make_drafters(target, drafting)
-        planner = planner_class(drafters, costs, drafting.tree.max_nodes, target.num_embeddings)
+        planner = planner_class(drafters, costs, drafting.tree.max_nodes, target.vocab_size, target.num_embeddings)
         if planner.taps:
             forward_s(target, 1, 1, taps=planner.taps)  # compiles the search for probable tokens
         settled = config.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from head_parts import near
 from oracle_cases import PARAMS, assert_equal, generated, names_of, requests_of, total, truth
 from tiny_target import Tiny, save_model
 
@@ -22,7 +23,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.errors import ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.speculation import Speculation
+from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_look_ahead
 
@@ -77,6 +78,15 @@ def test_outputs_are_plain_decodings(tiny: Tiny, params: str, dtype: Any) -> Non
     completions = generated(target, [drafter], batches, fixed_nodes=6, num_kv_slots=256)
     assert_equal(completions, truth(target, requests, params))
     assert (total(completions, "num_drafted") > 0) == (params != "penalties")
+
+
+def test_other_drafters_draw_children_beside_look_ahead_rows(tiny: Tiny) -> None:
+    """Draws over the vocabulary were refused because the target had more embeddings: nobody drafted by a published rule."""
+    target = tiny()
+    drafters = [LookAheadDrafter(target.add_embeddings(torch.randn(NUM_ROWS, 64)), NUM_ROWS), near(target)]
+    rule = Speculation(rule=AcceptanceRule.TRAVERSAL)
+    requests = [replace(request, speculation=rule) for request in requests_of(target, PARAMS["T=1"])]
+    assert total(generated(target, drafters, [requests], fixed_nodes=6), "num_drafted") > 0
 
 
 def test_embeddings_are_served_by_their_directory(tmp_path: Path) -> None:
