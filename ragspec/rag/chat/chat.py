@@ -127,7 +127,9 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(turn.params, question, prompt, context.closeness, used, holds_quotes=bool(grammar)),
+            prompts.biased(
+                turn.params, user_question, prompt, context.closeness, used, holds_quotes=bool(grammar), topic=question
+            ),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
