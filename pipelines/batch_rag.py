@@ -55,16 +55,18 @@ class RagTask(Task):
             yield config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
     def config_of_begun(self, config: PipelineConfig, begun: Mapping[str, Any]) -> PipelineConfig:
-        """The begun layout, which "auto" may decide otherwise today. Jobs from before there were a learned fusion and a second
-        layout name none: they go on by rank, and quote."""
+        """The begun layout and passages, which today's defaults may be others. Jobs from before there were a learned fusion and a
+        second layout name none: they go on by rank, and quote."""
         if begun and config.prompts.layout == "auto":
             layout = {"layout": begun.get("layout", "quote")}
             config = config.model_copy(update={"prompts": config.prompts.model_copy(update=layout)})
         retriever, before = config.retriever, begun.get("retriever")
-        named = not isinstance(before, dict) or "fusion" in before
-        if named or retriever.mode != "hybrid" or "fusion" in retriever.model_fields_set:
+        if not isinstance(before, dict):
             return config
-        return config.model_copy(update={"retriever": retriever.model_copy(update={"fusion": "rank"})})
+        before = {"abstain_below": 0.0, **({"fusion": "rank"} if retriever.mode == "hybrid" else {}), **before}
+        names = {"num_passages", "abstain_below", "fusion"} & before.keys() - retriever.model_fields_set
+        found = {name: before[name] for name in names}
+        return config.model_copy(update={"retriever": retriever.model_copy(update=found)})
 
     def rules(self, target: TargetConfig, begun: Mapping[str, Any]) -> TextRules:
         """Those that the job was begun by. Jobs from before there were others name none."""
@@ -85,7 +87,7 @@ class RagTask(Task):
             "encoder": config.encoder.model,
             "retriever": retriever.model_dump(exclude=_CHANGES_NO_TEXT | _unset(retriever)),
             "index_generation": manifest.generation_id,
-            **({"layout": "short"} if config.wording.layout == "short" else {}),
+            **({} if config.wording.layout == "quote" else {"layout": config.wording.layout}),
         }
 
     def stages(self, runtime: Runtime) -> StagedPipeline:

@@ -338,9 +338,10 @@ class ChatConfig(ConfigSection):
 class PromptConfig(ConfigSection):
     """The words of prompts. Empty: the words that the default target's adapter was trained on."""
 
-    layout: Literal["auto", "quote", "short"] = "auto"
-    """"quote" asks for a verbatim quote and a short answer; "short" for one sentence, shown with the passage's exact words
-    that it rests on; "auto": quote for targets with an adapter, as the default has, and for measured models, short for others."""
+    layout: Literal["auto", "quote", "free", "short"] = "auto"
+    """"quote" asks for a verbatim quote and a short answer; "free" for a sentence of the model's own, shown with the passage's
+    exact words that it rests on; "short": free, in the words of earlier versions, which refuse more; "auto": quote for targets
+    with an adapter, as the default has, and free for others."""
     require_support: bool = False
     """An answer of which no sentence is quoted, supported or related is replaced by a sentence that says so; its text is then
     streamed whole, at its end."""
@@ -350,6 +351,11 @@ class PromptConfig(ConfigSection):
     """Stands before the question."""
     grammar: str = ""
     """Stands before a sentence to correct."""
+
+
+FREE_PASSAGES, FREE_ABSTAIN_BELOW = 5, 0.2
+"""Of targets that answer in their own words. Of 50 questions about documentation 1.5 B answered 28 with three passages, 33 with
+five. Of 459, 4 in 100 that are answerable score less than 0.2, and half of the others."""
 
 
 class PipelineConfig(ConfigSection):
@@ -366,12 +372,26 @@ class PipelineConfig(ConfigSection):
     prompts: PromptConfig = PromptConfig()
     chat: ChatConfig = ChatConfig()
 
+    @model_validator(mode="after")
+    def _suit_free_answers(self) -> Self:
+        """Why past `model_copy`: a job that was begun otherwise may go on, so these do not count as set."""
+        if self.wording.layout == "free":
+            suited = {"num_passages": FREE_PASSAGES}
+            if self.retriever.mode == "hybrid" and self.encoder.model == EncoderConfig().model:
+                suited["abstain_below"] = FREE_ABSTAIN_BELOW
+            retriever = self.retriever.model_copy()
+            retriever.__dict__.update(
+                (name, each) for name, each in suited.items() if name not in retriever.model_fields_set
+            )
+            self.__dict__["retriever"] = retriever
+        return self
+
     @property
     def wording(self) -> PromptConfig:
         """`prompts` with the layout that "auto" stands for."""
         if self.prompts.layout != "auto":
             return self.prompts
-        return self.prompts.model_copy(update={"layout": "quote" if self.target.answers_by_quotes else "short"})
+        return self.prompts.model_copy(update={"layout": "quote" if self.target.answers_by_quotes else "free"})
 
 
 Settings = TypeVar("Settings", bound=PipelineConfig)

@@ -18,6 +18,7 @@ from ragspec.core import Passage
 from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.restatement import content_words, is_negation, words_of
 from ragspec.retrieval.chunking import Span
+from ragspec.retrieval.search.analysis import COMMON_WORDS
 
 _MAX_UNITS = 3
 _QUESTION_WEIGHT = 0.4
@@ -26,7 +27,12 @@ _UNIT_COST = 0.5
 """What another sentence must add to the overlap, in the weight of a word that stands in one sentence only."""
 _LEAST_COVERED = 0.6
 """The share of the statement's words that the question does not hold, by weight, that evidence holds."""
+_LEAST_SAID_BACK = 0.8
+"""The same of a statement that only says the question's words."""
+_LEAST_BESIDE_NAMES = 0.3
+"""The same of a statement with a number, an option or a path, all of which evidence holds."""
 _STEM_CHARS = 6
+_COMMON = frozenset(word[:_STEM_CHARS] for word in [*COMMON_WORDS["english"].split(), "yes"])
 _OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 
 
@@ -89,12 +95,15 @@ class Evidence:
     def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
         # Why not the question's words: they stand in most windows, and the answer is in the others
         told = (stems - self._question) or stems
+        is_said_back = stems <= self._question
+        names = {stem for stem in told if not stem.isalpha()}
+        if not names <= window.stems:
+            return False
         place = window.place
-        if _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
+        if not names and _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
             return False
-        if any(stem not in window.stems for stem in told if stem[0] == "-" or any(map(str.isdigit, stem))):
-            return False
-        return self._total(told & window.stems) >= _LEAST_COVERED * self._total(told)
+        least = _LEAST_SAID_BACK if is_said_back else _LEAST_BESIDE_NAMES if names else _LEAST_COVERED
+        return self._total(told & window.stems) >= least * self._total(told)
 
     def _total(self, stems: frozenset[str]) -> float:
         """Exact: the order of a set differs by process."""
@@ -117,7 +126,7 @@ def _windows(passage: Passage, units: Sequence[tuple[Span, frozenset[str]]]) -> 
 def _stems(text: str) -> frozenset[str]:
     """The words that carry meaning, cut to their beginnings: "encrypts" and "encrypted" are one. And the options of commands."""
     words = [word[:_STEM_CHARS] if word.isalpha() else word for word in content_words(words_of(text))]
-    return frozenset([*words, *_OPTION.findall(text)])
+    return frozenset([*words, *_OPTION.findall(text)]) - _COMMON
 
 
 def _is_negated(text: str) -> bool:

@@ -28,6 +28,7 @@ from ragspec.rag.languages import guess_language
 from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
+    FREE_INSTRUCTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
     QUESTION,
@@ -40,6 +41,7 @@ from ragspec.rag.wording import (
 from ragspec.retrieval.expansion import widths
 from ragspec.speculation import Speculation
 
+_INSTRUCTIONS = {"auto": INSTRUCTION, "quote": INSTRUCTION, "free": FREE_INSTRUCTION, "short": SHORT_INSTRUCTION}
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
 """A text with more characters per token of the context is refused before it is tokenised."""
@@ -114,10 +116,10 @@ class PromptBuilder:
     ) -> None:
         words, self.rules = words or PromptConfig(), rules or TextRules()
         self.passage_order: PassageOrder = passage_order
-        self.quotes_first = words.layout != "short"
+        self.quotes_first = words.layout not in ("free", "short")
         """Whether answers begin with a verbatim quote."""
         self.require_support = words.require_support
-        self._instruction = words.instruction or (INSTRUCTION if self.quotes_first else SHORT_INSTRUCTION)
+        self._instruction = words.instruction or _INSTRUCTIONS[words.layout]
         self._label, self._grammar_request = words.question or QUESTION, words.grammar or GRAMMAR_REQUEST
         self.tokenizer = tokenizer
         self._encoding = threading.Lock()

@@ -161,9 +161,7 @@ def _tree_bias(
     return dict(biases)
 
 
-def span_features(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]], topic: str = ""
-) -> NDArray[np.float64]:
+def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]], topic: str = "") -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. `topic`: the question as it was rewritten for
     the search; its further words count less. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]

@@ -13,7 +13,7 @@ conversation reads it once. Passages stand before their question, so many questi
 
 The caller's own system message stands before the instruction. A conversation without passages has no instruction.
 
-A target without an adapter answers in the layout "short": one sentence of its own, to which `ragspec.rag.evidence` adds the exact
+A target without an adapter answers in the layout "free": one sentence of its own, to which `ragspec.rag.evidence` adds the exact
 words of a passage.
 """
 
@@ -39,6 +39,11 @@ INSTRUCTION = (
     "and the short answer. If no passage answers the question, say: The passages do not say."
 )
 ABSTENTION = "The passages do not say."
+FREE_INSTRUCTION = (
+    "Answer the question from the numbered passages, in one or two short sentences. Name exact values, options and commands as "
+    "the passages write them."
+)
+"""Why nothing on passages without an answer: a model of 1.5 B then refused 17 of 39 questions that its passages answer."""
 SHORT_INSTRUCTION = (
     "You answer questions about documents. Use only the passages. Answer in one short sentence. If the passages do not contain "
     f"the answer, reply: {ABSTENTION}"

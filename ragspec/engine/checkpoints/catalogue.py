@@ -74,9 +74,9 @@ class KnownModel(NamedTuple):
         return (self.shape.num_parameters + kv_bytes + _LOADED_BYTES) / 1e9
 
     @property
-    def layout(self) -> Literal["quote", "short"]:
+    def layout(self) -> Literal["quote", "free"]:
         """What `prompts.layout: auto` means for the model without an adapter of its own."""
-        return "quote" if TargetConfig(model=self.name).answers_by_quotes else "short"
+        return "quote" if TargetConfig(model=self.name).answers_by_quotes else "free"
 
 
 MODELS = (
