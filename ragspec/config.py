@@ -376,7 +376,7 @@ class PipelineConfig(ConfigSection):
     def _suit_free_answers(self) -> Self:
         """Why past `model_copy`: a job that was begun otherwise may go on, so these do not count as set."""
         if self.wording.layout == "free":
-            suited = {"num_passages": FREE_PASSAGES}
+            suited: dict[str, float] = {"num_passages": FREE_PASSAGES}
             if self.retriever.mode == "hybrid" and self.encoder.model == EncoderConfig().model:
                 suited["abstain_below"] = FREE_ABSTAIN_BELOW
             retriever = self.retriever.model_copy()

@@ -1,7 +1,7 @@
 """The suite `answers`: what the target answers, what retrieval finds, what labels are worth, and whether silence is right.
 
 * target:    quotes, citations, short answers and abstentions on held-out SQuAD questions; follow-ups; corrections; documentation
-* labels:    altered sentences must lose their label; people read sentences that keep it (`labels`)
+* labels:    altered sentences must lose their label (`labels`)
 * retrieval: SQuAD, Cranfield, documentation questions and follow-ups; recall in the first passages
 * together:  documentation questions with their file and without, where retrieval and target may both abstain
 """
@@ -22,9 +22,6 @@ from time import perf_counter
 from pipelines.benchmarks.cases.follow_ups import follow_up_cases, read_canard, spread
 from pipelines.benchmarks.cases.labels import (
     measure_alterations,
-    sentences_to_read,
-    supported_precision,
-    write_sentences,
 )
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
@@ -65,7 +62,6 @@ from ragspec.training.documentation import (
     is_for_evaluation,
 )
 
-VERDICTS = Path(__file__).resolve().parents[2] / "infra/results/supported_verdicts.jsonl"
 TOP = 3
 _DEPTH = 10
 _AT_ONCE = 128
@@ -156,7 +152,6 @@ def run_answers(run: Run) -> Iterator[Row]:
     with Answers(run) as bench:
         parts: dict[str, Callable[[Answers], Row]] = {
             "labels, altered sentences": _altered,
-            "labels, read sentences": _read,
             "retrieval, documentation": _retrieved_documentation,
             "retrieval, SQuAD": partial(_retrieved, squad_collection(bench.data)[0]),
             "retrieval, Cranfield": partial(_retrieved, cranfield_collection(bench.data)),
@@ -175,12 +170,6 @@ def run_answers(run: Run) -> Iterator[Row]:
 
 def _altered(bench: Answers) -> Row:
     return measure_alterations(bench.passages, bench.run.count(500, 100), bench.run.seed)
-
-
-def _read(bench: Answers) -> Row:
-    read = sentences_to_read(bench.passages, bench.run.seed)
-    write_sentences(read, bench.run.cache_dir)
-    return supported_precision(read, VERDICTS)
 
 
 def _retrieved_documentation(bench: Answers) -> Row:
@@ -413,7 +402,6 @@ def summarise(rows: Sequence[Row]) -> Result:
 
 METRICS = (
     Metric("altered_still_supported", "altered sentences that keep their label", at_most(0.05)),
-    Metric("supported_precision", "read sentences labelled supported that a reader confirms", at_least(0.9)),
     Metric("invented_marked", "invented quotations that are marked", equal_to(1.0)),
     Metric("quoted_confirmed", "sentences called quoted that equal their source", equal_to(1.0)),
     Metric("num_altered", "altered sentences", at_least(1)),

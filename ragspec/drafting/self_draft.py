@@ -2,7 +2,7 @@
 
 The layers read the target's own keys of the text, so nothing is read twice and no weight or key is kept beside the target's; keys
 of a draft's nodes take free slots of the target's pool until the draft is complete. Leaving out all layers behind one is early
-exit. `pipelines.search_layers` finds the layers to keep.
+exit. `drafting.self_draft.keep` names the layers to keep.
 
     >>> drafter = SelfDrafter(target, keep=(0, 1, 2, 29), shape=make_shape("chain", 1, 1, 4), costs=costs)
 

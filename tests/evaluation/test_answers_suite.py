@@ -16,11 +16,7 @@ from pipelines.benchmarks import answers
 from pipelines.benchmarks.answers import mixed_passages, ndcg, rank_of
 from pipelines.benchmarks.cases.follow_ups import half_of, read_canard, spread
 from pipelines.benchmarks.cases.labels import (
-    labels_of,
     measure_alterations,
-    sentences_to_read,
-    supported_precision,
-    write_sentences,
 )
 from pipelines.benchmarks.harness import Run
 from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig, TargetConfig
@@ -128,33 +124,6 @@ def test_alterations_of_the_data_lose_their_label() -> None:
     measured = measure_alterations(mixed_passages({"squad": squad, "docs": list(dict.fromkeys(pages))}, 1), 60, 1)
     assert measured["num_altered"] >= 60 and measured["altered_still_supported"] <= 0.05
     assert measured["quoted_confirmed"] == measured["invented_marked"] == 1.0
-
-
-def test_verdicts_count_for_supported_sentences_alone(tmp_path: Path) -> None:
-    """A sheet that shows its labels, in its order or by name; verdicts on other sentences that count; 100 % without a reader."""
-    texts = [f"The mill {n} was built in {1800 + n} by the people of the valley." for n in range(300)]
-    passages = [Passage(f"p{n}", 0, text, 0, len(text)) for n, text in enumerate(texts)]
-    read, verdicts = sentences_to_read(passages, 3), tmp_path / "verdicts.jsonl"
-    assert read == sentences_to_read(passages, 3) != sentences_to_read(passages, 4)
-    assert len(read) == len({each.name for each in read}) == 250
-    labels = ["supported" if each.is_supported else "unsupported" for each in read]
-    assert labels.count("supported") == 200 and "unsupported" in labels[:50]
-    found = [labels_of(each.text, Passage("p", 0, each.passage, 0, len(each.passage))) for each in read]
-    assert found == [[label] for label in labels]
-    assert supported_precision(read, verdicts) == {"supported_precision": None, "supported_judged": 0}
-    write_sentences(read, tmp_path)
-    sheet = (tmp_path / "supported_sentences.md").read_text()
-    assert "supported" not in sheet and all(f"## {each.name}" in sheet for each in read)
-    assert list(json.loads((tmp_path / "supported_key.json").read_text()).values()) == labels
-    said = ["no" if number % 4 == 0 else "yes" for number in range(250)]
-    lines = [json.dumps({"sentence": each.name, "verdict": word}) for each, word in zip(read, said, strict=True)]
-    verdicts.write_text("\n".join([*lines, '{"sentence": "of another run", "verdict": "no"}']))
-    confirmed = [word == "yes" for word, label in zip(said, labels, strict=True) if label == "supported"]
-    expected = {"supported_precision": sum(confirmed) / 200, "supported_judged": 200}
-    assert supported_precision(read, verdicts) == expected
-    verdicts.write_text('{"sentence": "x", "verdict": "perhaps"}')
-    with pytest.raises(InputError, match="no verdict"):
-        supported_precision(read, verdicts)
 
 
 @pytest.fixture

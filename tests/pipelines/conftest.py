@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [Document(f"d{n}", sentence) for n, sentence in enumerate(SENTENCES)]
     build_index(documents, folder / "index", Encoder.load(EncoderConfig()))
     config = {
-        "retriever": {"index_dir": str(folder / "index"), "num_passages": 2},
+        "retriever": {"index_dir": str(folder / "index"), "num_passages": 2, "abstain_below": 0.0},
         "target": {"model": str(folder / "target")},
         "engine": {"max_kv_tokens": 8192, "max_num_batched_tokens": 64, "max_num_seqs": 16},
         "generation": {"max_tokens": 24, "temperature": 0.8, "seed": SEED},

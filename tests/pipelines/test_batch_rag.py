@@ -136,7 +136,7 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
     run_job(job(place, inputs, out), RagTask())
     settings = json.loads((out / "job.json").read_text())
     assert settings["retriever"].pop("fusion") == "learned"
-    assert settings.pop("layout") == "short"
+    assert settings.pop("layout") == "free"
     (out / "job.json").write_text(json.dumps(settings))
     run_job(job(place, inputs, out), RagTask())
     assert json.loads((out / "job.json").read_text()) == settings
@@ -145,6 +145,10 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
     assert (before.retriever.fusion, before.wording.layout) == ("rank", "quote")
     quoting = config.model_copy(update={"target": TargetConfig(model="Qwen2.5-Coder-0.5B-Instruct")})
     assert RagTask().config_of_begun(quoting, settings | {"layout": "short"}).wording.layout == "short"
+    unset = PipelineConfig(target=config.target)
+    assert (unset.retriever.num_passages, unset.retriever.abstain_below) == (5, 0.2)
+    begun_so = RagTask().config_of_begun(unset, settings).retriever
+    assert (begun_so.num_passages, begun_so.abstain_below, begun_so.fusion) == (2, 0.0, "rank")
     asked = config.retriever.model_validate({**config.retriever.model_dump(exclude_unset=True), "fusion": "learned"})
     begun = job(place, inputs, out)
     with pytest.raises(ConfigError, match="holds a job with retriever"):

@@ -305,15 +305,15 @@ def test_a_target_without_an_adapter_is_asked_for_a_short_answer(retriever: Retr
     (passages,) = retriever.retrieve([QUESTION], 2).passages
     for given, layout in (
         ({}, "quote"),
-        ({"model": "other"}, "short"),
+        ({"model": "other"}, "free"),
         ({"model": "other", "adapter": "folder"}, "quote"),
-        ({"adapter": "none"}, "short"),
+        ({"adapter": "none"}, "free"),
     ):
         words = PipelineConfig(target=TargetConfig(**given)).wording
         prompts = PromptBuilder(target.tokenizer, CONTEXT, words)
         shown = target.tokenizer.decode(prompts.build(QUESTION, passages, 16).prompt_ids)
         assert words.layout == layout
-        assert ("Quote the sentence" in shown) == (layout == "quote") == ("one short sentence" not in shown)
+        assert ("Quote the sentence" in shown) == (layout == "quote") == ("two short sentences" not in shown)
         question = Question("q", QUESTION, QUOTING, 2)
         (retrieved,) = retrieve_passages(retriever, [question])
         assert bool(build_request(retrieved, prompts).request.grammar) == (layout == "quote")

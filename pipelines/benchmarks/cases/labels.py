@@ -1,35 +1,20 @@
-"""What the labels of an answer's sentences are worth: sentences altered by rule, and sentences read by people.
+"""What the labels of an answer's sentences are worth: sentences altered by rule.
 
 A supported sentence leaves words out of a passage's sentence. An alteration exchanges a number, a name, or subject and object, or
-adds or removes a negation; it must lose the label. Equal passages give equal sentences. People read supported sentences, mixed
-with others, and write a verdict a line: `{"sentence": "NAME", "verdict": "yes"}`. A sentence is named by a digest of its text and
-its passage, so that a verdict never counts for another sentence than was read.
+adds or removes a negation; it must lose the label. Equal passages give equal sentences.
 """
 
-import hashlib
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from pipelines.benchmarks.harness import Row
 from ragspec.core import Passage
-from ragspec.disk import make_folder, saving
-from ragspec.errors import InputError
 from ragspec.rag.answer import AnswerSentence
 from ragspec.rag.support import find_support
 from ragspec.retrieval.chunking import sentences
-from ragspec.training.reference.sources import json_lines
 
-NUM_SUPPORTED, NUM_OTHERS = 200, 50
-_INTRODUCTION = """# Does the passage say this?
-Write one line a sentence to the file of verdicts: `{"sentence": "NAME", "verdict": "yes"}`, or `"no"`. Say "no" where the
-sentence claims anything that the passage does not, or something else.
-"""
-_VERDICTS = {"yes": True, "no": False}
 KINDS = ("number", "name", "negation", "exchange")
 _MIN_WORDS, _MAX_WORDS = 6, 40
 _LEFT_OUT = (
@@ -137,54 +122,3 @@ def _shortened(sentence: str) -> str:
 
 def labels_of(text: str, passage: Passage) -> list[str]:
     return [sentence.label for sentence in find_support(text, [passage]).sentences]
-
-
-class ReadSentence(NamedTuple):
-    text: str
-    passage: str
-    is_supported: bool
-
-    @property
-    def name(self) -> str:
-        return hashlib.sha256(json.dumps([self.text, self.passage]).encode()).hexdigest()[:16]
-
-
-def sentences_to_read(passages: Sequence[Passage], seed: int) -> list[ReadSentence]:
-    """Of each passage at most one, in an order that tells no label."""
-    rng, found = random.Random(seed), statements(passages)
-    supported = [ReadSentence(text, source.text, True) for text, source in islice(found, NUM_SUPPORTED)]
-    mixed = [*supported, *islice(_unsupported(found, rng), NUM_OTHERS)]
-    rng.shuffle(mixed)
-    return mixed
-
-
-def _unsupported(found: Iterator[Statement], rng: random.Random) -> Iterator[ReadSentence]:
-    for statement in found:
-        altered = [text for _, text in alterations(statement, rng)]
-        lost = [text for text in altered if labels_of(text, statement.passage) == ["unsupported"]]
-        if lost:
-            yield ReadSentence(rng.choice(lost), statement.passage.text, False)
-
-
-def write_sentences(read: Sequence[ReadSentence], folder: Path) -> None:
-    """The file for reading and the key. Raises: SaveError."""
-    sections = [f"## {each.name}\n\n~~~~text\n{each.passage}\n~~~~\n\n{each.text}\n" for each in read]
-    key = {each.name: "supported" if each.is_supported else "unsupported" for each in read}
-    with saving(folder):
-        make_folder(folder)
-        (folder / "supported_sentences.md").write_text("\n".join([_INTRODUCTION, *sections]), encoding="utf-8")
-        (folder / "supported_key.json").write_text(json.dumps(key, indent=1))
-
-
-def supported_precision(read: Sequence[ReadSentence], verdicts: Path) -> Row:
-    """Of the judged sentences that are labelled supported, the share that a reader confirms; None without a verdict.
-
-    Raises: InputError for a line that is no verdict.
-    """
-    try:
-        rows = json_lines(verdicts) if verdicts.exists() else ()
-        confirmed = {row["sentence"]: _VERDICTS[row["verdict"]] for row in rows}
-    except (ValueError, KeyError, TypeError) as cause:
-        raise InputError(f"{verdicts} holds a line that is no verdict: {cause!r}") from cause
-    judged = [confirmed[each.name] for each in read if each.is_supported and each.name in confirmed]
-    return {"supported_precision": sum(judged) / len(judged) if judged else None, "supported_judged": len(judged)}
