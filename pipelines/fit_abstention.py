@@ -3,12 +3,17 @@
     python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --adapter RUN/adapter
     python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --target Qwen2.5-Coder-0.5B-Instruct
 
+    python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --target Qwen2.5-Coder-1.5B-Instruct --layout free
+
 The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered without a bias. Its features are the
-log-probability of the abstention's first token over that of the answer's, and the logit of `closeness`. Of a grid, the fit is the
+log-probability of the abstention's first token over that of the answer's, in the layout "free" that of "No" over "Yes", and the
+logit of `closeness`. Of a grid, the fit is the
 intercept and slope that refuse most questions that are not answerable, and at most `--most-refused` of the others. Prints JSON.
 """
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,12 +22,12 @@ import typer
 
 from ragspec import Pipeline
 from ragspec.config import DEFAULT_TARGET, PipelineConfig
-from ragspec.core import SamplingParams
+from ragspec.core import Message, Request, SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.errors import InputError
 from ragspec.evaluation.questions import AskedQuestion, judge, read_lines
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, AnswerFit
+from ragspec.rag.wording import ABSTENTION, AnswerFit, TextRules
 
 SLOPES, INTERCEPTS = np.arange(0.0, -3.25, -0.25), np.arange(-30.0, 30.25, 0.25)
 _LEAST_QUESTIONS = 5
@@ -31,7 +36,7 @@ MOST_REFUSED = 0.07
 
 
 class Case(NamedTuple):
-    """`margin`: log-probability of the abstention's first token over the next other token's. `is_right`: answered right."""
+    """`margin`: log-probability of the abstention's first token, or of "No", over the other's. `is_right`: answered right."""
 
     margin: float
     closeness: float
@@ -44,15 +49,18 @@ def main(
     index: Annotated[Path, typer.Option(help="The folder of the index that the questions are about.")],
     adapter: Annotated[Path | None, typer.Option(help="The adapter's folder.")] = None,
     target: Annotated[str, typer.Option(help="A model of the catalogue.")] = DEFAULT_TARGET,
+    layout: Annotated[str, typer.Option(help="quote, or free.")] = "quote",
     most_refused: Annotated[float, typer.Option(help="Share of the answerable questions.")] = MOST_REFUSED,
 ) -> None:
     """Fit the bias on abstention of one adapter or model."""
     model = {"model": target, "adapter": str(adapter) if adapter else "none"}
-    settings = {"retriever": {"index_dir": str(index)}, "prompts": {"layout": "quote"}, "target": model}
+    retriever = {"index_dir": str(index), "abstain_below": 0.0}
+    settings = {"retriever": retriever, "prompts": {"layout": layout}, "target": model}
     config = PipelineConfig.model_validate(settings)
     asked = [line for line in read_lines(questions) if isinstance(line, AskedQuestion)]
     with Pipeline.from_config(config) as pipeline:
-        cases = list(filter(None, (case_of(pipeline, question) for question in asked)))
+        case = partial(doubted_case, pipeline, config) if layout == "free" else partial(case_of, pipeline)
+        cases = list(filter(None, map(case, asked)))
     intercept, slope = fitted(cases, most_refused)
     fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope)
     if adapter:
@@ -78,6 +86,24 @@ def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
         asked.answerable,
         asked.answerable and judge(asked, forced).right is True,
     )
+
+
+def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestion) -> Case | None:
+    """As `case_of`, of a target that answers in its own words."""
+    engine: Any = pipeline.engine
+    rules = TextRules(fit=AnswerFit(intercept=1e-9))
+    prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config).by(rules)
+    answer = pipeline.ask(asked.question, SamplingParams(max_tokens=96))
+    prompt, request = prompts.build(asked.question, answer.passages, 96), Request("", (), SamplingParams())
+    doubt = prompts.doubt([Message("user", asked.question)], prompt, answer.closeness, request)
+    if doubt is None or answer.closeness is None:
+        return None
+    (completion,) = engine.generate([replace(doubt, params=replace(doubt.params, logprobs=20))])
+    top = dict(completion.logprobs[0].top)
+    (no, *_), (yes, *_) = prompts.plain_ids(["No", "Yes"])
+    least = min(top.values())
+    margin = top.get(no, least) - top.get(yes, least)
+    return Case(margin, answer.closeness, asked.answerable, asked.answerable and judge(asked, answer).right is True)
 
 
 def fitted(cases: list[Case], most_refused: float = MOST_REFUSED) -> tuple[float, float]:

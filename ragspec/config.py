@@ -82,8 +82,8 @@ class TargetConfig(ConfigSection):
 
     @property
     def answers_by_quotes(self) -> bool:
-        """What `prompts.layout: auto` decides: an adapter, or biases that the release holds for the model."""
-        return self.adapter_dir is not None or self.fit_file.is_file()
+        """What `prompts.layout: auto` decides: an adapter, or a bias on quotes that the release holds for the model."""
+        return self.adapter_dir is not None or (self.fit_file.is_file() and "quote_weight" in self.fit_file.read_text())
 
     @model_validator(mode="before")
     @classmethod

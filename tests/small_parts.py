@@ -52,6 +52,8 @@ class Recording:
         self.requests.append(request)
         return self._engine.stream(request)
 
+    def purge(self, salt: str) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -39,10 +39,12 @@ from ragspec.rag.steps import (
     Question,
     RetrievedQuestion,
     RetrieverLike,
+    all_doubted,
     build_answer,
     build_request,
     collect_completions,
     default_params,
+    doubted,
     params_of_each,
     parse_scope,
     retrieve_passages,
@@ -217,7 +219,7 @@ class Pipeline(Closeable):
 
     def _prepare(self, *asked: Any, **options: Any) -> list[PreparedQuestion]:
         retrieved = retrieve_passages(self._retriever, self._asked(*asked, **options))
-        return [build_request(each, self._prompts) for each in retrieved]
+        return all_doubted([build_request(each, self._prompts) for each in retrieved], self.engine)
 
     def _asked(
         self,
@@ -271,7 +273,13 @@ class AsyncPipeline:
             return [build_request(retrieved, prompts) for retrieved in batch]
 
         async def generate(batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-            return [(each, said_completions(each) or await collect_completions(engine, each.request)) for each in batch]
+            generated = []
+            for each in batch:
+                if each.doubt:
+                    each = doubted(each, (await collect_completions(engine, each.doubt))[0])
+                completions = said_completions(each) or await collect_completions(engine, each.request)
+                generated.append((each, completions))
+            return generated
 
         def cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
             return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]

@@ -21,13 +21,14 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from ragspec.config import PassageOrder, PipelineConfig, PromptConfig
-from ragspec.core import Message, Passage, SamplingParams, check_text
+from ragspec.core import Message, Passage, Request, SamplingParams, check_text
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
 from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
+    DOUBT,
     FREE_INSTRUCTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
@@ -42,6 +43,7 @@ from ragspec.retrieval.expansion import widths
 from ragspec.speculation import Speculation
 
 _INSTRUCTIONS = {"auto": INSTRUCTION, "quote": INSTRUCTION, "free": FREE_INSTRUCTION, "short": SHORT_INSTRUCTION}
+_YES_OR_NO = 'start: "Yes" | "No"'
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
 """A text with more characters per token of the context is refused before it is tokenised."""
@@ -178,6 +180,27 @@ class PromptBuilder:
         (first, *_), (mark, *_) = self.plain_ids([ABSTENTION, '"'])
         first_biases = {first: fit.abstention_bias(closeness), mark: fit.mark}
         return replace(params, first_token_bias={token: bias for token, bias in first_biases.items() if bias})
+
+    def doubt(
+        self, messages: Sequence[Message], prompt: Prompt, closeness: float | None, request: Request
+    ) -> Request | None:
+        """The request that asks the target whether the shown passages answer the last message; None where no fit says so.
+
+        `request`: the answer's. Why before the answer: nearly all of both prompts is the same, and read once.
+        """
+        fit, params = self.rules.fit, request.params
+        if self.quotes_first or not prompt.passages or params.json_schema or not (fit.intercept or fit.slope):
+            return None
+        *before, last = messages
+        try:
+            asked = self.build([*before, Message("user", last.content + DOUBT)], prompt.passages, 1)
+        except InputError:  # the question fills the context
+            return None
+        ((no, *_),) = self.plain_ids(["No"])
+        odds = fit.abstention_bias(0.5 if closeness is None else closeness)
+        params = SamplingParams(max_tokens=1, first_token_bias={no: odds})
+        more = {"salt": request.salt, "affinity": request.affinity, "grammar": _YES_OR_NO}
+        return Request(f"{request.id} doubt", asked.prompt_ids, params, **more)
 
     def answer_grammar(
         self,

@@ -33,7 +33,7 @@ from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
-from ragspec.rag.wording import NOT_SUPPORTED, nothing_close, other_language
+from ragspec.rag.wording import ABSTENTION, NOT_SUPPORTED, nothing_close, other_language
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
@@ -115,7 +115,8 @@ class RetrievedQuestion:
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
     """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `prompts`
-    built the prompt. `said`: the answer where no passage is close to the question, which no engine has to write."""
+    built the prompt. `said`: the answer where no passage is close to the question, which no engine has to write. `doubt`: asks
+    the target first whether the passages answer the question."""
 
     user_question: str
     prompt: Prompt
@@ -128,6 +129,7 @@ class PreparedQuestion:
     said: str
     closeness: float | None
     times: RetrievalTimes = field(default=FROM_MEMORY, kw_only=True)
+    doubt: Request | None = field(default=None, kw_only=True)
 
     @property
     def require_support(self) -> bool:
@@ -178,7 +180,20 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     language = prompts.unknown_language(question.text)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language)
     prepared = PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
-    return replace(prepared, times=retrieved.times)
+    doubt = None if said else prompts.doubt(question.messages, prompt, retrieved.closeness, request)
+    return replace(prepared, times=retrieved.times, doubt=doubt)
+
+
+def doubted(prepared: Prepared, completion: Completion) -> Prepared:
+    """The question, with ABSTENTION as its answer if the target found none in the passages. `completion`: of `doubt`."""
+    return replace(prepared, said=ABSTENTION) if completion.text.startswith("N") else prepared
+
+
+def all_doubted(prepared: Sequence[Prepared], engine: EngineLike) -> list[Prepared]:
+    """Raises: EngineError."""
+    asked = [each.doubt for each in prepared if each.doubt]
+    completions = iter(engine.generate(asked) if asked else ())
+    return [doubted(each, next(completions)) if each.doubt else each for each in prepared]
 
 
 def abstention(

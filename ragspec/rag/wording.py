@@ -44,6 +44,8 @@ FREE_INSTRUCTION = (
     "the passages write them."
 )
 """Why nothing on passages without an answer: a model of 1.5 B then refused 17 of 39 questions that its passages answer."""
+DOUBT = "\n\nFirst decide: is the answer to this question stated in the passages? Reply only Yes or No."
+"""Behind a question, for targets that answer in their own words."""
 SHORT_INSTRUCTION = (
     "You answer questions about documents. Use only the passages. Answer in one short sentence. If the passages do not contain "
     f"the answer, reply: {ABSTENTION}"
@@ -158,11 +160,11 @@ def parse_answer(text: str) -> QuotedAnswer | None:
 
 
 class AnswerFit(NamedTuple):
-    """The biases of a target that answers with quotes, in logits. Fitted to the adapter in whose folder it stands, or to a model
-    of the catalogue.
+    """The biases of a target's answers, in logits. Fitted to the adapter in whose folder it stands, or to a model of the
+    catalogue.
 
-    ABSTENTION's first token gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a certain quote, see
-    `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token.
+    ABSTENTION's first token, or the "No" to DOUBT, gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a
+    certain quote, see `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token.
     """
 
     intercept: float = 0.0

@@ -19,7 +19,7 @@ from ragspec.rag.pipeline import AsyncPipeline, Pipeline, PipelineLimits
 from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, Question, RetrieverLike, build_request, retrieve_passages
-from ragspec.rag.wording import NOT_SUPPORTED, NOTHING_CLOSE, TextRules
+from ragspec.rag.wording import ABSTENTION, NOT_SUPPORTED, NOTHING_CLOSE, AnswerFit, TextRules
 from ragspec.retrieval.retriever import RetrievalResult, Retriever
 from ragspec.retrieval.search.filters import ComparisonFilter
 from ragspec.retrieval.search.index_types import Query, SearchResult
@@ -317,6 +317,27 @@ def test_a_target_without_an_adapter_is_asked_for_a_short_answer(retriever: Retr
         question = Question("q", QUESTION, QUOTING, 2)
         (retrieved,) = retrieve_passages(retriever, [question])
         assert bool(build_request(retrieved, prompts).request.grammar) == (layout == "quote")
+
+
+@pytest.mark.parametrize("bias", [100.0, -100.0, 0.0])
+def test_a_target_says_first_whether_the_passages_answer(
+    retriever: Retriever, engine: Engine, target: Target, bias: float
+) -> None:
+    """A question was refused in a batch and answered in a stream, a chat or a job; or asked about JSON, or without a fit."""
+    rules = TextRules(fit=AnswerFit(intercept=bias))
+    prompts, recording = PromptBuilder(target.tokenizer, CONTEXT, PromptConfig(layout="free"), rules), Recording(engine)
+    with Pipeline(retriever, recording, prompts, num_passages=2) as pipeline:
+        whole = pipeline.ask(QUESTION, GREEDY)
+        _, streamed_whole = asyncio.run(streamed(pipeline, QUESTION, GREEDY))
+        told = pipeline.chat().ask(QUESTION, GREEDY)
+        flow = AsyncPipeline(retriever, recording, prompts)
+        ((_, of_flow),) = run(flow, [Question("q", QUESTION, GREEDY, 2)]).items()
+        (of_job,) = of_flow.result()
+        assert {each.text == ABSTENTION for each in (whole, streamed_whole, told, of_job)} == {bias > 0}
+        assert whole.text == streamed_whole.text == of_job.text
+        doubts = [request for request in recording.requests if request.id.endswith("doubt")]
+        assert len(doubts) == (4 if bias else 0)
+        assert pipeline.ask(QUESTION, QUOTING, json_schema='{"type": "string"}', max_tokens=4).text != ABSTENTION
 
 
 TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1905)), QUESTION)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ragspec.config import ChatConfig, PassageOrder
-from ragspec.core import Citation, Completion, Passage, Request, check_text
+from ragspec.core import Citation, Completion, Message, Passage, Request, check_text
 from ragspec.errors import RagspecError, RetrievalError, StoreError
 from ragspec.rag.answer import Answer, AnswerSentence
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
@@ -28,7 +28,15 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
+from ragspec.rag.steps import (
+    EngineLike,
+    PreparedQuestion,
+    RetrieverLike,
+    abstention,
+    all_doubted,
+    build_answer,
+    copy_sources,
+)
 from ragspec.rag.support import find_support
 from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
@@ -90,7 +98,7 @@ class Chat:
         self.conversations = conversations
         self._prompts, self._config = prompts, config or ChatConfig()
         self._retriever = ChatRetriever(retriever, self._config)
-        self._rewriter = QueryRewriter(self._config, prompts, engine)
+        self._rewriter, self._engine = QueryRewriter(self._config, prompts, engine), engine
         self.caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
         self._num_deletions = Counter[str]()  # by tenant
 
@@ -143,7 +151,12 @@ class Chat:
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
-        return PreparedTurn(*built, *own, times=context.times)
+        prepared = PreparedTurn(*built, *own, times=context.times)
+        if said or self._engine is None or history.pairs:  # Why not follow-ups: the passages stand behind other turns
+            return prepared
+        messages = [Message(role, text) for role, text in (("system", system), ("user", user_question)) if text]
+        doubt = prompts.doubt(messages, prompt, close, request)
+        return all_doubted([replace(prepared, doubt=doubt)], self._engine)[0]
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
