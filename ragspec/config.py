@@ -372,18 +372,19 @@ class PipelineConfig(ConfigSection):
     prompts: PromptConfig = PromptConfig()
     chat: ChatConfig = ChatConfig()
 
-    @model_validator(mode="after")
-    def _suit_free_answers(self) -> Self:
-        """Why past `model_copy`: a job that was begun otherwise may go on, so these do not count as set."""
-        if self.wording.layout == "free":
-            suited: dict[str, float] = {"num_passages": FREE_PASSAGES}
-            if self.retriever.mode == "hybrid" and self.encoder.model == EncoderConfig().model:
-                suited["abstain_below"] = FREE_ABSTAIN_BELOW
-            retriever = self.retriever.model_copy()
-            retriever.__dict__.update(
-                (name, each) for name, each in suited.items() if name not in retriever.model_fields_set
-            )
-            self.__dict__["retriever"] = retriever
+    def model_post_init(self, _: Any) -> None:
+        self.suit_target()
+
+    def suit_target(self) -> Self:
+        """Settings of retrieval that nobody set follow from how the target answers. They still do not count as set: a job that
+        was begun with others keeps those."""
+        own, is_free = self.retriever.model_copy(), self.wording.layout == "free"
+        is_calibrated = own.mode == "hybrid" and self.encoder.model == EncoderConfig().model
+        suited = RetrieverConfig().model_dump(include={"num_passages", "abstain_below"})
+        if is_free:
+            suited = {"num_passages": FREE_PASSAGES, "abstain_below": FREE_ABSTAIN_BELOW if is_calibrated else 0.0}
+        own.__dict__.update((name, value) for name, value in suited.items() if name not in own.model_fields_set)
+        self.__dict__["retriever"] = own
         return self
 
     @property

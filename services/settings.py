@@ -176,7 +176,8 @@ class ServiceConfig(PipelineConfig):
         )
         # an offload folder belongs to one target
         engine = engine.model_copy(update={"kv_offload_bytes": 0, "kv_offload_dir": ""})
-        return self.model_copy(update={"target": self.service.models[name], "engine": engine, "drafting": drafting})
+        own = {"target": self.service.models[name], "engine": engine, "drafting": drafting}
+        return self.model_copy(update=own).suit_target()
 
     @property
     def model_name(self) -> str:

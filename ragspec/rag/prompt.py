@@ -199,8 +199,8 @@ class PromptBuilder:
         ((no, *_),) = self.plain_ids(["No"])
         odds = fit.abstention_bias(0.5 if closeness is None else closeness)
         params = SamplingParams(max_tokens=1, first_token_bias={no: odds})
-        more = {"salt": request.salt, "affinity": request.affinity, "grammar": _YES_OR_NO}
-        return Request(f"{request.id} doubt", asked.prompt_ids, params, **more)
+        name, salt, affinity = f"{request.id} doubt", request.salt, request.affinity
+        return Request(name, asked.prompt_ids, params, salt=salt, grammar=_YES_OR_NO, affinity=affinity)
 
     def answer_grammar(
         self,

@@ -73,7 +73,7 @@ def is_inline(body: ChatBody) -> bool:
 
 def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
-    options = body.retrieval_options
+    options, retriever = body.retrieval_options, context.backend.config.for_model(context.model.name).retriever
     for store_id in options.vector_store_ids or ():
         context.backend.library.records.store(context.caller.tenant, store_id)  # NotFound for another tenant's
     turn = ChatTurn(
@@ -82,12 +82,12 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
         params=context.params,
         scope=_scope(context.caller.tenant, options),
         conversation=body.conversation or "",
-        num_passages=options.num_passages or context.backend.config.retriever.num_passages,
-        when=options.when or context.backend.config.retriever.when,
+        num_passages=options.num_passages or retriever.num_passages,
+        when=options.when or retriever.when,
         speculation=context.drafting,
         prediction=body.prediction.content if body.prediction else "",
         cache_salt=body.cache_salt or "",
-        abstain_below=context.backend.config.retriever.abstain_below,
+        abstain_below=retriever.abstain_below,
         keep=body.store is not False,
     )
     return context.model.chat.prepare(turn)

@@ -34,6 +34,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, model_
         "service.models": {SMALL: {"model": str(other)}},
         "engine.max_kv_tokens": 2 * KV_SLOTS,
         "retriever.index_dir": str(letter_index),
+        "retriever.abstain_below": 0.0,
         "service.served_model_name": MODEL,
         "service.port": 0,
         "service.keys_file": str(keys.path),
