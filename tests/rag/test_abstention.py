@@ -66,6 +66,7 @@ def test_a_measured_model_has_its_own_fit_and_answers_by_quotes(target: Target) 
     far, near = (prompts.biased(PARAMS, QUESTION, PROMPT, closeness).first_token_bias for closeness in (1e-5, 0.9))
     assert far[mark] == near[mark] > near[first] and far[first] > far[mark]
     assert prompts.quotes_first and known("Qwen2.5-Coder-0.5B-Instruct").layout == "quote"
+    assert known("Qwen2.5-Coder-1.5B-Instruct").layout == "free"  # whose fit holds no bias on quotes
 
 
 def test_a_fit_refuses_as_many_as_it_may_and_no_more() -> None:
