@@ -162,18 +162,16 @@ class PromptBuilder:
         left_out: Collection[str] = (),
         *,
         holds_quotes: bool = True,
-        topic: str = "",
     ) -> SamplingParams:
         """The parameters of an answer to a prompt, with the fitted biases unless they have biases of their own.
 
         `holds_quotes`: a grammar holds the quote to the passages, without `left_out`; the bias on quotes is for these alone.
-        `topic`: the question as it was rewritten for the search.
         """
         fit = self.rules.fit
         if params.json_schema or not self.quotes_first or not prompt.passages:
             return params
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
-            biases = quote_bias(question, prompt.best_first(), self.plain_ids, fit.quote_weight, left_out, topic)
+            biases = quote_bias(question, prompt.best_first(), self.plain_ids, fit.quote_weight, left_out)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):
             return params

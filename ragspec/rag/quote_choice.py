@@ -56,8 +56,6 @@ _MAX_SPANS, _SPAN_COST = 3, 0.05
 in the next sentence, and hardly minds a sentence more."""
 _MAX_CHARS = 300
 """Of a quote of several spans."""
-_TOPIC_WEIGHT = 0.3
-"""Of a word that the user did not say. Why: a follow-up asks about the topic's other sentences."""
 _BIASED_TOKENS = 3
 _LEAST_PROBABILITY = 0.01
 """Of a quote that gets a bias. Why: a prompt of many passages has hundreds of quotes, and each is tokenised."""
@@ -93,16 +91,14 @@ def quote_bias(
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
     weight: float,
     left_out: Collection[str] = (),
-    topic: str = "",
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
-    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`. `topic`: as in
-    `span_features`.
+    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`.
     """
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out)]
     quotes: dict[str, float] = {}
-    for passage, run, values in _with_probabilities(question, runs, topic):
+    for passage, run, values in _with_probabilities(question, runs):
         for first, last, probability in _best_quotes(run, values):
             if probability >= _LEAST_PROBABILITY:
                 text = passage.text[run[first][0] : run[last][1]]
@@ -116,9 +112,9 @@ def quote_bias(
 
 
 def _with_probabilities(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]], topic: str
+    question: str, runs: Sequence[tuple[Passage, list[Span]]]
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
-    scores = span_features(question, runs, topic) @ np.array(WEIGHTS)  # [spans]
+    scores = span_features(question, runs) @ np.array(WEIGHTS)  # [spans]
     chances = np.exp(scores - scores.max(initial=-math.inf))
     # Why rounded: the last bits of sums differ between processors
     values = iter((chances / max(chances.sum(), 1e-9)).round(6).tolist())
@@ -161,17 +157,15 @@ def _tree_bias(
     return dict(biases)
 
 
-def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]], topic: str = "") -> NDArray[np.float64]:
-    """`SpanFeatures` of all spans of all runs, the runs of the best passage first. `topic`: the question as it was rewritten for
-    the search; its further words count less. Shapes: -> [spans, features]."""
+def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> NDArray[np.float64]:
+    """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
     terms = [_terms(text) for text in texts]
     holding = Counter(chain.from_iterable(map(set, terms)))
     asked = _terms(question)
-    shares = dict.fromkeys(_terms(topic), _TOPIC_WEIGHT) | dict.fromkeys(asked, 1.0)
     weights = {
-        term: shares[term] * math.log1p((len(texts) - holding[term] + 0.5) / (holding[term] + 0.5))
-        for term in sorted(shares.keys() - _common())
+        term: math.log1p((len(texts) - holding[term] + 0.5) / (holding[term] + 0.5))
+        for term in sorted({*asked} - _common())
     }
     whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms))
     pairs = {*pairwise(asked)}

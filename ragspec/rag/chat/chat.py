@@ -135,9 +135,7 @@ class Chat:
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(
-                turn.params, user_question, prompt, context.closeness, used, holds_quotes=bool(grammar), topic=question
-            ),
+            prompts.biased(turn.params, question, prompt, context.closeness, used, holds_quotes=bool(grammar)),
             copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
