@@ -353,9 +353,9 @@ class PromptConfig(ConfigSection):
     """Stands before a sentence to correct."""
 
 
-FREE_PASSAGES, FREE_ABSTAIN_BELOW = 5, 0.2
-"""Of targets that answer in their own words. Of 50 questions about documentation 1.5 B answered 28 with three passages, 33 with
-five. Of 459, 4 in 100 that are answerable score less than 0.2, and half of the others."""
+FREE_PASSAGES, FREE_ABSTAIN_BELOW = 5, 0.12
+"""Of targets that answer in their own words; the second of those without a fit. Of 50 questions about documentation 1.5 B
+answered 28 with three passages, 33 with five. Of 459, 2 in 100 that are answerable score less than 0.12, and 43 of the others."""
 
 
 class PipelineConfig(ConfigSection):
@@ -379,10 +379,11 @@ class PipelineConfig(ConfigSection):
         """Settings of retrieval that nobody set follow from how the target answers. They still do not count as set: a job that
         was begun with others keeps those."""
         own, is_free = self.retriever.model_copy(), self.wording.layout == "free"
-        is_calibrated = own.mode == "hybrid" and self.encoder.model == EncoderConfig().model
+        is_scored = own.mode == "hybrid" and self.encoder.model == EncoderConfig().model
+        abstain_below = FREE_ABSTAIN_BELOW if is_scored and not self.target.fit_file.is_file() else 0.0
         suited = RetrieverConfig().model_dump(include={"num_passages", "abstain_below"})
         if is_free:
-            suited = {"num_passages": FREE_PASSAGES, "abstain_below": FREE_ABSTAIN_BELOW if is_calibrated else 0.0}
+            suited = {"num_passages": FREE_PASSAGES, "abstain_below": abstain_below}
         own.__dict__.update((name, value) for name, value in suited.items() if name not in own.model_fields_set)
         self.__dict__["retriever"] = own
         return self

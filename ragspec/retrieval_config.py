@@ -124,8 +124,8 @@ class RetrieverConfig(ConfigSection):
     """If a shard cannot be searched: an error; false: an answer from the other shards that names the missing segments."""
     abstain_below: float = Field(0.0, ge=0.0, lt=1.0)
     """A question whose best passage scores less is answered with "nothing is close" and the nearest titles; 0: off. 0.12
-    loses 3 in 100 answerable SQuAD questions, catches 60 of 100 others. Unset: 0.2 in the layout "free". Needs mode hybrid;
-    calibrated for the default encoder."""
+    loses 3 in 100 answerable SQuAD questions, catches 60 of 100 others. Unset: 0.12 in the layout "free" of targets without
+    a fit. Needs mode hybrid; calibrated for the default encoder."""
     expand_passages: int = Field(0, ge=0, le=8)
     """Neighbours before and after each passage that the prompt shows with it, if all fit. More context, longer prompts; the
     default target's adapter was trained with 0."""

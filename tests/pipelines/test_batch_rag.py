@@ -146,7 +146,7 @@ def test_a_job_from_before_learned_fusion_goes_on_by_rank(place: Path, tmp_path:
     quoting = config.model_copy(update={"target": TargetConfig(model="Qwen2.5-Coder-0.5B-Instruct")})
     assert RagTask().config_of_begun(quoting, settings | {"layout": "short"}).wording.layout == "short"
     unset = PipelineConfig(target=config.target)
-    assert (unset.retriever.num_passages, unset.retriever.abstain_below) == (5, 0.2)
+    assert (unset.retriever.num_passages, unset.retriever.abstain_below) == (5, 0.12)
     begun_so = RagTask().config_of_begun(unset, settings).retriever
     assert (begun_so.num_passages, begun_so.abstain_below, begun_so.fusion) == (2, 0.0, "rank")
     asked = config.retriever.model_validate({**config.retriever.model_dump(exclude_unset=True), "fusion": "learned"})
