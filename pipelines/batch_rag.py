@@ -23,7 +23,7 @@ from pipelines.batch.records import RowResult, answer_result
 from pipelines.batch.rows import QUESTIONS, Row
 from ragspec.cli.options import Adapter, Address, Config, Replicas, Shards, Target, TensorParallel, overrides
 from ragspec.cluster.topology import ClusterConfig
-from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig, load_settings
+from ragspec.config import PipelineConfig, RetrieverConfig, load_settings
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.rag.answer import Answer
@@ -68,10 +68,10 @@ class RagTask(Task):
         found = {name: before[name] for name in names}
         return config.model_copy(update={"retriever": retriever.model_copy(update=found)})
 
-    def rules(self, target: TargetConfig, begun: Mapping[str, Any]) -> TextRules:
+    def rules(self, config: PipelineConfig, begun: Mapping[str, Any]) -> TextRules:
         """Those that the job was begun by. Jobs from before there were others name none."""
         if not begun:
-            return TextRules.of(target)
+            return TextRules.of(config.target, config.wording.layout)
         try:
             return TextRules.from_json(begun["rules"]) if "rules" in begun else FORMER_RULES
         except ValueError as cause:

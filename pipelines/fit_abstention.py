@@ -7,7 +7,7 @@
 
 The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered without a bias. Its features are the
 log-probability of the abstention's first token over that of the answer's, in the layout "free" that of "No" over "Yes", and the
-logit of `closeness`. Of a grid, the fit is the
+logit of `closeness`; what a fit in place refuses there counts as answered wrong. Of a grid, the fit is the
 intercept and slope that refuse most questions that are not answerable, and at most `--most-refused` of the others. Prints JSON.
 """
 
@@ -22,12 +22,12 @@ import typer
 
 from ragspec import Pipeline
 from ragspec.config import DEFAULT_TARGET, PipelineConfig
-from ragspec.core import Message, Request, SamplingParams
+from ragspec.core import Request, SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.errors import InputError
 from ragspec.evaluation.questions import AskedQuestion, judge, read_lines
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.wording import ABSTENTION, AnswerFit, TextRules
+from ragspec.rag.wording import ABSTENTION, DOUBT, AnswerFit, TextRules
 
 SLOPES, INTERCEPTS = np.arange(0.0, -3.25, -0.25), np.arange(-30.0, 30.25, 0.25)
 _LEAST_QUESTIONS = 5
@@ -62,7 +62,7 @@ def main(
         case = partial(doubted_case, pipeline, config) if layout == "free" else partial(case_of, pipeline)
         cases = list(filter(None, map(case, asked)))
     intercept, slope = fitted(cases, most_refused)
-    fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope)
+    fit = AnswerFit.read(config.target.fit_file)._replace(intercept=intercept, slope=slope, doubts=layout == "free")
     if adapter:
         write_atomically(config.target.fit_file, json.dumps(fit._asdict()) + "\n")
     print(json.dumps({**fit._asdict(), **counts(cases, AnswerFit()), **counts(cases, fit, "_fitted")}))
@@ -91,11 +91,12 @@ def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
 def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestion) -> Case | None:
     """As `case_of`, of a target that answers in its own words."""
     engine: Any = pipeline.engine
-    rules = TextRules(fit=AnswerFit(intercept=1e-9))
+    rules = TextRules(fit=AnswerFit(doubts=True), layout="free")
     prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config).by(rules)
     answer = pipeline.ask(asked.question, SamplingParams(max_tokens=96))
     prompt, request = prompts.build(asked.question, answer.passages, 96), Request("", (), SamplingParams())
-    doubt = prompts.doubt([Message("user", asked.question)], prompt, answer.closeness, request)
+    build = partial(prompts.build, asked.question + DOUBT, answer.passages, 1)
+    doubt = prompts.doubt(build, prompt, answer.closeness, request)
     if doubt is None or answer.closeness is None:
         return None
     (completion,) = engine.generate([replace(doubt, params=replace(doubt.params, logprobs=20))])

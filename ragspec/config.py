@@ -6,6 +6,7 @@ the jobs); the library takes ready objects.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -83,7 +84,9 @@ class TargetConfig(ConfigSection):
     @property
     def answers_by_quotes(self) -> bool:
         """What `prompts.layout: auto` decides: an adapter, or a bias on quotes that the release holds for the model."""
-        return self.adapter_dir is not None or (self.fit_file.is_file() and "quote_weight" in self.fit_file.read_text())
+        return self.adapter_dir is not None or (
+            self.fit_file.is_file() and bool(json.loads(self.fit_file.read_text()).get("quote_weight"))
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -236,7 +236,8 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
         if deployment.topology.num_shards:
             retriever: Retriever = stack.enter_context(closing(deployment.retriever()))
         else:
-            settled = settled.model_copy(update={"retriever": config.retriever, "encoder": config.encoder})
+            own = {"retriever": config.retriever, "encoder": config.encoder}
+            settled = settled.model_copy(update=own).suit_target()
             retriever = Retriever.from_config(config.retriever, config.encoder)
         models = {}
         for model_name in (settled.model_name, *settled.service.models):
@@ -259,4 +260,4 @@ def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceCon
     if "num_passages" in given.retriever.model_fields_set:
         update = {"num_passages": given.retriever.num_passages}
         parts["retriever"] = deployed.retriever.model_copy(update=update)
-    return given.model_copy(update=parts)
+    return given.model_copy(update=parts).suit_target()

@@ -129,9 +129,12 @@ def _deployed_config(
     deployed = deployment.config
     check_agreement(name, deployed, config, sections, own=("retriever.num_passages", "retriever.pointer"))
     pointer = config.retriever.pointer or deployed.retriever.pointer
-    update = {"num_passages": config.retriever.num_passages, "pointer": pointer}
+    said = (
+        {"num_passages": config.retriever.num_passages} if "num_passages" in config.retriever.model_fields_set else {}
+    )
     parts = {part: getattr(deployed, part) for part in ("target", "encoder", "engine")}
-    return config.model_copy(update={**parts, "retriever": deployed.retriever.model_copy(update=update)})
+    retriever = deployed.retriever.model_copy(update={"pointer": pointer, **said})
+    return config.model_copy(update={**parts, "retriever": retriever}).suit_target()
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Task(ABC):
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
         """Every setting that decides a text, except rows, seed, target, rules and sampling parameters; for job.json."""
 
-    def rules(self, target: TargetConfig, begun: Mapping[str, Any]) -> TextRules | None:
+    def rules(self, config: PipelineConfig, begun: Mapping[str, Any]) -> TextRules | None:
         """By which the texts are made; None where no such rule decides them. Raises: ConfigError, ModelError."""
         return None
 
@@ -165,8 +165,11 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
 
         target = with_available_dtype(target)
     backend = backend._replace(config=config.model_copy(update={"target": target}))
-    rules = task.rules(target, begun)
-    output.open_job(_text_settings(job.seed, task, backend.config, rules), job.resume)
+    rules = task.rules(backend.config, begun)
+    settings = _text_settings(job.seed, task, backend.config, rules)
+    if "rules" in begun:  # in the words of its version, which may have had fewer
+        settings["rules"] = begun["rules"]
+    output.open_job(settings, job.resume)
     answered = {}
     for record in output.answers():
         recorded = recorded_row(record)

@@ -32,6 +32,7 @@ _LEAST_SAID_BACK = 0.8
 _LEAST_BESIDE_NAMES = 0.3
 """The same of a statement with a number, an option or a path, all of which evidence holds."""
 _STEM_CHARS = 6
+_NAME = re.compile(r"[\d/_]|^-")
 _COMMON = frozenset(word[:_STEM_CHARS] for word in [*COMMON_WORDS["english"].split(), "yes"])
 _OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 
@@ -96,11 +97,11 @@ class Evidence:
         # Why not the question's words: they stand in most windows, and the answer is in the others
         told = (stems - self._question) or stems
         is_said_back = stems <= self._question
-        names = {stem for stem in told if not stem.isalpha()}
+        names = {stem for stem in told if _NAME.search(stem)}
         if not names <= window.stems:
             return False
         place = window.place
-        if not names and _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
+        if _is_negated(statement) != _is_negated(place.passage.text[place.start : place.end]):
             return False
         least = _LEAST_SAID_BACK if is_said_back else _LEAST_BESIDE_NAMES if names else _LEAST_COVERED
         return self._total(told & window.stems) >= least * self._total(told)
@@ -126,7 +127,7 @@ def _windows(passage: Passage, units: Sequence[tuple[Span, frozenset[str]]]) -> 
 def _stems(text: str) -> frozenset[str]:
     """The words that carry meaning, cut to their beginnings: "encrypts" and "encrypted" are one. And the options of commands."""
     words = [word[:_STEM_CHARS] if word.isalpha() else word for word in content_words(words_of(text))]
-    return frozenset([*words, *_OPTION.findall(text)]) - _COMMON
+    return frozenset([*words, *_OPTION.findall(text)])
 
 
 def _is_negated(text: str) -> bool:

@@ -142,7 +142,7 @@ class Pipeline(Closeable):
 
         Raises: InputError or PromptTooLong for the first question that cannot be asked, before any is generated.
         """
-        prepared = self._prepare(questions, params, **options)
+        prepared = all_doubted(self._prepare(questions, params, **options), self.engine)
         completions = iter(self.engine.generate([each.request for each in prepared if not each.said]))
         return [
             build_answer(each, completion)
@@ -219,7 +219,7 @@ class Pipeline(Closeable):
 
     def _prepare(self, *asked: Any, **options: Any) -> list[PreparedQuestion]:
         retrieved = retrieve_passages(self._retriever, self._asked(*asked, **options))
-        return all_doubted([build_request(each, self._prompts) for each in retrieved], self.engine)
+        return [build_request(each, self._prompts) for each in retrieved]
 
     def _asked(
         self,
@@ -273,13 +273,8 @@ class AsyncPipeline:
             return [build_request(retrieved, prompts) for retrieved in batch]
 
         async def generate(batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-            generated = []
-            for each in batch:
-                if each.doubt:
-                    each = doubted(each, (await collect_completions(engine, each.doubt))[0])
-                completions = said_completions(each) or await collect_completions(engine, each.request)
-                generated.append((each, completions))
-            return generated
+            asked = [await doubted(each, engine) for each in batch]
+            return [(each, said_completions(each) or await collect_completions(engine, each.request)) for each in asked]
 
         def cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
             return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]

@@ -12,7 +12,8 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import itemgetter
@@ -28,7 +29,6 @@ from ragspec.rag.languages import guess_language
 from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
-    DOUBT,
     FREE_INSTRUCTION,
     GRAMMAR_REQUEST,
     INSTRUCTION,
@@ -118,10 +118,9 @@ class PromptBuilder:
     ) -> None:
         words, self.rules = words or PromptConfig(), rules or TextRules()
         self.passage_order: PassageOrder = passage_order
-        self.quotes_first = words.layout not in ("free", "short")
-        """Whether answers begin with a verbatim quote."""
+        self.layout: str = words.layout
         self.require_support = words.require_support
-        self._instruction = words.instruction or _INSTRUCTIONS[words.layout]
+        self._own_instruction = words.instruction
         self._label, self._grammar_request = words.question or QUESTION, words.grammar or GRAMMAR_REQUEST
         self.tokenizer = tokenizer
         self._encoding = threading.Lock()
@@ -137,13 +136,24 @@ class PromptBuilder:
     @classmethod
     def of(cls, tokenizer: Any, max_context_tokens: int, config: PipelineConfig) -> PromptBuilder:
         """In the words of a configuration, by the rules for its target. Raises: ModelError."""
-        rules, order = TextRules.of(config.target), config.generation.passage_order
-        return cls(tokenizer, max_context_tokens, config.wording, rules, order)
+        words, order = config.wording, config.generation.passage_order
+        return cls(tokenizer, max_context_tokens, words, TextRules.of(config.target, words.layout), order)
+
+    @property
+    def quotes_first(self) -> bool:
+        """Whether answers begin with a verbatim quote."""
+        return self.layout not in ("free", "short")
+
+    @property
+    def _instruction(self) -> str:
+        return self._own_instruction or _INSTRUCTIONS[self.layout]
 
     def by(self, rules: TextRules) -> PromptBuilder:
-        """The same prompts for answers by other rules."""
+        """The same prompts for answers by other rules; in the layout of earlier versions, if the rules are theirs."""
         other = copy.copy(self)
         other.rules = rules
+        if self.layout == "free" and not rules.layout:
+            other.layout = "short"
         return other
 
     def unknown_language(self, question: str) -> str:
@@ -180,24 +190,24 @@ class PromptBuilder:
         return replace(params, first_token_bias={token: bias for token, bias in first_biases.items() if bias})
 
     def doubt(
-        self, messages: Sequence[Message], prompt: Prompt, closeness: float | None, request: Request
+        self, build: Callable[[], Prompt], prompt: Prompt, closeness: float | None, request: Request
     ) -> Request | None:
-        """The request that asks the target whether the shown passages answer the last message; None where no fit says so.
+        """The request that asks the target whether the passages of a prompt answer its question; None where no fit says so.
 
-        `request`: the answer's. Why before the answer: nearly all of both prompts is the same, and read once.
+        `build`: the prompt with DOUBT behind the question. `request`: the answer's. Why before the answer: nearly all of both
+        prompts is the same, and read once.
         """
-        fit, params = self.rules.fit, request.params
-        if self.quotes_first or not prompt.passages or params.json_schema or not (fit.intercept or fit.slope):
+        fit = self.rules.fit
+        if not fit.doubts or self.layout != "free" or not prompt.passages or request.params.json_schema:
             return None
-        *before, last = messages
         try:
-            asked = self.build([*before, Message("user", last.content + DOUBT)], prompt.passages, 1)
+            asked = build()
         except InputError:  # the question fills the context
             return None
         ((no, *_),) = self.plain_ids(["No"])
         odds = fit.abstention_bias(0.5 if closeness is None else closeness)
         params = SamplingParams(max_tokens=1, first_token_bias={no: odds})
-        name, salt, affinity = f"{request.id} doubt", request.salt, request.affinity
+        name, salt, affinity = uuid.uuid4().hex, request.salt, request.affinity
         return Request(name, asked.prompt_ids, params, salt=salt, grammar=_YES_OR_NO, affinity=affinity)
 
     def answer_grammar(

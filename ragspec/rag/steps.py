@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar, cast
 
 from ragspec.config import GenerationConfig
@@ -33,7 +34,7 @@ from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import Support, find_support
-from ragspec.rag.wording import ABSTENTION, NOT_SUPPORTED, nothing_close, other_language
+from ragspec.rag.wording import ABSTENTION, DOUBT, NOT_SUPPORTED, nothing_close, other_language
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
@@ -180,20 +181,31 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     language = prompts.unknown_language(question.text)
     said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language)
     prepared = PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
-    doubt = None if said else prompts.doubt(question.messages, prompt, retrieved.closeness, request)
+    *before, last = question.messages
+    asked = [*before, Message("user", last.content + DOUBT)]
+    build = partial(prompts.build, asked, prompt.passages, 1)
+    doubt = None if said else prompts.doubt(build, prompt, retrieved.closeness, request)
     return replace(prepared, times=retrieved.times, doubt=doubt)
 
 
-def doubted(prepared: Prepared, completion: Completion) -> Prepared:
-    """The question, with ABSTENTION as its answer if the target found none in the passages. `completion`: of `doubt`."""
-    return replace(prepared, said=ABSTENTION) if completion.text.startswith("N") else prepared
+def said_after(doubt: Completion) -> str:
+    """What is said in place of an answer, if the target found none in the passages."""
+    return ABSTENTION if doubt.text.startswith("N") else ""
 
 
 def all_doubted(prepared: Sequence[Prepared], engine: EngineLike) -> list[Prepared]:
-    """Raises: EngineError."""
+    """The questions after their doubts. Raises: EngineError."""
     asked = [each.doubt for each in prepared if each.doubt]
     completions = iter(engine.generate(asked) if asked else ())
-    return [doubted(each, next(completions)) if each.doubt else each for each in prepared]
+    return [replace(each, said=said_after(next(completions))) if each.doubt else each for each in prepared]
+
+
+async def doubted(prepared: Prepared, engine: EngineLike) -> Prepared:
+    """As `all_doubted`; cancelling the wait cancels the request."""
+    if not prepared.doubt:
+        return prepared
+    (completion,) = await collect_completions(engine, prepared.doubt)
+    return replace(prepared, said=said_after(completion))
 
 
 def abstention(
@@ -286,7 +298,7 @@ async def stream_answer(
 
     Both functions run in threads. Why: encoder and tokenizer would stop other streams for milliseconds.
     """
-    prepared = await asyncio.to_thread(prepare)
+    prepared = await doubted(await asyncio.to_thread(prepare), engine)
     deltas: list[Delta] = []
     if prepared.said:
         yield prepared.said

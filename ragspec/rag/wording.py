@@ -164,13 +164,15 @@ class AnswerFit(NamedTuple):
     catalogue.
 
     ABSTENTION's first token, or the "No" to DOUBT, gets `intercept + slope * logit(closeness)`. `quote_weight`: the bias of a
-    certain quote, see `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token.
+    certain quote, see `ragspec.rag.quote_choice`. `mark`: the bias of a quotation mark as the first token. `doubts`: whether a
+    target that answers in its own words is asked DOUBT.
     """
 
     intercept: float = 0.0
     slope: float = 0.0
     quote_weight: float = 0.0
     mark: float = 0.0
+    doubts: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -194,7 +196,7 @@ class TextRules:
 
     `quotes`: "sentences", as `ragspec.rag.quotable` says, or "words": any run of whole words. `languages`: codes of the languages
     that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each message
-    is searched for. `target`: whose fit and languages these are.
+    is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier version.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
@@ -202,14 +204,15 @@ class TextRules:
     languages: tuple[str, ...] = ()
     routing: Literal["signs", "none"] = "signs"
     target: str = ""
+    layout: str = ""
 
     @classmethod
-    def of(cls, target: TargetConfig) -> Self:
+    def of(cls, target: TargetConfig, layout: str) -> Self:
         """Today's rules for a target. Raises: ModelError."""
         adapter = target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
-        return cls(fit=AnswerFit.read(target.fit_file), languages=languages, target=name)
+        return cls(fit=AnswerFit.read(target.fit_file), languages=languages, target=name, layout=layout)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,8 +61,8 @@ async def write(
         ready = await asyncio.get_running_loop().run_in_executor(threads, call)
     if ready.searched:
         context.model.metrics.retrieved(ready.retrieve_s, ready.times.encode_s, ready.times.search_s)
-    async with context.generate([ready.request], ready.retrieve_s, said=ready.said) as stream:
-        await form(body, context, stream, ready).send(sender)
+    async with context.generate([ready.request], ready.retrieve_s, said=ready.said, doubt=ready.doubt) as stream:
+        await form(body, context, stream, replace(ready, said=stream.said)).send(sender)
 
 
 def is_inline(body: ChatBody) -> bool:

@@ -27,6 +27,7 @@ from fastapi import Request as HttpRequest
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.client import completion_of
+from ragspec.rag.steps import said_after
 from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
 from services.backend import ServedEngine, ServedModel, ServiceBackend
@@ -93,11 +94,11 @@ class RequestContext:
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[Request], retrieve_s: float = 0.0, *, said: str = ""
+        self, requests: Sequence[Request], retrieve_s: float = 0.0, *, said: str = "", doubt: Request | None = None
     ) -> AsyncIterator[EngineStream]:
         """Runs the requests in the engine within the key's limits; returns unused tokens to the key at the end.
 
-        `said`: the answer, if it is known already; then no engine runs.
+        `said`: the answer, if it is known already; then no engine runs. `doubt`: runs first, and may make an answer known.
 
         Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
         """
@@ -108,6 +109,9 @@ class RequestContext:
         with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
+            if doubt:
+                async with EngineStream(self.model.engine, [doubt], self.mailbox, metrics) as first:
+                    said = said_after((await first.completions())[0])
             engine = KnownAnswer(said) if said else self.model.engine
             stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
             try:
@@ -136,12 +140,12 @@ class KnownAnswer:
     """Stands for the engine where the answer is known before decoding."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
 
     def submit(self, request: Request, listener: Callable[[Delta], None]) -> None:
         stats = GenerationStats(seed=request.params.seed or 0)
         for choice in request.choices:
-            listener(Delta(request.id, choice, (), self._text, (), FinishReason.STOP, stats))
+            listener(Delta(request.id, choice, (), self.text, (), FinishReason.STOP, stats))
 
     def cancel(self, request_id: str) -> None:
         """There is nothing to cancel."""
@@ -202,6 +206,11 @@ class EngineStream:
     def keys(self) -> list[ChoiceKey]:
         """All choices, in order."""
         return list(self._deltas)
+
+    @property
+    def said(self) -> str:
+        """The answer, if it was known before decoding."""
+        return self._engine.text if isinstance(self._engine, KnownAnswer) else ""
 
     @property
     def is_open(self) -> bool:

@@ -324,19 +324,21 @@ def test_a_target_says_first_whether_the_passages_answer(
     retriever: Retriever, engine: Engine, target: Target, bias: float
 ) -> None:
     """A question was refused in a batch and answered in a stream, a chat or a job; or asked about JSON, or without a fit."""
-    rules = TextRules(fit=AnswerFit(intercept=bias))
+    rules = TextRules(fit=AnswerFit(intercept=bias, doubts=bias != 0.0), layout="free")
     prompts, recording = PromptBuilder(target.tokenizer, CONTEXT, PromptConfig(layout="free"), rules), Recording(engine)
     with Pipeline(retriever, recording, prompts, num_passages=2) as pipeline:
         whole = pipeline.ask(QUESTION, GREEDY)
         _, streamed_whole = asyncio.run(streamed(pipeline, QUESTION, GREEDY))
-        told = pipeline.chat().ask(QUESTION, GREEDY)
+        with pipeline.chat() as chat:
+            told = [chat.ask(QUESTION, GREEDY), chat.ask(QUESTION, GREEDY)]
+            _, streamed_told = asyncio.run(streamed(chat, QUESTION, GREEDY))
         flow = AsyncPipeline(retriever, recording, prompts)
         ((_, of_flow),) = run(flow, [Question("q", QUESTION, GREEDY, 2)]).items()
         (of_job,) = of_flow.result()
-        assert {each.text == ABSTENTION for each in (whole, streamed_whole, told, of_job)} == {bias > 0}
+        assert {each.text == ABSTENTION for each in (whole, streamed_whole, *told, streamed_told, of_job)} == {bias > 0}
         assert whole.text == streamed_whole.text == of_job.text
-        doubts = [request for request in recording.requests if request.id.endswith("doubt")]
-        assert len(doubts) == (4 if bias else 0)
+        doubts = [request for request in recording.requests if request.grammar]
+        assert len(doubts) == (6 if bias else 0) and all(request.affinity for request in doubts)
         assert pipeline.ask(QUESTION, QUOTING, json_schema='{"type": "string"}', max_tokens=4).text != ABSTENTION
 
 

@@ -16,10 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from ragspec.config import ChatConfig, PassageOrder
-from ragspec.core import Citation, Completion, Message, Passage, Request, check_text
+from ragspec.core import Citation, Completion, Passage, Request, check_text
 from ragspec.errors import RagspecError, RetrievalError, StoreError
 from ragspec.rag.answer import Answer, AnswerSentence
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
@@ -33,12 +34,11 @@ from ragspec.rag.steps import (
     PreparedQuestion,
     RetrieverLike,
     abstention,
-    all_doubted,
     build_answer,
     copy_sources,
 )
 from ragspec.rag.support import find_support
-from ragspec.rag.wording import parse_answer
+from ragspec.rag.wording import DOUBT, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -98,7 +98,7 @@ class Chat:
         self.conversations = conversations
         self._prompts, self._config = prompts, config or ChatConfig()
         self._retriever = ChatRetriever(retriever, self._config)
-        self._rewriter, self._engine = QueryRewriter(self._config, prompts, engine), engine
+        self._rewriter = QueryRewriter(self._config, prompts, engine)
         self.caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
         self._num_deletions = Counter[str]()  # by tenant
 
@@ -126,7 +126,7 @@ class Chat:
             context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
         order = latest.order if latest else prompts.passage_order
-        prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens, order)
+        prompt = self._prompt(prompts, system, context, user_question, question, turn.params.max_tokens, order)
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
@@ -149,12 +149,9 @@ class Chat:
         said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
-        prepared = PreparedTurn(*built, *own, times=context.times)
-        if said or self._engine is None or history.pairs:  # Why not follow-ups: the passages stand behind other turns
-            return prepared
-        messages = [Message(role, text) for role, text in (("system", system), ("user", user_question)) if text]
-        doubt = prompts.doubt(messages, prompt, close, request)
-        return all_doubted([replace(prepared, doubt=doubt)], self._engine)[0]
+        build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
+        doubt = None if said else prompts.doubt(build, prompt, close, request)
+        return PreparedTurn(*built, *own, times=context.times, doubt=doubt)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
@@ -209,12 +206,19 @@ class Chat:
             self.conversations.forget_documents(tenant, documents)
 
     def _prompt(
-        self, system: str, context: ChatContext, user_question: str, question: str, max_tokens: int, order: PassageOrder
+        self,
+        prompts: PromptBuilder,
+        system: str,
+        context: ChatContext,
+        user_question: str,
+        question: str,
+        max_tokens: int,
+        order: PassageOrder,
     ) -> ChatPrompt:
         """With earlier turns or, if they are hidden, without; then all turns are reported as dropped."""
         is_hidden = self._config.history == "hidden"
         history, asked = ((), question) if is_hidden else (context.history, user_question)
-        prompt = build_chat_prompt(self._prompts, system, history, asked, context.passages, max_tokens, order)
+        prompt = build_chat_prompt(prompts, system, history, asked, context.passages, max_tokens, order)
         if not is_hidden:
             return prompt
         passages = tuple(passage for turn in context.history for passage in turn.passages)

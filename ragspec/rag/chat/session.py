@@ -27,7 +27,7 @@ from ragspec.rag.chat.chat import Chat, PreparedTurn
 from ragspec.rag.chat.conversations import QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.history import ChatTurn, load_history
 from ragspec.rag.chat.prompt import PastTurn
-from ragspec.rag.steps import Closeable, EngineLike, params_of_each, said_completions, stream_answer
+from ragspec.rag.steps import Closeable, EngineLike, all_doubted, params_of_each, said_completions, stream_answer
 from ragspec.retrieval_config import When
 from ragspec.speculation import Speculation, SpeculationGiven
 
@@ -108,7 +108,7 @@ class ChatSession(Closeable):
 
         Raises: InputError, PromptTooLong, NotFound, RetrievalError, StoreError, EngineError.
         """
-        prepared = self._prepare(question, params, **options)
+        (prepared,) = all_doubted([self._prepare(question, params, **options)], self._engine)
         completions = said_completions(prepared) or self._engine.generate([prepared.request])
         return self._finish(prepared, completions[0])
 
