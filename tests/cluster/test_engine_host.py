@@ -169,7 +169,7 @@ def test_what_a_dying_engine_says_of_its_requests_is_not_told(engine: Engine, ho
     try:
         with pytest.raises(ReplicaLost, match="rank 1 is gone"):
             while True:
-                assert all(delta.finish_reason is None for delta in host.poll("c", 5.0).deltas)
+                assert all(delta.finish_reason is None for delta in host.poll("c", 0.5).deltas)
     finally:
         del engine.target.forward_tapped
 

@@ -127,7 +127,9 @@ def test_states_logits_and_blocks_are_the_papers(
     assert max(map(len, chains.values())) == num_guesses(form)
 
 
-@pytest.mark.parametrize("family", BlockFamily)
+@pytest.mark.parametrize(
+    "family", [f if f is BlockFamily.DSPARK else pytest.param(f, marks=pytest.mark.slow) for f in BlockFamily]
+)
 def test_a_head_trains_on_the_states_that_it_drafts_from(tiny: Tiny, tmp_path: Path, family: BlockFamily) -> None:
     """A mask, a position or a guess shifted by one learns from texts what it is never asked when it is served."""
     target, frozen = (

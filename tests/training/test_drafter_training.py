@@ -38,6 +38,7 @@ from ragspec.training.trainer import SINGLE_WORKER, Trainer, WorkerGroup
 TAPS = (0, 1, 2)
 OBJECTIVE = Objective(num_steps=3, noise=0.2)
 FAMILIES = [*EagleFamily, *BlockFamily]
+FAST_FAMILIES = (EagleFamily.EAGLE3, BlockFamily.DSPARK)
 
 
 @functools.cache
@@ -163,7 +164,9 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     assert headers[1] < headers[0] + 1000
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f in FAST_FAMILIES else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
 def test_a_run_ends_with_its_plan_and_its_head_is_read_again(family: EagleFamily | BlockFamily, tmp_path: Path) -> None:
     """A loss that looks one token too far or too near cannot be learnt from a text where each word gives the next; a trained
     target makes every answer another's; the shipped file must be the published layout, with the averaged weights."""
