@@ -344,7 +344,7 @@ class PromptConfig(ConfigSection):
     layout: Literal["auto", "quote", "free", "short"] = "auto"
     """"quote" asks for a verbatim quote and a short answer; "free" for a sentence of the model's own, shown with the passage's
     exact words that it rests on; "short": free, in the words of earlier versions, which refuse more; "auto": quote for targets
-    with an adapter, as the default has, and free for others."""
+    with an adapter, as the default has, or with a bias on quotes of their own, and free for others."""
     require_support: bool = False
     """An answer of which no sentence is quoted, supported or related is replaced by a sentence that says so; its text is then
     streamed whole, at its end."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ragspec.config import PipelineConfig
+from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.core import Request, Say, log_progress
 from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
@@ -75,9 +75,13 @@ class LoadedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model under the `name` that clients use: prompts in its layout, chat in its prompts, counters under its name."""
+    """A model under the `name` that clients use: prompts in its layout, chat in its prompts, counters under its name.
+
+    `retriever`: how passages are found for it.
+    """
 
     name: str
+    retriever: RetrieverConfig
     engine: ServedEngine
     prompts: PromptBuilder
     chat: Chat
@@ -165,12 +169,13 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
                     model.metrics.watch(name, text, partial(_load_of, model.engine, field))
 
     def _served(self, name: str, loaded: LoadedModel) -> ServedModel:
-        engine = loaded.engine
-        prompts = PromptBuilder.of(loaded.tokenizer, engine.max_context_tokens, self.config.for_model(name))
+        engine, config = loaded.engine, self.config.for_model(name)
+        prompts = PromptBuilder.of(loaded.tokenizer, engine.max_context_tokens, config)
         if isinstance(engine, Engine) and 0 < len(prompts.beginning) < engine.max_context_tokens:
             engine.pin(prompts.beginning)
         chat = Chat(self.retriever, prompts, self.conversations, self.config.chat, engine)
-        return ServedModel(name, engine, prompts, chat, self.metrics.of_model(name), TokenTexts(loaded.tokenizer))
+        counters, texts = self.metrics.of_model(name), TokenTexts(loaded.tokenizer)
+        return ServedModel(name, config.retriever, engine, prompts, chat, counters, texts)
 
     def _forget(self, tenant: str, documents: Sequence[str]) -> None:
         """As `Chat.forget`, in the caches of every model. Raises: the first error, once every cache is empty."""

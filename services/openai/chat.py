@@ -74,7 +74,7 @@ def is_inline(body: ChatBody) -> bool:
 
 def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
-    options, retriever = body.retrieval_options, context.backend.config.for_model(context.model.name).retriever
+    options, retriever = body.retrieval_options, context.model.retriever
     for store_id in options.vector_store_ids or ():
         context.backend.library.records.store(context.caller.tenant, store_id)  # NotFound for another tenant's
     turn = ChatTurn(

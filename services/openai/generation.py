@@ -109,16 +109,17 @@ class RequestContext:
         with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-            if doubt:
-                async with EngineStream(self.model.engine, [doubt], self.mailbox, metrics) as first:
-                    said = said_after((await first.completions())[0])
-            engine = KnownAnswer(said) if said else self.model.engine
-            stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
+            stream: EngineStream | None = None
             try:
+                if doubt:
+                    async with EngineStream(self.model.engine, [doubt], self.mailbox, metrics) as first:
+                        said = said_after((await first.completions())[0])
+                engine = KnownAnswer(said) if said else self.model.engine
+                stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
                 async with stream:
                     yield stream
             finally:
-                reservation.used(num_prompt + stream.num_tokens)
+                reservation.used(num_prompt + (stream.num_tokens if stream else 0))
 
 
 def address_of(request: HttpRequest) -> str:

@@ -5,18 +5,23 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from stand_ins import Clock
 from starlette.datastructures import Headers
 
+from ragspec.core import Request, SamplingParams
+from ragspec.errors import EngineError
 from services import gateway
 from services.errors import ApiError
 from services.gateway import IncomingRequest
 from services.keys import Caller
 from services.limits import RateLimiter
 from services.metrics import Metrics
+from services.openai.generation import RequestContext
 from services.settings import KeyLimits, Limits
 
 
@@ -103,6 +108,21 @@ def test_tokens_a_minute_are_reserved_and_given_back(clock: Clock) -> None:
         limiter.reserve(ANN, 20, 40)
     clock.now += 30.0
     limiter.reserve(ANN, 20, 40)
+
+
+async def test_a_first_question_that_fails_gives_the_answers_tokens_back(clock: Clock) -> None:
+    """A client that left while the passages were judged had its key's minute used up by an answer that nobody wrote."""
+    limiter = limiter_of(clock, tokens_per_minute=100)
+    engine = SimpleNamespace(submit=Mock(side_effect=EngineError("lost")), cancel=Mock())
+    model, backend = SimpleNamespace(engine=engine, metrics=Metrics("m")), SimpleNamespace(rate_limiter=limiter)
+    context: Any = SimpleNamespace(
+        model=model, backend=backend, caller=ANN, begin_s=0.0, mailbox=None, body=SimpleNamespace(stream=False)
+    )
+    request = Request("a", (5,) * 10, SamplingParams(max_tokens=60))
+    for _ in range(4):
+        with pytest.raises(EngineError):
+            async with RequestContext.generate(context, [request], doubt=request):
+                raise AssertionError("it was answered")
 
 
 def test_a_key_s_own_limits_stand_in_place_of_the_service_s(clock: Clock, stack: ExitStack) -> None:

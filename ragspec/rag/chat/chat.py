@@ -29,14 +29,7 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import (
-    EngineLike,
-    PreparedQuestion,
-    RetrieverLike,
-    abstention,
-    build_answer,
-    copy_sources,
-)
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
 from ragspec.rag.support import find_support
 from ragspec.rag.wording import DOUBT, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
