@@ -22,9 +22,9 @@ _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-n
 _CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Why not for the session: while it runs, this thread has a running event loop, and no other test may start one."""
+    """Why not for longer: while it runs, this thread has a running event loop, and no other test may start one."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra dev")
     path = next(filter(None, map(shutil.which, _CHROMIUMS)), None)
     if path is None:
@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def page_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = save_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=CONTEXT)
     return Target.load(TargetConfig(model=str(folder)), num_kv_slots=KV_SLOTS)
