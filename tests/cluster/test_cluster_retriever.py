@@ -103,7 +103,10 @@ def looked_up(index: Retriever, scope: Any) -> tuple[Any, ...]:
     return found.passages, candidates, found.statistics, found.generation, found.missing
 
 
-@pytest.mark.parametrize(("num_shards", "num_replicas", "mode"), [(1, 1, "dense"), (2, 1, "hybrid"), (2, 2, "sparse")])
+@pytest.mark.parametrize(
+    ("num_shards", "num_replicas", "mode"),
+    [(1, 1, "dense"), (2, 1, "hybrid"), pytest.param(2, 2, "sparse", marks=pytest.mark.slow)],
+)
 def test_shards_answer_as_one_process_does(
     shards: ActorPool, index_dir: Path, num_shards: int, num_replicas: int, mode: str
 ) -> None:

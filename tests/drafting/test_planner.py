@@ -310,6 +310,7 @@ def test_where_every_step_reads_a_prompt_a_saved_step_is_worth_nothing() -> None
     assert planner.plan([Running()], 0, 100)[0].num_drafted == 4
 
 
+@pytest.mark.slow
 def test_a_table_without_slope_leaves_tokens_some_worth() -> None:
     """Three minutes of steps with prompts where further rows seemed free: a division by zero ended every answer."""
     planner = Planner([Chain([10], 0.9)], CostTable({64: [0.004, 0.008, 0.02, 0.02]}, rows=(1, 128, 256, 512)), 12)

@@ -157,6 +157,7 @@ def test_requests_without_drafts_count_as_open(tiny: Tiny) -> None:
     assert seen == [False, True]
 
 
+@pytest.mark.slow
 def test_a_tenants_learned_drafts_are_the_same_whatever_others_did(tiny: Tiny) -> None:
     """A head, or the record of its drafts, learned from two tenants."""
     target = tiny()
