@@ -29,6 +29,7 @@ from ragspec.numerics.cpu.llvm_code import (
     array_data,
     call,
     constant,
+    fma,
     fold,
     load,
     splat,
@@ -81,7 +82,7 @@ def make_dot_pages(num_rows: int, num_pages: int) -> Any:
                 at = builder.add(builder.add(args[1], ir.Constant(LONG, row * head_dim)), loop.index)
                 query = splat(builder, builder.load(builder.gep(q_data, [at])))
                 for page in range(num_pages):
-                    sums.append(call(builder, "fma", query, key_vectors[page], loop.values[row * num_pages + page]))
+                    sums.append(fma(builder, query, key_vectors[page], loop.values[row * num_pages + page]))
             totals = loop.close(sums)
             for row in range(num_rows):
                 start = builder.add(args[6], builder.mul(args[7], ir.Constant(LONG, row)))
@@ -134,12 +135,12 @@ def exponential(builder: Any, x: Any) -> Any:
     """e^x in each lane for x up to 88; exactly 0 below -87."""
     too_small = builder.fcmp_ordered("<", x, constant(_SMALLEST))
     x = builder.select(too_small, constant(_SMALLEST), x)
-    power = call(builder, "rint", builder.fmul(x, constant(_LOG2_E)))
-    rest = call(builder, "fma", power, constant(-_LN2_HIGH), x)
-    rest = call(builder, "fma", power, constant(-_LN2_LOW), rest)
+    power = call(builder, "llvm.rint.v16f32", VECTOR, builder.fmul(x, constant(_LOG2_E)))
+    rest = fma(builder, power, constant(-_LN2_HIGH), x)
+    rest = fma(builder, power, constant(-_LN2_LOW), rest)
     value = constant(_EXP_COEFFICIENTS[0])
     for coefficient in _EXP_COEFFICIENTS[1:]:
-        value = call(builder, "fma", value, rest, constant(coefficient))
+        value = fma(builder, value, rest, constant(coefficient))
     exponent = builder.add(builder.fptosi(power, INT_VECTOR), ir.Constant(INT_VECTOR, [127] * LANES))
     scale = builder.bitcast(builder.shl(exponent, ir.Constant(INT_VECTOR, [23] * LANES)), VECTOR)
     return builder.select(too_small, constant(0.0), builder.fmul(value, scale))
@@ -221,7 +222,7 @@ def make_add_weighted(num_rows: int) -> Any:
                     weight_at = builder.add(of_row, loop.index)
                     weight = splat(builder, builder.load(builder.gep(p_data, [weight_at])))
                     for vector in values_of:
-                        sums.append(call(builder, "fma", weight, vector, loop.values[len(sums)]))
+                        sums.append(fma(builder, weight, vector, loop.values[len(sums)]))
                 for total, offset in zip(loop.close(sums), at, strict=True):
                     store(builder, total, out_data, offset)
             return context.get_dummy_value()

@@ -99,8 +99,7 @@ def collect_queries(qkv: Any, first: int, last: int, head: int, group: int, head
     at = 0
     for row in range(first, last):
         for h in range(head * group, (head + 1) * group):
-            for d in range(qkv.shape[2]):
-                queries[at + d] = qkv[row, h, d]
+            queries[at : at + qkv.shape[2]] = qkv[row, h]
             at += head_dim
     return queries
 
@@ -237,9 +236,9 @@ def one_tile(
             views[r, 0], views[r, 1], views[r, 2], views[r, 3] = visible_to(row, rows, context, window)
         norms = weigh_values(scores, i, views[:num_beside], values, rows, where, limits, weights, totals, vectors)
         for r in range(num_beside):
-            row, h = first + (i + r) // group, head * group + (i + r) % group
+            of_head, norm = out[first + (i + r) // group, head * group + (i + r) % group], norms[r]
             for d in range(out.shape[2]):
-                out[row, h, d] = totals[r * head_dim + d] / norms[r]
+                of_head[d] = totals[r * head_dim + d] / norm
         i += num_beside
 
 

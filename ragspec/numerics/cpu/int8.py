@@ -261,14 +261,5 @@ class Int8Linear(nn.Module):
             rows = F.pad(rows, (0, self._num_more))
         out = np.empty((len(rows), self._num_outputs), np.float32)
         floats, quantised = self._room.of(len(rows), {Buffer.STATES: rows.numpy(), Buffer.LOGITS: out})
-        run(
-            self._phases,
-            len(rows),
-            0,
-            *self._arena.arrays,
-            _NO_ROTATIONS,
-            floats,
-            quantised,
-            *_NO_ATTENTION,
-        )
+        run(self._phases, len(rows), 0, *self._arena.arrays, _NO_ROTATIONS, floats, quantised, *_NO_ATTENTION)
         return torch.from_numpy(out)[:, : self.out_features].view(*x.shape[:-1], self.out_features).to(x.dtype)

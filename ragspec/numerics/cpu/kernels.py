@@ -13,7 +13,7 @@ import numpy as np
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
 from ragspec.numerics.cpu.llvm_code import DONE, FAILED, LANES, TAKEN, add_one, load_count, take, yield_processor
-from ragspec.numerics.cpu.product_code import FASTEST, gate_block, make_multiply, note_outliers, quantise_row
+from ragspec.numerics.cpu.product_code import gate_block, make_multiply, make_quantise
 from ragspec.numerics.norms import add_and_normalise
 
 _SPINS = 500
@@ -78,48 +78,46 @@ _STREAM, _BLOCK, _QKV, _OWN_HEADS, _HEADS, _OWN_INNER = (int(buffer) for buffer 
 _INNER, _OWN_BLOCK, _STATES, _LOGITS, _TAPS, _ROW_SCALES = (int(buffer) for buffer in list(Buffer)[6:])
 
 
+_quantise = make_quantise()
+
+
 @inner
 def norm_rows(phase: Any, first: int, last: int, num_rows: int, parameters: Any, floats: Any, quantised: Any) -> None:
     width, at = phase[_WIDTH], phase[_NORM_WEIGHT]
     weight, epsilon = parameters[at : at + width], parameters[at - 1]
     normalised, squares = np.empty(width, np.float32), np.empty(LANES, np.float32)
-    out_of_range = np.empty(width // LANES, np.int16)
+    spare = np.empty(width + width // LANES, np.int16)
     for row in range(first, last):
         here = row * width
         stream, block = floats[_STREAM][here : here + width], floats[_BLOCK][here : here + width]
         add_and_normalise(stream, block, weight, epsilon, stream, normalised, squares)
         if phase[_TAP] >= 0:
             tap = (phase[_TAP] * num_rows + row) * width
-            for column in range(width):
-                floats[_TAPS][tap + column] = stream[column]
+            floats[_TAPS][tap : tap + width] = stream
         if phase[_KIND] == _NORM:
             most = np.float32(phase[_MOST])
-            floats[_ROW_SCALES][row] = quantise_row(normalised, 0, width, most, quantised, row, out_of_range)
-            note_outliers(quantised, row, width, out_of_range)
+            floats[_ROW_SCALES][row] = _quantise(normalised, 0, width, most, quantised, row, num_rows, spare)
         else:
-            for column in range(width):
-                floats[_STATES][here + column] = normalised[column]
+            floats[_STATES][here : here + width] = normalised
 
 
 @inner
-def quantise_rows(phase: Any, first: int, last: int, floats: Any, quantised: Any) -> None:
+def quantise_rows(phase: Any, first: int, last: int, num_rows: int, floats: Any, quantised: Any) -> None:
     width, most = phase[_WIDTH], np.float32(phase[_MOST])
     source, scales = floats[phase[_SOURCE]], floats[_ROW_SCALES]
-    out_of_range = np.empty(width // LANES, np.int16)
+    spare = np.empty(width + width // LANES, np.int16)
     for row in range(first, last):
-        scales[row] = quantise_row(source, row * width, width, most, quantised, row, out_of_range)
-        note_outliers(quantised, row, width, out_of_range)
+        scales[row] = _quantise(source, row * width, width, most, quantised, row, num_rows, spare)
 
 
-_COUNT_0, _COUNT_1, _COUNT_2, _COUNT_3, _COUNT_4 = FASTEST.num_rows
-_multiply_0, _multiply_1, _multiply_2, _multiply_3, _multiply_4 = map(make_multiply, FASTEST.num_rows)
+_multiply = make_multiply()
 
 
 @inner
 def product_blocks(
     phase: Any, first: int, last: int, num_rows: int, weights: Any, parameters: Any, floats: Any, rounded: Any
 ) -> None:
-    """Blocks of 16 outputs for all rows, as many rows at a time as the instructions take.
+    """Blocks of 16 outputs for all rows.
 
     Why one function: a call for each block would pass some eighty words and count references to a dozen arrays.
     """
@@ -131,27 +129,7 @@ def product_blocks(
     for block in range(first * turns, last * turns):
         to = (block % 2) * LANES if is_gated else block * LANES
         weight_at, scale_at = phase[_WEIGHT] + block * LANES * width, phase[_SCALES] + block * LANES
-        row = 0
-        while row + _COUNT_0 <= num_rows:
-            at = to + row * step
-            _multiply_0(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
-            row += _COUNT_0
-        while row + _COUNT_1 <= num_rows:
-            at = to + row * step
-            _multiply_1(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
-            row += _COUNT_1
-        while row + _COUNT_2 <= num_rows:
-            at = to + row * step
-            _multiply_2(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
-            row += _COUNT_2
-        while row + _COUNT_3 <= num_rows:
-            at = to + row * step
-            _multiply_3(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
-            row += _COUNT_3
-        while row + _COUNT_4 <= num_rows:
-            at = to + row * step
-            _multiply_4(rounded, row, weights, weight_at, width, parameters, scale_at, scales, out, at, step)
-            row += _COUNT_4
+        _multiply(rounded, num_rows, weights, weight_at, width, parameters, scale_at, scales, out, to, step)
         if phase[_BIAS] >= 0:
             bias_at = phase[_BIAS] + block * LANES
             for row in range(num_rows):
@@ -271,7 +249,7 @@ def work(
         elif kind in (_NORM, _FINAL_NORM):
             norm_rows(phase, first, last, num_rows, parameters, floats, quantised)
         elif kind == _QUANTISE:
-            quantise_rows(phase, first, last, floats, quantised)
+            quantise_rows(phase, first, last, num_rows, floats, quantised)
         elif kind == _ROTATE:
             rotate_rows(phase, first, last, qkv, parameters, rotations, rows, pool, shape, vectors)
         else:

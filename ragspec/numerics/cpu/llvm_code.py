@@ -82,12 +82,15 @@ def store_number(typing: Any, array: Any, index: Any, value: Any) -> Any:
     return types.void(array, types.int64, types.float32), generate
 
 
-def call(builder: Any, name: str, *vectors: Any) -> Any:
-    kind = ir.FunctionType(VECTOR, [VECTOR] * len(vectors))
-    function = builder.module.globals.get(f"llvm.{name}.v16f32") or ir.Function(
-        builder.module, kind, f"llvm.{name}.v16f32"
-    )
-    return builder.call(function, vectors)
+def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    """Call a function of LLVM or of the process by its name."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), values)
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return call(builder, "llvm.fma.v16f32", VECTOR, a, b, c)
 
 
 def fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -181,9 +184,7 @@ def yield_processor(typing: Any) -> Any:
     """Let another thread of the machine run (POSIX sched_yield)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        name = "sched_yield"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(INT, []), name)
-        builder.call(function, [])
+        call(builder, "sched_yield", INT)
         return context.get_dummy_value()
 
     return types.void(), generate
