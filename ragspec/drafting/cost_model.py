@@ -173,6 +173,8 @@ class StepPlan:
         self.trees = StepTrees([s.tokens[-1] for s in sequences], trusts)
         self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
         self._context = max(len(s.tokens) for s in sequences)
+        self.longest = [s.most_tokens - 1 for s in sequences]
+        """Levels of each sequence's tree at most: the last token of a step is the target's own."""
         self._alone_s = costs.cost_s(len(sequences), self._context)
         self.own_s = share * self._alone_s
         """Seconds of the sequences' own tokens."""
@@ -193,7 +195,7 @@ class StepPlan:
         count = len(self.sequences)
         one_s = self._costs.cost_s(1, self._context)
         row_s = min(self.own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
-        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
+        together = min(gains) if gains and len(gains) == sum(most > 0 for most in self.longest) else 0.0
         return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (1.0 + self.trees.expected / count)
 
     def fit(self, most: Ints, is_whole: Mask) -> None:

@@ -43,9 +43,9 @@ class LookaheadAcceptance(AcceptanceCells):
     def cell(self, rank: int, depth: int) -> int:
         return rank * (_NGRAM - 1) + depth
 
-    def learn(self, cells: int | Ints, accepted: bool | Ints) -> None:
-        super().learn(cells, accepted)
-        self._tokens += float(np.sum(accepted))
+    def learn(self, cell: int, accepted: bool) -> None:
+        super().learn(cell, accepted)
+        self._tokens += accepted
 
     def note_rows(self, num_rows: int) -> None:
         """A step had so many rows of a window."""

@@ -28,7 +28,7 @@ from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, StepPlan, own_share
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.safe_drafter import SafeDrafter
-from ragspec.drafting.step_trees import StepTrees, compile_trees
+from ragspec.drafting.step_trees import StepTrees, TreeLimits, compile_trees
 from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
@@ -187,14 +187,13 @@ class Planner:
         trees, sequences = plan.trees, [plan.sequences[i] for i in places]
         trees.figures[places, number, ASKED] = 1.0
         trees.figures[places, number, UNCOVERED] = trees.uncovered()[places]
-        longest = [sequence.most_tokens - 1 for sequence in sequences]  # the last token of a step is the target's own
-        levels = [min(most, plan.spare_rows) for most in longest]
+        levels = [min(plan.longest[i], plan.spare_rows) for i in places]
         least_prob = 0.0 if (trees.counts > 1).any() else plan.least_prob
         budget = Budget(self._max_nodes, 0.0 if self.is_fixed else plan.token_s(), levels, least_prob)
-        proposed = self._drafters[number].propose(sequences, budget)
-        for i, sequence, most, given in zip(places, sequences, longest, proposed, strict=True):
-            trees.merge(i, given, number, (most, self._num_embeddings, owns[i].needs_chain))
-            if trees.draws[i] and not _is_sound(sequence, trees, i, self._vocab_size):
+        limits = TreeLimits(np.array(plan.longest), self._num_embeddings, np.array([own.needs_chain for own in owns]))
+        trees.merge(places, self._drafters[number].propose(sequences, budget), number, limits)
+        for i in places:
+            if trees.draws[i] and not _is_sound(plan.sequences[i], trees, i, self._vocab_size):
                 trees.drop(i)
 
     def observe(
@@ -205,8 +204,8 @@ class Planner:
             plan, rows = self._asked
             decided = {sequence.key: result.token_ids for sequence, result in zip(sequences, results, strict=True)}
             tokens = [decided.get(sequence.key, []) for sequence in plan.sequences]
-            for number, given, columns, right in plan.trees.judge(tokens):
-                self._drafters[number].learn_nodes(given, columns, right)
+            for number, given, judged in plan.trees.judge(tokens):
+                self._drafters[number].learn_nodes(given, judged)
             known = np.array([len(own) > 0 for own in tokens])
             self._count(plan, rows[known], plan.trees.figures[known])
         for sequence, result, own in zip(sequences, results, features, strict=True) if self._watching else ():
