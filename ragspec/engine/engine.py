@@ -168,8 +168,8 @@ class Engine(EngineClient):
             rows, result = part.logits(logits), UNDECIDED
             if tree is not None:
                 result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, node_s)
-            part.keep(result.path)
             results.append(result)
+        batch.keep([result.path for result in results])
         kept = batch.features(features, [result.path for result in results])
         self._planner.observe(self._in_step, results, kept)
         for sequence, part, result in zip(self._in_step, batch.sequences, results, strict=True):

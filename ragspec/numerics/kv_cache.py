@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ragspec.disk import saving
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
+from ragspec.numerics.compiled import address_of, compiled, inner, int32_at, int64_at
 from ragspec.numerics.torch.transfer import to_device, to_host
 
 
@@ -182,98 +183,161 @@ class KvPool:
             raise EngineError("the free pages of the KV pool are not the pages without holders")
 
 
+_SLOTS, _INDEX, _SPARE, _PAGES, _ROOM, LENGTH, _NUM_SPARE, _NUM_PAGES, _NUM_COLUMNS = range(9)
+"""Columns of `SequenceSlots.address`: where the arrays lie, how many positions have room, and how much of each array is in use."""
+
+
+@inner
+def arrays_at(address: int) -> Any:
+    """In compiled code: slots, index and pages of a sequence, and the columns of its state. Slots and index have room for the rows
+    that are reserved."""
+    state = int64_at(address, (_NUM_COLUMNS,))
+    slots, index = int32_at(state[_SLOTS], (state[_ROOM],)), int32_at(state[_INDEX], (state[_ROOM],))
+    return slots, index, int32_at(state[_PAGES], (state[_NUM_PAGES],)), state
+
+
+@compiled(nogil=True)
+def reserve_rows(addresses: Any, row_start: Any, slots: Any, index: Any) -> None:
+    """Reserve the rows [row_start[n], row_start[n + 1]) for sequence n, which has room for them.
+
+    Shapes: addresses int64 [B], row_start int64 [B + 1]; slots, index int32 [N].
+    """
+    for n, address in enumerate(addresses):
+        _, _, pages, state = arrays_at(address)
+        spare = int32_at(state[_SPARE], (state[_NUM_SPARE],))
+        for row in range(row_start[n], row_start[n + 1]):
+            state[_NUM_SPARE] -= 1
+            index[row] = spare[state[_NUM_SPARE]]
+            slots[row] = pages[index[row] // PAGE] * PAGE + index[row] % PAGE
+
+
+@compiled(nogil=True)
+def keep_rows(
+    addresses: Any, row_start: Any, slots: Any, index: Any, num_known: Any, chosen: Any, chosen_start: Any
+) -> None:
+    """Keep each sequence's first `num_known` rows, then its `chosen` rows, in this order, as its next positions; all others of its
+    rows are spare again. Shapes: as in `reserve_rows`; num_known int64 [B], chosen_start int64 [B + 1]."""
+    for n, address in enumerate(addresses):
+        own_slots, own_index, _, state = arrays_at(address)
+        first, num_rows = row_start[n], row_start[n + 1] - row_start[n]
+        spare, is_kept = int32_at(state[_SPARE], (state[_NUM_SPARE] + num_rows,)), np.zeros(num_rows, np.bool_)
+        for k in range(num_known[n] + chosen_start[n + 1] - chosen_start[n]):
+            row = k if k < num_known[n] else chosen[chosen_start[n] + k - num_known[n]]
+            own_slots[state[LENGTH]], own_index[state[LENGTH]] = slots[first + row], index[first + row]
+            state[LENGTH], is_kept[row] = state[LENGTH] + 1, True
+        for row in range(num_rows - 1, -1, -1):
+            if not is_kept[row]:
+                spare[state[_NUM_SPARE]] = index[first + row]
+                state[_NUM_SPARE] += 1
+
+
 class SequenceSlots:
-    """One sequence's part of the pool.
+    """One sequence's part of the pool, in arrays that compiled code reads and writes at `address`.
 
     `slots[p]` is where logical position p lives, `index[p]` the same as rank of its page in `pages` * 16 + lane. Positions
-    [0, length) are kept; slots reserved for a step are kept or given back at its end.
+    [0, length) are kept; slots reserved for a step are kept or given back at its end. Spare slots are indices in own pages; the
+    lowest are taken first.
     """
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
-        self._slots = np.empty(256, np.int32)
-        self._index = np.empty(256, np.int32)
-        self.length = 0
-        self.pages: list[int] = []
-        self._page_array: Ints = np.empty(0, np.int32)
-        self._spare: list[int] = []  # local indices in own pages, descending
+        self._state = np.zeros(_NUM_COLUMNS, np.int64)
+        self._arrays = [np.empty(0, np.int32)] * 4
+        self.address = address_of(self._state)
         self._num_shared = 0
+        self._set_room(64, 4)
+
+    @property
+    def length(self) -> int:
+        return int(self._state.item(LENGTH))
 
     @property
     def slots(self) -> Ints:
-        return self._slots[: self.length]
+        return self._arrays[_SLOTS][: self.length]
 
     @property
     def index(self) -> Ints:
-        return self._index[: self.length]
+        return self._arrays[_INDEX][: self.length]
 
     @property
-    def page_array(self) -> Ints:
-        """`pages`. Shape: int32 [pages]."""
-        if len(self._page_array) != len(self.pages):
-            self._page_array = np.array(self.pages, np.int32)
-        return self._page_array
+    def pages(self) -> Ints:
+        return self._arrays[_PAGES][: self._state[_NUM_PAGES]]
 
     def share(self, slots: Ints) -> None:
         """Start from the slots of a prefix that is already computed."""
-        assert self.length == 0 and not self.pages
+        assert self.length == 0 and not len(self.pages)
         self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
-        self.pages = pages.tolist()
-        self._append(slots, (rank * PAGE + slots % PAGE).astype(np.int32))
-        self._num_shared = len(slots)
+        self._set_room(len(slots), len(pages))
+        self._arrays[_PAGES][: len(pages)] = pages
+        self._arrays[_SLOTS][: len(slots)], self._arrays[_INDEX][: len(slots)] = slots, rank * PAGE + slots % PAGE
+        self._state[_NUM_PAGES], self._state[LENGTH], self._num_shared = len(pages), len(slots), len(slots)
 
     def num_new_pages(self, num_slots: int) -> int:
         """Pages that `reserve(num_slots)` would take."""
-        return -(-max(0, num_slots - len(self._spare)) // PAGE)
+        return -(-max(0, num_slots - self._state.item(_NUM_SPARE)) // PAGE)
+
+    def make_room(self, num_slots: int) -> None:
+        """Take the pages and the memory that reserving needs. Raises: OutOfSlots, with nothing taken."""
+        needed, end = self.num_new_pages(num_slots), self._state.item(LENGTH) + num_slots
+        if needed > self.pool.num_free_pages:
+            raise OutOfSlots
+        if needed or end > self._state.item(_ROOM):
+            num_pages = self._state.item(_NUM_PAGES)
+            self._set_room(end, num_pages + needed)
+            self._arrays[_PAGES][num_pages : num_pages + needed] = [self.pool.take_page() for _ in range(needed)]
+            self._state[_NUM_PAGES] += needed
+            own = range((num_pages + needed) * PAGE - 1, num_pages * PAGE - 1, -1)
+            self._set_spare([*own, *self._spare.tolist()])
 
     def reserve(self, num_slots: int) -> tuple[Ints, Ints]:
         """Slots for the rows of one step: (slots, index). Raises: OutOfSlots, with nothing taken."""
-        needed = self.num_new_pages(num_slots)
-        if needed > self.pool.num_free_pages:
-            raise OutOfSlots
-        for _ in range(needed):
-            self.pages.append(self.pool.take_page())
-            first = (len(self.pages) - 1) * PAGE
-            self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
-        index, pages = self._spare[: -num_slots - 1 : -1], self.pages
-        del self._spare[len(self._spare) - num_slots :]
-        slots = [pages[at // PAGE] * PAGE + at % PAGE for at in index]
-        return np.array(slots, np.int32), np.array(index, np.int32)
+        self.make_room(num_slots)
+        slots, index = np.empty(num_slots, np.int32), np.empty(num_slots, np.int32)
+        reserve_rows(np.array([self.address]), np.array([0, num_slots]), slots, index)
+        return slots, index
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
         """Keep `chosen` of one step's reserved slots, in this order, as the next positions; all others are spare again."""
-        self._append(slots[chosen], index[chosen])
-        if len(chosen) < len(index):
-            rest = set(range(len(index))).difference(chosen)
-            self._spare = sorted([*self._spare, *index[list(rest)].tolist()], reverse=True)
+        rows = np.array([0, len(slots)]), slots, index
+        chosen_rows = np.zeros(1, np.int64), np.array(chosen, np.int64), np.array([0, len(chosen)])
+        keep_rows(np.array([self.address]), *rows, *chosen_rows)
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions, which include all shared positions."""
         assert self._num_shared <= length <= self.length
-        self._spare = sorted([*self._spare, *self._index[length : self.length].tolist()], reverse=True)
-        self.pool.stamps[self._slots[length : self.length]] += 1
-        self.length = length
+        self.pool.stamps[self.slots[length:]] += 1
+        self._set_spare(sorted([*self._spare.tolist(), *self.index[length:].tolist()], reverse=True))
+        self._state[LENGTH] = length
+
+    @property
+    def _spare(self) -> Ints:
+        """Falling."""
+        return self._arrays[_SPARE][: self._state[_NUM_SPARE]]
+
+    def _set_spare(self, indices: list[int]) -> None:
+        self._arrays[_SPARE][: len(indices)] = indices
+        self._state[_NUM_SPARE] = len(indices)
+
+    def _set_room(self, num_positions: int, num_pages: int) -> None:
+        """Have room for so many positions and pages."""
+        sizes = {_SLOTS: num_positions, _INDEX: num_positions, _SPARE: num_pages * PAGE, _PAGES: num_pages}
+        for column, size in sizes.items():
+            old = self._arrays[column]
+            if size > len(old):
+                self._arrays[column] = np.zeros(2 * size, np.int32)
+                self._arrays[column][: len(old)] = old
+                self._state[column] = address_of(self._arrays[column])
+        self._state[_ROOM] = len(self._arrays[_SLOTS])
 
     def held_slots(self) -> Ints:
         """Every slot that this sequence holds: the shared ones, and all slots of its own pages."""
-        shared = self._slots[: self._num_shared]
-        own = np.array(self.pages, np.int32)
-        own = own[~np.isin(own, np.unique(shared // PAGE))]
+        shared = self.slots[: self._num_shared]
+        own = self.pages[~np.isin(self.pages, np.unique(shared // PAGE))]
         slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
         return np.concatenate([shared, slots.reshape(-1)]).astype(np.int32)
 
     def release(self) -> None:
         """Give everything back."""
         self.pool.release(self.held_slots())
-        self.length, self._num_shared, self.pages, self._spare, self._page_array = 0, 0, [], [], np.empty(0, np.int32)
-
-    def _append(self, slots: Ints, index: Ints) -> None:
-        end = self.length + len(slots)
-        if end > len(self._slots):
-            size = max(end, 2 * len(self._slots))
-            self._slots = np.resize(self._slots, size)
-            self._index = np.resize(self._index, size)
-        self._slots[self.length : end] = slots
-        self._index[self.length : end] = index
-        self.length = end
+        self._state[LENGTH] = self._state[_NUM_SPARE] = self._state[_NUM_PAGES] = self._num_shared = 0
