@@ -27,14 +27,17 @@ def merged(
     vocab_size: int = ANY,
     is_chain: bool = False,
 ) -> StepTrees:
-    trees, limits = StepTrees([9], np.array([trusts])), TreeLimits(np.array([max_depth]), vocab_size, np.array([is_chain]))
+    trees, limits = (
+        StepTrees([9], np.array([trusts])),
+        TreeLimits(np.array([max_depth]), vocab_size, np.array([is_chain])),
+    )
     for number, proposals in enumerate(drafts):
         trees.merge([0], Proposals.of("ab"[number], [proposals]), number, limits)
     return trees
 
 
 def cut(trees: StepTrees, most: int = ANY) -> DraftTree:
-    trees.limit(np.array([most]))
+    trees.cut(np.array([most]), np.array([True]), 1.0, np.zeros(1))
     return trees.trees(["a", "b"])[0]
 
 

@@ -19,8 +19,9 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 ASKED, UNCOVERED, EXPECTED, ACCEPTED, NUM_NODES, NUM_HITS, NUM_FIGURES = range(7)
-"""Figures of a drafter in a sequence's step: whether it was asked; how little drafters before it covered (`StepTrees.uncovered`);
-accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and the accepted nodes of these."""
+"""Figures of a drafter in a sequence's step: whether it was asked; how little drafters before it covered (1 over the tokens that
+the tree promised); accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and the accepted
+nodes of these."""
 _PRIOR_TOKENS = 6.0
 """Expected tokens after which a sequence's own ratio weighs as much as its tenant's. Fewer: short answers trust chance hits."""
 _MEMORY = 0.98
@@ -211,7 +212,7 @@ class Trust:
         return np.minimum(1.0, ratio)
 
     def gains(self, rows: Ints, drafter: int, uncovered: Floats) -> list[float]:
-        """Tokens that a draft is expected to add, less the price of its rows. Shape: uncovered [B], as `StepTrees.uncovered`."""
+        """Tokens that a draft is expected to add, less the price of its rows. `uncovered`: as in `UNCOVERED`. Shape: [B]."""
         state = self._state[rows, drafter]
         own = (_PRIOR_DRAFTS * state[:, _GAIN] + state[:, _GAINED]) / (_PRIOR_DRAFTS + state[:, _CHANCES])
         gains: list[float] = (own * uncovered).tolist()

@@ -256,7 +256,11 @@ def _propose(addresses: Any, written: Any, quoting: Any, levels: Any, limits: An
     int64 [B].
     """
     (tokens, begins), (marks, opens), (max_nodes, least_prob), (nodes, probs) = written, quoting, limits, out
-    starts, failing, longest = np.zeros(len(levels) + 1, np.int64), np.empty(len(levels)), np.empty(len(levels), np.int64)
+    starts, failing, longest = (
+        np.zeros(len(levels) + 1, np.int64),
+        np.empty(len(levels)),
+        np.empty(len(levels), np.int64),
+    )
     for n, address in enumerate(addresses):
         row = int64_at(address, (NUM_COLUMNS,))
         searched, num_new, first = searched_text(row, opens), begins[n + 1] - begins[n], starts[n]
@@ -268,7 +272,9 @@ def _propose(addresses: Any, written: Any, quoting: Any, levels: Any, limits: An
         size, most = (row[NUM_CELLS],), first + levels[n] + _SPARE_NODES
         chances = float64_at(row[ACCEPTED], size) / float64_at(row[SEEN], size)
         own = _Limits(min(max_nodes, levels[n]), levels[n], least_prob)
-        count, failing[n], longest[n] = _propose_one(searched, marks, chances, own, (nodes[first:most], probs[first:most]))
+        count, failing[n], longest[n] = _propose_one(
+            searched, marks, chances, own, (nodes[first:most], probs[first:most])
+        )
         starts[n + 1] = first + count
     return starts, failing, longest
 
@@ -305,7 +311,9 @@ class CopyDrafter(Drafter):
         self._room = np.empty((0, NUM_GIVEN), np.int64), np.empty(0)  # for the nodes of one call
         self._opens, self._noted = np.zeros(1, np.bool_), set[int]()  # tokens that open a quotation; tokens looked at
         self._nothing = SuffixIndex(ReferenceIndex([]), "", copy_acceptance(), self._reader.opens_quote)
-        self._copies([self._nothing], [[]], Budget(0, 0.0, [0]))  # compiles it, for which the first answer would otherwise wait
+        self._copies(
+            [self._nothing], [[]], Budget(0, 0.0, [0])
+        )  # compiles it, for which the first answer would otherwise wait
         Guesses([self._nothing.acceptance], *np.zeros((2, 1), np.int64)).learn(np.ones(1, np.int64))
         compile_searches()
 
@@ -364,7 +372,7 @@ class CopyDrafter(Drafter):
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
     def _with_recalled(
-        self, sequence: SequenceView, copies: list[Proposal], failing: float, longest: int, most: int
+        self, sequence: SequenceView, copies: SequenceOf[Proposal], failing: float, longest: int, most: int
     ) -> list[Proposal]:
         """Copies, and what followed in earlier answers. `failing`: the probability that all copies fail."""
         recalled, length = self._recalled(sequence, most)
@@ -386,9 +394,9 @@ class CopyDrafter(Drafter):
         addresses = [index.extended(len(output)) for index, output in zip(indexes, outputs, strict=True)]
         begins, levels = np.cumsum([0, *map(len, outputs)]), np.array(budget.depths, np.int64)
         limits = budget.max_nodes, max(self._least_prob, budget.least_prob)
-        arrays = np.array(addresses, np.int64), (np.array(written, np.int32), begins), (self._marks, self._opens), levels
-        starts, failing, longest = _propose(*arrays, limits, self._room)
-        nodes, probs = (part[: starts[-1]].copy() for part in self._room)
+        texts = np.array(addresses, np.int64), (np.array(written, np.int32), begins), (self._marks, self._opens)
+        starts, failing, longest = _propose(*texts, levels, limits, self._room)
+        nodes, probs = self._room[0][: starts[-1]].copy(), self._room[1][: starts[-1]].copy()
         tables = [index.acceptance for index in indexes]
         return Proposals(self.name, nodes, probs, starts, partial(_guesses, tables)), failing, longest
 

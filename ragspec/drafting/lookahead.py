@@ -13,9 +13,7 @@ of the last steps.
 
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
-from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess, Ints
+from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
 from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import Origin, Proposal

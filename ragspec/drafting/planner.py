@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import ASKED, UNCOVERED, Floats, Ints, Mask, Trust
+from ragspec.drafting.acceptance import Floats, Ints, Mask, Trust
 from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, StepPlan, own_share
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
@@ -165,7 +165,7 @@ class Planner:
 
     def _gains(self, number: int, places: list[int], plan: StepPlan, rows: Ints) -> list[float]:
         """Tokens that a drafter's drafts are expected to add to the trees of these sequences."""
-        return self._trust.gains(rows[places], number, plan.trees.uncovered()[places])
+        return self._trust.gains(rows[places], number, 1.0 / plan.trees.promised[places])
 
     def _paying(self, number: int, places: list[int], plan: StepPlan, rows: Ints) -> list[int]:
         """Of these sequences the ones for which a drafter that takes time is asked: where its drafts save more, and all of them
@@ -185,8 +185,6 @@ class Planner:
         if not places:
             return
         trees, sequences = plan.trees, [plan.sequences[i] for i in places]
-        trees.figures[places, number, ASKED] = 1.0
-        trees.figures[places, number, UNCOVERED] = trees.uncovered()[places]
         levels = [min(plan.longest[i], plan.spare_rows) for i in places]
         least_prob = 0.0 if (trees.counts > 1).any() else plan.least_prob
         budget = Budget(self._max_nodes, 0.0 if self.is_fixed else plan.token_s(), levels, least_prob)

@@ -6,7 +6,7 @@ decided, every proposed node whose parent is right is judged, whether it took a 
 
     >>> trees = StepTrees([7, 9], trusts=np.ones((2, 2)))
     >>> trees.merge([0], proposals, drafter=1, limits=TreeLimits(depths, 32_000, is_chain))
-    >>> trees.limit(np.array([48, 48]), is_whole); trees.cut(is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
+    >>> trees.cut(np.array([48, 48]), is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
 """
 
 import functools
@@ -17,7 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragspec.drafting.acceptance import ACCEPTED, EXPECTED, NUM_FIGURES, NUM_HITS, NUM_NODES, Floats, Ints, Mask
+from ragspec.drafting.acceptance import (
+    ACCEPTED,
+    ASKED,
+    EXPECTED,
+    NUM_FIGURES,
+    NUM_HITS,
+    NUM_NODES,
+    UNCOVERED,
+    Floats,
+    Ints,
+    Mask,
+)
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.tree import (
     FEEDBACK,
@@ -85,15 +96,61 @@ def _merge_tree(
 
 @compiled(nogil=True)
 def _merge(
-    nodes: Any, probs: Any, counts: Any, trusts: Any, places: Any, drafter: int, given: Any, limits: Any, numbers: Any
+    nodes: Any, probs: Any, trees: Any, drafter: int, places: Any, given: Any, limits: Any, numbers: Any
 ) -> None:
     """See `StepTrees.merge`. Shapes: nodes int64 [B, C, columns], probs float64 [B, C], places int64 [given]."""
-    (rows, row_probs, starts), (depths, vocab_size, is_chain) = given, limits
+    (rows, row_probs, starts), (max_depths, vocab_size, is_chain) = given, limits
+    counts, promised, depths, trusts, figures = trees
     for n, i in enumerate(places):
         low, high = starts[n], starts[n + 1]
-        own, own_limits = (rows[low:high], row_probs[low:high]), (depths[i], vocab_size, is_chain[i])
+        own, own_limits = (rows[low:high], row_probs[low:high]), (max_depths[i], vocab_size, is_chain[i])
+        figures[i, drafter, ASKED], figures[i, drafter, UNCOVERED] = 1.0, 1.0 / promised[i]
         trust = trusts[i, drafter]
         counts[i] = _merge_tree(nodes[i], probs[i], counts[i], drafter, trust, own, own_limits, numbers[low:high])
+        promised[i] = 0.0
+        for node in range(counts[i]):
+            promised[i] += probs[i, node]
+            depths[i] = max(depths[i], nodes[i, node, _DEPTH])
+
+
+@compiled(nogil=True)
+def _list(probs: Any, counts: Any, places: Any, found: Any) -> int:
+    """List all nodes but the roots: the place of each in the flat arrays, and its probability, negated. Returns how many."""
+    num = 0
+    for i in range(len(counts)):
+        for node in range(1, counts[i]):
+            places[num], found[num] = i * probs.shape[1] + node, -probs[i, node]
+            num += 1
+    return num
+
+
+@compiled(nogil=True)
+def _cut(kept: Any, places: Any, probs: Any, most: Any, is_whole: Any, own_s: float, seconds: Any) -> None:
+    """See `StepTrees.cut`. `places`, `probs`: of all nodes, falling. Shapes: int64 [N], float64 [N]."""
+    width, left, num_whole, num_open, expected = kept.shape[1], most.copy(), 0, 0, 0.0
+    open_nodes = np.empty(len(places), np.int64)
+    for i in range(len(most)):
+        kept[i, 0] = True
+        expected += 0.0 if is_whole[i] else 1.0
+    for n in range(len(places)):
+        tree, node = places[n] // width, places[n] % width
+        if left[tree] > 0:
+            left[tree] -= 1
+            if is_whole[tree]:
+                kept[tree, node] = True
+                num_whole += 1
+            else:
+                open_nodes[num_open] = n
+                num_open += 1
+    best, best_rate = 0, expected / own_s
+    for n in range(min(num_open, len(seconds) - 1 - num_whole)):
+        expected += probs[open_nodes[n]]
+        rate = expected / (own_s + seconds[num_whole + n + 1] - seconds[num_whole])
+        if rate > best_rate:
+            best, best_rate = n + 1, rate
+    for n in range(best):
+        place = places[open_nodes[n]]
+        kept[place // width, place % width] = True
 
 
 @compiled(nogil=True)
@@ -134,7 +191,12 @@ def _judge(
             if at >= starts[i + 1] or nodes[i, node, PARENT] != parent:
                 continue
             is_right = nodes[i, node, TOKEN] == tokens[at]
-            events[0, num], events[1, num], events[2, num], events[3, num] = drafter, i, nodes[i, node, FEEDBACK], is_right
+            events[0, num], events[1, num], events[2, num], events[3, num] = (
+                drafter,
+                i,
+                nodes[i, node, FEEDBACK],
+                is_right,
+            )
             num += 1
             if probs[i, parent] > 0.0 and not kept[i, node]:
                 chance = probs[i, node] / probs[i, parent]
@@ -149,8 +211,9 @@ def _judge(
 class StepTrees:
     """See the module. Belongs to one step of B sequences. `trusts`: by which each drafter's probabilities are scaled, over 0.
 
-    `counts`: nodes of each tree, `draws`: by node, how its children were drawn. Shapes: trusts float64 [B, drafters], counts
-    int64 [B], figures float64 [B, drafters, figures].
+    `counts`: nodes of each tree; `depths`: its levels; `promised`: tokens that it promises, the bonus token included; `draws`: by
+    node, how its children were drawn. Shapes: trusts float64 [B, drafters], counts and depths int64 [B], promised float64 [B],
+    figures float64 [B, drafters, figures].
     """
 
     def __init__(self, root_tokens: SequenceOf[int], trusts: Floats) -> None:
@@ -158,25 +221,10 @@ class StepTrees:
         self._nodes, self._probs = np.zeros((count, capacity, _NUM_COLUMNS), np.int64), np.zeros((count, capacity))
         self._nodes[:, 0, TOKEN], self._nodes[:, 0, PARENT], self._probs[:, 0] = root_tokens, -1, 1.0
         self._trusts, self._kept = trusts, self._probs > 0.0
-        self.counts, self.figures = np.ones(count, np.int64), np.zeros((*trusts.shape, NUM_FIGURES))
+        self.counts, self.depths, self.promised = np.ones(count, np.int64), np.zeros(count, np.int64), np.ones(count)
+        self.figures = np.zeros((*trusts.shape, NUM_FIGURES))
         self.draws: list[dict[int, Draw]] = [{} for _ in root_tokens]
         self._given: list[tuple[int, Ints, Proposals]] = []
-
-    @property
-    def expected(self) -> float:
-        """Accepted tokens that all nodes so far promise."""
-        return float(self._probs.sum()) - len(self.counts)
-
-    @property
-    def depths(self) -> Ints:
-        """Of each tree. Shape: int64 [B]."""
-        depths: Ints = self._nodes[:, :, _DEPTH].max(1)
-        return depths
-
-    def uncovered(self) -> Floats:
-        """How little the nodes so far cover: 1 over the tokens that a tree promises, the bonus token included. Shape: [B]."""
-        uncovered: Floats = 1.0 / self._probs.sum(1)
-        return uncovered
 
     def merge(self, places: SequenceOf[int], given: Proposals, drafter: int, limits: TreeLimits) -> None:
         """Add one drafter's proposals for these trees; parents precede their children. Of a chain the first path counts alone.
@@ -186,11 +234,14 @@ class StepTrees:
         all nodes below it.
         """
         at, sizes = np.array(places, np.int64), np.diff(given.starts)
-        if (needed := int((self.counts[at] + sizes).max(initial=0))) > self._probs.shape[1]:
-            more = ((0, 0), (0, needed))
-            self._nodes, self._probs = np.pad(self._nodes, (*more, (0, 0))), np.pad(self._probs, more)
+        needed, (count, width) = int((self.counts[at] + sizes).max(initial=0)), self._probs.shape
+        if needed > width:
+            nodes, probs = np.zeros((count, 2 * needed, _NUM_COLUMNS), np.int64), np.zeros((count, 2 * needed))
+            nodes[:, :width], probs[:, :width] = self._nodes, self._probs
+            self._nodes, self._probs = nodes, probs
         numbers, arrays = np.empty(len(given.nodes), np.int64), (given.nodes, given.probs, given.starts)
-        _merge(self._nodes, self._probs, self.counts, self._trusts, at, drafter, arrays, tuple(limits), numbers)
+        trees = self.counts, self.promised, self.depths, self._trusts, self.figures
+        _merge(self._nodes, self._probs, trees, drafter, at, arrays, tuple(limits), numbers)
         for node, draw in given.draws.items():
             own = int(np.searchsorted(given.starts, node, "right")) - 1
             tree, above = places[own], given.nodes[node, PARENT]
@@ -209,36 +260,21 @@ class StepTrees:
 
     def drop(self, tree: int) -> None:
         """Leave the root alone."""
-        self.counts[tree], self.draws[tree] = 1, {}
+        self.counts[tree], self.depths[tree], self.promised[tree], self.draws[tree] = 1, 0, 1.0, {}
         self._nodes[tree, 1:] = self._probs[tree, 1:] = 0
 
-    def limit(self, most: Ints) -> None:
-        """Keep of each tree at most so many of its most probable nodes; of equal nodes the first ones. Shape: int64 [B]."""
-        places = np.arange(self._probs.shape[1])
-        self._kept = places < self.counts[:, None]
-        if (self.counts - 1 > most).any():
-            order = np.argsort(np.where(self._kept, -self._probs, np.inf), axis=1, kind="stable")
-            ranks = np.empty_like(order)
-            np.put_along_axis(ranks, order, places[None], axis=1)
-            self._kept &= ranks <= most[:, None]
+    def cut(self, most: Ints, is_whole: Mask, own_s: float, seconds: Floats) -> None:
+        """Keep the best set of nodes: as many as `seconds` has at most, the step's with 0, 1, ... nodes, and `most` of each tree.
 
-    def cut(self, is_whole: Mask, own_s: float, seconds: Floats) -> None:
-        """Keep the best set of the limited nodes: as many as `seconds` has at most, the step's with 0, 1, ... nodes.
-
-        `is_whole`: trees of which no node is left out for what it costs. `own_s`: seconds of the other sequences' own tokens.
-        Shapes: is_whole bool [B], seconds float64 [most nodes + 1].
+        The most probable nodes stay, of equal nodes the first ones. `is_whole`: trees of which no node is left out for what it
+        costs. `own_s`: seconds of the other sequences' own tokens. Shapes: most int64 [B], is_whole bool [B], seconds float64
+        [most nodes + 1].
         """
-        is_open = self._kept & ~is_whole[:, None]
-        is_open[:, 0] = False
-        num_whole = int(self._kept[is_whole, 1:].sum())
-        places = np.flatnonzero(is_open)
-        probs = self._probs.ravel()[places]
-        order = np.argsort(-probs, kind="stable")
-        spent = own_s + seconds[num_whole : num_whole + len(order) + 1] - seconds[num_whole]
-        expected = np.empty(len(spent))
-        expected[0], expected[1:] = len(is_whole) - np.count_nonzero(is_whole), probs[order[: len(spent) - 1]]
-        best = int(np.argmax(np.cumsum(expected) / spent))
-        self._kept.ravel()[places[order[best:]]] = False
+        places, probs = np.empty(self._probs.size, np.int64), np.empty(self._probs.size)
+        num = _list(self._probs, self.counts, places, probs)
+        order = np.argsort(probs[:num], kind="stable")
+        self._kept = np.zeros(self._probs.shape, np.bool_)
+        _cut(self._kept, places[order], -probs[order], most, is_whole, own_s, seconds)
 
     def trees(self, drafters: SequenceOf[str]) -> list[DraftTree]:
         """The kept nodes."""
@@ -284,5 +320,6 @@ def compile_trees() -> None:
     trees = StepTrees([0], np.ones((1, 1)))
     limits = TreeLimits(np.ones(1, np.int64), 2, np.zeros(1, np.bool_))
     trees.merge([0], Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]]), 0, limits)
+    trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1.0, np.ones(2))
     trees.trees(["any"])
     list(trees.judge([[1]]))

@@ -267,7 +267,14 @@ class ReferenceIndex:
         self.order = SortedSuffixes.build(self.tokens, 1).order
         self.distinct = frozenset(self.tokens.tolist())
         found, starts = (address_of(self.quotes), len(self.quotes)), (address_of(self.starts), len(self.starts))
-        self.columns = (address_of(self.order), address_of(self.facts), len(self.tokens), *found, *starts, self.follows_input)
+        self.columns = (
+            address_of(self.order),
+            address_of(self.facts),
+            len(self.tokens),
+            *found,
+            *starts,
+            self.follows_input,
+        )
 
 
 class SuffixIndex:

@@ -184,13 +184,13 @@ class KvPool:
 
 
 _SLOTS, _INDEX, _SPARE, _PAGES, _ROOM, LENGTH, _NUM_SPARE, _NUM_PAGES, _NUM_COLUMNS = range(9)
-"""Columns of `SequenceSlots.address`: where the arrays lie, how many positions have room, and how much of each array is in use."""
+"""Columns at `SequenceSlots.address`: where the arrays lie, how many positions have room, how much of each array is in use."""
 
 
 @inner
 def arrays_at(address: int) -> Any:
-    """In compiled code: slots, index and pages of a sequence, and the columns of its state. Slots and index have room for the rows
-    that are reserved."""
+    """In compiled code: slots, index and pages of a sequence, and the columns of its state. Slots and index have room for reserved
+    rows too."""
     state = int64_at(address, (_NUM_COLUMNS,))
     slots, index = int32_at(state[_SLOTS], (state[_ROOM],)), int32_at(state[_INDEX], (state[_ROOM],))
     return slots, index, int32_at(state[_PAGES], (state[_NUM_PAGES],)), state
@@ -215,8 +215,8 @@ def reserve_rows(addresses: Any, row_start: Any, slots: Any, index: Any) -> None
 def keep_rows(
     addresses: Any, row_start: Any, slots: Any, index: Any, num_known: Any, chosen: Any, chosen_start: Any
 ) -> None:
-    """Keep each sequence's first `num_known` rows, then its `chosen` rows, in this order, as its next positions; all others of its
-    rows are spare again. Shapes: as in `reserve_rows`; num_known int64 [B], chosen_start int64 [B + 1]."""
+    """Keep each sequence's first `num_known` rows, then its `chosen` rows, in this order, as its next positions; all other rows
+    are spare again. Shapes: as in `reserve_rows`; num_known int64 [B], chosen_start int64 [B + 1]."""
     for n, address in enumerate(addresses):
         own_slots, own_index, _, state = arrays_at(address)
         first, num_rows = row_start[n], row_start[n + 1] - row_start[n]
