@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.compiled import address_of, compiled, float64_at
+from ragspec.numerics.compiled import address_of, array_at, compiled
 from ragspec.tenants import TenantStates, tenant_of
 
 Ints = NDArray[np.int64]
@@ -48,7 +48,7 @@ def _learn(tables: Any, keep: float, owners: Any, cells: Any, outcomes: Any) -> 
     for n in range(len(cells)):
         accepted, seen = tables[owners[n]]
         for table, outcome in ((accepted, outcomes[n]), (seen, 1)):
-            cell = float64_at(table + 8 * cells[n], 1)
+            cell = array_at(table + 8 * cells[n], (1,), np.float64)
             cell[0] = cell[0] * keep + outcome
 
 

@@ -49,7 +49,7 @@ from ragspec.drafting.suffix_index import (
     longest_matches,
     searched_text,
 )
-from ragspec.numerics.compiled import compiled, float64_at, inner, int64_at
+from ragspec.numerics.compiled import array_at, compiled, inner
 from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, Proposals
 
@@ -262,15 +262,15 @@ def _propose(addresses: Any, written: Any, quoting: Any, levels: Any, limits: An
         np.empty(len(levels), np.int64),
     )
     for n, address in enumerate(addresses):
-        row = int64_at(address, (NUM_COLUMNS,))
+        row = array_at(address, (NUM_COLUMNS,), np.int64)
         searched, num_new, first = searched_text(row, opens), begins[n + 1] - begins[n], starts[n]
         end = searched.place[_END]
         searched.text[end : end + num_new] = tokens[begins[n] : begins[n + 1]]
         searched.place[_END] = end + num_new
         if num_new and row[FOLLOWS]:
             _follow(searched, num_new)
-        size, most = (row[NUM_CELLS],), first + levels[n] + _SPARE_NODES
-        chances = float64_at(row[ACCEPTED], size) / float64_at(row[SEEN], size)
+        most, size = first + levels[n] + _SPARE_NODES, (row[NUM_CELLS],)
+        chances = array_at(row[ACCEPTED], size, np.float64) / array_at(row[SEEN], size, np.float64)
         own = _Limits(min(max_nodes, levels[n]), levels[n], least_prob)
         count, failing[n], longest[n] = _propose_one(
             searched, marks, chances, own, (nodes[first:most], probs[first:most])
@@ -331,17 +331,19 @@ class CopyDrafter(Drafter):
             return
         salt = sequence.request.salt
         acceptance = self._acceptance.used(tenant_of(salt))
-        self._indexes[sequence.key] = SuffixIndex(index, salt, acceptance, self._reader.opens_quote)
+        most = sequence.num_output + sequence.most_tokens
+        self._indexes[sequence.key] = SuffixIndex(index, salt, acceptance, self._reader.opens_quote, most)
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         return 0.0 if any(map(self._may_copy, sequences)) else math.inf
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> SequenceOf[SequenceOf[Proposal]]:
         indexes = [self._indexes[s.key] if self._may_copy(s) else self._nothing for s in sequences]
-        outputs = [
-            s.tokens[s.num_prompt + index.num_output :] if index is not self._nothing else []
-            for s, index in zip(sequences, indexes, strict=True)
-        ]
+        outputs = list[list[int]]()
+        for sequence, index in zip(sequences, indexes, strict=True):
+            unread = [] if index is self._nothing else sequence.tokens[sequence.num_prompt + index.num_read :]
+            index.num_read += len(unread)
+            outputs.append(unread)
         copies, failing, longest = self._copies(indexes, outputs, budget)
         if not self._has_earlier:
             return copies
@@ -391,10 +393,13 @@ class CopyDrafter(Drafter):
         size = sum(budget.depths) + _SPARE_NODES * len(indexes)
         if size > len(self._room[1]):
             self._room = np.empty((size, NUM_GIVEN), np.int64), np.empty(size)
-        addresses = [index.extended(len(output)) for index, output in zip(indexes, outputs, strict=True)]
         begins, levels = np.cumsum([0, *map(len, outputs)]), np.array(budget.depths, np.int64)
         limits = budget.max_nodes, max(self._least_prob, budget.least_prob)
-        texts = np.array(addresses, np.int64), (np.array(written, np.int32), begins), (self._marks, self._opens)
+        texts = (
+            np.array([index.address for index in indexes]),
+            (np.array(written, np.int32), begins),
+            (self._marks, self._opens),
+        )
         starts, failing, longest = _propose(*texts, levels, limits, self._room)
         nodes, probs = self._room[0][: starts[-1]].copy(), self._room[1][: starts[-1]].copy()
         tables = [index.acceptance for index in indexes]

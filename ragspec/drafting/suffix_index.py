@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ragspec.core import SourceKind
 from ragspec.drafting.acceptance import AcceptanceCells
 from ragspec.drafting.references import Reference
-from ragspec.numerics.compiled import address_of, compiled, inner, int32_at, int64_at
+from ragspec.numerics.compiled import address_of, array_at, compiled, inner
 
 Ints = NDArray[np.int32]
 
@@ -281,18 +281,28 @@ class SuffixIndex:
     """The references of one sequence, then the output, which grows. `acceptance`: of its tenant.
 
     `place` holds where the output begins and ends, and where it follows an input: the input's next position, -1 for none, and the
-    output tokens since the output left the input. `text` has room for more tokens than these. A sequence without a match costs a
-    look-up of its last token: the output is read when there is one. Shapes: text int32 [room], place int64 [4].
+    output tokens since the output left the input. `text` has room for the whole output; `num_read` tokens of it are read. A
+    sequence without a match costs a look-up of its last token: the output is read when there is one. Compiled code finds all
+    arrays by `address`. Shapes: text int32 [room], place int64 [4].
     """
 
     def __init__(
-        self, base: ReferenceIndex, salt: str, acceptance: AcceptanceCells, opens_quote: Callable[[int], bool]
+        self,
+        base: ReferenceIndex,
+        salt: str,
+        acceptance: AcceptanceCells,
+        opens_quote: Callable[[int], bool],
+        most_tokens: int = 0,
     ) -> None:
-        """`opens_quote`: whether a token ends with a mark that opens a quotation."""
+        """`opens_quote`: whether a token ends with a mark that opens a quotation. `most_tokens`: of the output."""
         self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
-        self.remembered = True
-        self.text, self.num_output = np.empty(0, np.int32), 0
+        self.remembered, self.num_read = True, 0
+        self.text = np.empty(len(base.tokens) + most_tokens, np.int32)
+        self.text[: len(base.tokens)] = base.tokens
         self.place = np.array([len(base.tokens), len(base.tokens), -1, 0])
+        own = address_of(self.text), len(self.text), address_of(self.place)
+        self._columns = np.array([*own, *base.columns, *acceptance.address, len(acceptance.seen)])
+        self.address = address_of(self._columns)
         self._written, self._num_seen, self._has_match = set[int](), 0, False
 
     def may_continue(self, tokens: SequenceOf[int], num_prompt: int) -> bool:
@@ -308,20 +318,6 @@ class SuffixIndex:
         if self._has_match or (len(self.base.quotes) and self._opens_quote(last)):
             return True
         return self.base.follows_input and (num_output <= MOST_FOLLOWED or self.place.item(2) >= 0)
-
-    def extended(self, num_tokens: int) -> int:
-        """The address of the columns that `searched_text` reads, with room for so many further tokens of the output, which count
-        as appended."""
-        self.num_output += num_tokens
-        if (size := len(self.base.tokens) + self.num_output) >= len(self.text):
-            text = np.full(2 * size + 64, SEPARATOR, np.int32)
-            text[: len(self.text)] = self.text
-            text[: len(self.base.tokens)] = self.base.tokens
-            self.text = text
-            own = address_of(text), len(text), address_of(self.place)
-            self._columns = np.array([*own, *self.base.columns, *self.acceptance.address, len(self.acceptance.seen)])
-            self._address = address_of(self._columns)
-        return self._address
 
 
 class SearchedText(NamedTuple):
@@ -340,15 +336,16 @@ class SearchedText(NamedTuple):
 
 
 @inner
-def searched_text(row: Any, opens: Any) -> SearchedText:
-    """The arrays at the addresses of `SuffixIndex.extended`. Shape: int64 [columns]."""
+def searched_text(columns: Any, opens: Any) -> SearchedText:
+    """The arrays of `SuffixIndex.address`. Shape: int64 [columns]."""
+    text, room, place, order, facts, size, quotes, num_quotes, starts, num_starts = columns[:10]
     return SearchedText(
-        int32_at(row[0], (row[1],)),
-        int64_at(row[2], (4,)),
-        int32_at(row[3], (row[5],)),
-        int32_at(row[4], (row[5], 5)),
-        int32_at(row[6], (row[7],)),
-        int32_at(row[8], (row[9], 2)),
+        array_at(text, (room,), np.int32),
+        array_at(place, (4,), np.int64),
+        array_at(order, (size,), np.int32),
+        array_at(facts, (size, 5), np.int32),
+        array_at(quotes, (num_quotes,), np.int32),
+        array_at(starts, (num_starts, 2), np.int32),
         opens,
     )
 

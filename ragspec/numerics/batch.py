@@ -19,7 +19,7 @@ from torch import Tensor
 from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.compiled import compiled
-from ragspec.numerics.kv_cache import LENGTH, SequenceSlots, arrays_at, keep_rows, reserve_rows
+from ragspec.numerics.kv_cache import LENGTH, NUM_PAGES, SequenceSlots, arrays_at, keep_rows, reserve_rows
 from ragspec.numerics.torch.transfer import to_device
 
 NODES = -3
@@ -45,7 +45,7 @@ class ScheduledSequence:
         self.num_known = len(token_ids) - len(parents) + 1
         self.first_row = self.first_logit = 0  # set by the batch
         self.reserved: tuple[Ints, Ints] | None = None  # slots and index of all rows of the batch
-        slots.make_room(len(token_ids))
+        slots.take_pages(len(token_ids))
 
     def logits(self, logits: LogitRows) -> LogitRows:
         """Logits of the tree, row n for node n. Shapes: [W, V] of the batch -> [N, V]."""
@@ -184,7 +184,7 @@ def _layout(addresses: Any, row_start: Any, num_known: Any, parents: Any) -> Any
     path_start, first = np.zeros(num_rows + 1, np.int32), 0
     for b in range(count):  # first depths and trunks, and how long the paths are
         low, high, root = node_start[b], node_start[b + 1], first + num_known[b] - 1
-        deepest, num, length = 0, ahead_start[b], arrays_at(addresses[b])[3][LENGTH]
+        deepest, num, length = 0, ahead_start[b], arrays_at(addresses[b])[0][LENGTH]
         for row in range(first, root + 1):
             positions[row] = length + row - first
             context_end[row] = positions[row] + 1
@@ -228,18 +228,17 @@ def _context(addresses: Any, slots: Any, index: Any, ahead: Any, ahead_start: An
     """Slots and index of each sequence's context, which is its kept positions and the rows `ahead`, and its pages."""
     count = len(addresses)
     context_start, page_start = np.zeros(count + 1, np.int32), np.zeros(count + 1, np.int32)
-    for b in range(count):
-        own, _, own_pages, state = arrays_at(addresses[b])
+    for b, address in enumerate(addresses):
+        state = arrays_at(address)[0]
         context_start[b + 1] = context_start[b] + state[LENGTH] + ahead_start[b + 1] - ahead_start[b]
-        page_start[b + 1] = page_start[b] + len(own_pages)
+        page_start[b + 1] = page_start[b] + state[NUM_PAGES]
     context_slots, context_index = np.empty(context_start[count], np.int32), np.empty(context_start[count], np.int32)
     pages = np.empty(page_start[count], np.int32)
-    for b in range(count):
-        own, own_index, own_pages, state = arrays_at(addresses[b])
-        pages[page_start[b] : page_start[b + 1]] = own_pages
-        first, num = context_start[b], state[LENGTH]
-        context_slots[first : first + num], context_index[first : first + num] = own[:num], own_index[:num]
-        for n in range(ahead_start[b], ahead_start[b + 1]):
-            at = first + num + n - ahead_start[b]
-            context_slots[at], context_index[at] = slots[ahead[n]], index[ahead[n]]
+    for b, address in enumerate(addresses):
+        state, own_slots, own_index, _, own_pages = arrays_at(address)
+        pages[page_start[b] : page_start[b + 1]] = own_pages[: state[NUM_PAGES]]
+        first, end = context_start[b], context_start[b] + state[LENGTH]
+        context_slots[first:end], context_index[first:end] = own_slots[: state[LENGTH]], own_index[: state[LENGTH]]
+        for n, row in enumerate(ahead[ahead_start[b] : ahead_start[b + 1]]):
+            context_slots[end + n], context_index[end + n] = slots[row], index[row]
     return context_slots, context_index, context_start, pages, page_start

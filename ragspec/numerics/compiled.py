@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
 from numba.extending import intrinsic
@@ -101,16 +100,6 @@ def _pointer(_: Any, address: Any) -> Any:
 
 
 @inner
-def int32_at(address: int, shape: Any) -> Any:
-    """In compiled code: the array that `address_of` found, so that a call reads arrays of many owners."""
-    return numba.carray(_pointer(address), shape, np.int32)
-
-
-@inner
-def int64_at(address: int, shape: Any) -> Any:
-    return numba.carray(_pointer(address), shape, np.int64)
-
-
-@inner
-def float64_at(address: int, shape: Any) -> Any:
-    return numba.carray(_pointer(address), shape, np.float64)
+def array_at(address: int, shape: Any, dtype: Any) -> Any:
+    """In compiled code: the array that `address_of` found, so that one call reads arrays of many owners."""
+    return numba.carray(_pointer(address), shape, dtype)

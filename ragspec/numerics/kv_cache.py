@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ragspec.disk import saving
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
-from ragspec.numerics.compiled import address_of, compiled, inner, int32_at, int64_at
+from ragspec.numerics.compiled import address_of, array_at, compiled, inner
 from ragspec.numerics.torch.transfer import to_device, to_host
 
 
@@ -183,17 +183,16 @@ class KvPool:
             raise EngineError("the free pages of the KV pool are not the pages without holders")
 
 
-_SLOTS, _INDEX, _SPARE, _PAGES, _ROOM, LENGTH, _NUM_SPARE, _NUM_PAGES, _NUM_COLUMNS = range(9)
-"""Columns at `SequenceSlots.address`: where the arrays lie, how many positions have room, how much of each array is in use."""
+_ADDRESS, _ROOM, LENGTH, _NUM_SPARE, NUM_PAGES, _NUM_COLUMNS = range(6)
+"""Columns at `SequenceSlots.address`: where its arrays lie, how long each is, and how much of them is in use."""
 
 
 @inner
 def arrays_at(address: int) -> Any:
-    """In compiled code: slots, index and pages of a sequence, and the columns of its state. Slots and index have room for reserved
-    rows too."""
-    state = int64_at(address, (_NUM_COLUMNS,))
-    slots, index = int32_at(state[_SLOTS], (state[_ROOM],)), int32_at(state[_INDEX], (state[_ROOM],))
-    return slots, index, int32_at(state[_PAGES], (state[_NUM_PAGES],)), state
+    """In compiled code: a sequence's state, and its arrays: slots, index, spare indices, pages."""
+    state = array_at(address, (_NUM_COLUMNS,), np.int64)
+    slots, index, spare, pages = array_at(state[_ADDRESS], (4, state[_ROOM]), np.int32)
+    return state, slots, index, spare, pages
 
 
 @compiled(nogil=True)
@@ -203,8 +202,7 @@ def reserve_rows(addresses: Any, row_start: Any, slots: Any, index: Any) -> None
     Shapes: addresses int64 [B], row_start int64 [B + 1]; slots, index int32 [N].
     """
     for n, address in enumerate(addresses):
-        _, _, pages, state = arrays_at(address)
-        spare = int32_at(state[_SPARE], (state[_NUM_SPARE],))
+        state, _, _, spare, pages = arrays_at(address)
         for row in range(row_start[n], row_start[n + 1]):
             state[_NUM_SPARE] -= 1
             index[row] = spare[state[_NUM_SPARE]]
@@ -218,14 +216,13 @@ def keep_rows(
     """Keep each sequence's first `num_known` rows, then its `chosen` rows, in this order, as its next positions; all other rows
     are spare again. Shapes: as in `reserve_rows`; num_known int64 [B], chosen_start int64 [B + 1]."""
     for n, address in enumerate(addresses):
-        own_slots, own_index, _, state = arrays_at(address)
-        first, num_rows = row_start[n], row_start[n + 1] - row_start[n]
-        spare, is_kept = int32_at(state[_SPARE], (state[_NUM_SPARE] + num_rows,)), np.zeros(num_rows, np.bool_)
+        state, own_slots, own_index, spare, _ = arrays_at(address)
+        first, is_kept = row_start[n], np.zeros(row_start[n + 1] - row_start[n], np.bool_)
         for k in range(num_known[n] + chosen_start[n + 1] - chosen_start[n]):
-            row = k if k < num_known[n] else chosen[chosen_start[n] + k - num_known[n]]
-            own_slots[state[LENGTH]], own_index[state[LENGTH]] = slots[first + row], index[first + row]
-            state[LENGTH], is_kept[row] = state[LENGTH] + 1, True
-        for row in range(num_rows - 1, -1, -1):
+            row, at = k if k < num_known[n] else chosen[chosen_start[n] + k - num_known[n]], state[LENGTH]
+            own_slots[at], own_index[at] = slots[first + row], index[first + row]
+            state[LENGTH], is_kept[row] = at + 1, True
+        for row in range(len(is_kept) - 1, -1, -1):
             if not is_kept[row]:
                 spare[state[_NUM_SPARE]] = index[first + row]
                 state[_NUM_SPARE] += 1
@@ -235,17 +232,17 @@ class SequenceSlots:
     """One sequence's part of the pool, in arrays that compiled code reads and writes at `address`.
 
     `slots[p]` is where logical position p lives, `index[p]` the same as rank of its page in `pages` * 16 + lane. Positions
-    [0, length) are kept; slots reserved for a step are kept or given back at its end. Spare slots are indices in own pages; the
-    lowest are taken first.
+    [0, length) are kept; slots reserved for a step are kept or given back at its end. Spare slots are indices in own pages,
+    falling: the lowest are taken first. Why arrays as long as the pool: they never move, and memory is taken when it is touched.
     """
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
-        self._state = np.zeros(_NUM_COLUMNS, np.int64)
-        self._arrays = [np.empty(0, np.int32)] * 4
+        self._arrays = np.empty((4, pool.num_slots), np.int32)
+        self._slots, self._index, self._spare, self._pages = self._arrays
+        self._state = np.array([address_of(self._arrays), pool.num_slots, 0, 0, 0])
         self.address = address_of(self._state)
         self._num_shared = 0
-        self._set_room(64, 4)
 
     @property
     def length(self) -> int:
@@ -253,82 +250,62 @@ class SequenceSlots:
 
     @property
     def slots(self) -> Ints:
-        return self._arrays[_SLOTS][: self.length]
+        return self._slots[: self.length]
 
     @property
     def index(self) -> Ints:
-        return self._arrays[_INDEX][: self.length]
+        return self._index[: self.length]
 
     @property
     def pages(self) -> Ints:
-        return self._arrays[_PAGES][: self._state[_NUM_PAGES]]
+        return self._pages[: self._state.item(NUM_PAGES)]
 
     def share(self, slots: Ints) -> None:
         """Start from the slots of a prefix that is already computed."""
         assert self.length == 0 and not len(self.pages)
         self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
-        self._set_room(len(slots), len(pages))
-        self._arrays[_PAGES][: len(pages)] = pages
-        self._arrays[_SLOTS][: len(slots)], self._arrays[_INDEX][: len(slots)] = slots, rank * PAGE + slots % PAGE
-        self._state[_NUM_PAGES], self._state[LENGTH], self._num_shared = len(pages), len(slots), len(slots)
+        self._pages[: len(pages)], self._slots[: len(slots)] = pages, slots
+        self._index[: len(slots)] = rank * PAGE + slots % PAGE
+        self._state[NUM_PAGES], self._state[LENGTH], self._num_shared = len(pages), len(slots), len(slots)
 
     def num_new_pages(self, num_slots: int) -> int:
         """Pages that `reserve(num_slots)` would take."""
         return -(-max(0, num_slots - self._state.item(_NUM_SPARE)) // PAGE)
 
-    def make_room(self, num_slots: int) -> None:
-        """Take the pages and the memory that reserving needs. Raises: OutOfSlots, with nothing taken."""
-        needed, end = self.num_new_pages(num_slots), self._state.item(LENGTH) + num_slots
+    def take_pages(self, num_slots: int) -> None:
+        """Take the pages that reserving so many slots needs. Raises: OutOfSlots, with nothing taken."""
+        needed, first = self.num_new_pages(num_slots), self._state.item(NUM_PAGES)
         if needed > self.pool.num_free_pages:
             raise OutOfSlots
-        if needed or end > self._state.item(_ROOM):
-            num_pages = self._state.item(_NUM_PAGES)
-            self._set_room(end, num_pages + needed)
-            self._arrays[_PAGES][num_pages : num_pages + needed] = [self.pool.take_page() for _ in range(needed)]
-            self._state[_NUM_PAGES] += needed
-            own = range((num_pages + needed) * PAGE - 1, num_pages * PAGE - 1, -1)
-            self._set_spare([*own, *self._spare.tolist()])
+        if needed:
+            self._pages[first : first + needed] = [self.pool.take_page() for _ in range(needed)]
+            self._state[NUM_PAGES] += needed
+            self._add_spare(np.arange(first * PAGE, (first + needed) * PAGE, dtype=np.int32))
 
     def reserve(self, num_slots: int) -> tuple[Ints, Ints]:
         """Slots for the rows of one step: (slots, index). Raises: OutOfSlots, with nothing taken."""
-        self.make_room(num_slots)
+        self.take_pages(num_slots)
         slots, index = np.empty(num_slots, np.int32), np.empty(num_slots, np.int32)
         reserve_rows(np.array([self.address]), np.array([0, num_slots]), slots, index)
         return slots, index
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
         """Keep `chosen` of one step's reserved slots, in this order, as the next positions; all others are spare again."""
-        rows = np.array([0, len(slots)]), slots, index
-        chosen_rows = np.zeros(1, np.int64), np.array(chosen, np.int64), np.array([0, len(chosen)])
-        keep_rows(np.array([self.address]), *rows, *chosen_rows)
+        rows = np.zeros(1, np.int64), np.array(chosen, np.int64), np.array([0, len(chosen)])
+        keep_rows(np.array([self.address]), np.array([0, len(slots)]), slots, index, *rows)
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions, which include all shared positions."""
         assert self._num_shared <= length <= self.length
         self.pool.stamps[self.slots[length:]] += 1
-        self._set_spare(sorted([*self._spare.tolist(), *self.index[length:].tolist()], reverse=True))
+        self._add_spare(self.index[length:])
         self._state[LENGTH] = length
 
-    @property
-    def _spare(self) -> Ints:
-        """Falling."""
-        return self._arrays[_SPARE][: self._state[_NUM_SPARE]]
-
-    def _set_spare(self, indices: list[int]) -> None:
-        self._arrays[_SPARE][: len(indices)] = indices
-        self._state[_NUM_SPARE] = len(indices)
-
-    def _set_room(self, num_positions: int, num_pages: int) -> None:
-        """Have room for so many positions and pages."""
-        sizes = {_SLOTS: num_positions, _INDEX: num_positions, _SPARE: num_pages * PAGE, _PAGES: num_pages}
-        for column, size in sizes.items():
-            old = self._arrays[column]
-            if size > len(old):
-                self._arrays[column] = np.zeros(2 * size, np.int32)
-                self._arrays[column][: len(old)] = old
-                self._state[column] = address_of(self._arrays[column])
-        self._state[_ROOM] = len(self._arrays[_SLOTS])
+    def _add_spare(self, indices: Ints) -> None:
+        num = self._state.item(_NUM_SPARE) + len(indices)
+        self._spare[:num] = np.sort(np.concatenate([self._spare[: self._state.item(_NUM_SPARE)], indices]))[::-1]
+        self._state[_NUM_SPARE] = num
 
     def held_slots(self) -> Ints:
         """Every slot that this sequence holds: the shared ones, and all slots of its own pages."""
@@ -340,4 +317,4 @@ class SequenceSlots:
     def release(self) -> None:
         """Give everything back."""
         self.pool.release(self.held_slots())
-        self._state[LENGTH] = self._state[_NUM_SPARE] = self._state[_NUM_PAGES] = self._num_shared = 0
+        self._state[LENGTH] = self._state[_NUM_SPARE] = self._state[NUM_PAGES] = self._num_shared = 0
