@@ -10,6 +10,7 @@ loop over nodes meets parents first. Siblings hold different tokens, so the draf
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
@@ -152,64 +153,38 @@ class Proposals(SequenceOf[SequenceOf[Proposal]]):
 
 
 class DraftTree:
-    """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
+    """Token ids, parents, depths, path probabilities and origins of N nodes, the root included.
 
-    __slots__ = ("_children", "_origins", "depths", "draws", "parents", "path_probs", "token_ids")
+    `read_origins`: reads the origins of all other nodes, which few readers need.
+    """
 
-    def __init__(self, root_token: int) -> None:
+    def __init__(self, root_token: int, read_origins: Callable[[], list[Origin]] = list) -> None:
         self.token_ids = [root_token]
         self.parents = [-1]
         self.depths = [0]
         self.path_probs = [1.0]
-        self._origins: list[Origin] | Callable[[], list[Origin]] = [_ROOT]
         self.draws: dict[int, Draw] = {}
         """By node, how its children were drawn; all other children were chosen deterministically."""
-        self._children: list[dict[int, int]] = []
+        self._read_origins = read_origins
 
-    @classmethod
-    def of(
-        cls,
-        token_ids: list[int],
-        parents: list[int],
-        depths: list[int],
-        path_probs: list[float],
-        origins: Callable[[], list[Origin]],
-    ) -> DraftTree:
-        """`origins`: of all nodes but the root."""
-        tree = cls.__new__(cls)
-        tree.token_ids, tree.parents, tree.depths, tree.path_probs = token_ids, parents, depths, path_probs
-        tree.draws, tree._children, tree._origins = {}, [], origins
-        return tree
+    @functools.cached_property
+    def origins(self) -> list[Origin]:
+        return [_ROOT, *self._read_origins()]
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
-    def origins(self) -> list[Origin]:
-        if callable(self._origins):
-            self._origins = [_ROOT, *self._origins()]
-        return self._origins
-
-    @property
     def num_drafted(self) -> int:
         return len(self.token_ids) - 1
 
-    @property
-    def _by_token(self) -> list[dict[int, int]]:
-        """The children of each node by their tokens, in the order in which they were added."""
-        if len(self._children) < len(self):
-            self._children = [{} for _ in self.token_ids]
-            for node in range(1, len(self)):
-                self._children[self.parents[node]][self.token_ids[node]] = node
-        return self._children
-
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that holds `token_id`, if any."""
-        return self._by_token[node].get(token_id) if len(self.token_ids) > 1 else None
+        return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def children(self, node: int) -> list[int]:
         """In the order in which they were added."""
-        return list(self._by_token[node].values())
+        return [child for child in range(node + 1, len(self)) if self.parents[child] == node]
 
     def ancestors(self, node: int) -> list[int]:
         """The path from the root down to `node`, both included."""

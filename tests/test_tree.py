@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragspec.drafting.acceptance import ACCEPTED, EXPECTED
-from ragspec.drafting.step_trees import StepTrees, TreeLimits
+from ragspec.drafting.step_trees import StepTrees
 from ragspec.tree import DraftTree, Draw, Origin, Proposal, Proposals
 
 ANY = 2**31
@@ -29,7 +29,7 @@ def merged(
 ) -> StepTrees:
     trees, limits = (
         StepTrees([9], np.array([trusts])),
-        TreeLimits(np.array([max_depth]), vocab_size, np.array([is_chain])),
+        (np.array([max_depth]), vocab_size, np.array([is_chain])),
     )
     for number, proposals in enumerate(drafts):
         trees.merge([0], Proposals.of("ab"[number], [proposals]), number, limits)

@@ -28,7 +28,7 @@ from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, StepPlan, own_share
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.safe_drafter import SafeDrafter
-from ragspec.drafting.step_trees import StepTrees, TreeLimits, compile_trees
+from ragspec.drafting.step_trees import StepTrees, compile_trees
 from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
@@ -188,7 +188,7 @@ class Planner:
         levels = [min(plan.longest[i], plan.spare_rows) for i in places]
         least_prob = 0.0 if (trees.counts > 1).any() else plan.least_prob
         budget = Budget(self._max_nodes, 0.0 if self.is_fixed else plan.token_s(), levels, least_prob)
-        limits = TreeLimits(np.array(plan.longest), self._num_embeddings, np.array([own.needs_chain for own in owns]))
+        limits = np.array(plan.longest), self._num_embeddings, np.array([own.needs_chain for own in owns])
         trees.merge(places, self._drafters[number].propose(sequences, budget), number, limits)
         for i in places:
             if trees.draws[i] and not _is_sound(plan.sequences[i], trees, i, self._vocab_size):

@@ -5,7 +5,7 @@ are cut at once to the set of nodes with the most expected tokens a second (`rag
 decided, every proposed node whose parent is right is judged, whether it took a row or not.
 
     >>> trees = StepTrees([7, 9], trusts=np.ones((2, 2)))
-    >>> trees.merge([0], proposals, drafter=1, limits=TreeLimits(depths, 32_000, is_chain))
+    >>> trees.merge([0], proposals, drafter=1, limits=(depths, 32_000, is_chain))
     >>> trees.cut(np.array([48, 48]), is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
 """
 
@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -48,12 +48,8 @@ _DEPTH, _DRAFTER, _NUM_COLUMNS = range(NUM_GIVEN, NUM_GIVEN + 3)
 """Columns of a node beside those of a proposal. A node belongs to the first drafter that proposed it."""
 
 
-class TreeLimits(NamedTuple):
-    """The greatest depth of each tree, the target's vocabulary, and which trees are chains. Shapes: int64 [B], bool [B]."""
-
-    depths: Ints
-    vocab_size: int
-    is_chain: Mask
+TreeLimits = tuple[Ints, int, Mask]
+"""The greatest depth of each tree, the target's vocabulary, and which trees are chains. Shapes: int64 [B], bool [B]."""
 
 
 @inner
@@ -241,13 +237,13 @@ class StepTrees:
             self._nodes, self._probs = nodes, probs
         numbers, arrays = np.empty(len(given.nodes), np.int64), (given.nodes, given.probs, given.starts)
         trees = self.counts, self.promised, self.depths, self._trusts, self.figures
-        _merge(self._nodes, self._probs, trees, drafter, at, arrays, tuple(limits), numbers)
+        _merge(self._nodes, self._probs, trees, drafter, at, arrays, limits, numbers)
         for node, draw in given.draws.items():
             own = int(np.searchsorted(given.starts, node, "right")) - 1
             tree, above = places[own], given.nodes[node, PARENT]
             parent = 0 if above < 0 else int(numbers[given.starts[own] + above])
             has_children = parent in self._nodes[tree, 1 : self.counts[tree], PARENT]
-            if has_children or (parent >= 0 and not limits.is_chain[tree]):
+            if has_children or (parent >= 0 and not limits[2][tree]):
                 self.draws[tree][parent] = draw
         self._given.append((drafter, at, given))
 
@@ -284,8 +280,9 @@ class StepTrees:
         tokens, parents, depths = packed[:, [TOKEN, PARENT, _DEPTH]].T.tolist()
         every_prob, found = probs.tolist(), list[DraftTree]()
         for i, (low, high) in enumerate(itertools.pairwise([0, *ends.tolist()])):
-            origins = functools.partial(_origins, drafters, packed[low + 1 : high])
-            tree = DraftTree.of(tokens[low:high], parents[low:high], depths[low:high], every_prob[low:high], origins)
+            tree = DraftTree(tokens[low], functools.partial(_origins, drafters, packed[low + 1 : high]))
+            tree.token_ids, tree.parents = tokens[low:high], parents[low:high]
+            tree.depths, tree.path_probs = depths[low:high], every_prob[low:high]
             if self.draws[i] and high > low + 1:
                 numbers = np.cumsum(self._kept[i]) - 1
                 tree.draws = {int(numbers[node]): draw for node, draw in self.draws[i].items() if self._kept[i, node]}
@@ -318,7 +315,7 @@ def _origins(drafters: SequenceOf[str], nodes: Ints) -> list[Origin]:
 def compile_trees() -> None:
     """Compile now, or read from disk, for the first answer would otherwise wait."""
     trees = StepTrees([0], np.ones((1, 1)))
-    limits = TreeLimits(np.ones(1, np.int64), 2, np.zeros(1, np.bool_))
+    limits = np.ones(1, np.int64), 2, np.zeros(1, np.bool_)
     trees.merge([0], Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]]), 0, limits)
     trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1.0, np.ones(2))
     trees.trees(["any"])

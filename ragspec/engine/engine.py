@@ -171,7 +171,7 @@ class Engine(EngineClient):
                 rows = partial(part.logits, logits)
                 result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, node_s)
             results.append(result)
-        batch.keep([result.path for result in results])
+        batch.keep(*(result.path for result in results))
         kept = batch.features(features, [result.path for result in results])
         self._planner.observe(self._in_step, results, kept)
         for sequence, part, result in zip(self._in_step, batch.sequences, results, strict=True):

@@ -1,11 +1,11 @@
 """One step as one forward: of each scheduled sequence its next known tokens and a draft tree on top, flattened to rows.
 
-Slots are reserved when a batch is built; `keep` or `drop` settles each sequence's slots when the step is decided. Owns no
+Slots are reserved when a batch is built; `keep` or `drop` settles them when the step is decided. Owns no
 text and no logits.
 
     >>> batch = Batch([ScheduledSequence(slots, token_ids)])
     >>> logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
-    >>> batch.sequences[0].keep()
+    >>> batch.keep(())
 """
 
 import itertools
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
@@ -44,7 +45,6 @@ class ScheduledSequence:
         self.slots, self.token_ids, self.parents, self.wants_logits = slots, token_ids, parents, wants_logits
         self.num_known = len(token_ids) - len(parents) + 1
         self.first_row = self.first_logit = 0  # set by the batch
-        self.reserved: tuple[Ints, Ints] | None = None  # slots and index of all rows of the batch
         slots.take_pages(len(token_ids))
 
     def logits(self, logits: LogitRows) -> LogitRows:
@@ -62,20 +62,6 @@ class ScheduledSequence:
         """The batch's rows of the known tokens and of the nodes on `path`."""
         root = self.first_row + self.num_known - 1
         return [*range(self.first_row, root + 1), *(root + node for node in path)]
-
-    def keep(self, path: Sequence[int] = ()) -> None:
-        """As `Batch.keep`, of this sequence alone."""
-        root = self.num_known - 1
-        self._keep([*range(self.num_known), *(root + node for node in path)])
-
-    def drop(self) -> None:
-        """Keep nothing."""
-        self._keep([])
-
-    def _keep(self, rows: list[int]) -> None:
-        if self.reserved is not None:
-            own = slice(self.first_row, self.first_row + len(self.token_ids))
-            self.slots.keep(self.reserved[0][own], self.reserved[1][own], rows)
 
 
 class Batch:
@@ -100,15 +86,20 @@ class Batch:
         self._row_start = np.array([*(s.first_row for s in sequences), len(token_ids)])
         self._slots, self._index = np.empty(len(token_ids), np.int32), np.empty(len(token_ids), np.int32)
         reserve_rows(self._addresses, self._row_start, self._slots, self._index)
-        for scheduled in sequences:
-            scheduled.reserved = self._slots, self._index
         self.metadata = self._metadata()
         self.longest_context = max(s.slots.length + s.num_known for s in sequences)
 
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+    def keep(self, *paths: Sequence[int]) -> None:
         """Keep each sequence's known tokens and the tree's nodes on its path, in order; all other slots are spare again."""
         rows = [s.num_known - 1 + node for s, path in zip(self.sequences, paths, strict=True) for node in path]
-        chosen = self._num_known, np.array(rows, np.int64), np.cumsum([0, *map(len, paths)])
+        self._keep(self._num_known, rows, paths)
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self._keep(np.zeros_like(self._num_known), [], [()] * len(self.sequences))
+
+    def _keep(self, num_known: NDArray[np.int64], rows: list[int], paths: Sequence[Sequence[int]]) -> None:
+        chosen = num_known, np.array(rows, np.int64), np.cumsum([0, *map(len, paths)])
         keep_rows(self._addresses, self._row_start, self._slots, self._index, *chosen)
 
     def _metadata(self) -> AttentionMetadata:

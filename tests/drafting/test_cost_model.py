@@ -5,7 +5,6 @@ import pytest
 from planner_parts import FREE, Running
 
 from ragspec.drafting.cost_model import CostTable, StepPlan
-from ragspec.drafting.step_trees import TreeLimits
 from ragspec.tree import Origin, Proposal, Proposals
 
 
@@ -148,7 +147,7 @@ def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None
         step = StepPlan(costs, running, num_prompt_rows, 12, np.ones((3, 1)), rng.uniform(0.2, 1.0))
         chances = rng.dirichlet([0.3] * 4, 3)
         drafts = [[Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)] for own in chances]
-        limits = TreeLimits(np.full(3, 99), 99, np.zeros(3, np.bool_))
+        limits = np.full(3, 99), 99, np.zeros(3, np.bool_)
         step.trees.merge(range(3), Proposals.of("a", drafts), 0, limits)
         least_prob, probs = step.least_prob, chances.ravel().tolist()
         step.fit(np.full(3, 99), np.zeros(3, np.bool_))
