@@ -20,8 +20,8 @@ Mask = NDArray[np.bool_]
 
 ASKED, UNCOVERED, EXPECTED, ACCEPTED, NUM_NODES, NUM_HITS, NUM_FIGURES = range(7)
 """Figures of a drafter in a sequence's step: whether it was asked; how little drafters before it covered (1 over the tokens that
-the tree promised); accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and the accepted
-nodes of these."""
+the tree promised); accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and those of
+them that were accepted."""
 _PRIOR_TOKENS = 6.0
 """Expected tokens after which a sequence's own ratio weighs as much as its tenant's. Fewer: short answers trust chance hits."""
 _MEMORY = 0.98

@@ -343,6 +343,7 @@ class CopyDrafter(Drafter):
         for sequence, index in zip(sequences, indexes, strict=True):
             unread = [] if index is self._nothing else sequence.tokens[sequence.num_prompt + index.num_read :]
             index.num_read += len(unread)
+            assert len(index.base.tokens) + index.num_read <= len(index.text)
             outputs.append(unread)
         copies, failing, longest = self._copies(indexes, outputs, budget)
         if not self._has_earlier:

@@ -203,6 +203,7 @@ def reserve_rows(addresses: Any, row_start: Any, slots: Any, index: Any) -> None
     """
     for n, address in enumerate(addresses):
         state, _, _, spare, pages = arrays_at(address)
+        assert row_start[n + 1] - row_start[n] <= state[_NUM_SPARE]
         for row in range(row_start[n], row_start[n + 1]):
             state[_NUM_SPARE] -= 1
             index[row] = spare[state[_NUM_SPARE]]

@@ -35,6 +35,7 @@ class Writing(Running):
 
     tokens: list[int] = field(default_factory=lambda: [300])
     num_prompt: int = 1
+    most_tokens: int = 5000
 
     def begin(self, drafter: CopyDrafter) -> None:
         self.prepared = {drafter.name: drafter.prepare(self.request)}
