@@ -301,7 +301,7 @@ class StepTrees:
         arrays = self._nodes, self._probs, self.counts, self._kept, self._trusts, self.figures
         events = events[:, : _judge(*arrays, flat, starts, events)]
         for drafter, places, given in self._given:
-            judged = events[1:, events[0] == drafter]
+            judged = np.compress(events[0] == drafter, events[1:], axis=1)
             if judged.size:
                 judged[0] = np.searchsorted(places, judged[0])
                 yield drafter, given, judged
