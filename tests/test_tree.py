@@ -171,8 +171,6 @@ def test_a_node_without_probability_is_judged() -> None:
     trees = merged([Proposal(5, -1, 0.0, Origin("a", feedback=5)), Proposal(6, 0, 0.0, Origin("a", feedback=6))])
     cut(trees, most=1)
     ((drafter, given, judged),) = trees.judge([[5, 6]])
-    assert all(row.flags.c_contiguous for row in judged), (
-        "compiled code for other arrays would be made in a first answer"
-    )
+    assert all(row.flags.c_contiguous for row in judged)  # or a first answer compiles code for other arrays
     assert drafter == 0 and [(given.feedback(own, c), right) for own, c, right in judged.T.tolist()] == [(5, 1), (6, 1)]
     assert trees.figures[0, 0, [EXPECTED, ACCEPTED]].tolist() == [0.0, 2.0]

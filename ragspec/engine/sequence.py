@@ -135,12 +135,7 @@ class Sequence:
         return ScheduledSequence(self.slots, token_ids + tree.token_ids[1:], tree.parents)
 
     def commit(
-        self,
-        tree: DraftTree,
-        verdict: VerifyResult,
-        logits: Callable[[], LogitRows],
-        draft_s: float = 0.0,
-        node_s: float = 0.0,
+        self, tree: DraftTree, verdict: VerifyResult, logits: Callable[[], LogitRows], draft_s: float, node_s: float
     ) -> StepResult:
         """Append decided tokens until one of them ends the output, and count the step.
 
