@@ -147,17 +147,6 @@ def test_the_longest_match_leads_and_the_output_has_no_source() -> None:
     assert branches(*drafting(source("Rain is a", SourceKind.HISTORY))) == []
 
 
-def test_a_long_output_keeps_its_tokens() -> None:
-    """The growing array of the output lost tokens when it was enlarged."""
-    drafter, sequence = drafting(source("Rain."))
-    written = [*range(400, 410), *([7] * 700)]
-    for first in range(0, len(written), 7):
-        sequence.tokens += written[first : first + 7]
-        proposals(drafter, sequence)
-    sequence.tokens += range(400, 405)
-    assert [p.token_id for p in proposals(drafter, sequence)][:5] == [*range(405, 410)]
-
-
 def test_a_first_answer_compiles_nothing() -> None:
     """The first speculative answer after an installation took four times as long as without speculation."""
     CopyDrafter(tiny_tokenizer())
