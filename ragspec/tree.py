@@ -10,6 +10,7 @@ loop over nodes meets parents first. Siblings hold different tokens, so the draf
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
@@ -99,11 +100,12 @@ TOKEN, PARENT, SOURCE, OFFSET, FEEDBACK, NUM_GIVEN = range(6)
 """Columns of proposals as arrays."""
 
 
-class ProposalArrays(SequenceOf[Proposal]):
-    """One drafter's proposals for one sequence. Shapes: nodes int64 [P, columns], probs float64 [P].
+class Proposals(SequenceOf[SequenceOf[Proposal]]):
+    """One drafter's proposals for B sequences. Shapes: nodes int64 [P, columns], probs float64 [P], starts int64 [B + 1].
 
-    `feedback` makes of a node's column, or of an array of such columns, the feedback that its drafter gets back. `draws`: by
-    proposal, how it and its siblings were drawn.
+    Sequence i has the nodes [starts[i], starts[i + 1]); parents count from its first. `feedback` makes of a sequence's number and
+    a node's column, or of arrays of both, the feedback that the drafter gets back. `draws`: by node, how it and its siblings were
+    drawn.
     """
 
     def __init__(
@@ -111,17 +113,18 @@ class ProposalArrays(SequenceOf[Proposal]):
         drafter: str,
         nodes: NDArray[np.int64],
         probs: NDArray[np.float64],
-        feedback: Callable[[Any], object],
+        starts: NDArray[np.int64],
+        feedback: Callable[[Any, Any], object],
         draws: Mapping[int, Draw] | None = None,
     ) -> None:
-        self.drafter, self.nodes, self.probs, self.feedback, self.draws = drafter, nodes, probs, feedback, draws or {}
-        self.in_arrays = draws is None
+        self.drafter, self.nodes, self.probs, self.starts = drafter, nodes, probs, starts
+        self.feedback, self.draws, self.in_arrays = feedback, draws or {}, draws is None
 
     @classmethod
-    def of(cls, drafter: str, proposals: SequenceOf[Proposal]) -> ProposalArrays:
+    def of(cls, drafter: str, lists: SequenceOf[SequenceOf[Proposal]]) -> Proposals:
         """Raises: TypeError, ValueError, OverflowError for anything but proposals whose parents precede them."""
-        rows, feedback = list[tuple[int, ...]](), list[object]()
-        for at, proposal in enumerate(proposals):
+        rows, feedback, flat = list[tuple[int, ...]](), list[object](), [own for given in lists for own in given]
+        for at, proposal in (each for given in lists for each in enumerate(given)):
             if not (isinstance(proposal, Proposal) and isinstance(proposal.origin, Origin)):
                 raise TypeError(f"{drafter} proposed {type(proposal).__name__}, which is no proposal")
             token_id, parent, path_prob, (_, source, offset, own), _ = proposal
@@ -129,35 +132,44 @@ class ProposalArrays(SequenceOf[Proposal]):
                 raise TypeError(f"{drafter} proposed a node whose token or origin is no whole number")
             if not (-1 <= parent < at and isinstance(path_prob, float | int)):
                 raise ValueError(f"{drafter} proposed a node below {parent!r}, which does not precede it")
-            rows.append((token_id, parent, source, offset, at))
+            rows.append((token_id, parent, source, offset, len(rows)))
             feedback.append(own)
-        draws = {at: proposal.draw for at, proposal in enumerate(proposals) if proposal.draw is not None}
+        draws = {at: proposal.draw for at, proposal in enumerate(flat) if proposal.draw is not None}
         nodes = np.array(rows, np.int64).reshape(-1, NUM_GIVEN)
-        return cls(drafter, nodes, np.array([p.path_prob for p in proposals], np.float64), feedback.__getitem__, draws)
+        probs = np.array([proposal.path_prob for proposal in flat], np.float64)
+        starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        return cls(drafter, nodes, probs, starts, lambda _, column: feedback[column], draws)
 
     def __len__(self) -> int:
-        return len(self.probs)
+        return len(self.starts) - 1
 
     def __getitem__(self, at: Any) -> Any:
-        token_id, parent, source, offset, feedback = self.nodes[at].tolist()
-        origin = Origin(self.drafter, source, offset, self.feedback(feedback))
-        return Proposal(token_id, parent, float(self.probs[at]), origin, self.draws.get(at))
+        proposals = list[Proposal]()
+        for node in range(self.starts[at], self.starts[at + 1]):
+            token_id, parent, source, offset, column = self.nodes[node].tolist()
+            origin = Origin(self.drafter, source, offset, self.feedback(at, column))
+            proposals.append(Proposal(token_id, parent, float(self.probs[node]), origin, self.draws.get(node)))
+        return proposals
 
 
 class DraftTree:
-    """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
+    """Token ids, parents, depths, path probabilities and origins of N nodes, the root included.
 
-    __slots__ = ("_children", "depths", "draws", "origins", "parents", "path_probs", "token_ids")
+    `read_origins`: reads the origins of all other nodes, which few readers need.
+    """
 
-    def __init__(self, root_token: int) -> None:
+    def __init__(self, root_token: int, read_origins: Callable[[], list[Origin]] = list) -> None:
         self.token_ids = [root_token]
         self.parents = [-1]
         self.depths = [0]
         self.path_probs = [1.0]
-        self.origins = [_ROOT]
         self.draws: dict[int, Draw] = {}
         """By node, how its children were drawn; all other children were chosen deterministically."""
-        self._children: list[dict[int, int]] = []
+        self._read_origins = read_origins
+
+    @functools.cached_property
+    def origins(self) -> list[Origin]:
+        return [_ROOT, *self._read_origins()]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -166,22 +178,13 @@ class DraftTree:
     def num_drafted(self) -> int:
         return len(self.token_ids) - 1
 
-    @property
-    def _by_token(self) -> list[dict[int, int]]:
-        """The children of each node by their tokens, in the order in which they were added."""
-        if len(self._children) < len(self):
-            self._children = [{} for _ in self.token_ids]
-            for node in range(1, len(self)):
-                self._children[self.parents[node]][self.token_ids[node]] = node
-        return self._children
-
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that holds `token_id`, if any."""
-        return self._by_token[node].get(token_id) if len(self.token_ids) > 1 else None
+        return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def children(self, node: int) -> list[int]:
         """In the order in which they were added."""
-        return list(self._by_token[node].values())
+        return [child for child in range(node + 1, len(self)) if self.parents[child] == node]
 
     def ancestors(self, node: int) -> list[int]:
         """The path from the root down to `node`, both included."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.compiled import compiled
+from ragspec.numerics.compiled import address_of, array_at, compiled
 from ragspec.tenants import TenantStates, tenant_of
 
 Ints = NDArray[np.int64]
@@ -19,8 +19,9 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 ASKED, UNCOVERED, EXPECTED, ACCEPTED, NUM_NODES, NUM_HITS, NUM_FIGURES = range(7)
-"""Figures of a drafter in a sequence's step: whether it was asked; how little drafters before it covered (`StepTrees.uncovered`);
-accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and the accepted nodes of these."""
+"""Figures of a drafter in a sequence's step: whether it was asked; how little drafters before it covered (1 over the tokens that
+the tree promised); accepted tokens that its nodes promised, unscaled; those that came; its nodes that took a row; and those of
+them that were accepted."""
 _PRIOR_TOKENS = 6.0
 """Expected tokens after which a sequence's own ratio weighs as much as its tenant's. Fewer: short answers trust chance hits."""
 _MEMORY = 0.98
@@ -42,10 +43,13 @@ _NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
 
 
 @compiled(nogil=True)
-def _learn(accepted: Any, seen: Any, keep: float, cells: Any, outcomes: Any) -> None:
+def _learn(tables: Any, keep: float, owners: Any, cells: Any, outcomes: Any) -> None:
+    """Shapes: tables int64 [B, 2], the addresses of `accepted` and `seen`; owners, cells, outcomes int64 [N]."""
     for n in range(len(cells)):
-        seen[cells[n]] = seen[cells[n]] * keep + 1.0
-        accepted[cells[n]] = accepted[cells[n]] * keep + outcomes[n]
+        accepted, seen = tables[owners[n]]
+        for table, outcome in ((accepted, outcomes[n]), (seen, 1)):
+            cell = array_at(table + 8 * cells[n], (1,), np.float64)
+            cell[0] = cell[0] * keep + outcome
 
 
 class AcceptanceCells:
@@ -57,25 +61,40 @@ class AcceptanceCells:
     def __init__(self, prior: Iterable[float], prior_weight: float = 4.0, memory: float = 400.0) -> None:
         self.accepted = prior_weight * np.fromiter(prior, np.float64)
         self.seen = np.full(len(self.accepted), prior_weight)
-        self._keep = 1.0 - 1.0 / memory
+        self.keep = 1.0 - 1.0 / memory
+        self.address = address_of(self.accepted), address_of(self.seen)
 
     def probability(self, cell: int) -> float:
         return float(self.accepted.item(cell) / self.seen.item(cell))
 
-    def learn(self, cells: int | Ints, accepted: bool | Ints) -> None:
-        """The outcome of a node, or of several in order. Shapes: int64 [N] each."""
-        _learn(self.accepted, self.seen, self._keep, np.atleast_1d(np.int64(cells)), np.atleast_1d(np.int64(accepted)))
+    def learn(self, cell: int, accepted: bool) -> None:
+        """The outcome of a node."""
+        self.seen[cell] = self.seen[cell] * self.keep + 1.0
+        self.accepted[cell] = self.accepted[cell] * self.keep + accepted
 
 
 class Guess(NamedTuple):
-    """A node's feedback where a drafter has several tables of acceptance: the cell and its table. Several nodes have an array of
-    cells, int64 [N]."""
+    """A node's feedback where a drafter has several tables of acceptance: the cell and its table."""
 
     acceptance: AcceptanceCells
-    cell: int | Ints
+    cell: int
 
-    def learn(self, accepted: bool | Ints) -> None:
+    def learn(self, accepted: bool) -> None:
         self.acceptance.learn(self.cell, accepted)
+
+
+class Guesses(NamedTuple):
+    """The feedback of N nodes of several sequences: the table of each sequence, and the sequence and cell of each node. All
+    tables remember alike. Shapes: int64 [N]."""
+
+    tables: Sequence[AcceptanceCells]
+    owners: Ints
+    cells: Ints
+
+    def learn(self, accepted: Ints) -> None:
+        """The outcomes, in order. Shape: int64 [N]."""
+        addresses = np.array([table.address for table in self.tables], np.int64)
+        _learn(addresses, self.tables[0].keep, self.owners, self.cells, accepted)
 
 
 class ChildAcceptance(AcceptanceCells):
@@ -193,7 +212,7 @@ class Trust:
         return np.minimum(1.0, ratio)
 
     def gains(self, rows: Ints, drafter: int, uncovered: Floats) -> list[float]:
-        """Tokens that a draft is expected to add, less the price of its rows. Shape: uncovered [B], as `StepTrees.uncovered`."""
+        """Tokens that a draft is expected to add, less the price of its rows. `uncovered`: as in `UNCOVERED`. Shape: [B]."""
         state = self._state[rows, drafter]
         own = (_PRIOR_DRAFTS * state[:, _GAIN] + state[:, _GAINED]) / (_PRIOR_DRAFTS + state[:, _CHANCES])
         gains: list[float] = (own * uncovered).tolist()

@@ -31,21 +31,27 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind, salt_belongs_to
-from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess
+from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Floats, Guess, Guesses, Ints
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts, compile_searches
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
 from ragspec.drafting.suffix_index import (
+    ACCEPTED,
+    FOLLOWS,
     MOST_FOLLOWED,
+    NUM_CELLS,
+    NUM_COLUMNS,
+    SEEN,
     SEPARATOR,
     GrowingSuffixes,
     ReferenceIndex,
     SuffixIndex,
     longest_matches,
+    searched_text,
 )
-from ragspec.numerics.compiled import compiled, inner
+from ragspec.numerics.compiled import array_at, compiled, inner
 from ragspec.tenants import TenantStates, tenant_of
-from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, ProposalArrays
+from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, Proposals
 
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
@@ -88,17 +94,10 @@ class _Limits(NamedTuple):
     least_prob: float
 
 
-class _Proposed(NamedTuple):
-    """Shapes: nodes int64 [most, columns], probs float64 [most]."""
-
-    nodes: Any
-    probs: Any
-
-
 @inner
 def _matches(searched: Any, points: Any) -> int:
     """Points behind the longest matches whose next tokens differ. Returns how many."""
-    text, facts, opens, place = searched.text, searched.facts, searched.opens, searched.place
+    text, facts, place = searched.text, searched.facts, searched.place
     begin, end, num = place[_BEGIN], place[_END], 0
     for n, (at, length) in enumerate(longest_matches(text, searched.order, begin, end, _MAX_MATCH)):
         if n >= 4 * _MAX_BRANCHES or num >= _MAX_BRANCHES:
@@ -109,7 +108,7 @@ def _matches(searched: Any, points: Any) -> int:
         if met:
             continue
         row, before = (_OUTPUT if at >= begin else facts[at, _KIND]) * (_MAX_MATCH + 1), end - length - 1
-        if at < begin and facts[at, _SENTENCE_AT] == at - length and before >= begin and opens[before - begin]:
+        if at < begin and facts[at, _SENTENCE_AT] == at - length and before >= begin and searched.opens[text[before]]:
             row = _QUOTED  # the match is a sentence's beginning, behind a mark that opens a quote
         points[num, 0], points[num, 1], points[num, 2] = at, row, length
         num += 1
@@ -139,7 +138,7 @@ def _find_points(searched: Any, points: Any) -> int:
                 first -= 1
                 points[first, 0], points[first, 1] = place[_EXPECTED] + skip, _REALIGN + n * (_MAX_MATCH + 1)
                 points[first, 2] = min(off, 4) - 1
-    if searched.opens[end - 1 - begin]:
+    if len(quotes) and searched.opens[text[end - 1]]:
         keep = first
         for n in range(first, num):
             if points[n, 2] > 3:
@@ -191,14 +190,14 @@ def _copy(searched: Any, points: Any, chances: Any, limits: Any, root: int, left
     return left, count
 
 
-@compiled(nogil=True)
-def _propose(searched: Any, marks: Any, accepted: Any, seen: Any, limits: Any, out: Any) -> Any:
+@inner
+def _propose_one(searched: Any, marks: Any, chances: Any, limits: Any, out: Any) -> Any:
     """Copies for one sequence: their number, the probability that all fail, and the longest match.
 
     `marks`: the tokens that open a quotation, before an output whose passages have sentences.
     """
     place, quotes, (nodes, probs) = searched.place, searched.quotes, out
-    chances, points = accepted / seen, np.empty((_MOST_POINTS, 3), np.int64)
+    points = np.empty((_MOST_POINTS, 3), np.int64)
     count, parent, left = 0, -1, 1.0
     if place[_END] == place[_BEGIN] and len(quotes):
         left = chances[_START_QUOTE]
@@ -217,7 +216,7 @@ def _propose(searched: Any, marks: Any, accepted: Any, seen: Any, limits: Any, o
     return count, left, longest
 
 
-@compiled(nogil=True)
+@inner
 def _follow(searched: Any, num_new: int) -> None:
     """Advance the position in the input by the last output tokens. Where the output left the input, follow it again from the only
     match of the last tokens in it, near or after the point where copying stopped.
@@ -245,6 +244,39 @@ def _follow(searched: Any, num_new: int) -> None:
         place[_EXPECTED], place[_NUM_OFF] = points[ahead, 0], 0
     elif expected < 0 and num_inputs == 0 and end - begin <= 4 and len(starts):
         place[_EXPECTED], place[_NUM_OFF] = starts[0, 0], end - begin
+
+
+@compiled(nogil=True)
+def _propose(addresses: Any, written: Any, quoting: Any, levels: Any, limits: Any, out: Any) -> Any:
+    """Append each sequence's new output, then copy for it. `out` gets the nodes of all sequences, one after the other.
+
+    `written`: all new tokens, and where each sequence's begin; `quoting`: the tokens of a mark, as in `_propose_one`, and `opens`
+    of `SearchedText`; `levels`: of each sequence's draft at most. Returns where each sequence's nodes begin, the probability that
+    all its copies fail, and its longest match. Shapes: addresses int64 [B], levels int64 [B] -> int64 [B + 1], float64 [B],
+    int64 [B].
+    """
+    (tokens, begins), (marks, opens), (max_nodes, least_prob), (nodes, probs) = written, quoting, limits, out
+    starts, failing, longest = (
+        np.zeros(len(levels) + 1, np.int64),
+        np.empty(len(levels)),
+        np.empty(len(levels), np.int64),
+    )
+    for n, address in enumerate(addresses):
+        row = array_at(address, (NUM_COLUMNS,), np.int64)
+        searched, num_new, first = searched_text(row, opens), begins[n + 1] - begins[n], starts[n]
+        end = searched.place[_END]
+        searched.text[end : end + num_new] = tokens[begins[n] : begins[n + 1]]
+        searched.place[_END] = end + num_new
+        if num_new and row[FOLLOWS]:
+            _follow(searched, num_new)
+        most, size = first + levels[n] + _SPARE_NODES, (row[NUM_CELLS],)
+        chances = array_at(row[ACCEPTED], size, np.float64) / array_at(row[SEEN], size, np.float64)
+        own = _Limits(min(max_nodes, levels[n]), levels[n], least_prob)
+        count, failing[n], longest[n] = _propose_one(
+            searched, marks, chances, own, (nodes[first:most], probs[first:most])
+        )
+        starts[n + 1] = first + count
+    return starts, failing, longest
 
 
 def copy_acceptance() -> AcceptanceCells:
@@ -276,11 +308,13 @@ class CopyDrafter(Drafter):
         self._has_earlier = earlier_tokens > 0
         self._counted_acceptance = TenantStates(MAX_TENANTS, CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
-        self._out = _Proposed(np.empty((_SPARE_NODES, NUM_GIVEN), np.int64), np.empty(_SPARE_NODES))  # of one call
-        index = SuffixIndex(ReferenceIndex([]), "", copy_acceptance(), self._reader.opens_quote)
-        self._copies(index, 0, 0, 1.0)  # compiles the search, for which the first answer would otherwise wait
-        _follow(index.searched, 0)
-        index.acceptance.learn(0, True)
+        self._room = np.empty((0, NUM_GIVEN), np.int64), np.empty(0)  # for the nodes of one call
+        self._opens, self._noted = np.zeros(1, np.bool_), set[int]()  # tokens that open a quotation; tokens looked at
+        self._nothing = SuffixIndex(ReferenceIndex([]), "", copy_acceptance(), self._reader.opens_quote)
+        self._copies(
+            [self._nothing], [[]], Budget(0, 0.0, [0])
+        )  # compiles it, for which the first answer would otherwise wait
+        Guesses([self._nothing.acceptance], *np.zeros((2, 1), np.int64)).learn(np.ones(1, np.int64))
         compile_searches()
 
     def prepare(self, request: Request) -> ReferenceIndex:
@@ -297,19 +331,26 @@ class CopyDrafter(Drafter):
             return
         salt = sequence.request.salt
         acceptance = self._acceptance.used(tenant_of(salt))
-        self._indexes[sequence.key] = SuffixIndex(index, salt, acceptance, self._reader.opens_quote)
+        most = sequence.num_output + sequence.most_tokens
+        self._indexes[sequence.key] = SuffixIndex(index, salt, acceptance, self._reader.opens_quote, most)
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         return 0.0 if any(map(self._may_copy, sequences)) else math.inf
 
-    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
-        least_prob = max(self._least_prob, budget.least_prob)
-        return [
-            self._propose(sequence, min(budget.max_nodes, depth), depth, least_prob)
-            if self._may_copy(sequence)
-            else ProposalArrays.of(self.name, [])
-            for sequence, depth in zip(sequences, budget.depths, strict=True)
-        ]
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> SequenceOf[SequenceOf[Proposal]]:
+        indexes = [self._indexes[s.key] if self._may_copy(s) else self._nothing for s in sequences]
+        outputs = list[list[int]]()
+        for sequence, index in zip(sequences, indexes, strict=True):
+            unread = [] if index is self._nothing else sequence.tokens[sequence.num_prompt + index.num_read :]
+            index.num_read += len(unread)
+            assert len(index.base.tokens) + index.num_read <= len(index.text)
+            outputs.append(unread)
+        copies, failing, longest = self._copies(indexes, outputs, budget)
+        if not self._has_earlier:
+            return copies
+        most = [min(budget.max_nodes, level) for level in budget.depths]
+        parts = zip(sequences, copies, failing.tolist(), longest.tolist(), most, strict=True)
+        return [self._with_recalled(*each) for each in parts]
 
     def _may_copy(self, sequence: SequenceView) -> bool:
         if (index := self._indexes.get(sequence.key)) is None:
@@ -333,41 +374,50 @@ class CopyDrafter(Drafter):
         for index in self._indexes.values():
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
-    def _propose(self, sequence: SequenceView, num_any: int, num_likely: int, least_prob: float) -> ProposalArrays:
-        """`num_any`: the most tokens of any branch; `num_likely`: of a likely branch."""
-        index = self._indexes[sequence.key]
-        written = sequence.tokens[sequence.num_prompt + index.num_output :]
-        if written:
-            index.append(written)
-            if index.base.follows_input:
-                _follow(index.searched, len(written))
-        copies, left, longest = self._copies(index, num_any, num_likely, least_prob)
-        recalled, length = self._recalled(sequence, num_any)
-        if not recalled:
-            return copies
-        if length > longest:
-            left = 1.0 - sum(node.path_prob for node in recalled if node.parent < 0)
-            both = [*recalled, *_below(copies, left, len(recalled))]
-        else:
-            both = [*copies, *_below(recalled, left, len(copies))]
-        return ProposalArrays.of(self.name, both)
+    def _with_recalled(
+        self, sequence: SequenceView, copies: SequenceOf[Proposal], failing: float, longest: int, most: int
+    ) -> list[Proposal]:
+        """Copies, and what followed in earlier answers. `failing`: the probability that all copies fail."""
+        recalled, length = self._recalled(sequence, most)
+        if length <= longest:
+            return [*copies, *_below(recalled, failing, len(copies))]
+        left = 1.0 - sum(node.path_prob for node in recalled if node.parent < 0)
+        return [*recalled, *_below(copies, left, len(recalled))]
 
     def _copies(
-        self, index: SuffixIndex, num_any: int, num_likely: int, least_prob: float
-    ) -> tuple[ProposalArrays, float, int]:
-        """Copies of the references, the probability that all fail, and the longest match."""
-        if (size := num_likely + _SPARE_NODES) > len(self._out.probs):
-            self._out = _Proposed(np.empty((size, NUM_GIVEN), np.int64), np.empty(size))
-        table, limits = index.acceptance, _Limits(num_any, num_likely, least_prob)
-        searched = index.searched, self._marks, table.accepted, table.seen
-        count, left, longest = _propose(*searched, limits, self._out)
-        nodes, probs = self._out.nodes[:count].copy(), self._out.probs[:count].copy()
-        return ProposalArrays(self.name, nodes, probs, partial(Guess, table)), left, longest
+        self, indexes: SequenceOf[SuffixIndex], outputs: SequenceOf[list[int]], budget: Budget
+    ) -> tuple[Proposals, Floats, Ints]:
+        """Copies of the references, the probability that all fail, and the longest match. `outputs`: new tokens."""
+        written = [token for output in outputs for token in output]
+        if any(len(index.base.quotes) for index in indexes):
+            self._note_quotes(set(written))
+        size = sum(budget.depths) + _SPARE_NODES * len(indexes)
+        if size > len(self._room[1]):
+            self._room = np.empty((size, NUM_GIVEN), np.int64), np.empty(size)
+        begins, levels = np.cumsum([0, *map(len, outputs)]), np.array(budget.depths, np.int64)
+        limits = budget.max_nodes, max(self._least_prob, budget.least_prob)
+        texts = (
+            np.array([index.address for index in indexes]),
+            (np.array(written, np.int32), begins),
+            (self._marks, self._opens),
+        )
+        starts, failing, longest = _propose(*texts, levels, limits, self._room)
+        nodes, probs = self._room[0][: starts[-1]].copy(), self._room[1][: starts[-1]].copy()
+        tables = [index.acceptance for index in indexes]
+        return Proposals(self.name, nodes, probs, starts, partial(_guesses, tables)), failing, longest
+
+    def _note_quotes(self, tokens: set[int]) -> None:
+        """Note which of these tokens open a quotation."""
+        for token in tokens - self._noted:
+            if token >= len(self._opens):
+                self._opens = np.concatenate([self._opens, np.zeros(token, np.bool_)])
+            self._opens[token] = self._reader.opens_quote(token)
+        self._noted |= tokens
 
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
         """What followed in the tenant's earlier answers, and the length of the match there."""
         salt = sequence.request.salt
-        if not self._has_earlier or (answers := self._earlier.get(salt)) is None:
+        if (answers := self._earlier.get(salt)) is None:
             return [], 0
         acceptance = self._counted_acceptance.used(tenant_of(salt))
         return CountedDrafts(self.name, answers.runs, acceptance).grow(sequence.tokens, most, most)
@@ -377,3 +427,8 @@ def _below(proposals: SequenceOf[Proposal], left: float, first: int) -> Iterator
     """Proposals behind `first` others, which all fail with probability `left`."""
     for node in proposals:
         yield node._replace(parent=node.parent + first if node.parent >= 0 else -1, path_prob=node.path_prob * left)
+
+
+def _guesses(tables: SequenceOf[AcceptanceCells], owners: Any, cells: Any) -> Guess | Guesses:
+    """The feedback of a node, or of several."""
+    return Guess(tables[owners], cells) if isinstance(owners, int) else Guesses(tables, owners, cells)

@@ -173,6 +173,8 @@ class StepPlan:
         self.trees = StepTrees([s.tokens[-1] for s in sequences], trusts)
         self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
         self._context = max(len(s.tokens) for s in sequences)
+        self.longest = [s.most_tokens - 1 for s in sequences]
+        """Levels of each sequence's tree at most: the last token of a step is the target's own."""
         self._alone_s = costs.cost_s(len(sequences), self._context)
         self.own_s = share * self._alone_s
         """Seconds of the sequences' own tokens."""
@@ -182,7 +184,7 @@ class StepPlan:
 
     def token_s(self) -> float:
         """Seconds a token takes with the trees so far."""
-        return self.own_s / (len(self.sequences) + self.trees.expected)
+        return self.own_s / float(self.trees.promised.sum())
 
     def saved_s(self, gains: SequenceOf[float]) -> float:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
@@ -193,8 +195,10 @@ class StepPlan:
         count = len(self.sequences)
         one_s = self._costs.cost_s(1, self._context)
         row_s = min(self.own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
-        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
-        return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (1.0 + self.trees.expected / count)
+        together = min(gains) if gains and len(gains) == sum(most > 0 for most in self.longest) else 0.0
+        return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (
+            float(self.trees.promised.sum()) / count
+        )
 
     def fit(self, most: Ints, is_whole: Mask) -> None:
         """Cut the trees to the best set of at most `spare_rows` nodes, `most` of each tree. Shapes: int64 [B], bool [B].
@@ -204,11 +208,10 @@ class StepPlan:
         """
         if num_whole := int(is_whole.sum()):
             most = np.where(is_whole, np.minimum(most, self.spare_rows // num_whole), most)
-        self.trees.limit(most)
         num_nodes = min(int(self.trees.counts.sum()) - len(most), self.spare_rows)
         seconds = self._costs.costs_s(self._num_rows + np.arange(num_nodes + 1), self._context)
         others_s = self._share * self._costs.cost_s(max(1, len(most) - num_whole), self._context)
-        self.trees.cut(is_whole, others_s, seconds)
+        self.trees.cut(most, is_whole, others_s, seconds)
 
 
 def _extrapolated(rows: SequenceOf[int], seconds: SequenceOf[float], further: SequenceOf[int]) -> list[float]:

@@ -263,14 +263,13 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
             if not self.cache.make_room(memory, count):
                 return False
             chunk = memory.sequence.tokens[start : start + count]
-            part = ScheduledSequence(memory.slots, chunk, wants_logits=False)
+            batch = Batch([ScheduledSequence(memory.slots, chunk, wants_logits=False)])
             try:
-                batch = Batch([part])
                 self._model.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, ())
             except BaseException:
-                part.drop()
+                batch.drop()
                 raise
-            part.keep()
+            batch.keep(())
         self.cache.remember(memory, memory.sequence.num_prompt)  # choices of one request come next
         return True
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import Guess
+from ragspec.drafting.acceptance import Guess, Guesses
 from ragspec.numerics.batch import NODES as NODES
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import Proposal
@@ -92,7 +92,7 @@ class Drafter:
 
         A drafter that proposes arrays gets feedback and fates as arrays.
         """
-        if isinstance(feedback, Guess):
+        if isinstance(feedback, Guess | Guesses):
             feedback.learn(accepted)
 
     def note_idle(self, is_idle: bool) -> None:

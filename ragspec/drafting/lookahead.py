@@ -13,9 +13,7 @@ of the last steps.
 
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
-from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess, Ints
+from ragspec.drafting.acceptance import MAX_TENANTS, AcceptanceCells, Guess
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
 from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import Origin, Proposal
@@ -43,9 +41,9 @@ class LookaheadAcceptance(AcceptanceCells):
     def cell(self, rank: int, depth: int) -> int:
         return rank * (_NGRAM - 1) + depth
 
-    def learn(self, cells: int | Ints, accepted: bool | Ints) -> None:
-        super().learn(cells, accepted)
-        self._tokens += float(np.sum(accepted))
+    def learn(self, cell: int, accepted: bool) -> None:
+        super().learn(cell, accepted)
+        self._tokens += accepted
 
     def note_rows(self, num_rows: int) -> None:
         """A step had so many rows of a window."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import ASKED, UNCOVERED, Floats, Ints, Mask, Trust
+from ragspec.drafting.acceptance import Floats, Ints, Mask, Trust
 from ragspec.drafting.children import draws_children, needs_chain
 from ragspec.drafting.cost_model import CostTable, StepPlan, own_share
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
@@ -165,7 +165,7 @@ class Planner:
 
     def _gains(self, number: int, places: list[int], plan: StepPlan, rows: Ints) -> list[float]:
         """Tokens that a drafter's drafts are expected to add to the trees of these sequences."""
-        return self._trust.gains(rows[places], number, plan.trees.uncovered()[places])
+        return self._trust.gains(rows[places], number, 1.0 / plan.trees.promised[places])
 
     def _paying(self, number: int, places: list[int], plan: StepPlan, rows: Ints) -> list[int]:
         """Of these sequences the ones for which a drafter that takes time is asked: where its drafts save more, and all of them
@@ -185,16 +185,13 @@ class Planner:
         if not places:
             return
         trees, sequences = plan.trees, [plan.sequences[i] for i in places]
-        trees.figures[places, number, ASKED] = 1.0
-        trees.figures[places, number, UNCOVERED] = trees.uncovered()[places]
-        longest = [sequence.most_tokens - 1 for sequence in sequences]  # the last token of a step is the target's own
-        levels = [min(most, plan.spare_rows) for most in longest]
+        levels = [min(plan.longest[i], plan.spare_rows) for i in places]
         least_prob = 0.0 if (trees.counts > 1).any() else plan.least_prob
         budget = Budget(self._max_nodes, 0.0 if self.is_fixed else plan.token_s(), levels, least_prob)
-        proposed = self._drafters[number].propose(sequences, budget)
-        for i, sequence, most, given in zip(places, sequences, longest, proposed, strict=True):
-            trees.merge(i, given, number, (most, self._num_embeddings, owns[i].needs_chain))
-            if trees.draws[i] and not _is_sound(sequence, trees, i, self._vocab_size):
+        limits = np.array(plan.longest), self._num_embeddings, np.array([own.needs_chain for own in owns])
+        trees.merge(places, self._drafters[number].propose(sequences, budget), number, limits)
+        for i in places:
+            if trees.draws[i] and not _is_sound(plan.sequences[i], trees, i, self._vocab_size):
                 trees.drop(i)
 
     def observe(
@@ -205,8 +202,8 @@ class Planner:
             plan, rows = self._asked
             decided = {sequence.key: result.token_ids for sequence, result in zip(sequences, results, strict=True)}
             tokens = [decided.get(sequence.key, []) for sequence in plan.sequences]
-            for number, given, columns, right in plan.trees.judge(tokens):
-                self._drafters[number].learn_nodes(given, columns, right)
+            for number, given, judged in plan.trees.judge(tokens):
+                self._drafters[number].learn_nodes(given, judged)
             known = np.array([len(own) > 0 for own in tokens])
             self._count(plan, rows[known], plan.trees.figures[known])
         for sequence, result, own in zip(sequences, results, features, strict=True) if self._watching else ():

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
-from ragspec.tree import ProposalArrays
+from ragspec.tree import Proposals
 
 log = logging.getLogger(__name__)
 
@@ -48,41 +48,40 @@ class SafeDrafter:
         cost_s = None if self.disabled else self._safe_cost_s(sequences)
         return math.inf if cost_s is None or math.isnan(cost_s) else cost_s
 
-    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
-        """One array a sequence. If the call for all sequences fails, each sequence gets a call of its own."""
-        lists = self._safe_propose(sequences, budget)
-        if lists is None and len(sequences) > 1:
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> Proposals:
+        """If the call for all sequences fails, each sequence gets a call of its own."""
+        proposed = self._safe_propose(sequences, budget)
+        if proposed is None and len(sequences) > 1:
             alone = [
                 self._safe_propose([sequence], budget._replace(depths=[depth]))
                 for sequence, depth in zip(sequences, budget.depths, strict=True)
             ]
-            has_failed = all(lists is None for lists in alone)
-            lists = [lists[0] if lists else ProposalArrays.of(self.name, []) for lists in alone]
-        else:
-            has_failed = lists is None
-        self._num_in_a_row = self._num_in_a_row + 1 if has_failed else 0
+            if any(own is not None for own in alone):
+                proposed = Proposals.of(self.name, [own[0] if own is not None else () for own in alone])
+        self._num_in_a_row = self._num_in_a_row + 1 if proposed is None else 0
         if self.disabled:
             log.warning("the drafter %s is disabled: it has failed %d times in a row", self.name, _MAX_FAILURES)
-        return lists or [ProposalArrays.of(self.name, []) for _ in sequences]
+        return Proposals.of(self.name, [()] * len(sequences)) if proposed is None else proposed
 
     def _checked_cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         return max(0.0, float(self._drafter.cost_s(sequences)))
 
-    def _checked_propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[ProposalArrays]:
+    def _checked_propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> Proposals:
         """Raises: TypeError, ValueError, OverflowError for anything but proposals whose parents precede them."""
-        lists = [
-            own if isinstance(own, ProposalArrays) else ProposalArrays.of(self.name, list(own))
-            for own in self._drafter.propose(sequences, budget)
-        ]
-        return [*lists, *(ProposalArrays.of(self.name, []) for _ in range(len(sequences) - len(lists)))]
+        proposed = self._drafter.propose(sequences, budget)
+        if isinstance(proposed, Proposals):
+            return proposed
+        lists = [list(own) for own in proposed]
+        return Proposals.of(self.name, [*lists, *([()] * (len(sequences) - len(lists)))])
 
-    def learn_nodes(self, given: ProposalArrays, columns: NDArray[np.int64], right: NDArray[np.int64]) -> None:
-        """The fate of proposed nodes, by their columns of feedback."""
+    def learn_nodes(self, given: Proposals, judged: NDArray[np.int64]) -> None:
+        """The fate of proposed nodes. Shape: as `StepTrees.judge` yields."""
+        owners, columns, right = judged
         if given.in_arrays:
-            self.learn(given.feedback(columns), right)
+            self.learn(given.feedback(owners, columns), right)
         else:
-            for column, is_right in zip(columns.tolist(), right.tolist(), strict=True):
-                self.learn(given.feedback(column), bool(is_right))
+            for owner, column, is_right in judged.T.tolist():
+                self.learn(given.feedback(owner, column), bool(is_right))
 
     def _safe(self, call: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(call)

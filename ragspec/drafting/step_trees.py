@@ -5,10 +5,11 @@ are cut at once to the set of nodes with the most expected tokens a second (`rag
 decided, every proposed node whose parent is right is judged, whether it took a row or not.
 
     >>> trees = StepTrees([7, 9], trusts=np.ones((2, 2)))
-    >>> trees.merge(0, proposals, drafter=1, limits=(8, 32_000, False))
-    >>> trees.limit(np.array([48, 48]), is_whole); trees.cut(is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
+    >>> trees.merge([0], proposals, drafter=1, limits=(depths, 32_000, is_chain))
+    >>> trees.cut(np.array([48, 48]), is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -16,8 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.drafting.acceptance import ACCEPTED, EXPECTED, NUM_FIGURES, NUM_HITS, NUM_NODES, Floats, Ints, Mask
-from ragspec.numerics.compiled import compiled
+from ragspec.drafting.acceptance import (
+    ACCEPTED,
+    ASKED,
+    EXPECTED,
+    NUM_FIGURES,
+    NUM_HITS,
+    NUM_NODES,
+    UNCOVERED,
+    Floats,
+    Ints,
+    Mask,
+)
+from ragspec.numerics.compiled import compiled, inner
 from ragspec.tree import (
     FEEDBACK,
     NUM_GIVEN,
@@ -29,15 +41,19 @@ from ragspec.tree import (
     Draw,
     Origin,
     Proposal,
-    ProposalArrays,
+    Proposals,
 )
 
 _DEPTH, _DRAFTER, _NUM_COLUMNS = range(NUM_GIVEN, NUM_GIVEN + 3)
 """Columns of a node beside those of a proposal. A node belongs to the first drafter that proposed it."""
 
 
-@compiled(nogil=True)
-def _merge(
+TreeLimits = tuple[Ints, int, Mask]
+"""The greatest depth of each tree, the target's vocabulary, and which trees are chains. Shapes: int64 [B], bool [B]."""
+
+
+@inner
+def _merge_tree(
     nodes: Any, probs: Any, first_new: int, drafter: int, trust: float, proposed: Any, limits: Any, numbers: Any
 ) -> int:
     """See `StepTrees.merge`. `numbers` gets the node of each proposal, -1 for none. Returns the number of nodes.
@@ -75,13 +91,88 @@ def _merge(
 
 
 @compiled(nogil=True)
+def _merge(
+    nodes: Any, probs: Any, trees: Any, drafter: int, places: Any, given: Any, limits: Any, numbers: Any
+) -> None:
+    """See `StepTrees.merge`. Shapes: nodes int64 [B, C, columns], probs float64 [B, C], places int64 [given]."""
+    (rows, row_probs, starts), (max_depths, vocab_size, is_chain) = given, limits
+    counts, promised, depths, trusts, figures = trees
+    for n, i in enumerate(places):
+        low, high = starts[n], starts[n + 1]
+        own, own_limits = (rows[low:high], row_probs[low:high]), (max_depths[i], vocab_size, is_chain[i])
+        figures[i, drafter, ASKED], figures[i, drafter, UNCOVERED] = 1.0, 1.0 / promised[i]
+        trust = trusts[i, drafter]
+        counts[i] = _merge_tree(nodes[i], probs[i], counts[i], drafter, trust, own, own_limits, numbers[low:high])
+        promised[i] = 0.0
+        for node in range(counts[i]):
+            promised[i] += probs[i, node]
+            depths[i] = max(depths[i], nodes[i, node, _DEPTH])
+
+
+@compiled(nogil=True)
+def _list(probs: Any, counts: Any, places: Any, found: Any) -> int:
+    """List all nodes but the roots: the place of each in the flat arrays, and its probability, negated. Returns how many."""
+    num = 0
+    for i in range(len(counts)):
+        for node in range(1, counts[i]):
+            places[num], found[num] = i * probs.shape[1] + node, -probs[i, node]
+            num += 1
+    return num
+
+
+@compiled(nogil=True)
+def _cut(kept: Any, places: Any, probs: Any, most: Any, is_whole: Any, own_s: float, seconds: Any) -> None:
+    """See `StepTrees.cut`. `places`, `probs`: of all nodes, falling. Shapes: int64 [N], float64 [N]."""
+    width, left, num_whole, num_open, expected = kept.shape[1], most.copy(), 0, 0, 0.0
+    open_nodes = np.empty(len(places), np.int64)
+    for i in range(len(most)):
+        kept[i, 0] = True
+        expected += 0.0 if is_whole[i] else 1.0
+    for n in range(len(places)):
+        tree, node = places[n] // width, places[n] % width
+        if left[tree] > 0:
+            left[tree] -= 1
+            if is_whole[tree]:
+                kept[tree, node] = True
+                num_whole += 1
+            else:
+                open_nodes[num_open] = n
+                num_open += 1
+    best, best_rate = 0, expected / own_s
+    for n in range(min(num_open, len(seconds) - 1 - num_whole)):
+        expected += probs[open_nodes[n]]
+        rate = expected / (own_s + seconds[num_whole + n + 1] - seconds[num_whole])
+        if rate > best_rate:
+            best, best_rate = n + 1, rate
+    for n in range(best):
+        place = places[open_nodes[n]]
+        kept[place // width, place % width] = True
+
+
+@compiled(nogil=True)
+def _pack(nodes: Any, probs: Any, kept: Any, packed: Any, packed_probs: Any, ends: Any) -> None:
+    """Copy the kept nodes, with the numbers of their parents among them. `ends`: behind each tree's last. Shapes: kept bool
+    [B, C], packed int64 [N, columns]."""
+    num, numbers = 0, np.empty(kept.shape[1], np.int64)
+    for i in range(len(kept)):
+        first = num
+        for node in range(kept.shape[1]):
+            if kept[i, node]:
+                packed[num], packed_probs[num] = nodes[i, node], probs[i, node]
+                packed[num, PARENT] = numbers[nodes[i, node, PARENT]] if node else -1
+                numbers[node] = num - first
+                num += 1
+        ends[i] = num
+
+
+@compiled(nogil=True)
 def _judge(
     nodes: Any, probs: Any, counts: Any, kept: Any, trusts: Any, figures: Any, tokens: Any, starts: Any, events: Any
 ) -> int:
     """List the proposed children of all nodes on the path of the decided tokens, and count them.
 
     Siblings count in order up to the right one: a later sibling's probability is given that no earlier one is right. Shapes:
-    tokens int64 [T], of sequence i [starts[i], starts[i + 1]); events int64 [most, 4]: sequence, drafter, feedback, whether it is
+    tokens int64 [T], of sequence i [starts[i], starts[i + 1]); events int64 [4, most]: drafter, sequence, feedback, whether it is
     right. Returns the number of events.
     """
     num = 0
@@ -96,8 +187,12 @@ def _judge(
             if at >= starts[i + 1] or nodes[i, node, PARENT] != parent:
                 continue
             is_right = nodes[i, node, TOKEN] == tokens[at]
-            event = events[num]
-            event[0], event[1], event[2], event[3] = i, drafter, nodes[i, node, FEEDBACK], is_right
+            events[0, num], events[1, num], events[2, num], events[3, num] = (
+                drafter,
+                i,
+                nodes[i, node, FEEDBACK],
+                is_right,
+            )
             num += 1
             if probs[i, parent] > 0.0 and not kept[i, node]:
                 chance = probs[i, node] / probs[i, parent]
@@ -112,8 +207,9 @@ def _judge(
 class StepTrees:
     """See the module. Belongs to one step of B sequences. `trusts`: by which each drafter's probabilities are scaled, over 0.
 
-    `counts`: nodes of each tree, `draws`: by node, how its children were drawn. Shapes: trusts float64 [B, drafters], counts
-    int64 [B], figures float64 [B, drafters, figures].
+    `counts`: nodes of each tree; `depths`: its levels; `promised`: tokens that it promises, the bonus token included; `draws`: by
+    node, how its children were drawn. Shapes: trusts float64 [B, drafters], counts and depths int64 [B], promised float64 [B],
+    figures float64 [B, drafters, figures].
     """
 
     def __init__(self, root_tokens: SequenceOf[int], trusts: Floats) -> None:
@@ -121,49 +217,35 @@ class StepTrees:
         self._nodes, self._probs = np.zeros((count, capacity, _NUM_COLUMNS), np.int64), np.zeros((count, capacity))
         self._nodes[:, 0, TOKEN], self._nodes[:, 0, PARENT], self._probs[:, 0] = root_tokens, -1, 1.0
         self._trusts, self._kept = trusts, self._probs > 0.0
-        self.counts, self.figures = np.ones(count, np.int64), np.zeros((*trusts.shape, NUM_FIGURES))
+        self.counts, self.depths, self.promised = np.ones(count, np.int64), np.zeros(count, np.int64), np.ones(count)
+        self.figures = np.zeros((*trusts.shape, NUM_FIGURES))
         self.draws: list[dict[int, Draw]] = [{} for _ in root_tokens]
-        self._given: dict[tuple[int, int], ProposalArrays] = {}
+        self._given: list[tuple[int, Ints, Proposals]] = []
 
-    @property
-    def expected(self) -> float:
-        """Accepted tokens that all nodes so far promise."""
-        return float(self._probs.sum()) - len(self.counts)
-
-    @property
-    def depths(self) -> Ints:
-        """Of each tree. Shape: int64 [B]."""
-        depths: Ints = self._nodes[:, :, _DEPTH].max(1)
-        return depths
-
-    def uncovered(self) -> Floats:
-        """How little the nodes so far cover: 1 over the tokens that a tree promises, the bonus token included. Shape: [B]."""
-        uncovered: Floats = 1.0 / self._probs.sum(1)
-        return uncovered
-
-    def merge(self, tree: int, given: ProposalArrays, drafter: int, limits: tuple[int, int, bool]) -> None:
-        """Add one drafter's proposals; parents precede their children. `limits`: the greatest depth, the target's vocabulary, and
-        whether the tree is a chain: the first path alone.
+    def merge(self, places: SequenceOf[int], given: Proposals, drafter: int, limits: TreeLimits) -> None:
+        """Add one drafter's proposals for these trees; parents precede their children. Of a chain the first path counts alone.
 
         Below a node that is there already, probabilities are rescaled to that node's. A new sibling of other drafters' nodes gets
         the probability that they leave. A node that is too deep, no token of the target or without a probability is left out with
         all nodes below it.
         """
-        if not len(given):
-            return
-        if (needed := int(self.counts[tree]) + len(given)) > self._probs.shape[1]:
-            more = ((0, 0), (0, needed))
-            self._nodes, self._probs = np.pad(self._nodes, (*more, (0, 0))), np.pad(self._probs, more)
-        own, own_probs, numbers = self._nodes[tree], self._probs[tree], np.empty(len(given), np.int64)
-        trust, proposed = self._trusts[tree, drafter], (given.nodes, given.probs)
-        self.counts[tree] = _merge(own, own_probs, self.counts[tree], drafter, trust, proposed, limits, numbers)
-        parents = set(own[1 : self.counts[tree], PARENT].tolist()) if given.draws else set()
-        for at, draw in given.draws.items():
-            above = given.nodes[at, PARENT]
-            parent = 0 if above < 0 else int(numbers[above])
-            if parent in parents or (parent >= 0 and not limits[2]):
+        at, sizes = np.array(places, np.int64), np.diff(given.starts)
+        needed, (count, width) = int((self.counts[at] + sizes).max(initial=0)), self._probs.shape
+        if needed > width:
+            nodes, probs = np.zeros((count, 2 * needed, _NUM_COLUMNS), np.int64), np.zeros((count, 2 * needed))
+            nodes[:, :width], probs[:, :width] = self._nodes, self._probs
+            self._nodes, self._probs = nodes, probs
+        numbers, arrays = np.empty(len(given.nodes), np.int64), (given.nodes, given.probs, given.starts)
+        trees = self.counts, self.promised, self.depths, self._trusts, self.figures
+        _merge(self._nodes, self._probs, trees, drafter, at, arrays, limits, numbers)
+        for node, draw in given.draws.items():
+            own = int(np.searchsorted(given.starts, node, "right")) - 1
+            tree, above = places[own], given.nodes[node, PARENT]
+            parent = 0 if above < 0 else int(numbers[given.starts[own] + above])
+            has_children = parent in self._nodes[tree, 1 : self.counts[tree], PARENT]
+            if has_children or (parent >= 0 and not limits[2][tree]):
                 self.draws[tree][parent] = draw
-        self._given[tree, drafter] = given
+        self._given.append((drafter, at, given))
 
     def whole(self, tree: int) -> DraftTree:
         """All nodes so far, without origins."""
@@ -174,76 +256,67 @@ class StepTrees:
 
     def drop(self, tree: int) -> None:
         """Leave the root alone."""
-        self.counts[tree], self.draws[tree] = 1, {}
+        self.counts[tree], self.depths[tree], self.promised[tree], self.draws[tree] = 1, 0, 1.0, {}
         self._nodes[tree, 1:] = self._probs[tree, 1:] = 0
 
-    def limit(self, most: Ints) -> None:
-        """Keep of each tree at most so many of its most probable nodes; of equal nodes the first ones. Shape: int64 [B]."""
-        places = np.arange(self._probs.shape[1])
-        self._kept = places < self.counts[:, None]
-        if (self.counts - 1 > most).any():
-            order = np.argsort(np.where(self._kept, -self._probs, np.inf), axis=1, kind="stable")
-            ranks = np.empty_like(order)
-            np.put_along_axis(ranks, order, places[None], axis=1)
-            self._kept &= ranks <= most[:, None]
+    def cut(self, most: Ints, is_whole: Mask, own_s: float, seconds: Floats) -> None:
+        """Keep the best set of nodes: as many as `seconds` has at most, the step's with 0, 1, ... nodes, and `most` of each tree.
 
-    def cut(self, is_whole: Mask, own_s: float, seconds: Floats) -> None:
-        """Keep the best set of the limited nodes: as many as `seconds` has at most, the step's with 0, 1, ... nodes.
-
-        `is_whole`: trees of which no node is left out for what it costs. `own_s`: seconds of the other sequences' own tokens.
-        Shapes: is_whole bool [B], seconds float64 [most nodes + 1].
+        The most probable nodes stay, of equal nodes the first ones. `is_whole`: trees of which no node is left out for what it
+        costs. `own_s`: seconds of the other sequences' own tokens. Shapes: most int64 [B], is_whole bool [B], seconds float64
+        [most nodes + 1].
         """
-        owners, places = np.nonzero(self._kept & ~is_whole[:, None])
-        owners, places = owners[places > 0], places[places > 0]
-        num_whole = int(self._kept[is_whole, 1:].sum())
-        probs = self._probs[owners, places]
-        order = np.argsort(-probs, kind="stable")
-        spent = own_s + seconds[num_whole : num_whole + len(order) + 1] - seconds[num_whole]
-        own = np.count_nonzero(~is_whole)
-        expected = own + np.cumsum(probs[order[: len(spent) - 1]])
-        best = int(np.argmax(np.concatenate([[own], expected]) / spent))
-        self._kept[owners[order[best:]], places[order[best:]]] = False
+        places, probs = np.empty(self._probs.size, np.int64), np.empty(self._probs.size)
+        num = _list(self._probs, self.counts, places, probs)
+        order = np.argsort(probs[:num], kind="stable")
+        self._kept = np.zeros(self._probs.shape, np.bool_)
+        _cut(self._kept, places[order], -probs[order], most, is_whole, own_s, seconds)
 
     def trees(self, drafters: SequenceOf[str]) -> list[DraftTree]:
         """The kept nodes."""
-        numbers = np.cumsum(self._kept, axis=1) - 1
-        owners, places = np.nonzero(self._kept)
-        packed = self._nodes[owners, places]
-        packed[:, PARENT] = np.where(places > 0, numbers[owners, packed[:, PARENT]], -1)
-        columns, probs, found = packed.T.tolist(), self._probs[owners, places].tolist(), list[DraftTree]()
-        ends = np.cumsum(numbers[:, -1] + 1).tolist()
-        for i, (low, high) in enumerate(itertools.pairwise([0, *ends])):
-            tree = DraftTree(columns[TOKEN][low])
-            tree.token_ids, tree.parents = columns[TOKEN][low:high], columns[PARENT][low:high]
-            tree.depths, tree.path_probs = columns[_DEPTH][low:high], probs[low:high]
-            origins = zip(*(columns[c][low + 1 : high] for c in (_DRAFTER, SOURCE, OFFSET)), strict=True)
-            tree.origins += [Origin(drafters[drafter], source, offset) for drafter, source, offset in origins]
-            draws = self.draws[i].items() if high > low + 1 else ()
-            tree.draws = {int(numbers[i, node]): draw for node, draw in draws if self._kept[i, node]}
+        count, ends = np.count_nonzero(self._kept), np.empty(len(self._kept), np.int64)
+        packed, probs = np.empty((count, _NUM_COLUMNS), np.int64), np.empty(count)
+        _pack(self._nodes, self._probs, self._kept, packed, probs, ends)
+        tokens, parents, depths = packed[:, [TOKEN, PARENT, _DEPTH]].T.tolist()
+        every_prob, found = probs.tolist(), list[DraftTree]()
+        for i, (low, high) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+            tree = DraftTree(tokens[low], functools.partial(_origins, drafters, packed[low + 1 : high]))
+            tree.token_ids, tree.parents = tokens[low:high], parents[low:high]
+            tree.depths, tree.path_probs = depths[low:high], every_prob[low:high]
+            if self.draws[i] and high > low + 1:
+                numbers = np.cumsum(self._kept[i]) - 1
+                tree.draws = {int(numbers[node]): draw for node, draw in self.draws[i].items() if self._kept[i, node]}
             found.append(tree)
         return found
 
-    def judge(self, tokens: SequenceOf[SequenceOf[int]]) -> Iterator[tuple[int, ProposalArrays, Ints, Ints]]:
+    def judge(self, tokens: SequenceOf[SequenceOf[int]]) -> Iterator[tuple[int, Proposals, Ints]]:
         """Judge the proposed nodes by the decided tokens of each sequence, and add to `figures`.
 
-        Yields for each sequence and drafter the drafter, its proposals, the feedback columns of its judged nodes, and 1 or 0 for
-        right or wrong.
+        Yields for each drafter its number, its proposals and its judged nodes: sequence of the proposals, column of feedback, 1
+        for right. Shape: int64 [3, N].
         """
         starts = np.cumsum([0, *map(len, tokens)])
         flat = np.fromiter(itertools.chain.from_iterable(tokens), np.int64, starts[-1])
-        events = np.empty((int(self.counts.sum()), 4), np.int64)
+        events = np.empty((4, int(self.counts.sum())), np.int64)
         arrays = self._nodes, self._probs, self.counts, self._kept, self._trusts, self.figures
-        events = events[: _judge(*arrays, flat, starts, events)]
-        bounds = np.searchsorted(events[:, 0], np.arange(len(self.counts) + 1))
-        for (tree, drafter), given in self._given.items():
-            own = events[bounds[tree] : bounds[tree + 1]]
-            own = own[own[:, 1] == drafter]
-            if len(own):
-                yield drafter, given, own[:, 2], own[:, 3]
+        events = events[:, : _judge(*arrays, flat, starts, events)]
+        for drafter, places, given in self._given:
+            judged = np.compress(events[0] == drafter, events[1:], axis=1)
+            if judged.size:
+                judged[0] = np.searchsorted(places, judged[0])
+                yield drafter, given, judged
+
+
+def _origins(drafters: SequenceOf[str], nodes: Ints) -> list[Origin]:
+    columns = nodes[:, [_DRAFTER, SOURCE, OFFSET]].tolist()
+    return [Origin(drafters[drafter], source, offset) for drafter, source, offset in columns]
 
 
 def compile_trees() -> None:
     """Compile now, or read from disk, for the first answer would otherwise wait."""
     trees = StepTrees([0], np.ones((1, 1)))
-    trees.merge(0, ProposalArrays.of("any", [Proposal(1, -1, 0.5, Origin("any"))]), 0, (1, 2, False))
+    limits = np.ones(1, np.int64), 2, np.zeros(1, np.bool_)
+    trees.merge([0], Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]]), 0, limits)
+    trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1.0, np.ones(2))
+    trees.trees(["any"])
     list(trees.judge([[1]]))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ragspec.core import SourceKind
 from ragspec.drafting.acceptance import AcceptanceCells
 from ragspec.drafting.references import Reference
-from ragspec.numerics.compiled import compiled, inner
+from ragspec.numerics.compiled import address_of, array_at, compiled, inner
 
 Ints = NDArray[np.int32]
 
@@ -26,6 +26,10 @@ SORTED_TOKENS = 32
 MOST_FOLLOWED = 8
 """Output tokens after which an input that the output left is followed no more."""
 _NUM_RUNS = 8
+FOLLOWS, ACCEPTED, SEEN, NUM_CELLS = range(10, 14)
+"""Columns behind those that `searched_text` reads: whether the output may follow an input, and where the acceptance of each cell
+lies."""
+NUM_COLUMNS = NUM_CELLS + 1
 _MOST_MATCHES = 24
 NO_TOKENS: Ints = np.empty(0, np.int32)
 
@@ -262,48 +266,44 @@ class ReferenceIndex:
         self.quotes = np.array(_ranked_quotes(references, self.begin), np.int32)
         self.order = SortedSuffixes.build(self.tokens, 1).order
         self.distinct = frozenset(self.tokens.tolist())
-
-
-class SearchedText(NamedTuple):
-    """A sequence's references and output as compiled code reads them.
-
-    `place` holds where the output begins and ends, and where it follows an input: the input's next position, -1 for none, and the
-    output tokens since the output left the input. `opens`: whether an output token opens a quotation.
-    Shapes: text int32 [room], order int32 [T], facts int32 [T, 5], quotes int32 [Q], starts int32 [S, 2], opens bool [room],
-    place int64 [4].
-    """
-
-    text: Ints
-    order: Ints
-    facts: Ints
-    quotes: Ints
-    starts: Ints
-    opens: NDArray[np.bool_]
-    place: NDArray[np.int64]
+        found, starts = (address_of(self.quotes), len(self.quotes)), (address_of(self.starts), len(self.starts))
+        self.columns = (
+            address_of(self.order),
+            address_of(self.facts),
+            len(self.tokens),
+            *found,
+            *starts,
+            self.follows_input,
+        )
 
 
 class SuffixIndex:
     """The references of one sequence, then the output, which grows. `acceptance`: of its tenant.
 
-    A sequence without a match costs a look-up of its last token: the output is read when there is one.
+    `place` holds where the output begins and ends, and where it follows an input: the input's next position, -1 for none, and the
+    output tokens since the output left the input. `text` has room for the whole output; `num_read` tokens of it are read. A
+    sequence without a match costs a look-up of its last token: the output is read when there is one. Compiled code finds all
+    arrays by `address`. Shapes: text int32 [room], place int64 [4].
     """
 
     def __init__(
-        self, base: ReferenceIndex, salt: str, acceptance: AcceptanceCells, opens_quote: Callable[[int], bool]
+        self,
+        base: ReferenceIndex,
+        salt: str,
+        acceptance: AcceptanceCells,
+        opens_quote: Callable[[int], bool],
+        most_tokens: int = 0,
     ) -> None:
-        """`opens_quote`: whether a token ends with a mark that opens a quotation."""
+        """`opens_quote`: whether a token ends with a mark that opens a quotation. `most_tokens`: of the output."""
         self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
-        self.remembered = True
-        begin = len(base.tokens)
-        text = np.concatenate([base.tokens, np.full(256, SEPARATOR, np.int32)])
-        fixed = base.order, base.facts, base.quotes, base.starts
-        self.searched = SearchedText(text, *fixed, np.zeros(256, np.bool_), np.array([begin, begin, -1, 0]))
+        self.remembered, self.num_read = True, 0
+        self.text = np.empty(len(base.tokens) + most_tokens, np.int32)
+        self.text[: len(base.tokens)] = base.tokens
+        self.place = np.array([len(base.tokens), len(base.tokens), -1, 0])
+        own = address_of(self.text), len(self.text), address_of(self.place)
+        self._columns = np.array([*own, *base.columns, *acceptance.address, len(acceptance.seen)])
+        self.address = address_of(self._columns)
         self._written, self._num_seen, self._has_match = set[int](), 0, False
-
-    @property
-    def num_output(self) -> int:
-        """Tokens of the output that were appended."""
-        return int(self.searched.place[1]) - len(self.base.tokens)
 
     def may_continue(self, tokens: SequenceOf[int], num_prompt: int) -> bool:
         """Whether a search could find a point to copy from. `tokens`: prompt and output."""
@@ -317,19 +317,37 @@ class SuffixIndex:
             self._num_seen = num_output
         if self._has_match or (len(self.base.quotes) and self._opens_quote(last)):
             return True
-        return self.base.follows_input and (num_output <= MOST_FOLLOWED or self.searched.place.item(2) >= 0)
+        return self.base.follows_input and (num_output <= MOST_FOLLOWED or self.place.item(2) >= 0)
 
-    def append(self, token_ids: SequenceOf[int]) -> None:
-        text, opens, place = self.searched.text, self.searched.opens, self.searched.place
-        begin, end = place[:2].tolist()
-        if (room := end + len(token_ids)) > len(text):
-            text = np.concatenate([text, np.full(room, SEPARATOR, np.int32)])
-            opens = np.concatenate([opens, np.zeros(room, np.bool_)])
-            self.searched = self.searched._replace(text=text, opens=opens)
-        text[end:room] = token_ids
-        if len(self.base.quotes):  # else no point depends on it
-            opens[end - begin : room - begin] = [self._opens_quote(token) for token in token_ids]
-        place[1] = room
+
+class SearchedText(NamedTuple):
+    """A sequence's references and output as compiled code reads them; see `SuffixIndex` and `ReferenceIndex`.
+
+    `opens`: whether a token of the vocabulary opens a quotation; all False without quotes. Shape: bool [V].
+    """
+
+    text: Any
+    place: Any
+    order: Any
+    facts: Any
+    quotes: Any
+    starts: Any
+    opens: Any
+
+
+@inner
+def searched_text(columns: Any, opens: Any) -> SearchedText:
+    """The arrays of `SuffixIndex.address`. Shape: int64 [columns]."""
+    text, room, place, order, facts, size, quotes, num_quotes, starts, num_starts = columns[:10]
+    return SearchedText(
+        array_at(text, (room,), np.int32),
+        array_at(place, (4,), np.int64),
+        array_at(order, (size,), np.int32),
+        array_at(facts, (size, 5), np.int32),
+        array_at(quotes, (num_quotes,), np.int32),
+        array_at(starts, (num_starts, 2), np.int32),
+        opens,
+    )
 
 
 def _starts(references: list[Reference], begin: NDArray[np.int64]) -> Ints:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor
+from functools import partial
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request, SamplingParams
@@ -165,11 +166,12 @@ class Engine(EngineClient):
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
         (logits, features, sampled, node_s), results = self._forward(batch, trees), list[StepResult]()
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
-            rows, result = part.logits(logits), UNDECIDED
+            result = UNDECIDED
             if tree is not None:
+                rows = partial(part.logits, logits)
                 result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s, node_s)
-            part.keep(result.path)
             results.append(result)
+        batch.keep(*(result.path for result in results))
         kept = batch.features(features, [result.path for result in results])
         self._planner.observe(self._in_step, results, kept)
         for sequence, part, result in zip(self._in_step, batch.sequences, results, strict=True):

@@ -119,6 +119,8 @@ class Scheduler:
         if self.offload is not None:
             self.offload.begin_step(self._cost_s(self._config.max_num_batched_tokens, 0))
         self._admit()
+        if self._all_decode():
+            return [(sequence, 1) for sequence in self.running]
         demands, chosen = self._demands(), list[tuple[Sequence, int]]()
         shares, promised = fair_shares(demands, self._most_rows(demands)), 0  # pages for what was chosen so far
         for sequence in sorted(self.running, key=lambda each: self._turn(each, demands)):
@@ -133,6 +135,19 @@ class Scheduler:
                 sequence.last_step = self._num_steps
                 shares[tenant] -= num_tokens
         return [(s, n) for s, n in chosen if s.slots is not None]
+
+    def _all_decode(self) -> bool:
+        """Whether every running sequence has one pending token, and the step has room for all of them."""
+        num_pages = 0
+        for sequence in self.running:
+            if sequence.slots is None or sequence.num_pending != 1:
+                return False
+            num_pages += sequence.slots.num_new_pages(1)
+        if len(self.running) > self._most_rows(Counter(map(_tenant, self.running))) or not self._free(num_pages):
+            return False
+        for sequence in self.running:
+            sequence.last_step = self._num_steps
+        return True
 
     def _demands(self) -> Counter[str]:
         """The pending tokens of each tenant; of equal ones, the tenant that has waited longest for a step first."""
@@ -151,6 +166,8 @@ class Scheduler:
         even = min(most, len(demands) * min(demands.values(), default=0))
         if len(demands) < 2 or even == most:
             return most
+        if sum(demands.values()) <= even:
+            return even
         context = max(len(sequence.tokens) for sequence in self.running)
         limit_s = _SHARED_STEP * self._cost_s(even, context)
         return bisect.bisect_right(range(most + 1), limit_s, lo=even, key=lambda rows: self._cost_s(rows, context)) - 1

@@ -19,7 +19,7 @@ from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tenants import tenant_of
-from ragspec.tree import DraftTree, StepResult
+from ragspec.tree import DraftTree, Origin, StepResult
 from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler, log_probs
 from ragspec.verification.verify import VerifyResult, verify
@@ -109,22 +109,21 @@ class Sequence:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
 
-    def verify(self, tree: DraftTree, logits: LogitRows, sampled: SequenceOf[int] = ()) -> VerifyResult:
+    def verify(self, tree: DraftTree, logits: Callable[[], LogitRows], sampled: SequenceOf[int] = ()) -> VerifyResult:
         """Decide tokens by the request's acceptance rule.
 
         Shapes: logits float32 [N, V], row n for node n; `sampled` [N]: the token after each node, empty if the sampler is to read
         the logits.
         """
         sampler = self.sampler
+        if sampled and isinstance(sampler, KeyedSampler):
+            verdict = verify(tree, sampled.__getitem__, self.most_tokens)
+            sampler.take(verdict.tokens)
+            return verdict
+        rows = logits()
         if isinstance(sampler, RejectionSampler):
-            return sampler.verify(tree, tree.draws, logits, self.most_tokens)
-
-        def token_after(node: int) -> int:
-            if sampled and isinstance(sampler, KeyedSampler):
-                return sampler.take(sampled[node])
-            return sampler(np.asarray(logits[node : node + 1])[0])
-
-        return verify(tree, token_after, self.most_tokens)
+            return sampler.verify(tree, tree.draws, rows, self.most_tokens)
+        return verify(tree, lambda node: sampler(np.asarray(rows[node : node + 1])[0]), self.most_tokens)
 
     def schedule(self, num_tokens: int, tree: DraftTree | None) -> ScheduledSequence:
         """Its next `num_tokens` pending tokens and a draft tree as rows of a batch. Raises: OutOfSlots."""
@@ -136,7 +135,7 @@ class Sequence:
         return ScheduledSequence(self.slots, token_ids + tree.token_ids[1:], tree.parents)
 
     def commit(
-        self, tree: DraftTree, verdict: VerifyResult, logits: LogitRows, draft_s: float = 0.0, node_s: float = 0.0
+        self, tree: DraftTree, verdict: VerifyResult, logits: Callable[[], LogitRows], draft_s: float, node_s: float
     ) -> StepResult:
         """Append decided tokens until one of them ends the output, and count the step.
 
@@ -160,7 +159,7 @@ class Sequence:
         result = StepResult(tree, verdict.path, verdict.tokens[:num_kept])
         if params.logprobs is not None:
             self._logprobs += log_probs(
-                logits, [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
+                logits(), [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
             )
         self.finish_reason = reason
         self._uncounted.append((tree, result.path, draft_s, node_s))
@@ -191,23 +190,24 @@ class Sequence:
         stats.num_drafted += tree.num_drafted
         stats.num_accepted += len(path)
         stats.expected_accepted += sum(tree.path_probs[1:])
-        for node in path:
-            name = tree.origins[node].drafter
-            stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
-        self._count_sources(tree, range(1, len(tree)), stats.drafted_by_source)
-        self._count_sources(tree, path, stats.accepted_by_source)
-        for depth, parent in enumerate([0, *path[: _COUNTED_DEPTHS - 1]]):
-            accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
-            for name in {tree.origins[node].drafter for node in tree.children(parent)}:
-                counts = self._positions.setdefault(name, [])
-                counts += [[0, 0] for _ in range(depth + 1 - len(counts))]
-                counts[depth][0] += 1
-                counts[depth][1] += name == accepted
+        origins = tree.origins
+        accepted = [origins[node] for node in path]
+        for origin in accepted:
+            stats.accepted_by_drafter[origin.drafter] = stats.accepted_by_drafter.get(origin.drafter, 0) + 1
+        self._count_sources(origins[1:], stats.drafted_by_source)
+        self._count_sources(accepted, stats.accepted_by_source)
+        depths = {node: depth for depth, node in enumerate([0, *path[: _COUNTED_DEPTHS - 1]])}
+        children = zip(tree.parents[1:], origins[1:], strict=True)
+        for depth, name in {(depths[parent], origin.drafter) for parent, origin in children if parent in depths}:
+            counts = self._positions.setdefault(name, [])
+            counts += [[0, 0] for _ in range(depth + 1 - len(counts))]
+            counts[depth][0] += 1
+            counts[depth][1] += depth < len(path) and name == accepted[depth].drafter
 
-    def _count_sources(self, tree: DraftTree, nodes: Iterable[int], counts: dict[str, int]) -> None:
-        for node in nodes:
-            if 0 <= (source := tree.origins[node].source) < len(self._kinds):
-                name = self._kinds[source]
+    def _count_sources(self, origins: Iterable[Origin], counts: dict[str, int]) -> None:
+        for origin in origins:
+            if 0 <= origin.source < len(self._kinds):
+                name = self._kinds[origin.source]
                 counts[name] = counts.get(name, 0) + 1
 
     def emit(self, error: str = "") -> bool:

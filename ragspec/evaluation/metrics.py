@@ -113,7 +113,7 @@ def _losses(target: Target, tokens: np.ndarray) -> np.ndarray:
         batch = Batch([ScheduledSequence(slots, known)])
         rows = np.arange(len(known), dtype=np.int32)
         logits = target.forward(batch.token_ids, batch.metadata, rows).astype(np.float64)
-        batch.sequences[0].keep()
+        batch.keep(())
         top = logits.max(1)
         following = logits[rows, tokens[start + 1 : start + 1 + len(known)]]
         losses.append(top + np.log(np.exp(logits - top[:, None]).sum(1)) - following)

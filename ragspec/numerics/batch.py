@@ -1,11 +1,11 @@
 """One step as one forward: of each scheduled sequence its next known tokens and a draft tree on top, flattened to rows.
 
-Slots are reserved when a batch is built; `keep` or `drop` settles each sequence's slots when the step is decided. Owns no
+Slots are reserved when a batch is built; `keep` or `drop` settles them when the step is decided. Owns no
 text and no logits.
 
     >>> batch = Batch([ScheduledSequence(slots, token_ids)])
     >>> logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
-    >>> batch.sequences[0].keep()
+    >>> batch.keep(())
 """
 
 import itertools
@@ -20,7 +20,7 @@ from torch import Tensor
 from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.compiled import compiled
-from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.kv_cache import LENGTH, NUM_PAGES, SequenceSlots, arrays_at, keep_rows, reserve_rows
 from ragspec.numerics.torch.transfer import to_device
 
 NODES = -3
@@ -45,7 +45,7 @@ class ScheduledSequence:
         self.slots, self.token_ids, self.parents, self.wants_logits = slots, token_ids, parents, wants_logits
         self.num_known = len(token_ids) - len(parents) + 1
         self.first_row = self.first_logit = 0  # set by the batch
-        self.reserved_slots, self.reserved_index = slots.reserve(len(token_ids))
+        slots.take_pages(len(token_ids))
 
     def logits(self, logits: LogitRows) -> LogitRows:
         """Logits of the tree, row n for node n. Shapes: [W, V] of the batch -> [N, V]."""
@@ -63,19 +63,9 @@ class ScheduledSequence:
         root = self.first_row + self.num_known - 1
         return [*range(self.first_row, root + 1), *(root + node for node in path)]
 
-    def keep(self, path: Sequence[int] = ()) -> None:
-        """Keep the known tokens and the tree's nodes on `path`, in order; all other slots are spare again."""
-        root = self.num_known - 1
-        kept = [*range(self.num_known), *(root + node for node in path)]
-        self.slots.keep(self.reserved_slots, self.reserved_index, kept)
-
-    def drop(self) -> None:
-        """Keep nothing."""
-        self.slots.keep(self.reserved_slots, self.reserved_index, [])
-
 
 class Batch:
-    """The rows of all sequences, in order. Raises: OutOfSlots.
+    """The rows of all sequences, in order; their slots are reserved.
 
     Shapes: token_ids int32 [N]; logit_rows int32 [W], the rows of all nodes whose logits are wanted, roots included.
     """
@@ -91,8 +81,49 @@ class Batch:
                 logit_rows += range(len(token_ids) - len(scheduled.parents), len(token_ids))
         self.token_ids = np.array(token_ids, np.int32)
         self.logit_rows = np.array(logit_rows, np.int32)
+        self._addresses = np.array([s.slots.address for s in sequences])
+        self._num_known = np.array([s.num_known for s in sequences])
+        self._row_start = np.array([*(s.first_row for s in sequences), len(token_ids)])
+        self._slots, self._index = np.empty(len(token_ids), np.int32), np.empty(len(token_ids), np.int32)
+        reserve_rows(self._addresses, self._row_start, self._slots, self._index)
+        self.metadata = self._metadata()
         self.longest_context = max(s.slots.length + s.num_known for s in sequences)
-        self.metadata = _metadata(sequences)
+
+    def keep(self, *paths: Sequence[int]) -> None:
+        """Keep each sequence's known tokens and the tree's nodes on its path, in order; all other slots are spare again."""
+        rows = [s.num_known - 1 + node for s, path in zip(self.sequences, paths, strict=True) for node in path]
+        self._keep(self._num_known, rows, paths)
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self._keep(np.zeros_like(self._num_known), [], [()] * len(self.sequences))
+
+    def _keep(self, num_known: NDArray[np.int64], rows: list[int], paths: Sequence[Sequence[int]]) -> None:
+        chosen = num_known, np.array(rows, np.int64), np.cumsum([0, *map(len, paths)])
+        keep_rows(self._addresses, self._row_start, self._slots, self._index, *chosen)
+
+    def _metadata(self) -> AttentionMetadata:
+        parents = np.fromiter(itertools.chain.from_iterable(s.parents for s in self.sequences), np.int64)
+        nodes = self._row_start, self._num_known, parents
+        positions, context_end, ahead, ahead_start, path_start, path_rows = _layout(self._addresses, *nodes)
+        context = _context(self._addresses, self._slots, self._index, ahead, ahead_start)
+        context_slots, context_index, context_start, pages, page_start = context
+        row_start = self._row_start.astype(np.int32)
+        return AttentionMetadata(
+            slots=self._slots,
+            positions=positions,
+            row_start=row_start,
+            pages=pages,
+            page_start=page_start,
+            context_slots=context_slots,
+            context_index=context_index,
+            context_start=context_start,
+            context_end=context_end,
+            path_slots=self._slots[path_rows],
+            path_index=self._index[path_rows],
+            path_start=path_start,
+            tiles=make_tiles(row_start),
+        )
 
     def features(self, features: Mapping[int, Tensor], paths: Sequence[Sequence[int]]) -> list[dict[int, Tensor]]:
         """Each sequence's features of its known tokens and of the nodes on its path, by tap; of `NODES` all nodes, with their
@@ -128,34 +159,37 @@ def _split(states: Mapping[int, Tensor], kept: Sequence[Sequence[int]]) -> dict[
 
 
 @compiled(nogil=True)
-def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any, num_rows: int) -> Any:
+def _layout(addresses: Any, row_start: Any, num_known: Any, parents: Any) -> Any:
     """Where rows stand and which rows they see: position and end of context of each row, the rows after the kept positions that
     are context (known tokens, then the trunk) with each sequence's first, and the rows of each row's path beside the trunk.
 
-    Shapes: lengths, num_known int64 [B]: kept positions and known tokens; parents int64 [nodes]; node_start int64 [B + 1].
+    Shapes: addresses, num_known int64 [B], of sequences and their known tokens; row_start int64 [B + 1]; parents int64 [nodes].
     """
-    count, most = len(lengths), 0
+    count, num_rows, most = len(addresses), row_start[-1], 0
+    node_start = np.zeros(count + 1, np.int64)
+    for b in range(count):
+        node_start[b + 1] = node_start[b] + row_start[b + 1] - row_start[b] - num_known[b] + 1
     positions, context_end = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     ahead, ahead_start = np.empty(num_rows, np.int64), np.zeros(count + 1, np.int32)
     depths, seen = np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
     path_start, first = np.zeros(num_rows + 1, np.int32), 0
     for b in range(count):  # first depths and trunks, and how long the paths are
         low, high, root = node_start[b], node_start[b + 1], first + num_known[b] - 1
-        deepest, num = 0, ahead_start[b]
+        deepest, num, length = 0, ahead_start[b], arrays_at(addresses[b])[0][LENGTH]
         for row in range(first, root + 1):
-            positions[row] = lengths[b] + row - first
+            positions[row] = length + row - first
             context_end[row] = positions[row] + 1
             ahead[num] = row
             num += 1
         for node in range(low + 1, high):
             depths[node] = depths[low + parents[node]] + 1
             deepest = node - low if depths[node] > depths[low + deepest] else deepest
-        length, node = depths[low + deepest], deepest
+        num_trunk, node = depths[low + deepest], deepest
         while node:
             seen[low + node] = depths[low + node]  # a mark of the trunk
             ahead[num + depths[low + node] - 1] = root + node
             node = parents[low + node]
-        ahead_start[b + 1] = num + length
+        ahead_start[b + 1] = num + num_trunk
         for node in range(low + 1, high):
             row, above = root + node - low, parents[node]
             positions[row] = positions[root] + depths[node]
@@ -180,37 +214,22 @@ def _layout(lengths: Any, num_known: Any, parents: Any, node_start: Any, num_row
     return positions, context_end, ahead[: ahead_start[count]], ahead_start, path_start, path_rows
 
 
-def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
-    lengths, num_known, num_rows = np.array([(s.slots.length, s.num_known, len(s.token_ids)) for s in sequences]).T
-    parents = np.fromiter(itertools.chain.from_iterable(s.parents for s in sequences), np.int64)
-    node_start = np.concatenate([[0], np.cumsum(num_rows - num_known + 1)])
-    layout = _layout(lengths, num_known, parents, node_start, num_rows.sum())
-    positions, context_end, ahead, ahead_start, path_start, path_rows = layout
-    slots = np.concatenate([s.reserved_slots for s in sequences])
-    index = np.concatenate([s.reserved_index for s in sequences])
-    slots_ahead, index_ahead = slots[ahead], index[ahead]
-    context_slots: list[Ints] = []
-    context_index: list[Ints] = []
-    for s, (low, high) in zip(sequences, itertools.pairwise(ahead_start.tolist()), strict=True):
-        context_slots += [s.slots.slots, slots_ahead[low:high]]
-        context_index += [s.slots.index, index_ahead[low:high]]
-    row_start, pages = _starts(num_rows), [s.slots.page_array for s in sequences]
-    return AttentionMetadata(
-        slots=slots,
-        positions=positions,
-        row_start=row_start,
-        pages=np.concatenate(pages),
-        page_start=_starts([len(own) for own in pages]),
-        context_slots=np.concatenate(context_slots),
-        context_index=np.concatenate(context_index),
-        context_start=_starts(lengths + np.diff(ahead_start)),
-        context_end=context_end,
-        path_slots=slots[path_rows],
-        path_index=index[path_rows],
-        path_start=path_start,
-        tiles=make_tiles(row_start),
-    )
-
-
-def _starts(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Ints:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+@compiled(nogil=True)
+def _context(addresses: Any, slots: Any, index: Any, ahead: Any, ahead_start: Any) -> Any:
+    """Slots and index of each sequence's context, which is its kept positions and the rows `ahead`, and its pages."""
+    count = len(addresses)
+    context_start, page_start = np.zeros(count + 1, np.int32), np.zeros(count + 1, np.int32)
+    for b, address in enumerate(addresses):
+        state = arrays_at(address)[0]
+        context_start[b + 1] = context_start[b] + state[LENGTH] + ahead_start[b + 1] - ahead_start[b]
+        page_start[b + 1] = page_start[b] + state[NUM_PAGES]
+    context_slots, context_index = np.empty(context_start[count], np.int32), np.empty(context_start[count], np.int32)
+    pages = np.empty(page_start[count], np.int32)
+    for b, address in enumerate(addresses):
+        state, own_slots, own_index, _, own_pages = arrays_at(address)
+        pages[page_start[b] : page_start[b + 1]] = own_pages[: state[NUM_PAGES]]
+        first, end = context_start[b], context_start[b] + state[LENGTH]
+        context_slots[first:end], context_index[first:end] = own_slots[: state[LENGTH]], own_index[: state[LENGTH]]
+        for n, row in enumerate(ahead[ahead_start[b] : ahead_start[b + 1]]):
+            context_slots[end + n], context_index[end + n] = slots[row], index[row]
+    return context_slots, context_index, context_start, pages, page_start

@@ -13,6 +13,7 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
+from numba.extending import intrinsic
 
 log = logging.getLogger(__name__)
 
@@ -82,3 +83,23 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """As `numba.njit`, for functions that only compiled functions call: they compile in half the time."""
+
+
+def address_of(array: Any) -> int:
+    """Where a contiguous array begins in memory. It stays there while the array lives."""
+    assert array.flags.c_contiguous
+    return int(array.__array_interface__["data"][0])
+
+
+@intrinsic
+def _pointer(_: Any, address: Any) -> Any:
+    def convert(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return numba.types.voidptr(address), convert
+
+
+@inner
+def array_at(address: int, shape: Any, dtype: Any) -> Any:
+    """In compiled code: the array that `address_of` found, so that one call reads arrays of many owners."""
+    return numba.carray(_pointer(address), shape, dtype)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ragspec.disk import saving
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
+from ragspec.numerics.compiled import address_of, array_at, compiled, inner
 from ragspec.numerics.torch.transfer import to_device, to_host
 
 
@@ -182,22 +183,71 @@ class KvPool:
             raise EngineError("the free pages of the KV pool are not the pages without holders")
 
 
+_ADDRESS, _ROOM, LENGTH, _NUM_SPARE, NUM_PAGES, _NUM_COLUMNS = range(6)
+"""Columns at `SequenceSlots.address`: where its arrays lie, how long each is, and how much of them is in use."""
+
+
+@inner
+def arrays_at(address: int) -> Any:
+    """In compiled code: a sequence's state, and its arrays: slots, index, spare indices, pages."""
+    state = array_at(address, (_NUM_COLUMNS,), np.int64)
+    slots, index, spare, pages = array_at(state[_ADDRESS], (4, state[_ROOM]), np.int32)
+    return state, slots, index, spare, pages
+
+
+@compiled(nogil=True)
+def reserve_rows(addresses: Any, row_start: Any, slots: Any, index: Any) -> None:
+    """Reserve the rows [row_start[n], row_start[n + 1]) for sequence n, which has room for them.
+
+    Shapes: addresses int64 [B], row_start int64 [B + 1]; slots, index int32 [N].
+    """
+    for n, address in enumerate(addresses):
+        state, _, _, spare, pages = arrays_at(address)
+        assert row_start[n + 1] - row_start[n] <= state[_NUM_SPARE]
+        for row in range(row_start[n], row_start[n + 1]):
+            state[_NUM_SPARE] -= 1
+            index[row] = spare[state[_NUM_SPARE]]
+            slots[row] = pages[index[row] // PAGE] * PAGE + index[row] % PAGE
+
+
+@compiled(nogil=True)
+def keep_rows(
+    addresses: Any, row_start: Any, slots: Any, index: Any, num_known: Any, chosen: Any, chosen_start: Any
+) -> None:
+    """Keep each sequence's first `num_known` rows, then its `chosen` rows, in this order, as its next positions; all other rows
+    are spare again. Shapes: as in `reserve_rows`; num_known int64 [B], chosen_start int64 [B + 1]."""
+    for n, address in enumerate(addresses):
+        state, own_slots, own_index, spare, _ = arrays_at(address)
+        first, is_kept = row_start[n], np.zeros(row_start[n + 1] - row_start[n], np.bool_)
+        for k in range(num_known[n] + chosen_start[n + 1] - chosen_start[n]):
+            row, at = k if k < num_known[n] else chosen[chosen_start[n] + k - num_known[n]], state[LENGTH]
+            own_slots[at], own_index[at] = slots[first + row], index[first + row]
+            state[LENGTH], is_kept[row] = at + 1, True
+        for row in range(len(is_kept) - 1, -1, -1):
+            if not is_kept[row]:
+                spare[state[_NUM_SPARE]] = index[first + row]
+                state[_NUM_SPARE] += 1
+
+
 class SequenceSlots:
-    """One sequence's part of the pool.
+    """One sequence's part of the pool, in arrays that compiled code reads and writes at `address`.
 
     `slots[p]` is where logical position p lives, `index[p]` the same as rank of its page in `pages` * 16 + lane. Positions
-    [0, length) are kept; slots reserved for a step are kept or given back at its end.
+    [0, length) are kept; slots reserved for a step are kept or given back at its end. Spare slots are indices in own pages,
+    falling: the lowest are taken first. Why arrays as long as the pool: they never move, and memory is taken when it is touched.
     """
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
-        self._slots = np.empty(256, np.int32)
-        self._index = np.empty(256, np.int32)
-        self.length = 0
-        self.pages: list[int] = []
-        self._page_array: Ints = np.empty(0, np.int32)
-        self._spare: list[int] = []  # local indices in own pages, descending
+        self._arrays = np.empty((4, pool.num_slots), np.int32)
+        self._slots, self._index, self._spare, self._pages = self._arrays
+        self._state = np.array([address_of(self._arrays), pool.num_slots, 0, 0, 0])
+        self.address = address_of(self._state)
         self._num_shared = 0
+
+    @property
+    def length(self) -> int:
+        return int(self._state.item(LENGTH))
 
     @property
     def slots(self) -> Ints:
@@ -208,72 +258,64 @@ class SequenceSlots:
         return self._index[: self.length]
 
     @property
-    def page_array(self) -> Ints:
-        """`pages`. Shape: int32 [pages]."""
-        if len(self._page_array) != len(self.pages):
-            self._page_array = np.array(self.pages, np.int32)
-        return self._page_array
+    def pages(self) -> Ints:
+        return self._pages[: self._state.item(NUM_PAGES)]
 
     def share(self, slots: Ints) -> None:
         """Start from the slots of a prefix that is already computed."""
-        assert self.length == 0 and not self.pages
+        assert self.length == 0 and not len(self.pages)
         self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
-        self.pages = pages.tolist()
-        self._append(slots, (rank * PAGE + slots % PAGE).astype(np.int32))
-        self._num_shared = len(slots)
+        self._pages[: len(pages)], self._slots[: len(slots)] = pages, slots
+        self._index[: len(slots)] = rank * PAGE + slots % PAGE
+        self._state[NUM_PAGES], self._state[LENGTH], self._num_shared = len(pages), len(slots), len(slots)
 
     def num_new_pages(self, num_slots: int) -> int:
         """Pages that `reserve(num_slots)` would take."""
-        return -(-max(0, num_slots - len(self._spare)) // PAGE)
+        return -(-max(0, num_slots - self._state.item(_NUM_SPARE)) // PAGE)
+
+    def take_pages(self, num_slots: int) -> None:
+        """Take the pages that reserving so many slots needs. Raises: OutOfSlots, with nothing taken."""
+        needed, first = self.num_new_pages(num_slots), self._state.item(NUM_PAGES)
+        if needed > self.pool.num_free_pages:
+            raise OutOfSlots
+        if needed:
+            self._pages[first : first + needed] = [self.pool.take_page() for _ in range(needed)]
+            self._state[NUM_PAGES] += needed
+            self._add_spare(np.arange(first * PAGE, (first + needed) * PAGE, dtype=np.int32))
 
     def reserve(self, num_slots: int) -> tuple[Ints, Ints]:
         """Slots for the rows of one step: (slots, index). Raises: OutOfSlots, with nothing taken."""
-        needed = self.num_new_pages(num_slots)
-        if needed > self.pool.num_free_pages:
-            raise OutOfSlots
-        for _ in range(needed):
-            self.pages.append(self.pool.take_page())
-            first = (len(self.pages) - 1) * PAGE
-            self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
-        index, pages = self._spare[: -num_slots - 1 : -1], self.pages
-        del self._spare[len(self._spare) - num_slots :]
-        slots = [pages[at // PAGE] * PAGE + at % PAGE for at in index]
-        return np.array(slots, np.int32), np.array(index, np.int32)
+        self.take_pages(num_slots)
+        slots, index = np.empty(num_slots, np.int32), np.empty(num_slots, np.int32)
+        reserve_rows(np.array([self.address]), np.array([0, num_slots]), slots, index)
+        return slots, index
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
         """Keep `chosen` of one step's reserved slots, in this order, as the next positions; all others are spare again."""
-        self._append(slots[chosen], index[chosen])
-        if len(chosen) < len(index):
-            rest = set(range(len(index))).difference(chosen)
-            self._spare = sorted([*self._spare, *index[list(rest)].tolist()], reverse=True)
+        rows = np.zeros(1, np.int64), np.array(chosen, np.int64), np.array([0, len(chosen)])
+        keep_rows(np.array([self.address]), np.array([0, len(slots)]), slots, index, *rows)
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions, which include all shared positions."""
         assert self._num_shared <= length <= self.length
-        self._spare = sorted([*self._spare, *self._index[length : self.length].tolist()], reverse=True)
-        self.pool.stamps[self._slots[length : self.length]] += 1
-        self.length = length
+        self.pool.stamps[self.slots[length:]] += 1
+        self._add_spare(self.index[length:])
+        self._state[LENGTH] = length
+
+    def _add_spare(self, indices: Ints) -> None:
+        num = self._state.item(_NUM_SPARE) + len(indices)
+        self._spare[:num] = np.sort(np.concatenate([self._spare[: self._state.item(_NUM_SPARE)], indices]))[::-1]
+        self._state[_NUM_SPARE] = num
 
     def held_slots(self) -> Ints:
         """Every slot that this sequence holds: the shared ones, and all slots of its own pages."""
-        shared = self._slots[: self._num_shared]
-        own = np.array(self.pages, np.int32)
-        own = own[~np.isin(own, np.unique(shared // PAGE))]
+        shared = self.slots[: self._num_shared]
+        own = self.pages[~np.isin(self.pages, np.unique(shared // PAGE))]
         slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
         return np.concatenate([shared, slots.reshape(-1)]).astype(np.int32)
 
     def release(self) -> None:
         """Give everything back."""
         self.pool.release(self.held_slots())
-        self.length, self._num_shared, self.pages, self._spare, self._page_array = 0, 0, [], [], np.empty(0, np.int32)
-
-    def _append(self, slots: Ints, index: Ints) -> None:
-        end = self.length + len(slots)
-        if end > len(self._slots):
-            size = max(end, 2 * len(self._slots))
-            self._slots = np.resize(self._slots, size)
-            self._index = np.resize(self._index, size)
-        self._slots[self.length : end] = slots
-        self._index[self.length : end] = index
-        self.length = end
+        self._state[LENGTH] = self._state[_NUM_SPARE] = self._state[NUM_PAGES] = self._num_shared = 0

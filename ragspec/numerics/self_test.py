@@ -145,7 +145,7 @@ def _end(target: Forward, slots: SequenceSlots, text: Ints, start: int, sizes: l
 def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
     batch = Batch([ScheduledSequence(slots, tokens)])
     logits = target.forward(tokens, batch.metadata, np.arange(len(tokens), dtype=np.int32))
-    batch.sequences[0].keep()
+    batch.keep(())
     return logits
 
 
@@ -171,7 +171,7 @@ def _trees(
         batch = Batch([ScheduledSequence(slots, tokens, parents)])
         logits = target.forward(tokens, batch.metadata, batch.logit_rows)
         got.append(logits[true_path])
-        batch.sequences[0].drop()
+        batch.drop()
     _extend(target, slots, text[root - 1 :])
     return np.concatenate(got), np.concatenate([whole[root - 1 : -1]] * 3)
 
@@ -184,8 +184,7 @@ def _beside(target: Forward, slots: SequenceSlots, text: Ints, num_own: int, rng
     others = rng.integers(0, target.vocab_size, num_other).astype(np.int32)
     batch = Batch([ScheduledSequence(other, others), ScheduledSequence(slots, text[-num_own:])])
     logits = target.forward(batch.token_ids, batch.metadata, np.arange(num_other + num_own, dtype=np.int32))
-    for scheduled in batch.sequences:
-        scheduled.keep()
+    batch.keep((), ())
     other.release()
     return logits[num_other:]
 

@@ -253,18 +253,20 @@ class KeyedSampler(ChoiceSampler):
     """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i)."""
 
     def __call__(self, logits: Logits) -> int:
-        return self.take(sample(self.warped(logits), self._params, self._seed, self._choice, self._index))
+        token = sample(self.warped(logits), self._params, self._seed, self._choice, self._index)
+        self.take((token,))
+        return token
 
     def warped(self, logits: Logits) -> Logits:
         """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
         return warp(logits, self._params_after(), self._counts, self._forbidden(self._index))
 
-    def take(self, token: int) -> int:
-        """Count a token as decided; returns it."""
+    def take(self, tokens: Sequence[int]) -> None:
+        """Count tokens as decided."""
         if self._counts is not None:
-            self._counts.push(token)
-        self._advance((token,))
-        return token
+            for token in tokens:
+                self._counts.push(token)
+        self._advance(tokens)
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """How the token after each node is sampled, for a backend that samples all nodes at once."""

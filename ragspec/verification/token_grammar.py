@@ -172,15 +172,17 @@ class GrammarSampler(KeyedSampler):
         if not self._needs_mask:
             token = sample(super().warped(logits), self._params, self._seed, self._choice, self._index)
             if self._grammar.allows(token):
-                return self.take(token)
+                self.take((token,))
+                return token
         return super().__call__(logits)
 
     def warped(self, logits: Logits) -> Logits:
         return np.where(self._grammar.allowed(), super().warped(logits), np.float32(-np.inf))
 
-    def take(self, token: int) -> int:
-        self._grammar.take(token)
-        return super().take(token)
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._grammar.take(token)
+        super().take(tokens)
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """With masks of all nodes that the grammar allows, so that one sampling decides the whole path."""

@@ -20,13 +20,11 @@ class VerifyResult(NamedTuple):
 
 def verify(tree: DraftTree, token_after: Callable[[int], int], most_tokens: int) -> VerifyResult:
     """Decide at most `most_tokens` tokens. `token_after`: the target's sample after a node, asked for along the path only."""
-    node = 0
-    path: list[int] = []
-    tokens: list[int] = []
-    while True:
-        tokens.append(token_after(node))
-        child = tree.child(node, tokens[-1])
-        if child is None or len(tokens) >= most_tokens:
-            return VerifyResult(path, tokens)
-        path.append(child)
-        node = child
+    parents, token_ids, node = tree.parents, tree.token_ids, 0
+    path, tokens = list[int](), [token_after(0)]
+    for child in range(1, len(parents)):  # a node precedes its children
+        if parents[child] == node and token_ids[child] == tokens[-1] and len(tokens) < most_tokens:
+            node = child
+            path.append(node)
+            tokens.append(token_after(node))
+    return VerifyResult(path, tokens)

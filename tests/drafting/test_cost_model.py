@@ -5,7 +5,7 @@ import pytest
 from planner_parts import FREE, Running
 
 from ragspec.drafting.cost_model import CostTable, StepPlan
-from ragspec.tree import Origin, Proposal, ProposalArrays
+from ragspec.tree import Origin, Proposal, Proposals
 
 
 def saved(gains: list[float], *most_tokens: int, costs: CostTable = FREE, share: float = 1.0) -> float:
@@ -146,9 +146,9 @@ def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None
         running, num_prompt_rows = [Running(str(n)) for n in range(3)], int(rng.integers(0, 4))
         step = StepPlan(costs, running, num_prompt_rows, 12, np.ones((3, 1)), rng.uniform(0.2, 1.0))
         chances = rng.dirichlet([0.3] * 4, 3)
-        for i, own in enumerate(chances):
-            drafts = [Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)]
-            step.trees.merge(i, ProposalArrays.of("a", drafts), 0, (99, 99, False))
+        drafts = [[Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)] for own in chances]
+        limits = np.full(3, 99), 99, np.zeros(3, np.bool_)
+        step.trees.merge(range(3), Proposals.of("a", drafts), 0, limits)
         least_prob, probs = step.least_prob, chances.ravel().tolist()
         step.fit(np.full(3, 99), np.zeros(3, np.bool_))
         kept = [prob for tree in step.trees.trees(["a"]) for prob in tree.path_probs[1:]]

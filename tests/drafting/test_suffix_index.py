@@ -7,14 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.core import SourceKind
-from ragspec.drafting.acceptance import AcceptanceCells
 from ragspec.drafting.references import Reference
 from ragspec.drafting.suffix_index import (
     SEPARATOR,
     GrowingSuffixes,
     ReferenceIndex,
     SortedSuffixes,
-    SuffixIndex,
     VisibleSuffixes,
     longest_matches,
 )
@@ -42,23 +40,11 @@ def every_match(tokens: list[int], output_begin: int, most: int) -> list[tuple[i
 def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int]) -> None:
     """An index over tokens that loses a match, or prefers an older or a shorter one."""
     base = ReferenceIndex([reference(text) for text in texts])
-    index = SuffixIndex(base, "", AcceptanceCells([0.1]), bool)
-    index.append(output[:3])
-    index.append(output[3:])
-    text, end = index.searched.text, index.searched.place[1]
+    text = np.array([*base.tokens.tolist(), *output, 1, 2], np.int32)
+    end = len(base.tokens) + len(output)
     expected = every_match(text[:end].tolist(), len(base.tokens), 5)[:24] if output else []
     found = longest_matches(text, base.order, len(base.tokens), end, 5)
     assert [(at, length) for at, length in found.tolist()] == expected
-
-
-def test_a_long_output_keeps_its_tokens() -> None:
-    """The growing array of the output lost tokens when it was enlarged."""
-    written = np.random.default_rng(0).integers(0, 9, 700).tolist()
-    index = SuffixIndex(ReferenceIndex([reference([1, 2])]), "", AcceptanceCells([0.1]), bool)
-    for first in range(0, 700, 7):
-        index.append(written[first : first + 7])
-    end = index.searched.place[1]
-    assert index.searched.text[end - 700 : end].tolist() == written and not index.searched.opens.any()
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())

@@ -150,7 +150,7 @@ def _attention_exact(backend: Backend, shape: AttentionShape, num_context: int) 
         for size in (num_context, *sizes):
             batch = Batch([ScheduledSequence(slots, [0] * size)])
             rows.append(backend.context(pool, batch.metadata).attend(0, text[at : at + size], shape, None))
-            batch.sequences[0].keep()
+            batch.keep(())
             at += size
         found.append(torch.cat(rows[1:]))
     return torch.equal(*found) and torch.allclose(found[0].double(), exact, atol=1e-4, rtol=1e-4)

@@ -92,13 +92,12 @@ def outputs(target: Target) -> dict[str, np.ndarray]:
         found[f"{start}:{end}"] = target.forward(
             text[start:end], batch.metadata, np.arange(end - start, dtype=np.int32)
         )
-        batch.sequences[0].keep()
+        batch.keep(())
     parents = (-1, 0, 0, 1, 3, 2, 0)
     batch = Batch([ScheduledSequence(second, text[100:117]), ScheduledSequence(first, text[117:124], parents)])
     wanted = np.array([0, 16, *range(17, 24)], np.int32)
     found["tree"], taps = target.forward_tapped(text[100:124], batch.metadata, wanted, (0, 1, 2, FINAL))
-    batch.sequences[0].keep()
-    batch.sequences[1].keep([1, 3])
+    batch.keep((), [1, 3])
     found |= {f"tap {tap}": stream.cpu().numpy() for tap, stream in taps.items()}
     # the path kept through the tree is now context
     batch = Batch([ScheduledSequence(first, text[130:132]), ScheduledSequence(second, text[132:133])])

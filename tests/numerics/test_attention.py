@@ -80,7 +80,7 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Bac
             stored = qkv[:, shape.num_heads :]
             stored[:] = torch.from_numpy(stored).bfloat16().float().numpy()
         out = backend.context(pool, batch.metadata).attend(0, torch.from_numpy(qkv), shape, None).numpy()
-        row = 0
+        row, kept = 0, list[list[int]]()
         for b, ((num_chain, num_nodes), parents) in enumerate(zip(sizes, trees, strict=True)):
             first = row
             new = [np.split(r[shape.num_heads :], 2) for r in qkv[row : row + num_chain + num_nodes]]
@@ -97,8 +97,9 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Bac
                 np.testing.assert_allclose(out[first + i], expected, atol=2e-5)
                 row += 1
             keep = [n for n in range(1, num_nodes + 1) if parents[n] == 0][:1]
-            batch.sequences[b].keep(keep)
+            kept.append(keep)
             history[b] += [tuple(new[i]) for i in range(num_chain)] + [tuple(new[num_chain - 1 + n]) for n in keep]
+        batch.keep(*kept)
 
 
 def test_stored_numbers_are_the_nearest_bfloat16() -> None:

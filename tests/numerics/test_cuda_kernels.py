@@ -195,7 +195,7 @@ def test_a_row_is_the_same_as_text_and_as_a_node(
         for size in sizes:
             batch = Batch([ScheduledSequence(slots, [0] * size)])
             rows.append(attended(shape, pool, batch, text[at : at + size]))
-            batch.sequences[0].keep()
+            batch.keep(())
             at += size
         return torch.cat(rows)
 

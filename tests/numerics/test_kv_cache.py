@@ -200,7 +200,7 @@ def test_kept_paths_equal_a_fresh_prefill(tiny: Tiny, kind: str, dtype: str) -> 
         while node > 0:
             path.insert(0, node)
             node = parents[node]
-        batch.sequences[0].keep(path)
+        batch.keep(path)
         text += [*chain, *(nodes[n - 1] for n in path)]
         assert slots.length == len(text)
         np.testing.assert_array_equal(logits[path[-1] if path else 0], next_logits(target, text))
@@ -267,7 +267,7 @@ def test_a_pool_on_a_disk_holds_the_same_bits_in_a_file_without_a_name(tmp_path:
         for part in (text[:20], text[20:]):
             batch = Batch([ScheduledSequence(slots, part)])
             found.append(target.forward(part, batch.metadata, np.arange(len(part), dtype=np.int32)))
-            batch.sequences[0].keep()
+            batch.keep(())
         found.append(np.array(target.pool.keys))
     assert all(np.array_equal(memory, disk) for memory, disk in zip(found[:3], found[3:], strict=True))
     assert isinstance(target.pool.keys.base, np.memmap) and list(folder.iterdir()) == []

@@ -213,7 +213,7 @@ def forward():
     slots = SequenceSlots(target.pool)
     batch = Batch([ScheduledSequence(slots, tokens)])
     logits = target.forward(batch.token_ids, batch.metadata, np.array([63], np.int32))
-    batch.sequences[0].drop()
+    batch.drop()
     slots.release()
     return logits
 

@@ -103,8 +103,7 @@ def test_ten_thousand_rows_get_the_same_tokens() -> None:
             for node in range(len(tree)):
                 path = [tree.token_ids[n] for n in tree.ancestors(node)[1:]]
                 walker = KeyedSampler(request, seed, round_number, (0, 1), output)
-                for token in path:
-                    walker.take(token)
+                walker.take(path)
                 expected.append(walker(logits[node]))
         rows = np.concatenate(parts)
         num_rows += len(rows)
