@@ -16,7 +16,9 @@ blocks.
 
 `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets' answers.
 `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. `--start` begins with a trained head: of PosS, all
-layers that it lacks with a copy of its last. On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin.
+layers that it lacks with a copy of its last. `--after` leaves out the guesses that earlier heads make right: several small heads,
+whose trees are merged, then complement each other (Col-BT). On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting
+threads then do not spin.
 Several workers run through Ray Train; on several machines the paths must be shared.
 
 Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `history.json` and `head/`.
@@ -52,6 +54,7 @@ from ragspec.training.heads.initialisation import (
     head_config,
     spread_aux_layers,
     start_from,
+    trained_head,
 )
 from ragspec.training.heads.target_answers import (
     PromptSource,
@@ -122,8 +125,9 @@ OPTIONS_OF = {
 @dataclass(frozen=True, kw_only=True)
 class DrafterRun(training_run.TrainingRun):
     """The command's options. `draft_vocab` None: the default of the target's vocabulary size. `start`: a head to begin with.
-    `num_blocks`: blocks of a network, or layers of a head that drafts blocks. The last three are of Medusa and Hydra: whether
-    networks read the tokens in between, whether they have output layers of their own, whether a decoder layer comes before them.
+    `after`: earlier heads. `num_blocks`: blocks of a network, or layers of a head that drafts blocks. The last three are of
+    Medusa and Hydra: whether networks read the tokens in between, have output layers of their own, and read through a decoder
+    layer.
     """
 
     target: str
@@ -132,6 +136,7 @@ class DrafterRun(training_run.TrainingRun):
     draft_vocab: int | None
     plan: DrafterPlan
     start: Path | None = None
+    after: tuple[Path, ...] = ()
     intermediate_size: int | None = None
     positions_per_layer: int = 0
     markov_rank: int = 0
@@ -175,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     add("--draft-vocab", type=count, help="eagle3, peagle, dflash, dspark: tokens the head can draft")
     add("--intermediate-size", type=count, help="all but medusa and hydra; default: the target's")
     add("--start", type=Path, help="all but medusa and hydra: directory of a head to begin with")
+    add("--after", type=Path, nargs="+", default=(), metavar="HEAD", help="heads trained before; not medusa or hydra")
     add("--markov-rank", type=count, help=f"dspark: width of the bias by the previous token; default {MARKOV_RANK}")
     add("--positions-per-layer", type=count, help="poss: draft steps of a specialist; default 1")
     add("--layers", type=count, help=f"layers of dflash and dspark, blocks of a network; {_defaults(5)}")
@@ -262,7 +268,8 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     head = make_head(config, run.plan, target, sample_text)
     if run.start is not None and isinstance(head, EagleHead | BlockHead):
         start_from(head, run.start)
-    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers)
+    earlier = [trained_head(directory, target) for directory in run.after]
+    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers, earlier)
     training_run.resumes(trainer, run)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
     shown = ("loss_1", "top1_1", f"top1_{run.plan.objective.num_steps}")

@@ -170,13 +170,20 @@ class TokenPredictions:
         self.previous = batch.ids.flatten()[batch.positions].to(device)
         self.draft_tokens = draft_indices(batch.ids.flatten()[batch.positions + 1].to(device), vocabulary)
         self.draft_argmax = self.draft_tokens
+        self._left_out: dict[int, Tensor] = {}
 
     def at_step(self, step: int) -> tuple[Tensor, Tensor]:
         """Rows that count at a draft step, and the numbers of the predictions they learn. Shapes: bool [B, A], int64 [rows]."""
         columns = (self.pairs + 1 + step).clamp(max=self.index.shape[1] - 1)
         numbers = self.index.gather(1, columns)
         counts = self.is_real & (numbers >= 0)
+        if step in self._left_out:
+            counts &= ~self._left_out[step][numbers]
         return counts, numbers[counts]
+
+    def leave_out(self, step: int, numbers: Tensor) -> None:
+        """These predictions do not count at this draft step. Shape: int64 [rows]."""
+        self._left_out.setdefault(step, torch.zeros_like(self.previous, dtype=torch.bool))[numbers] = True
 
 
 def draft_indices(token_ids: Tensor, vocabulary: Tensor | None) -> Tensor:
@@ -229,6 +236,13 @@ def step_scores(
         )
     hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == argmax[:, None]
     return StepScores(total, len(numbers), int(hits[:, 0].sum()), int(hits.sum()))
+
+
+def right_guesses(head: Head, project: Projection, expected: TokenPredictions, step: int, states: Tensor) -> Tensor:
+    """The numbers of the predictions whose most probable token a head drafts first. Shape: int64 [rows]."""
+    counts, numbers = expected.at_step(step)
+    guesses = head.logits(states[counts], project, step, expected.previous[numbers]).argmax(-1)
+    return numbers[guesses == expected.draft_argmax[numbers]]
 
 
 def total_loss(scores: Sequence[StepScores], objective: Objective, num_rows: float) -> Tensor:
