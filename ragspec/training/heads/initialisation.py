@@ -141,14 +141,21 @@ def _new_head(config: HeadConfig | BlockConfig, target: FrozenTarget) -> EagleHe
 
 def trained_head(directory: Path, target: FrozenTarget) -> EagleHead | BlockHead:
     """A head on disk, which learns no more. Raises: ModelError for a head of another target, or that is not trained here."""
-    config = read_block(directory).config if family_in(directory) else read_head(directory).config
-    shape = config.shape if isinstance(config, BlockConfig) else config
-    check_fits(shape, target.vocab_size, target.hidden_size, target.num_layers)
+    config = _read(directory).config
+    check_fits(_shape_of(config), target.vocab_size, target.hidden_size, target.num_layers)
     if isinstance(config, HeadConfig):
         check_trainable(config)
     head = _new_head(config, target)
     start_from(head, directory)
     return head.to(target.device).requires_grad_(False)
+
+
+def _read(directory: Path) -> BlockCheckpoint | HeadCheckpoint:
+    return read_block(directory) if family_in(directory) else read_head(directory)
+
+
+def _shape_of(config: HeadConfig | BlockConfig) -> HeadConfig:
+    return config.shape if isinstance(config, BlockConfig) else config
 
 
 def _copy_feed_forward(head: EagleHead | BlockHead, target: FrozenTarget) -> None:
@@ -212,12 +219,8 @@ def _begin_as_identity(prefix: nn.Module, target: FrozenTarget) -> None:
 @torch.no_grad()
 def start_from(head: EagleHead | BlockHead, directory: Path) -> None:
     """Copy the weights of a head on disk; specialists that it lacks begin as its last layer. Raises: ModelError."""
-    if family_in(directory):
-        block, tensors = read_block(directory)
-        num_layers = block.shape.num_layers
-    else:
-        config, tensors = read_head(directory)
-        num_layers = config.num_layers
+    config, tensors = _read(directory)
+    num_layers = _shape_of(config).num_layers
     if num_layers > head.shape.num_layers:
         raise ModelError(f"{directory}: a head of another shape: it has {num_layers} layers")
     last = f"layers.{num_layers - 1}."
