@@ -39,11 +39,9 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import block_config, fresh_head, head_config, write_trained
 
-GUESSES = {"DFlash": BLOCK - 1, "DSpark, SpecForge": BLOCK - 1, "DSpark, DeepSpec": BLOCK, "P-EAGLE": BLOCK}
-
 
 def num_guesses(form: str) -> int:
-    return next(count for name, count in GUESSES.items() if form.startswith(name))
+    return BLOCK - form.startswith(("DFlash", "DSpark, SpecForge"))
 
 
 class Watched(BlockDrafter):

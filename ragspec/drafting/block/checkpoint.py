@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ragspec.drafting.block.network import MASK_HIDDEN, BlockCheckpoint, BlockConfig, BlockHead
-from ragspec.drafting.eagle.checkpoint import check_head, check_vocabulary, official_form, published_form
+from ragspec.drafting.eagle.checkpoint import check_head, check_tensors_of, official_form, published_form
 from ragspec.drafting.eagle.dialects import AUX_KEY, check_keys, config_of, flat_config
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.heads.files import (
@@ -28,7 +28,6 @@ from ragspec.drafting.heads.files import (
     WEIGHTS,
     Raw,
     check_tensor,
-    check_tensors,
     errors_of,
     integer,
     read_json,
@@ -145,16 +144,7 @@ def check_block(checkpoint: BlockCheckpoint) -> None:
         return
     with torch.device("meta"):
         needed = BlockHead(checkpoint.config).state_dict()
-        table = torch.empty(shape.vocab_size, shape.hidden_size)
-    optional = {"embed_tokens.weight": table}
-    if shape.draft_vocab_size == shape.vocab_size:
-        optional |= {
-            "d2t": torch.empty(len(table), dtype=torch.int64),
-            "t2d": torch.empty(len(table), dtype=torch.bool),
-        }
-    check_tensors(tensors, needed, optional)
-    if "d2t" in tensors:
-        check_vocabulary(tensors["d2t"], tensors["t2d"])
+    check_tensors_of(shape, needed, tensors)
 
 
 def write_look_ahead(directory: Path, embeddings: Tensor) -> None:
