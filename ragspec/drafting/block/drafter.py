@@ -63,8 +63,10 @@ class BlockDrafter(PairDrafter[BlockNetwork]):
         owners = torch.arange(len(drafts), device=base.device)
         previous = backend.tokens(np.array([draft.sequence.tokens[-1] for draft in drafts], np.int32))
         for level in range(num_levels):
-            nodes = yield Level(self.network.level_logits(base[owners, level], previous), num_rows)
-            owners, previous, num_rows = owners[backend.tokens(nodes.above)], backend.tokens(nodes.token_ids), 0
+            own = base[:, level].index_select(0, owners)
+            nodes = yield Level(self.network.level_logits(own, previous), num_rows)
+            owners = owners.index_select(0, backend.tokens(nodes.above))
+            previous, num_rows = backend.tokens(nodes.token_ids), 0
 
     def _states(self, drafts: SequenceOf[HeadDraft]) -> tuple[Tensor, int]:
         """The states of each draft's guesses, and the rows of the forwards. Shape: [B, guesses, H]."""
@@ -90,7 +92,8 @@ class BlockDrafter(PairDrafter[BlockNetwork]):
             draft.memory.read(draft.pairs)
         guesses = metadata.row_start[1:, None] - np.arange(self._num_guesses, 0, -1)
         num_rows = sum(part.num_new for part in (*texts, *parts))
-        return hidden[network.backend.tokens(guesses)], num_rows
+        states = hidden.index_select(0, network.backend.tokens(guesses.flatten()))
+        return states.unflatten(0, guesses.shape), num_rows
 
 
 def _with_block(text: ScheduledDraft, slots: Ints) -> ScheduledDraft:
