@@ -79,10 +79,10 @@ VOCABULARY_TEXTS = 4_000
 MARKOV_RANK = 32
 ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
-LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP DIFFERENCE CONFIDENCE: of the distance to the target's state, of the cross-entropy with
-the target's distribution, of that with the text's token, of that with the target's ten most probable tokens, of the absolute
-difference of both distributions and of the confidence head; default: eagle and eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3,
-peagle, pass, hydra and hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9 1"""
+LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP DIFFERENCE: of the distance to the target's state, of the cross-entropy with the
+target's distribution, of that with the text's token, of that with the target's ten most probable tokens, and of the absolute
+difference of both distributions; default: eagle and eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3, peagle, pass, hydra and
+hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9"""
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
 
@@ -214,12 +214,10 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
                 raise InputError(f"--{name.replace('_', '-')} is an option of {' and '.join(families.split())}")
     default = FAMILIES[args.family]
     if len(args.loss_weights or ()) > len(fields(LossWeights)):
-        raise InputError("--loss-weights has at most six numbers")
+        raise InputError("--loss-weights has at most five numbers")
     noise = default.noise if args.noise is None else args.noise
     decay = default.position_decay if args.position_decay is None else args.position_decay
     weights = LossWeights(*args.loss_weights) if args.loss_weights else default.loss_weights
-    if weights and weights.confidence and args.family != "dspark":
-        raise InputError("only dspark has a confidence head, whose loss is the sixth of --loss-weights")
     inputs = Inputs(args.inputs or Inputs.SHIFTED)
     objective = Objective(args.steps or default.num_steps, decay, inputs, noise, weights, default.is_detached)
     given = training_run.values_of(DrafterPlan, args)

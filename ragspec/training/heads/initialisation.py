@@ -93,7 +93,7 @@ def block_config(shape: HeadConfig, family: BlockFamily, num_guesses: int, marko
     shape = replace(shape, qk_norm=True)
     if family is BlockFamily.DFLASH:
         return BlockConfig(shape, mask_token_id, num_guesses + 1)
-    return BlockConfig(shape, mask_token_id, num_guesses, True, markov_rank, shape.hidden_size + markov_rank)
+    return BlockConfig(shape, mask_token_id, num_guesses, True, markov_rank)
 
 
 def spread_aux_layers(num_layers: int) -> tuple[int, ...]:

@@ -140,7 +140,6 @@ class TargetPredictions(TokenPredictions):
         self.argmax = logits.argmax(-1)
         kept = logits if vocabulary is None else logits[:, vocabulary]
         self.probs = torch.softmax(kept, -1)
-        self.covered = (kept.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
         self.draft_argmax = draft_indices(self.argmax, vocabulary)
 
 
