@@ -16,9 +16,8 @@ blocks.
 
 `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets' answers.
 `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. `--start` begins with a trained head: of PosS, all
-layers that it lacks with a copy of its last. `--after` leaves out the guesses that earlier heads make right: several small heads,
-whose trees are merged, then complement each other (Col-BT). On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting
-threads then do not spin.
+layers that it lacks with a copy of its last. `--after` leaves out the guesses that earlier heads make right, so that the head
+learns what these miss (Col-BT). On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin.
 Several workers run through Ray Train; on several machines the paths must be shared.
 
 Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `history.json` and `head/`.
