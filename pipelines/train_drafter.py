@@ -16,7 +16,8 @@ blocks.
 
 `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets' answers.
 `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. `--start` begins with a trained head: of PosS, all
-layers that it lacks with a copy of its last. On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin.
+layers that it lacks with a copy of its last. `--after` leaves out the guesses that earlier heads make right, so that the head
+learns what these miss (Col-BT). On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin.
 Several workers run through Ray Train; on several machines the paths must be shared.
 
 Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `history.json` and `head/`.
@@ -52,6 +53,7 @@ from ragspec.training.heads.initialisation import (
     head_config,
     spread_aux_layers,
     start_from,
+    trained_head,
 )
 from ragspec.training.heads.target_answers import (
     PromptSource,
@@ -76,10 +78,10 @@ VOCABULARY_TEXTS = 4_000
 MARKOV_RANK = 32
 ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
-LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP DIFFERENCE CONFIDENCE: of the distance to the target's state, of the cross-entropy with
-the target's distribution, of that with the text's token, of that with the target's ten most probable tokens, of the absolute
-difference of both distributions and of the confidence head; default: eagle and eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3,
-peagle, pass, hydra and hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9 1"""
+LOSS_WEIGHTS = """STATE TEACHER TOKEN TOP DIFFERENCE: of the distance to the target's state, of the cross-entropy with the
+target's distribution, of that with the text's token, of that with the target's ten most probable tokens, and of the absolute
+difference of both distributions; default: eagle and eagle2 1 0.1, hass and poss 1 0.1 0 1, eagle3, peagle, pass, hydra and
+hydra++ 0 1, dflash and medusa 0 0 1, dspark 0 0 0.1 0 0.9"""
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
 
@@ -122,8 +124,9 @@ OPTIONS_OF = {
 @dataclass(frozen=True, kw_only=True)
 class DrafterRun(training_run.TrainingRun):
     """The command's options. `draft_vocab` None: the default of the target's vocabulary size. `start`: a head to begin with.
-    `num_blocks`: blocks of a network, or layers of a head that drafts blocks. The last three are of Medusa and Hydra: whether
-    networks read the tokens in between, whether they have output layers of their own, whether a decoder layer comes before them.
+    `after`: earlier heads. `num_blocks`: blocks of a network, or layers of a head that drafts blocks. The last three are of
+    Medusa and Hydra: whether networks read the tokens in between, have output layers of their own, and read through a decoder
+    layer.
     """
 
     target: str
@@ -132,6 +135,7 @@ class DrafterRun(training_run.TrainingRun):
     draft_vocab: int | None
     plan: DrafterPlan
     start: Path | None = None
+    after: tuple[Path, ...] = ()
     intermediate_size: int | None = None
     positions_per_layer: int = 0
     markov_rank: int = 0
@@ -175,6 +179,7 @@ def parser() -> argparse.ArgumentParser:
     add("--draft-vocab", type=count, help="eagle3, peagle, dflash, dspark: tokens the head can draft")
     add("--intermediate-size", type=count, help="all but medusa and hydra; default: the target's")
     add("--start", type=Path, help="all but medusa and hydra: directory of a head to begin with")
+    add("--after", type=Path, nargs="+", default=(), metavar="HEAD", help="heads trained before; not medusa or hydra")
     add("--markov-rank", type=count, help=f"dspark: width of the bias by the previous token; default {MARKOV_RANK}")
     add("--positions-per-layer", type=count, help="poss: draft steps of a specialist; default 1")
     add("--layers", type=count, help=f"layers of dflash and dspark, blocks of a network; {_defaults(5)}")
@@ -208,12 +213,10 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
                 raise InputError(f"--{name.replace('_', '-')} is an option of {' and '.join(families.split())}")
     default = FAMILIES[args.family]
     if len(args.loss_weights or ()) > len(fields(LossWeights)):
-        raise InputError("--loss-weights has at most six numbers")
+        raise InputError("--loss-weights has at most five numbers")
     noise = default.noise if args.noise is None else args.noise
     decay = default.position_decay if args.position_decay is None else args.position_decay
     weights = LossWeights(*args.loss_weights) if args.loss_weights else default.loss_weights
-    if weights and weights.confidence and args.family != "dspark":
-        raise InputError("only dspark has a confidence head, whose loss is the sixth of --loss-weights")
     inputs = Inputs(args.inputs or Inputs.SHIFTED)
     objective = Objective(args.steps or default.num_steps, decay, inputs, noise, weights, default.is_detached)
     given = training_run.values_of(DrafterPlan, args)
@@ -262,7 +265,8 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     head = make_head(config, run.plan, target, sample_text)
     if run.start is not None and isinstance(head, EagleHead | BlockHead):
         start_from(head, run.start)
-    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers)
+    earlier = [trained_head(directory, target) for directory in run.after]
+    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers, earlier)
     training_run.resumes(trainer, run)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
     shown = ("loss_1", "top1_1", f"top1_{run.plan.objective.num_steps}")

@@ -282,7 +282,7 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
         for draft in drafts:
             draft.is_read = True
         ends = np.cumsum([draft.num_new for draft in drafts]) - 1
-        return states[self._model.backend.tokens(ends)]
+        return states.index_select(0, self._model.backend.tokens(ends))
 
     def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
         return self._forward(nodes.token_ids, metadata)

@@ -318,7 +318,7 @@ class Target:
         """Shapes: hidden [N, H] -> float32 [W, V]."""
         states = hidden
         if len(logit_rows) < len(hidden):
-            states = hidden[self.backend.tokens(logit_rows)]
+            states = hidden.index_select(0, self.backend.tokens(logit_rows))
         if not len(states):
             return states.new_empty((0, self.vocab_size), dtype=torch.float32)
         logits = self._model.lm_head(states)

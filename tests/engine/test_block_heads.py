@@ -39,11 +39,9 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import block_config, fresh_head, head_config, write_trained
 
-GUESSES = {"DFlash": BLOCK - 1, "DSpark, SpecForge": BLOCK - 1, "DSpark, DeepSpec": BLOCK, "P-EAGLE": BLOCK}
-
 
 def num_guesses(form: str) -> int:
-    return next(count for name, count in GUESSES.items() if form.startswith(name))
+    return BLOCK - form.startswith(("DFlash", "DSpark, SpecForge"))
 
 
 class Watched(BlockDrafter):
@@ -116,7 +114,7 @@ def test_states_logits_and_blocks_are_the_papers(
         states = wanted_states(target, tmp_path, form, list(tokens))
         assert torch.allclose(seen[tokens].double(), states, rtol=0, atol=1e-5)
         logits = wanted_logits(target, tmp_path, form, states)
-        assert torch.allclose(watched.network.base_logits(seen[tokens]).double(), logits, rtol=0, atol=5e-5)
+        assert torch.allclose(watched.network.base_logits(seen[tokens]).double(), logits, rtol=0, atol=1e-5)
         last, chain = tokens[-1], list[int]()
         for row in logits[: len(chains[tokens])]:
             if form.startswith("DSpark"):
@@ -186,14 +184,8 @@ def test_json_follows_its_schema_as_without_drafts(tiny: Tiny, tmp_path: Path, f
     """A grammar's sampler and a block disagreed about the next token."""
     target = tiny()
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    requests = [
-        Request(
-            f"{i}",
-            tuple(range(20 + i, 40)),
-            SamplingParams(json_schema=schema, temperature=i / 2, seed=i, max_tokens=40),
-        )
-        for i in range(3)
-    ]
+    params = [SamplingParams(json_schema=schema, temperature=i / 2, seed=i, max_tokens=40) for i in range(3)]
+    requests = [Request(f"{i}", tuple(range(20 + i, 40)), own) for i, own in enumerate(params)]
     plain = [done.token_ids for done in generated(target, [], [requests])]
     drafted = generated(target, [drafter_for(target, tmp_path, form)], [requests], fixed_nodes=6)
     assert [done.token_ids for done in drafted] == plain
@@ -223,7 +215,7 @@ def test_a_block_head_is_served_by_its_directory(tiny: Tiny, tmp_path: Path, for
 def test_each_tensor_is_named_where_it_is_missing_or_broken(tiny: Tiny, tmp_path: Path, form: str) -> None:
     """A head read with a weight left out drafts noise."""
     tensors = save_block(tmp_path, form, tiny())
-    for name in tensors:
+    for name in (name for name in tensors if "confidence" not in name):
         cut = tensors[name][..., :-1] if tensors[name].shape[-1] > 1 else tensors[name].repeat(2)
         for wrong in ({name: cut}, {name: torch.full_like(tensors[name], torch.nan)}, {}):
             held = {other: t.contiguous() for other, t in (tensors | wrong).items() if wrong or other != name}
@@ -243,7 +235,7 @@ def test_each_tensor_is_named_where_it_is_missing_or_broken(tiny: Tiny, tmp_path
         ("DFlash, z-lab", {"dflash_config": {"mask_token_id": MASK, "gru": True}}, "gru True in dflash_config"),
         ("DFlash, z-lab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, "sliding_window 64"),
         ("DSpark, DeepSpec", {"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
-        ("DSpark, DeepSpec", {"markov_rank": 4}, "confidence_head"),
+        ("DSpark, DeepSpec", {"markov_rank": 4}, "markov_head"),
         ("P-EAGLE, SpecForge", {"mask_token_id": None}, "ptd_token_id"),
     ],
 )

@@ -67,8 +67,8 @@ def test_hass_and_poss_have_their_papers_losses_and_layers(target: str, tmp_path
         assert [config.num_layers, config.positions_per_layer] == layers
         wanted = Objective(steps, 1.0, noise=0.2, loss_weights=LossWeights(1.0, 0.1, 0.0, 1.0), is_detached=True)
         assert run.plan.objective == wanted
-    with pytest.raises(InputError, match="six numbers"):
-        run_of(parser().parse_args(["--family", "hass", *where, "--loss-weights", *"1234567"]))
+    with pytest.raises(InputError, match="five numbers"):
+        run_of(parser().parse_args(["--family", "hass", *where, "--loss-weights", *"123456"]))
 
 
 def test_a_head_to_begin_with_gives_its_weights_to_all_specialists(target: str, tmp_path: Path) -> None:

@@ -47,29 +47,22 @@ def text_of(checkpoint: HeadCheckpoint) -> tuple[torch.Tensor, list[int], torch.
     return embed, tokens, torch.randn(NUM_TOKENS, config.num_features, generator=rng)
 
 
-def test_first_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
-    """A wrong order in a concatenation, a norm too many or a shifted rotation trains, and fails only when served."""
+def test_every_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
+    """A wrong order in a concatenation, a norm too many or a shifted rotation trains, and fails only when served; so does a
+    training-time test whose mask shows a row more, less or later keys than it will have when it drafts."""
     embed, tokens, features = text_of(checkpoint)
-    head = head_of(checkpoint)
-    states = head.unroll(embed[tokens][None], features[None], torch.arange(NUM_TOKENS - 1)[None], Objective(1))[0, 0]
+    head, pairs = head_of(checkpoint), torch.tensor([[5, 0, 3]])
+    states = head.unroll(embed[tokens][None], features[None], pairs, Objective(NUM_STEPS))[:, 0]
     outputs = eagle3_outputs if checkpoint.config.family is EagleFamily.EAGLE3 else eagle_outputs
-    expected = outputs(checkpoint, embed, tokens, features)
-    torch.testing.assert_close(states, head.output(expected.float()))
+    first = outputs(checkpoint, embed, tokens, features)[pairs[0]]
+    torch.testing.assert_close(states[0], head.output(first.float()))
     output = torch.randn(checkpoint.config.vocab_size, checkpoint.config.hidden_size)
-    logits = head.logits(states, lambda state: state @ output.T)
-    torch.testing.assert_close(logits, head_logits(checkpoint, expected, output).float())
-
-
-def test_later_steps_equal_feeding_back_one_by_one(checkpoint: HeadCheckpoint) -> None:
-    """Training-time test whose mask shows a row more, less or later keys than it will have when it drafts."""
-    embed, tokens, features = text_of(checkpoint)
-    pairs = torch.tensor([[5, 0, 3]])
-    head = head_of(checkpoint)
-    states = head.unroll(embed[tokens][None], features[None], pairs, Objective(NUM_STEPS))
+    logits = head.logits(states[0], lambda state: state @ output.T)
+    torch.testing.assert_close(logits, head_logits(checkpoint, first, output).float())
     for row, pair in enumerate(pairs[0].tolist()):
         drafted = tokens[pair + 2 : pair + 1 + NUM_STEPS]
         expected = draft_outputs(checkpoint, embed, tokens[: pair + 2], features[: pair + 1], drafted)
-        torch.testing.assert_close(states[1 : 1 + len(drafted), 0, row], head.output(expected.float()))
+        torch.testing.assert_close(states[1 : 1 + len(drafted), row], head.output(expected.float()))
 
 
 def test_texts_of_a_batch_do_not_touch(checkpoint: HeadCheckpoint) -> None:

@@ -1,7 +1,7 @@
 """P-EAGLE, DFlash and DSpark heads on disk. Reads and writes the published forms and refuses anything else.
 
     fc.weight  hidden_norm.weight  layers.0.input_layernorm.weight  ...  norm.weight              DFlash
-    markov_head.markov_w1.weight  markov_head.markov_w2.weight  confidence_head.proj.weight .bias  DSpark has these too
+    markov_head.markov_w1.weight  markov_head.markov_w2.weight                                    DSpark has these too
     mask_hidden  fc.weight  layers.0.hidden_norm.weight  ...                                       P-EAGLE, as EAGLE-3
 
 >>> config, tensors = read_block("Qwen3-8B-DFlash-b16")
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ragspec.drafting.block.network import MASK_HIDDEN, BlockCheckpoint, BlockConfig, BlockHead
-from ragspec.drafting.eagle.checkpoint import check_head, check_vocabulary, official_form, published_form
+from ragspec.drafting.eagle.checkpoint import check_head, check_tensors_of, official_form, published_form
 from ragspec.drafting.eagle.dialects import AUX_KEY, check_keys, config_of, flat_config
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.heads.files import (
@@ -28,7 +28,6 @@ from ragspec.drafting.heads.files import (
     WEIGHTS,
     Raw,
     check_tensor,
-    check_tensors,
     errors_of,
     integer,
     read_json,
@@ -47,7 +46,11 @@ _BLOCK_KEYS = (
     " mask_token_id parallel_drafting ptd_token_id sample_from_anchor"
 ).split()
 _TRAINING_KEYS = "ce_loss_alpha confidence_head_alpha l1_loss_alpha loss_decay_gamma num_anchors".split()
-_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+_IGNORED = (
+    "rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight",
+    "confidence_head.proj.weight", "confidence_head.proj.bias",
+)  # fmt: skip
+"""Why DSpark's confidence head: margins of the logits tell better which guesses are accepted (infra/results/heads.md)."""
 
 
 class BlockFamily(enum.StrEnum):
@@ -131,8 +134,6 @@ def write_block(directory: Path, checkpoint: BlockCheckpoint) -> None:
     if config.markov_rank:
         raw |= {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": config.samples_anchor}
         raw |= {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
-        raw["enable_confidence_head"] = config.confidence_inputs > 0
-        raw["confidence_head_with_markov"] = config.confidence_inputs > config.shape.hidden_size
     write_files(directory, raw, WEIGHTS, tensors)
 
 
@@ -145,16 +146,7 @@ def check_block(checkpoint: BlockCheckpoint) -> None:
         return
     with torch.device("meta"):
         needed = BlockHead(checkpoint.config).state_dict()
-        table = torch.empty(shape.vocab_size, shape.hidden_size)
-    optional = {"embed_tokens.weight": table}
-    if shape.draft_vocab_size == shape.vocab_size:
-        optional |= {
-            "d2t": torch.empty(len(table), dtype=torch.int64),
-            "t2d": torch.empty(len(table), dtype=torch.bool),
-        }
-    check_tensors(tensors, needed, optional)
-    if "d2t" in tensors:
-        check_vocabulary(tensors["d2t"], tensors["t2d"])
+    check_tensors_of(shape, needed, tensors)
 
 
 def write_look_ahead(directory: Path, embeddings: Tensor) -> None:
@@ -194,19 +186,17 @@ def _flash_config(family: BlockFamily, raw: Raw, stored: Mapping[str, Tensor]) -
     shape = replace(config_of(EagleFamily.EAGLE3, merged, first), qk_norm=True)
     if shape.window:
         raise ModelError(f"config.json has sliding_window {shape.window}, which is not served for {family} heads")
-    rank, inputs, samples_anchor = 0, 0, False
+    rank, samples_anchor = 0, False
     if family is BlockFamily.DSPARK:
         rank = integer(given, "markov_rank", 0)
         if rank and (kind := given.get("markov_head_type", "vanilla")) != "vanilla":
             raise ModelError(f"config.json has markov_head_type {kind!r}, which is not served; vanilla is")
-        if truth(given, "enable_confidence_head"):
-            inputs = shape.hidden_size + rank * truth(given, "confidence_head_with_markov")
         is_speculators = "speculators_model_type" in given
         samples_anchor = truth(
             given, "sample_from_anchor", not is_speculators and not truth(given, "dspark_bonus_anchor")
         )
     sizes = (integer(given, "mask_token_id"), integer(given, "block_size"))
-    return BlockConfig(shape, *sizes, samples_anchor, rank, inputs)
+    return BlockConfig(shape, *sizes, samples_anchor, rank)
 
 
 def _as_eagle(raw: Raw) -> dict[str, Any]:

@@ -63,35 +63,42 @@ class BlockDrafter(PairDrafter[BlockNetwork]):
         owners = torch.arange(len(drafts), device=base.device)
         previous = backend.tokens(np.array([draft.sequence.tokens[-1] for draft in drafts], np.int32))
         for level in range(num_levels):
-            nodes = yield Level(self.network.level_logits(base[owners, level], previous), num_rows)
-            owners, previous, num_rows = owners[backend.tokens(nodes.above)], backend.tokens(nodes.token_ids), 0
+            own = base[:, level].index_select(0, owners)
+            nodes = yield Level(self.network.level_logits(own, previous), num_rows)
+            owners = owners.index_select(0, backend.tokens(nodes.above))
+            previous, num_rows = backend.tokens(nodes.token_ids), 0
 
     def _states(self, drafts: SequenceOf[HeadDraft]) -> tuple[Tensor, int]:
         """The states of each draft's guesses, and the rows of the forwards. Shape: [B, guesses, H]."""
         assert self._slots is not None
-        network, cache = self.network, self._slots.cache
-        is_causal, mask = network.block.is_causal, network.block.mask_token_id
-        texts = [draft.scheduled() for draft in drafts]
-        features = [draft.pairs.features for draft in drafts]
-        blocks, token_ids = [], list[int]()
-        for number, (draft, text) in enumerate(zip(drafts, texts, strict=True)):
-            blocks.append(_block(text, self._slots.scratch(number, self._num_own), is_causal))
-            token_ids += draft.pairs.next_tokens if is_causal else draft.sequence.tokens[-1:]
-            token_ids += [mask] * (self._num_own - (not is_causal))
-        if is_causal:
-            masks = network.mask_hidden.expand(self._num_own, -1)
-            features = [part for own in features for part in (own, masks)]
-        joined = torch.cat(features)
-        if not is_causal:
-            network.read(joined, cache, DraftBatch(texts).chains())
-        rows = DraftBatch(blocks).chains(is_causal=is_causal)
-        hidden = network.first(np.array(token_ids, np.int32), joined, cache, rows)
+        network, cache, texts = self.network, self._slots.cache, [draft.scheduled() for draft in drafts]
+        parts = [_with_block(text, self._slots.scratch(i, self._num_own)) for i, text in enumerate(texts)]
+        features, masks = [draft.pairs.features for draft in drafts], [network.block.mask_token_id] * self._num_own
+        batch, blocks, token_ids = DraftBatch(parts), [part.new_rows for part in parts], list[int]()
+        if network.block.is_causal:  # the text's new pairs are rows of the same forward
+            hidden_masks = network.mask_hidden.expand(self._num_own, -1)
+            features = [rows for own in features for rows in (own, hidden_masks)]
+            token_ids = [token for draft in drafts for token in (*draft.pairs.next_tokens, *masks)]
+            blocks = [
+                NewRows(*map(np.concatenate, zip(text.new_rows, block, strict=True)))
+                for text, block in zip(texts, blocks, strict=True)
+            ]
+        else:
+            token_ids = [token for draft in drafts for token in (draft.sequence.tokens[-1], *masks[1:])]
+            network.read(torch.cat(features), cache, batch.chains([text.new_rows for text in texts]))
+        metadata = batch.chains(blocks, network.block.is_causal)
+        hidden = network.first(np.array(token_ids, np.int32), torch.cat(features), cache, metadata)
         for draft in drafts:
             draft.memory.read(draft.pairs)
-        ends = np.cumsum([part.num_new for part in blocks])
-        guesses = ends[:, None] - np.arange(self._num_guesses, 0, -1)
-        num_rows = len(token_ids) + (0 if is_causal else sum(part.num_new for part in texts))
-        return hidden[network.backend.tokens(guesses)], num_rows
+        guesses = metadata.row_start[1:, None] - np.arange(self._num_guesses, 0, -1)
+        num_rows = sum(part.num_new for part in (*texts, *parts))
+        states = hidden.index_select(0, network.backend.tokens(guesses.flatten()))
+        return states.unflatten(0, guesses.shape), num_rows
+
+
+def _with_block(text: ScheduledDraft, slots: Ints) -> ScheduledDraft:
+    """The text and a block behind it, whose rows are the new ones."""
+    return ScheduledDraft(np.concatenate([text.context, slots]), len(slots), text.end + len(slots), slots[:0])
 
 
 class LookAheadDrafter(Drafter):
@@ -141,13 +148,3 @@ class LookAheadDrafter(Drafter):
 
     def purge(self, salt: str) -> None:
         self._acceptance.purge(salt)
-
-
-def _block(text: ScheduledDraft, slots: Ints, joins_text: bool) -> ScheduledDraft:
-    """The rows of a block behind the text. `joins_text`: the text's new rows are rows of the same forward."""
-    places = np.arange(len(slots))
-    rows = NewRows(len(text.context) + places, text.end + places)
-    if joins_text:
-        rows = NewRows(*map(np.concatenate, zip(text.new_rows, rows, strict=True)))
-    context = np.concatenate([text.context, slots])
-    return ScheduledDraft(context, len(rows.indices), text.end + len(slots), slots[:0], rows)

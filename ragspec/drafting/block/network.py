@@ -43,8 +43,7 @@ class BlockConfig:
 
     `block_size`: rows of a block, the last token's included; 0: P-EAGLE, whose blocks have any length. `samples_anchor`: the
     last token's row guesses the next token, row j the token at distance j + 1; otherwise row j stands for the token at distance
-    j. `markov_rank`: width of the bias by the previous token, 0: none. `confidence_inputs`: width of the confidence head's
-    input, 0: none. Raises: ModelError for a block that no head can have.
+    j. `markov_rank`: width of the bias by the previous token, 0: none. Raises: ModelError for a block that no head can have.
     """
 
     shape: HeadConfig
@@ -52,7 +51,6 @@ class BlockConfig:
     block_size: int = 0
     samples_anchor: bool = False
     markov_rank: int = 0
-    confidence_inputs: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.mask_token_id < self.shape.vocab_size:
@@ -99,9 +97,7 @@ class BlockHead(Head):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.loss_weights = LossWeights(token=1.0)
-        if config.confidence_inputs:
-            self.loss_weights = LossWeights(token=0.1, difference=0.9, confidence=1.0)
+        self.loss_weights = LossWeights(token=0.1, difference=0.9) if config.markov_rank else LossWeights(token=1.0)
         self.config, self.shape = config, config.shape
         shape = config.shape
         width, eps, rank = shape.hidden_size, shape.rms_norm_eps, config.markov_rank
@@ -115,8 +111,6 @@ class BlockHead(Head):
         if rank:
             bias = nn.Linear(rank, shape.draft_vocab_size, bias=False)
             self.markov_head = nn.ModuleDict({"markov_w1": nn.Embedding(shape.vocab_size, rank), "markov_w2": bias})
-        if config.confidence_inputs:
-            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence_inputs, 1)})
 
     def layer(self, index: int = 0) -> DecoderLayer:
         return cast(DecoderLayer, self.layers[index])
@@ -133,11 +127,6 @@ class BlockHead(Head):
     def bias(self, previous_tokens: Tensor) -> Tensor:
         """Shapes: int64 [N] -> float32 [N, Vd]."""
         return cast(Tensor, self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous_tokens).float()))
-
-    def confidence(self, state: Tensor, previous: Tensor) -> Tensor:
-        if self.config.confidence_inputs > state.shape[-1]:
-            state = torch.cat([state, self.markov_head["markov_w1"](previous)], -1)
-        return cast(Tensor, self.confidence_head["proj"](state)).squeeze(-1)
 
     def unroll(self, embedded: Tensor, features: Tensor, rows: Tensor, objective: Objective) -> Tensor:
         """All draft steps of a row come from its block, which stands behind the token after the row."""

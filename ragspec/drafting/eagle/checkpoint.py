@@ -75,28 +75,30 @@ def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:
 
 def check_head(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raises: ModelError naming the first tensor that a head of this configuration has not, or has otherwise."""
-    check_tensors(tensors, *_expected(config, tensors))
-    if ("d2t" in tensors) != ("t2d" in tensors):
-        raise ModelError("the head has only one of d2t and t2d")
-    if "d2t" in tensors:
-        check_vocabulary(tensors["d2t"], tensors["t2d"])
-
-
-def _expected(config: HeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors that a head of this configuration has, and those that it may have, without memory."""
     norms = tensors.get("fc_norm.weight")
     num_taps = config.num_features // config.target_hidden_size
     has_norm_a_tap = norms is not None and norms.ndim == 2 and len(norms) == num_taps
     with torch.device("meta"):
         needed = EagleHead(config, num_taps if has_norm_a_tap else 1).state_dict()
+        if config.family is EagleFamily.EAGLE3 and config.hidden_size != config.target_hidden_size:
+            needed["embed_tokens.weight"] = torch.empty(config.vocab_size, config.hidden_size)
+    check_tensors_of(config, needed, tensors)
+
+
+def check_tensors_of(config: HeadConfig, needed: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """`needed`: without memory. Beside them a head may have an embedding, and a draft vocabulary. Raises: ModelError."""
+    with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
-        if config.family is EagleFamily.EAGLE:
-            return needed, {"embed_tokens.weight": table, "lm_head.weight": table}
-        if config.hidden_size != config.target_hidden_size:
-            needed["embed_tokens.weight"] = table
-        d2t = torch.empty(config.draft_vocab_size, dtype=torch.int64)
-        t2d = torch.empty(config.vocab_size, dtype=torch.bool)
-        return needed, {"embed_tokens.weight": table, "d2t": d2t, "t2d": t2d}
+        optional = {"embed_tokens.weight": table, "lm_head.weight": table}
+        if config.family is EagleFamily.EAGLE3:
+            d2t = torch.empty(config.draft_vocab_size, dtype=torch.int64)
+            t2d = torch.empty(config.vocab_size, dtype=torch.bool)
+            optional = {"embed_tokens.weight": table, "d2t": d2t, "t2d": t2d}
+    check_tensors(tensors, needed, optional)
+    if ("d2t" in tensors) != ("t2d" in tensors):
+        raise ModelError("the head has only one of d2t and t2d")
+    if "d2t" in tensors:
+        check_vocabulary(tensors["d2t"], tensors["t2d"])
 
 
 def check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:

@@ -125,7 +125,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         for draft in drafts:
             draft.memory.read(draft.pairs)
         ends = np.cumsum([len(draft.pairs.next_tokens) for draft in drafts]) - 1
-        return hidden[self.network.backend.tokens(ends)]
+        return hidden.index_select(0, self.network.backend.tokens(ends))
 
 
 class EagleDrafter(PairDrafter[EagleNetwork]):
@@ -143,7 +143,7 @@ class EagleDrafter(PairDrafter[EagleNetwork]):
 
     def _descend(self, nodes: OpenRows, states: Tensor, metadata: AttentionMetadata, cache: KvPool) -> Tensor:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
-        above = states[self.network.backend.tokens(nodes.above)]
+        above = states.index_select(0, self.network.backend.tokens(nodes.above))
         return self.network.further(nodes.token_ids, above, cache, metadata, nodes.depth)
 
 

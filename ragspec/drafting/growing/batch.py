@@ -61,20 +61,22 @@ class DraftBatch:
             "context_start": _starts([len(part.context) for part in parts]),
         }
 
-    def chains(self, is_causal: bool = True) -> AttentionMetadata:
-        """Metadata of the new positions of every sequence. Each position sees the positions before it, or all of the context."""
+    def chains(self, rows: Sequence[NewRows] = (), is_causal: bool = True) -> AttentionMetadata:
+        """Metadata of some rows of every sequence's context, the new ones unless given. Each row sees the positions before it, or
+        all of the context."""
         parts, nothing = self._parts, np.empty(0, np.int32)
-        rows = [part.new_rows for part in parts]
+        rows = rows or [part.new_rows for part in parts]
+        num_rows = [len(own.indices) for own in rows]
         return self._metadata(
-            [part.num_new for part in parts],
+            num_rows,
             slots=np.concatenate([part.context[own.indices] for part, own in zip(parts, rows, strict=True)]),
             positions=np.concatenate([own.positions for own in rows]),
             context_end=np.concatenate([own.indices + 1 for own in rows])
             if is_causal
-            else np.repeat([len(part.context) for part in parts], [part.num_new for part in parts]),
+            else np.repeat([len(part.context) for part in parts], num_rows),
             path_slots=nothing,
             path_index=nothing,
-            path_start=np.zeros(sum(part.num_new for part in parts) + 1),
+            path_start=np.zeros(sum(num_rows) + 1),
         )
 
     def level(self, paths: Sequence[Sequence[Sequence[int]]], path_slots: Tensor | None = None) -> AttentionMetadata:

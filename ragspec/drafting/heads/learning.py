@@ -45,8 +45,8 @@ class Inputs(enum.StrEnum):
 @dataclass(frozen=True)
 class LossWeights:
     """Weights of the distance to the target's state, of the cross-entropy with the target's distribution, of the cross-entropy
-    with the text's own token, of the part of the second on the target's ten most probable tokens (HASS's top-k distillation), of
-    the absolute difference of both distributions, and of the confidence head's cross-entropy with what they share (DSpark's).
+    with the text's own token, of the part of the second on the target's ten most probable tokens (HASS's top-k distillation), and
+    of the absolute difference of both distributions (DSpark's).
     """
 
     state: float = 0.0
@@ -54,7 +54,6 @@ class LossWeights:
     token: float = 0.0
     top: float = 0.0
     difference: float = 0.0
-    confidence: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,6 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def logits(self, state: Tensor, project: Projection, step: int = 0, previous: Tensor | None = None) -> Tensor:
         """`previous`: the tokens before the guessed ones. Shapes: [..., H], int64 [...] -> [..., Vd]."""
-
-    def confidence(self, state: Tensor, previous: Tensor) -> Tensor:
-        """Log odds that a guess is accepted. Shapes: [..., H], int64 [...] -> [...]."""
-        raise NotImplementedError
 
     def draft_token_ids(self) -> Tensor | None:
         """Ascending target ids of a smaller draft vocabulary, or None. Shape: int64 [Vd]."""
@@ -152,14 +147,13 @@ class TokenPredictions:
 
     `index` is the prediction's number in [0, P) at each position, -1 without loss. `pairs` is padded where `is_real` is false.
     `draft_tokens`: indices of the text's own tokens in the draft vocabulary, or -1; `draft_argmax`: of those that count as hits;
-    `previous`: the tokens before them. Where a target teaches, `probs` are its probabilities within the draft vocabulary, and
-    `covered` the probability of that vocabulary. Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A],
-    vocabulary int64 [Vd] or None, last [P, H], probs [P, Vd], covered [P, 1].
+    `previous`: the tokens before them. Where a target teaches, `probs` are its probabilities within the draft vocabulary.
+    Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A], vocabulary int64 [Vd] or None, last [P, H], probs
+    [P, Vd].
     """
 
     last: Tensor
     probs: Tensor
-    covered: Tensor
 
     def __init__(self, batch: MicroBatch, vocabulary: Tensor | None, device: torch.device | str = "cpu") -> None:
         size, length = batch.ids.shape
@@ -170,13 +164,20 @@ class TokenPredictions:
         self.previous = batch.ids.flatten()[batch.positions].to(device)
         self.draft_tokens = draft_indices(batch.ids.flatten()[batch.positions + 1].to(device), vocabulary)
         self.draft_argmax = self.draft_tokens
+        self._left_out: dict[int, Tensor] = {}
 
     def at_step(self, step: int) -> tuple[Tensor, Tensor]:
         """Rows that count at a draft step, and the numbers of the predictions they learn. Shapes: bool [B, A], int64 [rows]."""
         columns = (self.pairs + 1 + step).clamp(max=self.index.shape[1] - 1)
         numbers = self.index.gather(1, columns)
         counts = self.is_real & (numbers >= 0)
+        if step in self._left_out:
+            counts &= ~self._left_out[step][numbers]
         return counts, numbers[counts]
+
+    def leave_out(self, step: int, numbers: Tensor) -> None:
+        """These predictions do not count at this draft step. Shape: int64 [rows]."""
+        self._left_out.setdefault(step, torch.zeros_like(self.previous, dtype=torch.bool))[numbers] = True
 
 
 def draft_indices(token_ids: Tensor, vocabulary: Tensor | None) -> Tensor:
@@ -216,12 +217,6 @@ def step_scores(
     if weights.difference:
         losses = losses + weights.difference * (expected.probs[numbers] - log_probs.exp()).abs().sum(-1)
     total = (losses * (argmax >= 0)).sum()
-    if weights.confidence:
-        shared = torch.minimum(log_probs.exp(), expected.probs[numbers] * expected.covered[numbers]).sum(-1).detach()
-        odds = head.confidence(chosen, previous).float()
-        total = total + weights.confidence * torch.nn.functional.binary_cross_entropy_with_logits(
-            odds, shared, reduction="sum"
-        )
     if weights.token:
         tokens = expected.draft_tokens[numbers]
         total = total + weights.token * torch.nn.functional.nll_loss(
@@ -229,6 +224,13 @@ def step_scores(
         )
     hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == argmax[:, None]
     return StepScores(total, len(numbers), int(hits[:, 0].sum()), int(hits.sum()))
+
+
+def right_guesses(head: Head, project: Projection, expected: TokenPredictions, step: int, states: Tensor) -> Tensor:
+    """The numbers of the predictions whose most probable token a head drafts first. Shape: int64 [rows]."""
+    counts, numbers = expected.at_step(step)
+    guesses = head.logits(states[counts], project, step, expected.previous[numbers]).argmax(-1)
+    return numbers[guesses == expected.draft_argmax[numbers]]
 
 
 def total_loss(scores: Sequence[StepScores], objective: Objective, num_rows: float) -> Tensor:

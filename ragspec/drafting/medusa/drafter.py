@@ -107,6 +107,6 @@ def levels_of(network: PositionNetwork, states: Tensor, drafts: SequenceOf[Growi
     inputs = network.inputs(states, np.array([draft.sequence.tokens[-1] for draft in drafts], np.int32))
     for head in range(network.num_heads):
         nodes = yield Level(network.logits(inputs, head), len(inputs))
-        inputs = inputs[network.backend.tokens(nodes.above)]
+        inputs = inputs.index_select(0, network.backend.tokens(nodes.above))
         if network.is_grounded:
             inputs = network.grounded(inputs, nodes.token_ids)

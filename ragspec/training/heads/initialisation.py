@@ -26,7 +26,7 @@ from ragspec.drafting.block.network import (
 )
 from ragspec.drafting.eagle.checkpoint import read_head, write_head
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
-from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.eagle.network import EagleHead, check_trainable
 from ragspec.drafting.heads.learning import Head
 from ragspec.drafting.medusa.checkpoint import write_positions
 from ragspec.drafting.medusa.network import PositionCheckpoint, PositionConfig, PositionHead
@@ -93,7 +93,7 @@ def block_config(shape: HeadConfig, family: BlockFamily, num_guesses: int, marko
     shape = replace(shape, qk_norm=True)
     if family is BlockFamily.DFLASH:
         return BlockConfig(shape, mask_token_id, num_guesses + 1)
-    return BlockConfig(shape, mask_token_id, num_guesses, True, markov_rank, shape.hidden_size + markov_rank)
+    return BlockConfig(shape, mask_token_id, num_guesses, True, markov_rank)
 
 
 def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def fresh_head(
     """A head ready for training. `vocabulary`: ascending target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = _new_head(config)
+        head = _new_head(config, target)
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -120,9 +120,6 @@ def fresh_head(
         head.layer(i).load_state_dict(head.layer().state_dict())
     width = head.shape.hidden_size
     head.fc.weight[:, -width:] += torch.eye(width)  # the last input: EAGLE's feature, EAGLE-3's highest layer
-    if isinstance(config, BlockConfig):
-        mask_embedding = target.embed(torch.tensor([config.mask_token_id]))[0]
-        head.register_buffer("mask_embedding", mask_embedding, persistent=False)
     if head.shape.family is EagleFamily.EAGLE3:
         rows = target.model.lm_head.weight if vocabulary is None else target.model.lm_head.weight[vocabulary]
         head.get_parameter("lm_head.weight").copy_(rows)
@@ -133,10 +130,32 @@ def fresh_head(
     return head.to(target.device)
 
 
-def _new_head(config: HeadConfig | BlockConfig) -> EagleHead | BlockHead:
+def _new_head(config: HeadConfig | BlockConfig, target: FrozenTarget) -> EagleHead | BlockHead:
     if isinstance(config, HeadConfig):
         return EagleHead(config)
-    return ParallelHead(config) if config.is_causal else BlockHead(config)
+    head = ParallelHead(config) if config.is_causal else BlockHead(config)
+    mask_embedding = target.embed(torch.tensor([config.mask_token_id]))[0].cpu()
+    head.register_buffer("mask_embedding", mask_embedding, persistent=False)
+    return head
+
+
+def trained_head(directory: Path, target: FrozenTarget) -> EagleHead | BlockHead:
+    """A head on disk, which learns no more. Raises: ModelError for a head of another target, or that is not trained here."""
+    config = _read(directory).config
+    check_fits(_shape_of(config), target.vocab_size, target.hidden_size, target.num_layers)
+    if isinstance(config, HeadConfig):
+        check_trainable(config)
+    head = _new_head(config, target)
+    start_from(head, directory)
+    return head.to(target.device).requires_grad_(False)
+
+
+def _read(directory: Path) -> BlockCheckpoint | HeadCheckpoint:
+    return read_block(directory) if family_in(directory) else read_head(directory)
+
+
+def _shape_of(config: HeadConfig | BlockConfig) -> HeadConfig:
+    return config.shape if isinstance(config, BlockConfig) else config
 
 
 def _copy_feed_forward(head: EagleHead | BlockHead, target: FrozenTarget) -> None:
@@ -200,12 +219,8 @@ def _begin_as_identity(prefix: nn.Module, target: FrozenTarget) -> None:
 @torch.no_grad()
 def start_from(head: EagleHead | BlockHead, directory: Path) -> None:
     """Copy the weights of a head on disk; specialists that it lacks begin as its last layer. Raises: ModelError."""
-    if family_in(directory):
-        block, tensors = read_block(directory)
-        num_layers = block.shape.num_layers
-    else:
-        config, tensors = read_head(directory)
-        num_layers = config.num_layers
+    config, tensors = _read(directory)
+    num_layers = _shape_of(config).num_layers
     if num_layers > head.shape.num_layers:
         raise ModelError(f"{directory}: a head of another shape: it has {num_layers} layers")
     last = f"layers.{num_layers - 1}."

@@ -5,7 +5,8 @@
 
 import copy
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ragspec.drafting.heads.learning import (
     StepScores,
     TokenPredictions,
     draft_indices,
+    right_guesses,
     step_scores,
     total_loss,
 )
@@ -48,7 +50,7 @@ class DrafterPlan(TrainingPlan):
 
 
 class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
-    """Trains one head in place."""
+    """Trains one head in place. `earlier`: heads whose right guesses this head does not learn (Col-BT)."""
 
     gradient_clip = 0.5
 
@@ -60,6 +62,7 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
         plan: DrafterPlan,
         workers: WorkerGroup = SINGLE_WORKER,
         num_processes: int = 0,
+        earlier: Sequence[Head] = (),
     ) -> None:
         parameters = list(head.parameters())
         groups: list[dict[str, Any]] = [
@@ -75,14 +78,14 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
             num_processes,
         )
         super().__init__(head, groups, plan, target.device, workers, data)
-        self.head, self.target = head, target
+        self.head, self.target, self._earlier = head, target, earlier
 
     def _batches(self, texts: list[Encoded]) -> list[MicroBatch]:
         return micro_batches(texts, self.plan.micro_tokens)
 
     def _backward(self, batch: MicroBatch, num_learnt: float, noise: torch.Generator) -> list[float]:
         with mixed_precision(self.device):
-            scores = batch_scores(self.head, self.target, batch, self.plan.objective, noise)
+            scores = batch_scores(self.head, self.target, batch, self.plan.objective, noise, self._earlier)
             loss = total_loss(scores, self.plan.objective, num_learnt)
         torch.autograd.backward(loss)
         return _flat(scores)
@@ -137,23 +140,40 @@ class TargetPredictions(TokenPredictions):
         self.argmax = logits.argmax(-1)
         kept = logits if vocabulary is None else logits[:, vocabulary]
         self.probs = torch.softmax(kept, -1)
-        self.covered = (kept.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
         self.draft_argmax = draft_indices(self.argmax, vocabulary)
 
 
 def batch_scores(
-    head: Head, target: FrozenTarget, batch: MicroBatch, objective: Objective, generator: torch.Generator | None = None
+    head: Head,
+    target: FrozenTarget,
+    batch: MicroBatch,
+    objective: Objective,
+    generator: torch.Generator | None = None,
+    earlier: Sequence[Head] = (),
 ) -> list[StepScores]:
-    """One entry per draft step. `generator` draws the noise on features; None: no noise."""
+    """One entry per draft step. `generator` draws the noise on features; None: no noise. Guesses that one of the `earlier` heads
+    makes right do not count."""
+    expected, states = unrolled(head, target, batch, objective, generator)
+    for other in earlier:
+        with torch.no_grad():
+            known, drafted = unrolled(other, target, batch, replace(objective, noise=0.0))
+            for step, state in enumerate(drafted):
+                expected.leave_out(step, right_guesses(other, target.logits, known, step, state))
+    weights = objective.loss_weights or head.loss_weights
+    return [step_scores(head, target.logits, expected, step, state, weights) for step, state in enumerate(states)]
+
+
+def unrolled(
+    head: Head, target: FrozenTarget, batch: MicroBatch, objective: Objective, generator: torch.Generator | None = None
+) -> tuple[TargetPredictions, Tensor]:
+    """The target's predictions, and the head's states behind every draft step. Shape: [num_steps, B, A, H]."""
     features, last = target.states(batch.ids, head.config.aux_layers)
     expected = TargetPredictions(batch, last, target, head.draft_token_ids())
     features = features.float()
     if generator is not None and objective.noise:
         scale = objective.noise * NOISE_TOKENS / features.shape[1]
         features += (torch.rand(features.shape, generator=generator).to(features.device) - 0.5) * scale
-    states = head.unroll(target.embed(batch.ids), features, expected.pairs, objective)
-    weights = objective.loss_weights or head.loss_weights
-    return [step_scores(head, target.logits, expected, step, state, weights) for step, state in enumerate(states)]
+    return expected, head.unroll(target.embed(batch.ids), features, expected.pairs, objective)
 
 
 def _flat(scores: list[StepScores]) -> list[float]:
