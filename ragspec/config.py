@@ -329,7 +329,7 @@ class ChatConfig(ConfigSection):
 
     rewriter: Literal["auto", "rules", "model", "off"] = "auto"
     """Who completes a follow-up question before retrieval: "rules"; "model": the target, slower, or rules if its question is
-    unusable; "auto": model for targets of a billion parameters and more, else rules."""
+    unusable; "auto": rules, which find more for all targets that were measured."""
     history: Literal["auto", "shown", "hidden"] = "auto"
     """Whether prompts show earlier turns; "auto": shown. Hidden: shorter prompts, and answers know only the question."""
     max_carried: int = Field(1, ge=0, le=16)

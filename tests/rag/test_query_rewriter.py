@@ -16,7 +16,6 @@ from ragspec.core import Completion, Delta, Request
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
-from ragspec.rag.chat import query_rewriter
 from ragspec.rag.chat.query_rewriter import AskedBefore, QueryRewriter, extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
@@ -113,17 +112,14 @@ def rewriter(target: Target, engine: Any, **config: Any) -> QueryRewriter:
     return QueryRewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
 
 
-def test_a_large_target_writes_the_question_itself(
-    target: Target, engine: Engine, switch: Switch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rules decided although a better reader was there; or a small target did, which cannot."""
+def test_a_target_writes_the_question_where_the_configuration_says_so(target: Target, engine: Engine, switch: Switch) -> None:
+    """A model of 1.5 B was asked unless told otherwise, and gave the first question back in the place of the last."""
     switch.answer = " Why did Frank Zappa leave the Mothers?"
     model = rewriter(target, engine, rewriter="model")
     model._engine = _Short(engine)  # type: ignore[assignment]
     assert model.standalone("Why did he leave?", ZAPPA, "ann") == "Why did Frank Zappa leave the Mothers?"
-    for least, asked in ((target.num_parameters + 1, None), (target.num_parameters, engine)):
-        monkeypatch.setattr(query_rewriter, "LEAST_PARAMETERS", least)
-        assert rewriter(target, engine, rewriter="auto")._engine is asked
+    by_rules = rewrite_by_rules("Why did he leave?", ZAPPA)
+    assert rewriter(target, Failing(), rewriter="auto").standalone("Why did he leave?", ZAPPA) == by_rules
 
 
 class _Short:

@@ -24,28 +24,13 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
 
 _SYSTEM = (
-    "Rewrite the user's last question so that it can be understood without the conversation: put names in place of pronouns "
-    "and add what it leaves out. Change nothing else. Write the question alone."
+    "Rewrite the last question so that it can be understood alone: put names in place of pronouns and add what it leaves out. "
+    "Keep its own words. Do not answer it."
 )
-_EXAMPLES = (
-    (
-        "Question: What was the Apollo Guidance Computer?\nPage: Apollo programme\nLast question: Who designed it?",
-        "Who designed the Apollo Guidance Computer?",
-    ),
-    (
-        "Question: How many people lived in Lyon in 1999?\nLast question: And in Marseille?",
-        "How many people lived in Marseille in 1999?",
-    ),
-    (
-        "Question: When did the Beatles break up?\nPage: The Beatles\nLast question: What is the capital of Peru?",
-        "What is the capital of Peru?",
-    ),
-)
+_TASK = "Rewrite the last question so that it can be understood alone."
 _LATEST_TURNS = 3
 MAX_TOKENS = 64
 """Of a rewritten question."""
-LEAST_PARAMETERS = 1_000_000_000
-"""Of a target that rewrites questions where the configuration says "auto"."""
 _MAX_CHARS = 400
 """Characters of each earlier text, and of the rewritten question beyond the original."""
 
@@ -62,7 +47,7 @@ class QueryRewriter:
 
     def __init__(self, config: ChatConfig, prompts: PromptBuilder, engine: EngineLike | None = None) -> None:
         self._config, self._prompts = config, prompts
-        self._engine = engine if _uses_target(config, engine) else None
+        self._engine = engine if config.rewriter == "model" else None
 
     def standalone(self, question: str, asked: Sequence[AskedBefore], salt: str = "") -> str:
         """The question to retrieve with, given the earlier ones. Raises: EngineError if the target fails."""
@@ -86,27 +71,13 @@ class QueryRewriter:
 
     def _request(self, question: str, asked: Sequence[AskedBefore], salt: str) -> Request:
         turns = [
-            "\n".join(
-                [f"Question: {turn.question[:_MAX_CHARS]}", *(f"Page: {title[:_MAX_CHARS]}" for title in turn.titles)]
-            )
+            f"- {'; '.join(text[:_MAX_CHARS] for text in (turn.question, *turn.titles))}"
             for turn in asked[-_LATEST_TURNS:]
         ]
-        task = "\n".join([*turns, f"Last question: {question}"])
-        messages = [Message("system", _SYSTEM)]
-        for before, after in _EXAMPLES:
-            messages += [Message("user", before), Message("assistant", after)]
-        max_tokens = MAX_TOKENS
-        prompt = self._prompts.build([*messages, Message("user", task)], (), max_tokens)
-        params = SamplingParams(max_tokens=max_tokens)
+        task = "\n".join(["Earlier questions:", *turns, "", f"Last question: {question}", "", _TASK])
+        prompt = self._prompts.build([Message("system", _SYSTEM), Message("user", task)], (), MAX_TOKENS)
+        params = SamplingParams(max_tokens=MAX_TOKENS)
         return Request(uuid.uuid4().hex, prompt.prompt_ids, params, copy_sources(question, (), turns), salt)
-
-
-def _uses_target(config: ChatConfig, engine: EngineLike | None) -> bool:
-    """`auto` uses a target in this process if it is large enough; the size of a remote target is unknown."""
-    if config.rewriter == "auto":
-        num_parameters: int = getattr(getattr(engine, "target", None), "num_parameters", 0)
-        return num_parameters >= LEAST_PARAMETERS
-    return config.rewriter == "model" and engine is not None
 
 
 _WORD = re.compile(r"[^\W_](?:[\w'’.&/+#-]*[\w+#])?")
