@@ -112,7 +112,9 @@ def rewriter(target: Target, engine: Any, **config: Any) -> QueryRewriter:
     return QueryRewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
 
 
-def test_a_target_writes_the_question_where_the_configuration_says_so(target: Target, engine: Engine, switch: Switch) -> None:
+def test_a_target_writes_the_question_where_the_configuration_says_so(
+    target: Target, engine: Engine, switch: Switch
+) -> None:
     """A model of 1.5 B was asked unless told otherwise, and gave the first question back in the place of the last."""
     switch.answer = " Why did Frank Zappa leave the Mothers?"
     model = rewriter(target, engine, rewriter="model")

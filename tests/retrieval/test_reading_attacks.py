@@ -3,10 +3,13 @@
 import io
 import itertools
 import logging
+import os
 import random
+import resource
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import docx
@@ -231,3 +234,17 @@ def test_files_are_read_ahead_as_they_are_when_asked_for(tmp_path: Path) -> None
         assert [text_of(files[0]), text_of(files[0])] == ["Text 0."] * 2
     wrong = [text for n, text in enumerate(rest, 2) if text != f"Text {n}."]
     assert all("cannot be read: reading it took too much memory or time" in text for text in wrong) and len(wrong) <= 1
+
+
+def test_files_are_read_beside_a_thousand_open_ones(tmp_path: Path) -> None:
+    """A service with a thousand connections failed every upload."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit[0], 1200), limit[1]))
+    try:
+        with ExitStack() as opened, BoundedReader() as reader:
+            for _ in range(1024):
+                opened.enter_context(open(os.devnull))
+            (document,) = reader.documents(put(tmp_path, "a.html", "<p>A mill."), "a.html", [])
+            assert document.text == "A mill."
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)

@@ -140,7 +140,9 @@ class BoundedReader:
             child = self._child = self._child or self._started()
             assert child.stdout
             line, reason = b"", "reading it took too much memory or time, or crashed the parser"
-            if select.select([child.stdout], [], [], self._limits.timeout_s)[0]:
+            answered = select.poll()  # Why not `select`: it takes no file descriptor above 1,023
+            answered.register(child.stdout, select.POLLIN)
+            if answered.poll(1000 * self._limits.timeout_s):
                 line = child.stdout.readline()
             else:
                 reason = f"reading it took longer than {self._limits.timeout_s:g} s"
@@ -157,7 +159,7 @@ class BoundedReader:
         return self._answers.pop(number)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Why no buffer: `select` does not see lines in it."""
+        """Why no buffer: `poll` does not see lines in it."""
         command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
         folder = Path(__file__).parents[3]
         child = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd=folder)
