@@ -342,8 +342,7 @@ class CopyDrafter(Drafter):
         outputs = list[list[int]]()
         for sequence, index in zip(sequences, indexes, strict=True):
             unread = [] if index is self._nothing else sequence.tokens[sequence.num_prompt + index.num_read :]
-            index.num_read += len(unread)
-            assert len(index.base.tokens) + index.num_read <= len(index.text)
+            assert len(index.base.tokens) + index.num_read + len(unread) <= len(index.text)
             outputs.append(unread)
         copies, failing, longest = self._copies(indexes, outputs, budget)
         if not self._has_earlier:

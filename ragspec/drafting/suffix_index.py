@@ -296,7 +296,7 @@ class SuffixIndex:
     ) -> None:
         """`opens_quote`: whether a token ends with a mark that opens a quotation. `most_tokens`: of the output."""
         self.base, self.salt, self.acceptance, self._opens_quote = base, salt, acceptance, opens_quote
-        self.remembered, self.num_read = True, 0
+        self.remembered = True
         self.text = np.empty(len(base.tokens) + most_tokens, np.int32)
         self.text[: len(base.tokens)] = base.tokens
         self.place = np.array([len(base.tokens), len(base.tokens), -1, 0])
@@ -304,6 +304,10 @@ class SuffixIndex:
         self._columns = np.array([*own, *base.columns, *acceptance.address, len(acceptance.seen)])
         self.address = address_of(self._columns)
         self._written, self._num_seen, self._has_match = set[int](), 0, False
+
+    @property
+    def num_read(self) -> int:
+        return int(self.place.item(1)) - len(self.base.tokens)
 
     def may_continue(self, tokens: SequenceOf[int], num_prompt: int) -> bool:
         """Whether a search could find a point to copy from. `tokens`: prompt and output."""

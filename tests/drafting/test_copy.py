@@ -156,6 +156,20 @@ def test_a_first_answer_compiles_nothing() -> None:
     assert [*_propose.signatures] == compiled
 
 
+def test_tokens_of_a_failed_draft_are_read_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output had a gap from then on, and later drafts continued another text."""
+    text = "The mill grinds corn at dawn. The baker waits. "
+    drafter, sequence = drafting(source(text))
+    unbroken, beside = drafting(source(text))
+    sequence.tokens += ids("The mill grinds")
+    beside.tokens += ids("The mill grinds")
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "_copies", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            proposals(drafter, sequence)
+    assert branches(drafter, sequence) == branches(unbroken, beside) != []
+
+
 def test_the_end_of_a_copied_text_is_drafted_and_has_no_source() -> None:
     """The last step of a copied input was not drafted; the closing mark and number of a quote were attributed to the passage."""
     for text, kind, written in (
