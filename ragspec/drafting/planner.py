@@ -298,6 +298,7 @@ def _is_sound(sequence: SequenceView, trees: StepTrees, tree: int, vocab_size: i
 
 
 class FixedTreePlanner(Planner):
-    """Asks every drafter in every step and keeps the best `max_tree_nodes` nodes of each tree, whatever they cost."""
+    """Asks drafters in every step, one of those that take time, and keeps the best `max_tree_nodes` nodes of each tree, whatever
+    they cost."""
 
     is_fixed = True

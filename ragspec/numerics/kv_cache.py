@@ -234,7 +234,8 @@ class SequenceSlots:
 
     `slots[p]` is where logical position p lives, `index[p]` the same as rank of its page in `pages` * 16 + lane. Positions
     [0, length) are kept; slots reserved for a step are kept or given back at its end. Spare slots are indices in own pages,
-    falling: the lowest are taken first. Why arrays as long as the pool: they never move, and memory is taken when it is touched.
+    falling: the lowest are taken first. Why arrays as long as the pool: they never move. Memory is taken when
+    it is touched, by huge pages of 2 MiB where the pool has 262,144 slots or more.
     """
 
     def __init__(self, pool: KvPool) -> None:
