@@ -178,6 +178,15 @@ def test_a_shard_that_hangs_costs_seconds_and_is_replaced(shards: ActorPool, ind
         assert there.retrieve(QUERIES, 9) == expected
 
 
+@pytest.mark.slow
+def test_a_shard_that_hangs_is_replaced_although_nobody_asks(shards: ActorPool, index_dir: Path) -> None:
+    """The second copy of a shard, which no query reaches while the first answers, stayed stopped for ever."""
+    with spread(index_dir, shards.replicas, 2, late_s=0.7, hang_s=2.0):
+        old = die(shards.replicas[1], signal.SIGSTOP)
+        until(lambda: not Path(f"/proc/{old}").exists())
+        assert pid_of(shards.replicas[1]) != old
+
+
 def test_a_shard_that_is_slow_is_waited_for_and_not_killed(shards: ActorPool, index_dir: Path, held: Path) -> None:
     """A loaded machine on which the processes are killed that are needed most."""
     pids = [pid_of(replica) for replica in shards.replicas]

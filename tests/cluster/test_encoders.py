@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import letter_encoder
 import numpy as np
@@ -13,6 +14,7 @@ import ray
 from letter_encoder import LetterEncoder
 from ray import cloudpickle
 from shard_parts import die, pid_of
+from stand_ins import until
 
 from ragspec.cluster import actors
 from ragspec.cluster.actors import ActorPool
@@ -98,7 +100,9 @@ def test_without_a_fitting_encoder_there_is_one_clear_error(local_ray: None) -> 
         with pytest.raises(EncoderMismatch, match=r"not EncoderIdentity.*another"):
             there.encode(TEXTS)
         there.identity = meant
+        old = pid_of(own.replicas[0])
         ray.kill(own.replicas[0].actor)
+        until(lambda: not Path(f"/proc/{old}").exists())
         with pytest.raises(RetrievalError, match="an encoder is lost"):
             there.encode(TEXTS)
     with (

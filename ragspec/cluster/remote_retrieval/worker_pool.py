@@ -2,7 +2,8 @@
 
 A call that fails, is lost with its worker or is late goes to another worker; it ends in time, with an answer or with an error
 that names the loss. It never matters which worker answers, because each call carries all its input. A worker that was lost or
-late is not called again until it answers a health check.
+late is not called again until it answers a health check. Workers that nobody calls are checked too: a second copy of a shard may
+hang for hours before the first is lost.
 
     >>> policy = RetryPolicy(timeout_s=9.0, late_s=2.0)
     >>> pool = WorkerPool(deployment.replicas_of("shard"), what="a shard of the index")
@@ -14,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -39,7 +41,8 @@ _log = logging.getLogger(__name__)
 class WorkerPool:
     """Workers of one kind. Safe to use from several threads.
 
-    States of a worker: up -> away, when a call is lost or late -> warming, when it answers a health check -> up.
+    States of a worker: up -> away, when a call is lost or late or a health check is not answered -> warming, when it answers a
+    health check -> up.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class WorkerPool:
         self._states: dict[str, Literal["up", "away", "warming"]] = dict.fromkeys(self._workers, "up")
         self._warm, self._hang_s = warm, hang_s
         self._lock = threading.Lock()
+        threading.Thread(target=_watch, args=(weakref.ref(self), hang_s), name="ragspec-watch", daemon=True).start()
 
     @property
     def names(self) -> list[str]:
@@ -94,6 +98,14 @@ class WorkerPool:
                 f"{self.what} was closed" if self._is_closed else f"{self.what} is lost: Ray was shut down"
             )
 
+    def check_health(self) -> None:
+        """Workers that do not answer within `hang_s` leave. Raises: RetrievalError if the pool is closed."""
+        self.check_open()
+        calls = {worker.actor.ping.remote(): worker for worker in self.available()}
+        silent = ray.wait(list(calls), num_returns=len(calls), timeout=self._hang_s)[1] if calls else ()
+        for call in silent:
+            self.leave(calls[call], f"it answered no health check for {self._hang_s:g} s")
+
     def _recover(self, worker: Replica) -> None:
         """Wait until the worker answers, prepare it, then use it again. A worker that Ray does not restart stays away."""
         try:
@@ -109,6 +121,17 @@ class WorkerPool:
         with self._lock:
             if self._states[worker.name] == "warming":
                 self._states[worker.name] = "up"
+
+
+def _watch(pool: Callable[[], WorkerPool | None], interval_s: float) -> None:
+    """Until the pool is closed or nobody refers to it. Also ends when Ray is shut down."""
+    try:
+        while (found := pool()) is not None:
+            found.check_health()
+            del found
+            time.sleep(interval_s)
+    except (Exception, SystemExit):  # the latter: Ray raises it while it is shut down
+        return
 
 
 class RetryPolicy(NamedTuple):
