@@ -348,8 +348,11 @@ class CopyDrafter(Drafter):
         if not self._has_earlier:
             return copies
         most = [min(budget.max_nodes, level) for level in budget.depths]
-        parts = zip(sequences, copies, failing.tolist(), longest.tolist(), most, strict=True)
-        return [self._with_recalled(*each) for each in parts]
+        recalled = [self._recalled(*each) for each in zip(sequences, most, strict=True)]
+        if not any(nodes for nodes, _ in recalled):
+            return copies
+        parts = zip(copies, failing.tolist(), longest.tolist(), recalled, strict=True)
+        return [_with_recalled(*each) for each in parts]
 
     def _may_copy(self, sequence: SequenceView) -> bool:
         if (index := self._indexes.get(sequence.key)) is None:
@@ -372,16 +375,6 @@ class CopyDrafter(Drafter):
         self._counted_acceptance.purge(salt)
         for index in self._indexes.values():
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
-
-    def _with_recalled(
-        self, sequence: SequenceView, copies: SequenceOf[Proposal], failing: float, longest: int, most: int
-    ) -> list[Proposal]:
-        """Copies, and what followed in earlier answers. `failing`: the probability that all copies fail."""
-        recalled, length = self._recalled(sequence, most)
-        if length <= longest:
-            return [*copies, *_below(recalled, failing, len(copies))]
-        left = 1.0 - sum(node.path_prob for node in recalled if node.parent < 0)
-        return [*recalled, *_below(copies, left, len(recalled))]
 
     def _copies(
         self, indexes: SequenceOf[SuffixIndex], outputs: SequenceOf[list[int]], budget: Budget
@@ -414,12 +407,23 @@ class CopyDrafter(Drafter):
         self._noted |= tokens
 
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
-        """What followed in the tenant's earlier answers, and the length of the match there."""
+        """What followed in the tenant's earlier answers, and the length of the match there. Nothing where preparing failed."""
         salt = sequence.request.salt
-        if (answers := self._earlier.get(salt)) is None:
+        if sequence.key not in self._indexes or (answers := self._earlier.get(salt)) is None:
             return [], 0
         acceptance = self._counted_acceptance.used(tenant_of(salt))
         return CountedDrafts(self.name, answers.runs, acceptance).grow(sequence.tokens, most, most)
+
+
+def _with_recalled(
+    copies: SequenceOf[Proposal], failing: float, longest: int, recalled: tuple[list[Proposal], int]
+) -> list[Proposal]:
+    """Copies, and what followed in earlier answers, the longer match first. `failing`: the probability that all copies fail."""
+    nodes, length = recalled
+    if length <= longest:
+        return [*copies, *_below(nodes, failing, len(copies))]
+    left = 1.0 - sum(node.path_prob for node in nodes if node.parent < 0)
+    return [*nodes, *_below(copies, left, len(nodes))]
 
 
 def _below(proposals: SequenceOf[Proposal], left: float, first: int) -> Iterator[Proposal]:

@@ -13,7 +13,7 @@ from ragspec.core import CopySource, SourceKind
 from ragspec.drafting.copy import CopyDrafter, _propose
 from ragspec.drafting.drafter import Budget
 from ragspec.drafting.references import ReferenceReader
-from ragspec.tree import DraftTree, Proposal
+from ragspec.tree import DraftTree, Proposal, Proposals
 
 EOS = 1
 PASSAGE = "The mill needs water. The bridge was built in 1874 — by 12 people. Rain is water, too."
@@ -317,6 +317,19 @@ def test_earlier_answers_stay_with_their_tenant_and_can_be_purged() -> None:
     assert drafts_from_earlier(drafter, "one\0part")
     drafter.purge("one")
     assert not drafts_from_earlier(drafter, "one\0part")
+
+
+def test_in_a_batch_nothing_is_recalled_for_a_tenant_without_answers_or_a_request_that_failed_to_prepare() -> None:
+    """All copies became lists although nothing was recalled; a request whose preparing had failed was drafted for in a batch."""
+    drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=1000)
+    other = Writing("other", salt="two", sources=(source(PASSAGE),))
+    other.begin(drafter)
+    budget = Budget(48, 0.0, [16, 16])
+    assert isinstance(drafter.propose([other, other], budget), Proposals)
+    finish_one(drafter, "Yes, the old mill burned in 1921.", "one", "x")
+    failed = Writing("failed", salt="one", tokens=[300, *ids("Now the old mill")])
+    _, nothing = drafter.propose([other, failed], budget)
+    assert not nothing
 
 
 def test_the_cache_of_references_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
