@@ -18,8 +18,8 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
-from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult
-from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, SearchResult
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, Retriever
+from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
 MAX_QUERIES = 32
@@ -124,7 +124,7 @@ def _settle(
 class SearchParams:
     """The arguments that all queries of one search share. Indexes are equal if they are the same object."""
 
-    index: IndexLike
+    index: Retriever
     k: int
     scope: SearchScope
     prefetch_k: int
@@ -145,10 +145,10 @@ class SearchBatcher:
     """
 
     def __init__(self, max_queries: int) -> None:
-        self._encoding: RequestBatcher[IndexLike, str, list[Query]] = RequestBatcher(_encode, max_queries)
+        self._encoding: RequestBatcher[Retriever, str, list[Query]] = RequestBatcher(_encode, max_queries)
         self._searching: RequestBatcher[SearchParams, PendingQuery, SearchResult] = RequestBatcher(_search, max_queries)
 
-    def encode(self, index: IndexLike, texts: Sequence[str]) -> Future[list[Query]]:
+    def encode(self, index: Retriever, texts: Sequence[str]) -> Future[list[Query]]:
         return self._encoding.submit(index, texts)
 
     def search(self, params: SearchParams, queries: Sequence[PendingQuery]) -> Future[SearchResult]:
@@ -166,7 +166,7 @@ class BatchingRetriever:
     Why not for a remote index: one call runs at a time, and a call may wait for a machine that other queries do not need.
     """
 
-    def __init__(self, index: IndexLike, max_queries: int = MAX_QUERIES) -> None:
+    def __init__(self, index: Retriever, max_queries: int = MAX_QUERIES) -> None:
         self._index, self._batcher = index, SearchBatcher(max_queries)
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
@@ -228,7 +228,7 @@ class CachingRetriever:
                     del self._results[fullest]
 
 
-def _encode(index: IndexLike, parts: list[Sequence[str]]) -> list[list[Query]]:
+def _encode(index: Retriever, parts: list[Sequence[str]]) -> list[list[Query]]:
     queries = iter(index.encode([text for part in parts for text in part]))
     return [[next(queries) for _ in part] for part in parts]
 

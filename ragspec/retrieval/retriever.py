@@ -27,7 +27,7 @@ from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, Searchable, SearchResult
+from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, SearchResult
 from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
@@ -66,14 +66,29 @@ class RetrievalResult(NamedTuple):
         return cls(found.passages, found.generation, found.missing, found.closeness, times)
 
 
-class GenerationView(Searchable, Protocol):
-    """Searches one generation: an `IndexSearcher`, or the shards of a cluster."""
+class GenerationView(Protocol):
+    """Searches one generation: an `IndexSearcher`, or the shards of a cluster. Safe to call from several threads."""
 
     @property
     def store(self) -> Store: ...
 
     @property
     def terms(self) -> TermFunction: ...
+
+    def search(
+        self,
+        queries: Sequence[Query],
+        k: int,
+        scope: SearchScope = PUBLIC_SCOPE,
+        *,
+        prefetch_k: int = 0,
+        known: frozenset[PassageKey] = frozenset(),
+    ) -> SearchResult:
+        """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
+
+        Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
+        """
+        ...
 
 
 class Retriever:
@@ -96,6 +111,7 @@ class Retriever:
         self.encoder = encoder
         self._config = config or RetrieverConfig()
         self.mode: RetrievalMode = self._config.mode
+        """How the index ranks. A cache of its candidates must rank the same way."""
         self._reranker = reranker
         self._shard = shard
         self._follow = follow
@@ -123,10 +139,12 @@ class Retriever:
 
     @property
     def is_elsewhere(self) -> bool:
+        """Whether searches run outside this process."""
         return False
 
     @property
     def relevance(self) -> Relevance | None:
+        """Orders the best passages; None: by their ranks alone."""
         is_learned = self.mode == "hybrid" and self._config.fusion == "learned"
         return Relevance(self._current().terms) if is_learned else None
 
@@ -143,7 +161,7 @@ class Retriever:
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
     ) -> SearchResult:
-        """As `IndexLike.search`. With a reranker, passages and candidates come in its order.
+        """As `GenerationView.search`. With a reranker, passages and candidates come in its order.
 
         Raises: StoreError if the current generation cannot be read; InputError for a query without a vector.
         """

@@ -191,7 +191,7 @@ class ClusterView:
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
     ) -> SearchResult:
-        """As `ragspec.retrieval.search.index_types.IndexLike`."""
+        """As `GenerationView`."""
         if self._config.fail_closed and self._num_replicas == len(self._pool.names):
             return self._look_up_on_one(queries, k, scope, prefetch_k, known)
         while True:

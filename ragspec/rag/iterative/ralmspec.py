@@ -35,7 +35,8 @@ from ragspec.rag.iterative.policies import PartialAnswer, Policy, RetrievalRound
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
 from ragspec.retrieval.batching_retriever import PendingQuery, SearchBatcher, SearchParams
-from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, SearchResult
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 from ragspec.retrieval.speculative.stride import StrideScheduler
@@ -60,7 +61,7 @@ class IterativeRequest:
 
     question: str
     params: SamplingParams
-    index: IndexLike
+    index: Retriever
     scope: SearchScope
     guessing: bool
     drafting: Speculation

@@ -74,7 +74,7 @@ class IndexSearcher:
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
     ) -> SearchResult:
-        """As `ragspec.retrieval.search.index_types.IndexLike`.
+        """As `ragspec.retrieval.retriever.GenerationView`.
 
         Why queries are analysed again: another generation may have analysed them by other rules.
         """

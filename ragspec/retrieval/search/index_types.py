@@ -1,4 +1,4 @@
-"""The records and the protocol of searches, for callers that speculate on the next results.
+"""The records of searches, for callers that speculate on the next results.
 
 Searches nothing.
 
@@ -9,15 +9,13 @@ Searches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from ragspec.core import Passage
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search.bm25 import TermStatistics
-from ragspec.retrieval.search.relevance import Relevance
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
 RetrievalMode = Literal["dense", "sparse", "hybrid"]
 
@@ -67,54 +65,3 @@ class SearchResult(NamedTuple):
     generation: str
     missing: tuple[str, ...] = ()
     closeness: tuple[float, ...] = ()
-
-
-class Searchable(Protocol):
-    """An index, or one generation of it. Safe to call from several threads."""
-
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
-        """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
-
-        Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
-        """
-        ...
-
-
-class IndexLike(Searchable, Protocol):
-    """An index in this process or elsewhere."""
-
-    @property
-    def generation(self) -> str:
-        """Names the current generation and its content; equal generations give equal passages."""
-        ...
-
-    @property
-    def mode(self) -> RetrievalMode:
-        """How the index ranks. A cache of its candidates must rank the same way."""
-        ...
-
-    @property
-    def relevance(self) -> Relevance | None:
-        """Orders the best passages; None: by their ranks alone."""
-        ...
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether searches run outside this process."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[Query]:
-        """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
-        ...
-
-    def pinned(self) -> IndexLike:
-        """An index that stays with the current generation."""
-        ...
