@@ -15,7 +15,7 @@ from tiny_target import SENTENCES, save_model
 from ragspec.config import TargetConfig
 from ragspec.core import Document
 from ragspec.engine.target import Target
-from ragspec.retrieval.search.index_types import Query, SearchResult
+from ragspec.retrieval.search.segment_search import Query, SearchResult
 from ragspec.retrieval.speculative.stride import StridePlan, StrideScheduler
 
 CONTEXT = 768

@@ -36,7 +36,7 @@ from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Pol
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.index_types import Query, SearchResult
+from ragspec.retrieval.search.segment_search import Query, SearchResult
 from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE, StrideCosts, StrideTiming, best_plan
 
 BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"

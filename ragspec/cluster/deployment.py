@@ -47,11 +47,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_WITHOUT_EFFECT_ON_TEXT = (
-    "retriever.device",
-    "retriever.gpu_memory_bytes",
-    "retriever.fail_closed",
-)
+_WITHOUT_EFFECT_ON_TEXT = ("retriever.device", "retriever.gpu_memory_bytes", "retriever.fail_closed")
 """Settings that `check_agreement` ignores: they change no text, or the deployment decides them."""
 
 

@@ -19,8 +19,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, Retriever
-from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, PassageKey, Query, SearchResult, SearchScope
 
 MAX_QUERIES = 32
 _KEPT_OF_TENANT, _KEPT_IN_ALL = 1000, 8192

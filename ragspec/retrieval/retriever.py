@@ -27,9 +27,16 @@ from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, SearchResult
 from ragspec.retrieval.search.relevance import Relevance
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
+from ragspec.retrieval.search.segment_search import (
+    PUBLIC_SCOPE,
+    PassageKey,
+    Query,
+    RetrievalMode,
+    SearchResult,
+    SearchScope,
+    ShardLike,
+)
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""

@@ -8,15 +8,7 @@ import json
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from ragspec.core import Message, SamplingParams

@@ -34,7 +34,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
-from ragspec.retrieval.search.index_types import RetrievalMode, SearchResult
+from ragspec.retrieval.search.segment_search import RetrievalMode, SearchResult
 from ragspec.retrieval.speculative.stride import NEVER_PAYS, StridePlan, StrideScheduler
 
 QUESTIONS = ["When was the bridge built?", "What does a mill need?", "river", "Where does the water go in spring?"]

@@ -21,8 +21,7 @@ from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.index_types import Query, ScorablePassage, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope, Shard
+from ragspec.retrieval.search.segment_search import Query, ScorablePassage, SearchResult, SearchScope, Shard
 from ragspec.retrieval_config import AnalyzerConfig
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))

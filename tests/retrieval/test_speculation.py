@@ -12,8 +12,7 @@ from ragspec.core import Document
 from ragspec.retrieval.batching_retriever import PendingQuery, SearchBatcher, SearchParams
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.index_types import RetrievalMode
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import RetrievalMode, SearchScope
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 from ragspec.retrieval.speculative.stride import (
     GAMMA_MAX,

@@ -22,32 +22,24 @@ import ray
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.remote_retrieval.encoders import RemoteEncoder
 from ragspec.cluster.remote_retrieval.shards import SegmentSet, place_segments, rotated
-from ragspec.cluster.remote_retrieval.worker_pool import (
-    HANG_S,
-    HedgedCall,
-    RetryPolicy,
-    WorkerPool,
-    call_free_workers,
-)
+from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, HedgedCall, RetryPolicy, WorkerPool, call_free_workers
 from ragspec.config import EncoderConfig, RetrieverConfig
-from ragspec.core import Passage
 from ragspec.errors import ConfigError, RagspecError, RetrievalError, StoreError
-from ragspec.retrieval.encoder import FloatArray, TextEncoder
+from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore
 from ragspec.retrieval.retriever import GenerationView, Retriever
-from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
-from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
 from ragspec.retrieval.search.segment_search import (
     PUBLIC_SCOPE,
+    PassageKey,
+    Query,
     SearchHit,
+    SearchResult,
     SearchScope,
-    gather_by_shard,
-    merge_hits,
-    sum_statistics,
+    SplitShard,
 )
 
 _OPEN_TIMEOUT_S = 600.0
@@ -70,7 +62,7 @@ class SegmentsMissing(RetrievalError):
         super().__init__(f"of the index, {', '.join(names)} cannot be searched: {self.reason}")
 
 
-class ShardedSearch:
+class ShardedSearch(SplitShard):
     """A `ShardLike` whose segments are searched remotely, each by the first of its shards that answers."""
 
     def __init__(
@@ -89,31 +81,17 @@ class ShardedSearch:
     def segment_names(self) -> frozenset[str]:
         return frozenset(self._orders)
 
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits(self._search_all("dense", queries, k, scope), len(queries), k)
-
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return sum_statistics(self._search_all("statistics", terms, tenant))
-
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits(self._search_all("sparse", queries, k, scope), len(queries), k)
-
-    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
-        return self._read_hits("passages", hits, num_neighbours)
-
-    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        return self._read_hits("vectors", hits)
-
-    def _search_all(self, method: str, *arguments: Any) -> list[Any]:
+    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all segments; shards work at the same time."""
         return list(self._call(method, dict.fromkeys(self._orders, arguments)).values())
 
-    def _read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
+    def read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
         own: dict[str, list[SearchHit]] = {}
         for hit in hits:
             own.setdefault(hit.segment, []).append(hit)
         found = self._call(method, {segment: (some, *arguments) for segment, some in own.items()})
-        return gather_by_shard(hits, own.values(), (found[segment] for segment in own))
+        by_hit = {hit: one for segment, some in own.items() for hit, one in zip(some, found[segment], strict=True)}
+        return [by_hit[hit] for hit in hits]
 
     def _call(self, method: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Each segment's answer to its own arguments. Raises: SegmentsMissing."""

@@ -19,8 +19,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker, RerankerConfig
 from ragspec.retrieval.search.index_searcher import IndexSearcher
-from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import PassageKey, Query, SearchResult, SearchScope, Shard, ShardLike
 
 _GENERATIONS_KEPT = 3
 """The generation being opened, the one before it, and one that a reader still uses."""

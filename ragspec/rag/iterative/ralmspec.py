@@ -36,8 +36,7 @@ from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
 from ragspec.retrieval.batching_retriever import PendingQuery, SearchBatcher, SearchParams
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import PassageKey, Query, SearchResult, SearchScope
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation

@@ -9,6 +9,7 @@ Owns which documents the next generation holds. Every method that writes files r
 
 import contextlib
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from ragspec.config import IndexConfig
@@ -17,7 +18,7 @@ from ragspec.retrieval.encoder import EncoderIdentity, TextEncoder
 from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
 from ragspec.retrieval.index.index_directory import IndexDirectory
-from ragspec.retrieval.index.manifest import Manifest, SegmentRecord, created_by, read_current
+from ragspec.retrieval.index.manifest import Manifest, SegmentRecord, read_current
 from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
 from ragspec.retrieval.index.store import IndexSegment, LiveSegment, Store, check_encoder
 from ragspec.retrieval.search.analysis import RULES, Analyzer, rules_of
@@ -109,7 +110,7 @@ class GenerationBuilder:
                 generation=self._directory.free_number("generation"),
                 content_key=self.documents.content.key(self._encoder, self.config, self._analyzer.id),
                 content_sum=str(self.documents.content),
-                created_by=created_by(),
+                created_by=f"ragspec {version('ragspec')}",
                 encoder=self._encoder,
                 analyzer=self._analyzer.id,
                 config=self.config,

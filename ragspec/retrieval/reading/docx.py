@@ -17,14 +17,7 @@ from lxml import etree
 
 from ragspec.retrieval.reading.inline import formula_text
 from ragspec.retrieval.reading.office import ListCounter, ListLevel, OfficeReader
-from ragspec.retrieval.reading.parsed_file import (
-    REPEATED_CHARS,
-    Cell,
-    ParsedFile,
-    Table,
-    check_archive,
-    silence_logger,
-)
+from ragspec.retrieval.reading.parsed_file import REPEATED_CHARS, Cell, ParsedFile, Table, check_archive, silence_logger
 
 _PARAGRAPH, _TABLE, _RUN, _TEXT, _BOX = map(qn, ("w:p", "w:tbl", "w:r", "w:t", "w:txbxContent"))
 _SYMBOL, _RUBY, _FIELD = map(qn, ("w:sym", "w:ruby", "w:fldChar"))

@@ -44,13 +44,8 @@ from ragspec.retrieval.index.segment_files import mapped_array
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-POSTING_FILES = (
-    "terms.npy",
-    "term_offsets.npy",
-    "posting_offsets.npy",
-    "posting_rows.npy",
-    "posting_counts.npy",
-    "lengths.npy",
+POSTING_FILES = tuple(
+    f"{name}.npy" for name in "terms term_offsets posting_offsets posting_rows posting_counts lengths".split()
 )
 
 _CHANGED = "the postings were changed while they were in use"

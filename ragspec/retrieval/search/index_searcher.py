@@ -26,9 +26,19 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.analysis import Analyzer, rules_of
 from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, idf, sparse_query
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
 from ragspec.retrieval.search.relevance import RANK_OFFSET, Features, QueryWeights, ReadHit, Relevance, hits_to_read
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchHit, SearchScope, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import (
+    PUBLIC_SCOPE,
+    PassageKey,
+    Query,
+    RetrievalMode,
+    ScorablePassage,
+    SearchHit,
+    SearchResult,
+    SearchScope,
+    Shard,
+    ShardLike,
+)
 
 
 class TermFunction(Protocol):

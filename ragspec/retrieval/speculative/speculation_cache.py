@@ -23,9 +23,15 @@ from ragspec.core import Passage
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.index_searcher import FUSION_DEPTH, reciprocal_rank_fusion
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
 from ragspec.retrieval.search.relevance import QueryWeights, Relevance, hits_to_read
-from ragspec.retrieval.search.segment_search import SearchHit
+from ragspec.retrieval.search.segment_search import (
+    PassageKey,
+    Query,
+    RetrievalMode,
+    ScorablePassage,
+    SearchHit,
+    SearchResult,
+)
 
 _MAX_PASSAGES = 512
 
