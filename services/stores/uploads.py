@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ragspec.core import Document
-from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
+from ragspec.retrieval.index.embedding import EmbeddedDocument
 from ragspec.retrieval.reading import has_rows
 from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.tenants import FairQueue

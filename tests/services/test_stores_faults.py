@@ -24,7 +24,6 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
 from ragspec.retrieval.index import index_directory as generation
-from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import Unread
@@ -539,8 +538,8 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
     assert sum("bob" in owners for owners in commits) >= 5
     member = library.records.member("bob", *large)
     assert member.num_bytes == sum(len(f"zebra {number}") for number in range(220))
-    documents = DocumentMap(Store.open(index), with_texts=False)
-    origins = [origin for _, owner, origin in documents.origins() if owner == "bob"]
+    fields = [each for live in Store.open(index).segments for each in live.fields("owner", "origin")]
+    origins = [origin for owner, origin in fields if owner == "bob"]
     assert origins.count(f"{large[0]}:{large[1]}") == 220
 
 

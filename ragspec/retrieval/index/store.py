@@ -262,6 +262,11 @@ class LiveSegment:
         """Numbers of the live documents."""
         return np.flatnonzero(self.is_live).tolist()
 
+    def fields(self, *names: str) -> Iterator[tuple[str, ...]]:
+        """The values of these columns, for each live document."""
+        columns = [self.segment.documents[name].to_pylist() for name in names]
+        return (tuple(column[number] for column in columns) for number in self.live_documents())
+
 
 @dataclass(eq=False)
 class Store:
