@@ -11,14 +11,15 @@ can act on is a result with `isError`.
 import asyncio
 import base64
 import binascii
+import inspect
 import io
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
@@ -114,7 +115,7 @@ class AddArguments(Body):
 
 class _Tool(NamedTuple):
     arguments: type[Body]
-    call: Callable[[Any, Request], Awaitable[dict[str, Any]]]
+    call: Callable[[Any, Request], Any]
     adds: bool = False
 
 
@@ -183,12 +184,14 @@ class DocumentTools:
         if self._caller is not None or request is None:
             state = {"caller": self._caller, "begin": time.perf_counter()}
             request = Request({"type": "http", "path": "/", "headers": [], "state": state})
-        return await tool.call(arguments, request)
+        if inspect.iscoroutinefunction(tool.call):
+            return cast(dict[str, Any], await tool.call(arguments, request))
+        return await asyncio.to_thread(tool.call, arguments, request)
 
-    async def _search(self, given: SearchArguments, request: Request) -> dict[str, Any]:
+    def _search(self, given: SearchArguments, request: Request) -> dict[str, Any]:
         num_passages = given.num_passages or self._backend.config.retriever.num_passages
         scope = parse_scope(_tenant(request), given.filter)
-        found = await asyncio.to_thread(self._backend.retriever.retrieve, [given.query], num_passages, scope)
+        found = self._backend.retriever.retrieve([given.query], num_passages, scope)
         return {
             "passages": passages_of(found.passages[0], range(1, len(found.passages[0]) + 1)),
             "index_generation": found.generation,
@@ -211,11 +214,8 @@ class DocumentTools:
         told = {"answer": answer.text, "abstained": answer.abstained, "finish_reason": answer.finish_reason.value}
         return told | support | {"passages": passages_of(answer.passages, answer.ranks), "seed": context.params.seed}
 
-    async def _passage(self, given: PassageArguments, request: Request) -> dict[str, Any]:
-        return await asyncio.to_thread(self._read, given, _tenant(request))
-
-    def _read(self, given: PassageArguments, tenant: str) -> dict[str, Any]:
-        document = self._backend.documents.find(tenant, given.document_id)
+    def _passage(self, given: PassageArguments, request: Request) -> dict[str, Any]:
+        document = self._backend.documents.find(_tenant(request), given.document_id)
         if not given.start <= given.end <= len(document.text):
             raise InputError(f"the document has {len(document.text)} characters: no [{given.start}, {given.end})")
         start, end = max(0, given.start - given.around), min(len(document.text), given.end + given.around)
@@ -223,9 +223,8 @@ class DocumentTools:
         text, num_chars = document.text[start:end], len(document.text)
         return names | {"start": start, "end": end, "text": text, "num_chars": num_chars}
 
-    async def _list(self, given: ListArguments, request: Request) -> dict[str, Any]:
-        listing = self._backend.documents.listing
-        rows, total = await asyncio.to_thread(listing, _tenant(request), given.offset, given.limit)
+    def _list(self, given: ListArguments, request: Request) -> dict[str, Any]:
+        rows, total = self._backend.documents.listing(_tenant(request), given.offset, given.limit)
         return {"documents": rows, "total": total, "has_more": given.offset + len(rows) < total}
 
     async def _add(self, given: AddArguments, request: Request) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Owns the two threads that call the index. Results are bit for bit those of separ
     >>> retriever.retrieve(["When did it rain?"], k=3).passages
 """
 
-import queue
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -47,9 +46,8 @@ class RequestBatcher(Generic[Key, Item, Result]):
     def __init__(self, call: Callable[[Key, list[Sequence[Item]]], list[Result]], max_items: int) -> None:
         self._call = call
         self._max_items = max_items
-        self._queue: queue.SimpleQueue[_Submission[Key, Item, Result] | None] = queue.SimpleQueue()
         self._waiting: list[_Submission[Key, Item, Result]] = []
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ragspec-request-batcher", daemon=True)
         self._thread.start()
@@ -57,21 +55,21 @@ class RequestBatcher(Generic[Key, Item, Result]):
     def submit(self, key: Key, items: Sequence[Item]) -> Future[Result]:
         """Raises: EngineClosed. The future raises the error of the call. Cancelled submissions are dropped."""
         future: Future[Result] = Future()
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise EngineClosed("the pipeline is closed")
-            self._queue.put(_Submission(key, items, future))
+            self._waiting.append(_Submission(key, items, future))
+            self._changed.notify()
         return future
 
     def close(self) -> None:
         """Accept no further submissions; waiting submissions fail with EngineClosed. Does not wait for a running call."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-            self._queue.put(None)
+            self._changed.notify()
 
     def _run(self) -> None:
-        while self._take():
-            parts = self._next_call()
+        while parts := self._next_call():
             parts = [part for part in parts if part.future.set_running_or_notify_cancel()]
             if parts:
                 _settle(parts, self._call)
@@ -79,25 +77,23 @@ class RequestBatcher(Generic[Key, Item, Result]):
             if part.future.set_running_or_notify_cancel():
                 part.future.set_exception(EngineClosed("the pipeline was closed"))
 
-    def _take(self) -> bool:
-        """Move all submissions from the queue to the waiting list; wait for one if there is none. False: closed."""
-        while not self._waiting or not self._queue.empty():
-            part = self._queue.get()
-            if part is None:
-                return False
-            self._waiting.append(part)
-        return True
-
     def _next_call(self) -> list[_Submission[Key, Item, Result]]:
-        """The oldest submission and the submissions of its key that fit into one call, in the order of arrival."""
-        first = self._waiting[0]
-        chosen, num_items = [first], len(first.items)
-        for part in self._waiting[1:]:
-            if part.key == first.key and num_items + len(part.items) <= self._max_items:
-                chosen.append(part)
-                num_items += len(part.items)
-        self._waiting = [part for part in self._waiting if part not in chosen]
-        return chosen
+        """Waits for a submission; the oldest and the submissions of its key that fit into one call, in the order of arrival.
+
+        Empty once it is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return []
+            first = self._waiting[0]
+            chosen, num_items = [first], len(first.items)
+            for part in self._waiting[1:]:
+                if part.key == first.key and num_items + len(part.items) <= self._max_items:
+                    chosen.append(part)
+                    num_items += len(part.items)
+            self._waiting = [part for part in self._waiting if part not in chosen]
+            return chosen
 
 
 def _settle(

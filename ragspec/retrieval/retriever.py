@@ -25,11 +25,12 @@ from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
+from ragspec.retrieval.rerank import PairScorer, Reranker, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
 from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.search.segment_search import (
     PUBLIC_SCOPE,
+    Lookup,
     PassageKey,
     Query,
     RetrievalMode,
@@ -82,15 +83,7 @@ class GenerationView(Protocol):
     @property
     def terms(self) -> TermFunction: ...
 
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
+    def search(self, lookup: Lookup) -> SearchResult:
         """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
 
         Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
@@ -130,7 +123,7 @@ class Retriever:
         """Raises: ConfigError without an index folder, StoreError or ModelError if index or models cannot be used."""
         read_current(configured_index_dir(config))  # Why first: a missing index fails before a model loads for seconds
         loaded = Encoder.load(encoder) if isinstance(encoder, EncoderConfig) else encoder
-        reranker = Reranker.load(RerankerConfig(model=config.reranker)) if config.reranker else None
+        reranker = Reranker.load(config.reranker) if config.reranker else None
         store = Store.open(config.index_dir, loaded.identity, pointer=config.pointer)
         return cls(loaded, store, config, reranker=reranker, follow=not config.pointer)
 
@@ -172,14 +165,14 @@ class Retriever:
 
         Raises: StoreError if the current generation cannot be read; InputError for a query without a vector.
         """
-        view = self._current()
+        view, lookup = self._current(), Lookup(queries, k, scope, prefetch_k, known)
         try:
-            return view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            return view.search(lookup)
         except StoreError:  # a remote shard opened its segments again, and the generation is gone
             newer = self._current()
             if newer is view:
                 raise
-            return newer.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            return newer.search(lookup)
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
         """The `k` best passages of each query, best first, with their scores.

@@ -26,7 +26,7 @@ from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
 from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
 from ragspec.retrieval.retriever import Retriever
 from services.stores.library import Library
-from services.stores.parsing import FILE
+from services.stores.uploads import FILE
 from services.web.pages import head
 
 POLICY = "default-src 'none'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; sandbox"

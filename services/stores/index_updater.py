@@ -21,8 +21,8 @@ from ragspec.retrieval.index.index_directory import GRACE_S
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from services.stores.parsing import origin_of
 from services.stores.records import StoreMember
+from services.stores.uploads import origin_of
 
 log = logging.getLogger(__name__)
 

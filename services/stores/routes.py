@@ -18,9 +18,9 @@ from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.stores import conversation_routes, schemas
 from services.stores.document_view import POLICY
-from services.stores.parsing import STORE
 from services.stores.records import StoreMember, StoreRecord
 from services.stores.schemas import Fields, Name, Tenant
+from services.stores.uploads import STORE
 
 
 def routes(backend: ServiceBackend) -> APIRouter:

@@ -18,8 +18,8 @@ from ragspec.errors import InputError
 from ragspec.rag.chat.conversations import Conversation
 from ragspec.retrieval.search.relevance import RANK_OFFSET, unit_relevance
 from services.limits import RequestBody, at_most
-from services.stores.parsing import FILE, STORE
 from services.stores.records import FileRecord, StoreMember, StoreRecord
+from services.stores.uploads import FILE, STORE
 
 T = TypeVar("T")
 _MAX_KEYS = 16

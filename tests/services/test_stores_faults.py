@@ -31,7 +31,7 @@ from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
-from services.stores import index_updater, ingest, parsing, uploads
+from services.stores import index_updater, ingest, uploads
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
 from services.stores.records import RECORD_BYTES, Records
@@ -411,7 +411,7 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
 def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
     """Files named "slow" are read only after the block. Yields an event that the first read sets, and what was read."""
     begun, go_on, read = threading.Event(), threading.Event(), list[str]()
-    write_documents = parsing.write_documents
+    write_documents = uploads.write_documents
 
     def held(path: Path, name: str, output: Path, limits: ReadLimits, unread: list[Unread]) -> None:
         if "slow" in name:
@@ -420,7 +420,7 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
         write_documents(path, name, output, limits, unread)
         read.append(name)
 
-    monkeypatch.setattr(parsing, "write_documents", held)
+    monkeypatch.setattr(uploads, "write_documents", held)
     try:
         yield begun, read
     finally:

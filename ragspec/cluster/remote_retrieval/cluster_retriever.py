@@ -33,12 +33,9 @@ from ragspec.retrieval.rerank import PairScoring, PairsToScore
 from ragspec.retrieval.retriever import GenerationView, Retriever
 from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
 from ragspec.retrieval.search.segment_search import (
-    PUBLIC_SCOPE,
-    PassageKey,
-    Query,
+    Lookup,
     SearchHit,
     SearchResult,
-    SearchScope,
     SplitShard,
 )
 
@@ -160,31 +157,23 @@ class ClusterView:
             self._pool.check_open()
             opened = bool(ray.wait([opening], timeout=_LOOK_S)[0])
 
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
+    def search(self, lookup: Lookup) -> SearchResult:
         """As `GenerationView`."""
         if self._config.fail_closed and self._num_replicas == len(self._pool.names):
-            return self._look_up_on_one(queries, k, scope, prefetch_k, known)
+            return self._look_up_on_one(lookup)
         while True:
             missing = self._missing if time.monotonic() < self._missing_until_s else frozenset()
             try:
-                found = self._searcher(missing).search(queries, k, scope, prefetch_k=prefetch_k, known=known)
+                found = self._searcher(missing).search(lookup)
                 return found._replace(missing=tuple(sorted(missing)))
             except SegmentsMissing as error:
                 self._leave_out(error)
 
-    def _look_up_on_one(self, *arguments: Any) -> SearchResult:
+    def _look_up_on_one(self, lookup: Lookup) -> SearchResult:
         order = rotated(self._pool.names, self._num_replicas, next(self._pool.turns))
 
         def send(actor: Any, _: object) -> Any:
-            return actor.look_up.remote(self._segments, self._config, *arguments)
+            return actor.look_up.remote(self._segments, self._config, lookup)
 
         answers, errors = HedgedCall(self._pool, {self._segments: order}, send, self._policy).run()
         if errors:

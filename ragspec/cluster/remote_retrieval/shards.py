@@ -17,9 +17,9 @@ from ragspec.cluster.actors import ORDERED, WorkerActor, ended_if_lost, in_group
 from ragspec.cluster.routing.policy import rendezvous_order
 from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker, RerankerConfig
+from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker
 from ragspec.retrieval.search.index_searcher import IndexSearcher
-from ragspec.retrieval.search.segment_search import PassageKey, Query, SearchResult, SearchScope, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import Lookup, SearchResult, Shard, ShardLike
 
 _GENERATIONS_KEPT = 3
 """The generation being opened, the one before it, and one that a reader still uses."""
@@ -143,23 +143,14 @@ class ShardActor(WorkerActor):
         parts = self._cache.get(segments).parts(segments.names)
         return [getattr(part, method)(*map(_writable, own)) for part, own in zip(parts, arguments, strict=True)]
 
-    def look_up(
-        self,
-        segments: SegmentSet,
-        config: RetrieverConfig,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope,
-        prefetch_k: int,
-        known: frozenset[PassageKey],
-    ) -> list[SearchResult]:
+    def look_up(self, segments: SegmentSet, config: RetrieverConfig, lookup: Lookup) -> list[SearchResult]:
         """The answer of an `IndexSearcher` of these segments, in one call.
 
         Raises: StoreError, ConfigError, ModelError, InputError.
         """
         scoring = self._scoring(config.reranker) if config.reranker else None
         searcher = self._cache.get(segments).searcher(segments.names, config, scoring)
-        return [searcher.search(queries, k, scope, prefetch_k=prefetch_k, known=known)]
+        return [searcher.search(lookup)]
 
     def scores(self, reranker: str, asked: PairsToScore) -> list[Any]:
         """Raises: ModelError, ConfigError."""
@@ -168,7 +159,7 @@ class ShardActor(WorkerActor):
     def _scoring(self, reranker: str) -> PairScoring:
         with self._loading:
             if reranker not in self._scorings:
-                loaded = Reranker.load(RerankerConfig(model=reranker))
+                loaded = Reranker.load(reranker)
 
                 def scoring(asked: Sequence[PairsToScore]) -> list[Any]:
                     with ended_if_lost(loaded):

@@ -17,7 +17,7 @@ A segment is six arrays, mapped from disk (`ragspec.retrieval.search.bm25` write
     lengths.npy          [K] int32        terms of a row, with repetitions
 
     >>> statistics = sum((postings.statistics(terms) for postings in segments), TermStatistics())
-    >>> rows, scores = segments[0].scores(sparse_query(terms, statistics, SparseConfig()))
+    >>> rows, scores = segments[0].scores(sparse_query(terms, statistics))
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from ragspec.config import ConfigSection
 from ragspec.errors import StoreCorrupt
 from ragspec.numerics.compiled import compiled
 from ragspec.retrieval.index.segment_files import mapped_array
@@ -55,11 +53,8 @@ _BLOCK_ROWS = 8192
 """Rows scored at a time; their sums take 64 KB. Measured at a million rows: a third faster than one array of sums."""
 
 
-class SparseConfig(ConfigSection):
-    """BM25's saturation of repeated terms and its discount for long passages."""
-
-    k1: float = Field(1.2, ge=0.0, le=100.0)
-    b: float = Field(0.75, ge=0.0, le=1.0)
+K1, B = 1.2, 0.75
+"""BM25's saturation of repeated terms and its discount for long passages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +85,7 @@ class SparseQuery:
     b: float
 
 
-def sparse_query(terms: Sequence[str], statistics: TermStatistics, config: SparseConfig) -> SparseQuery:
+def sparse_query(terms: Sequence[str], statistics: TermStatistics, k1: float = K1, b: float = B) -> SparseQuery:
     """The query of these terms with their repetitions, under the statistics of all segments and shards.
 
     Uses `math.log` and Python's floats, since a SIMD path may round differently.
@@ -98,7 +93,7 @@ def sparse_query(terms: Sequence[str], statistics: TermStatistics, config: Spars
     counts = sorted(Counter(terms).items())
     weights = [count * idf(statistics.num_rows, statistics.frequencies.get(term, 0)) for term, count in counts]
     average_length = statistics.total_length / statistics.num_rows if statistics.total_length else 1.0
-    return SparseQuery(tuple(term for term, _ in counts), tuple(weights), average_length, config.k1, config.b)
+    return SparseQuery(tuple(term for term, _ in counts), tuple(weights), average_length, k1, b)
 
 
 def idf(num_rows: int, frequency: int) -> float:

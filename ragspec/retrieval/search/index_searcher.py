@@ -4,7 +4,7 @@ Owns the order of these steps. Knows no encoder: queries come encoded.
 
     >>> searcher = IndexSearcher(Store.open("index"), RetrieverConfig(mode="sparse"))
     >>> queries = encode_queries(["When did it rain?"], "sparse", encoder, searcher.terms)
-    >>> searcher.search(queries, k=3, scope=PUBLIC_SCOPE).passages
+    >>> searcher.search(Lookup(queries, k=3)).passages
 """
 
 import math
@@ -25,10 +25,11 @@ from ragspec.retrieval.index.manifest import DENSE, Manifest
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.analysis import Analyzer, rules_of
-from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, idf, sparse_query
+from ragspec.retrieval.search.bm25 import TermStatistics, idf, sparse_query
 from ragspec.retrieval.search.relevance import RANK_OFFSET, Features, QueryWeights, ReadHit, Relevance, hits_to_read
 from ragspec.retrieval.search.segment_search import (
     PUBLIC_SCOPE,
+    Lookup,
     PassageKey,
     Query,
     RetrievalMode,
@@ -75,20 +76,13 @@ class IndexSearcher:
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
         self._shard = shard(store) if shard else Shard.open(store.segments, config.device, config.gpu_memory_bytes)
 
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
+    def search(self, lookup: Lookup) -> SearchResult:
         """As `ragspec.retrieval.retriever.GenerationView`.
 
         Why queries are analysed again: another generation may have analysed them by other rules.
         """
-        k, width = max(k, 0), max(k, prefetch_k) if prefetch_k > 0 else 0
+        queries, k, scope, prefetch_k, known = lookup._replace(k=max(lookup.k, 0))
+        width = max(k, prefetch_k) if prefetch_k > 0 else 0
         best = self._best(queries, k, width, scope)
         shown = [hit for some in best for hit in some[:k]]
         texts = iter(self._shard.passages(shown, self._config.expand_passages))
@@ -190,7 +184,7 @@ class IndexSearcher:
         terms = [self.terms(query.text) for query in queries]
         distinct = sorted({term for some in terms for term in some})
         statistics = self._shard.statistics(distinct, scope.tenant)
-        return self._shard.sparse([sparse_query(some, statistics, SparseConfig()) for some in terms], k, scope)
+        return self._shard.sparse([sparse_query(some, statistics) for some in terms], k, scope)
 
     def _reranked(
         self, scoring: PairScoring, queries: Sequence[Query], hits: Sequence[Sequence[SearchHit]]

@@ -80,6 +80,16 @@ class Query:
     terms: tuple[str, ...]
 
 
+class Lookup(NamedTuple):
+    """Queries to search for together: the `k` best passages of each, and `prefetch_k` candidates but those `known`."""
+
+    queries: Sequence[Query]
+    k: int
+    scope: SearchScope = PUBLIC_SCOPE
+    prefetch_k: int = 0
+    known: frozenset[PassageKey] = frozenset()
+
+
 class ScorablePassage(NamedTuple):
     """A passage with all that scoring it needs. It belongs to no query: the passage's score is 0.
 

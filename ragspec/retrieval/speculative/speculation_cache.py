@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Passage
-from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
+from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.index_searcher import FUSION_DEPTH, reciprocal_rank_fusion
 from ragspec.retrieval.search.relevance import QueryWeights, Relevance, hits_to_read
@@ -107,7 +107,7 @@ class SpeculationCache:
 
     def _sparse_hits(self, query: Query) -> list[SearchHit]:
         """Passages that hold a word of the query. No cached passage holds a word of unknown frequency."""
-        scored_query = sparse_query(query.terms, self._statistics, SparseConfig())
+        scored_query = sparse_query(query.terms, self._statistics)
         hits = self._hits(bm25_score(scored_query, candidate) for candidate in self._candidates.values())
         return [hit for hit in hits if hit.score]
 
