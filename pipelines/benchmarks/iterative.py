@@ -22,8 +22,7 @@ import numpy as np
 
 from pipelines.benchmarks.cases.timing import take_turns
 from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
-from ragspec.cluster.actors import ActorPool
-from ragspec.cluster.ray_calls import wait_for_all
+from ragspec.cluster.actors import ActorPool, wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, SpeculationConfig

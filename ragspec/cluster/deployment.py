@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from pydantic import BaseModel
 
-from ragspec.cluster.actors import Replica
+from ragspec.cluster.actors import Replica, wait_for_all
 from ragspec.cluster.launch import check_nodes, start_replicas, wait_until_loaded, with_full_paths
-from ragspec.cluster.ray_calls import wait_for_all
 from ragspec.cluster.registry import (
     ANSWER_S,
     Status,
@@ -184,25 +183,21 @@ def check_agreement(
     `sections`: names of sections, or of single settings ("engine.max_kv_tokens"). `own`: settings the client decides for itself.
     Raises: ConfigError where the client set something that differs in deployment `name`.
     """
-    full = with_full_paths(given)
-    for setting in sections:
-        section = setting.partition(".")[0]
-        given_section, full_section, deployed_section = (getattr(config, section) for config in (given, full, deployed))
-        for path, deployed_value, value in _differences(given_section, full_section, deployed_section, section):
-            if path.startswith(setting) and path not in (*own, *_WITHOUT_EFFECT_ON_TEXT):
-                raise ConfigError(
-                    f"the deployment {name!r} runs with {path} {deployed_value!r}, not {value!r}: leave that out, or use "
-                    "another deployment"
-                )
+    for path, deployed_value, value in _differences(given, with_full_paths(given), deployed):
+        if path.startswith(tuple(sections)) and path not in (*own, *_WITHOUT_EFFECT_ON_TEXT):
+            raise ConfigError(
+                f"the deployment {name!r} runs with {path} {deployed_value!r}, not {value!r}: leave that out, or use "
+                "another deployment"
+            )
 
 
 def _differences(
-    given: BaseModel, full: BaseModel, deployed: BaseModel, path: str
+    given: BaseModel, full: BaseModel, deployed: BaseModel, prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Each setting that `given` sets and that differs: its path, the deployment's value and the client's (of `full`)."""
-    for field in sorted(given.model_fields_set):
+    for field in sorted(given.model_fields_set & type(deployed).model_fields.keys()):
         inner, value, deployed_value = (getattr(section, field) for section in (given, full, deployed))
         if isinstance(inner, BaseModel):
-            yield from _differences(inner, value, deployed_value, f"{path}.{field}")
+            yield from _differences(inner, value, deployed_value, f"{prefix}{field}.")
         elif value != deployed_value:
-            yield f"{path}.{field}", deployed_value, value
+            yield f"{prefix}{field}", deployed_value, value

@@ -15,10 +15,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ragspec.cluster.actors import HEALTH, WorkerActor, end_process, in_group
+from ragspec.cluster.actors import HEALTH, WorkerActor, end_process, in_group, ragspec_error
 from ragspec.cluster.engine_host import EngineHost, EngineStatus
 from ragspec.cluster.processes import STOPPED, Process
-from ragspec.cluster.ray_calls import ragspec_error
 from ragspec.cluster.topology import HEARTBEAT_S, RANK_TIMEOUT_S, Topology
 from ragspec.config import EngineConfig, PipelineConfig
 from ragspec.engine.engine import Engine

@@ -21,9 +21,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ragspec.cluster.actors import Replica, remote_class
+from ragspec.cluster.actors import Replica, ragspec_error, remote_class, wait_for_all
 from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
-from ragspec.cluster.ray_calls import ragspec_error, wait_for_all
 from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
@@ -48,7 +47,7 @@ def check_here(paths: Sequence[str]) -> NodeCheck:
     """The check of this process's node."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.toml")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     missing = tuple(path for path in paths if not Path(path).exists())
     return NodeCheck(version("ragspec"), digest.hexdigest()[:12], missing)

@@ -16,8 +16,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ragspec.cluster.actors import Replica
-from ragspec.cluster.ray_calls import ignore_dead_actors, ragspec_error, wait_for_all
+from ragspec.cluster.actors import Replica, ignore_dead_actors, ragspec_error, wait_for_all
 from ragspec.cluster.topology import DeploymentSpec, NodeResources, Topology
 from ragspec.errors import EngineError
 

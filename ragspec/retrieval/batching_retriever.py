@@ -12,13 +12,12 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, Retriever
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, PassageKey, Query, SearchResult, SearchScope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, Lookup, PassageKey, Query, SearchResult, SearchScope
 
 MAX_QUERIES = 32
 _KEPT_OF_TENANT, _KEPT_IN_ALL = 1000, 8192
@@ -115,22 +114,11 @@ def _settle(
             part.future.set_result(result)
 
 
-@dataclass(frozen=True, slots=True)
-class SearchParams:
-    """The arguments that all queries of one search share. Indexes are equal if they are the same object."""
+_Pending = tuple[Query, frozenset[PassageKey]]
+"""A query of a request whose speculation cache holds those passages."""
 
-    index: Retriever
-    k: int
-    scope: SearchScope
-    prefetch_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class PendingQuery:
-    """A query of a request whose speculation cache holds the passages `known`."""
-
-    query: Query
-    known: frozenset[PassageKey] = frozenset()
+_Searched = tuple[Retriever, int, SearchScope, int]
+"""What the queries of one search share: the index, k, the scope and prefetch_k of their look-ups."""
 
 
 class SearchBatcher:
@@ -141,14 +129,15 @@ class SearchBatcher:
 
     def __init__(self, max_queries: int) -> None:
         self._encoding: RequestBatcher[Retriever, str, list[Query]] = RequestBatcher(_encode, max_queries)
-        self._searching: RequestBatcher[SearchParams, PendingQuery, SearchResult] = RequestBatcher(_search, max_queries)
+        self._searching: RequestBatcher[_Searched, _Pending, SearchResult] = RequestBatcher(_search, max_queries)
 
     def encode(self, index: Retriever, texts: Sequence[str]) -> Future[list[Query]]:
         return self._encoding.submit(index, texts)
 
-    def search(self, params: SearchParams, queries: Sequence[PendingQuery]) -> Future[SearchResult]:
+    def search(self, index: Retriever, lookup: Lookup) -> Future[SearchResult]:
         """The passages of these queries, and the candidates of all queries that shared the call."""
-        return self._searching.submit(params, queries)
+        shared = index, lookup.k, lookup.scope, lookup.prefetch_k
+        return self._searching.submit(shared, [(query, lookup.known) for query in lookup.queries])
 
     def close(self) -> None:
         self._encoding.close()
@@ -168,8 +157,7 @@ class BatchingRetriever:
         """Blocks. Raises: the errors of the index, and EngineClosed."""
         begin_s, encoded = time.perf_counter(), self._batcher.encode(self._index, queries).result()
         encoded_s = time.perf_counter()
-        params = SearchParams(self._index, k, scope, prefetch_k=0)
-        found = self._batcher.search(params, [PendingQuery(query) for query in encoded]).result()
+        found = self._batcher.search(self._index, Lookup(encoded, k, scope)).result()
         return RetrievalResult.of(found, begin_s, encoded_s)
 
     def close(self) -> None:
@@ -228,11 +216,10 @@ def _encode(index: Retriever, parts: list[Sequence[str]]) -> list[list[Query]]:
     return [[next(queries) for _ in part] for part in parts]
 
 
-def _search(params: SearchParams, parts: list[Sequence[PendingQuery]]) -> list[SearchResult]:
-    pending = [each for part in parts for each in part]
-    known = frozenset.intersection(*(each.known for each in pending))
-    queries = [each.query for each in pending]
-    whole = params.index.search(queries, params.k, params.scope, prefetch_k=params.prefetch_k, known=known)
+def _search(shared: _Searched, parts: list[Sequence[_Pending]]) -> list[SearchResult]:
+    index, k, scope, prefetch_k = shared
+    queries, known = zip(*(each for part in parts for each in part), strict=True)
+    whole = index.search(queries, k, scope, prefetch_k=prefetch_k, known=frozenset.intersection(*known))
     passages, closeness = iter(whole.passages), iter(whole.closeness)
     return [
         whole._replace(passages=[next(passages) for _ in part], closeness=tuple(islice(closeness, len(part))))

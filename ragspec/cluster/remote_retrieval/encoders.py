@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.cluster.actors import ActorPool, Replica, WorkerActor, ended_if_lost
-from ragspec.cluster.ray_calls import wait_for_all
+from ragspec.cluster.actors import ActorPool, Replica, WorkerActor, ended_if_lost, wait_for_all
 from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, RetryPolicy, WorkerPool, call_free_workers
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch

@@ -21,8 +21,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ragspec.cluster.actors import Replica
-from ragspec.cluster.ray_calls import last_line, wait_until_healthy
+from ragspec.cluster.actors import Replica, last_line, wait_until_healthy
 from ragspec.errors import ConfigError, InputError, RagspecError, RetrievalError
 
 Item = TypeVar("Item", bound=Hashable)
