@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, Retriever
@@ -165,17 +165,13 @@ class BatchingRetriever:
         self._batcher.close()
 
 
-class _Searching(Protocol):
-    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult: ...
-
-
 class CachingRetriever:
     """A `RetrieverLike` that keeps the results of each tenant's latest queries, of one generation of the index.
 
     Queries are equal if text, number of passages, tenant and filter are. Safe to call from several threads.
     """
 
-    def __init__(self, retriever: _Searching, generation: Callable[[], str]) -> None:
+    def __init__(self, retriever: BatchingRetriever | Retriever, generation: Callable[[], str]) -> None:
         """`generation`: names the generation that the retriever would search now."""
         self._retriever, self._current, self._generation = retriever, generation, ""
         self._lock, self._num_kept = threading.Lock(), 0

@@ -27,19 +27,7 @@ CitationFormat = Literal["openai", "anthropic", "cohere"]
 
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 _SPAN_FIELDS = ("passage_start", "passage_end", "document_id", "document_start", "document_end", "source")
-_PASSAGE_FIELDS = (
-    "id",
-    "document_id",
-    "title",
-    "heading",
-    "headings",
-    "anchor",
-    "source",
-    "text",
-    "start",
-    "end",
-    "score",
-)
+_PASSAGE_FIELDS = "id document_id title heading headings anchor source text start end score".split()
 _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SPACE = bytes_to_unicode()[ord(" ")]
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -65,6 +65,7 @@ class IndexSegment:
             raise StoreCorrupt(f"{folder}: the manifest lists {sorted(record.files)}, not {sorted(FILES)}")
         self.folder, self.record = folder, record
         self._dense = dense
+        self._nearest: dict[bool, DenseIndex] = {}
         self.vectors: FloatArray = mapped_array(folder / VECTORS)
         self.passages = mapped_table(folder / PASSAGES, PASSAGE_SCHEMA)
         self.documents = mapped_table(folder / DOCUMENTS, DOCUMENT_SCHEMA)
@@ -83,21 +84,17 @@ class IndexSegment:
         """The document of each row, ascending. Shapes: [K]."""
         return self.spans[:, 0]
 
-    @cached_property
-    def nearest(self) -> DenseIndex:
-        """The index that searches the vectors on the CPU. Raises: StoreCorrupt."""
-        if DENSE in self.record.files:
-            return ApproximateIndex.open(self.folder, self.vectors, self._dense)
-        return ExactIndex(self.vectors)
+    def nearest(self, on_gpu: bool = False) -> DenseIndex:
+        """The index that searches the vectors. HNSW stays on the CPU, since FAISS has it only there. Raises: StoreCorrupt."""
+        if on_gpu not in self._nearest:
+            self._nearest[on_gpu] = self._opened(on_gpu)
+        return self._nearest[on_gpu]
 
-    @cached_property
-    def nearest_on_gpu(self) -> DenseIndex:
-        """The index that searches the vectors on a GPU. HNSW stays on the CPU, since FAISS has it only there."""
+    def _opened(self, on_gpu: bool) -> DenseIndex:
         if DENSE not in self.record.files:
-            return GpuIndex.flat(self.vectors)
-        if self._dense.kind == "hnsw":
-            return self.nearest
-        return ApproximateIndex.open(self.folder, self.vectors, self._dense).on_gpu()
+            return GpuIndex.flat(self.vectors) if on_gpu else ExactIndex(self.vectors)
+        index = ApproximateIndex.open(self.folder, self.vectors, self._dense)
+        return index.on_gpu() if on_gpu and self._dense.kind != "hnsw" else index
 
     @cached_property
     def ids(self) -> list[str]:
@@ -341,22 +338,21 @@ class Store:
     def generation(self) -> str:
         return self.manifest.generation_id
 
+    def _live(self) -> Iterator[tuple[IndexSegment, int]]:
+        """Every document's segment, and its number there."""
+        return ((live.segment, number) for live in self.segments for number in live.live_documents())
+
     def vectors_of(self, document_ids: Container[str]) -> dict[str, FloatArray]:
         """The vectors of these documents' passages, by embedded text."""
         found: dict[str, FloatArray] = {}
-        for segment, numbers in ((live.segment, live.live_documents()) for live in self.segments):
-            for number in (number for number in numbers if segment.ids[number] in document_ids):
+        for segment, number in self._live():
+            if segment.ids[number] in document_ids:
                 found |= segment.vectors_of(number)
         return found
 
     def former_documents(self) -> list[str]:
         """The ids of the documents of the former schema, without blocks."""
-        return [
-            live.segment.ids[number]
-            for live in self.segments
-            for number in live.live_documents()
-            if live.segment.is_former(number)
-        ]
+        return [segment.ids[number] for segment, number in self._live() if segment.is_former(number)]
 
     def readable(self, tenant: str) -> Iterator[tuple[IndexSegment, list[int]]]:
         """By segment, the numbers of the documents that a tenant may read: its own, and documents without an owner."""
@@ -366,9 +362,7 @@ class Store:
 
     def documents(self) -> Iterator[Document]:
         """All documents, by segment."""
-        for live in self.segments:
-            for number in live.live_documents():
-                yield live.segment.document(number)
+        return (segment.document(number) for segment, number in self._live())
 
 
 def _files_to_check(

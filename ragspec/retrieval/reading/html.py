@@ -330,12 +330,6 @@ class _Page:
         elif self._open and self._open[-1].tag == "title" and not self._num_open["svg"]:
             self._title.append(data)
 
-    def comment(self, text: str) -> None:
-        pass
-
-    def pi(self, target: str, text: str | None = None) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

@@ -154,7 +154,7 @@ class SegmentSearcher:
     def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
         """Load all that the first search would otherwise wait for. Raises: StoreCorrupt."""
         self._segment = live.segment
-        self._nearest = live.segment.nearest_on_gpu if on_gpu else live.segment.nearest
+        self._nearest = live.segment.nearest(on_gpu)
         _ = live.segment.ids, live.segment.owners
         self._live_rows = None if live.is_live.all() else live.live_rows()
         self._allowed = lru_cache(_SCOPES_KEPT)(self._allowed_rows)
