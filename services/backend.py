@@ -109,9 +109,8 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         self.telemetry = Telemetry.of(config.service.telemetry, self.model)
         self.metrics = Metrics(self.model, self.telemetry)
         self.rate_limiter = RateLimiter(config.service.limits, self.metrics)
-        self.conversations = ConversationStore(
-            _database_of(config, "conversations"), ttl_s=config.service.conversations.ttl_s
-        )
+        ttl_s = config.service.conversations.ttl_s
+        self.conversations = ConversationStore(_database_of(config, "conversations"), ttl_s=ttl_s)
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = CachingRetriever(batching or retriever, lambda: retriever.generation)
         self.encoder: TextEncoder = retriever.encoder
@@ -229,13 +228,8 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
 
     deployment = Deployment.find(name)
     searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
-    check_agreement(
-        name,
-        deployment.config,
-        config,
-        ("target", "engine.max_kv_tokens", *searched_there),
-        own=("retriever.num_passages",),
-    )
+    sections = ("target", "engine.max_kv_tokens", *searched_there)
+    check_agreement(name, deployment.config, config, sections, own=("retriever.num_passages",))
     settled = settled_config(deployment.config, config)
     with ExitStack() as stack:
         if deployment.topology.num_shards:

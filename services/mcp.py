@@ -164,9 +164,7 @@ class DocumentTools:
             result = await self._result(params, context.request)
             text = json.dumps(result, ensure_ascii=False)
             if len(text) > _MAX_RESULT_CHARS:
-                raise InputError(
-                    f"the result has {len(text)} characters, at most {_MAX_RESULT_CHARS}: ask for less text"
-                )
+                raise InputError(f"the result has {len(text)} characters, at most {_MAX_RESULT_CHARS}: ask for less")
         except Exception as cause:
             if not is_expected(cause):
                 log.error("a tool failed", exc_info=cause)
@@ -192,10 +190,8 @@ class DocumentTools:
         num_passages = given.num_passages or self._backend.config.retriever.num_passages
         scope = parse_scope(_tenant(request), given.filter)
         found = self._backend.retriever.retrieve([given.query], num_passages, scope)
-        return {
-            "passages": passages_of(found.passages[0], range(1, len(found.passages[0]) + 1)),
-            "index_generation": found.generation,
-        }
+        ranks = range(1, len(found.passages[0]) + 1)
+        return {"passages": passages_of(found.passages[0], ranks), "index_generation": found.generation}
 
     async def _ask(self, given: AskArguments, request: Request) -> dict[str, Any]:
         retrieval = {"num_passages": given.num_passages, "filter": given.filter}
@@ -243,9 +239,8 @@ class DocumentTools:
         if {"/", "\\"} & set(given.name):
             raise InputError(f"{given.name!r} is a path: give a file name, and the document as content")
         try:
-            content = (
-                given.content.encode() if given.encoding == "text" else base64.b64decode(given.content, validate=True)
-            )
+            is_text = given.encoding == "text"
+            content = given.content.encode() if is_text else base64.b64decode(given.content, validate=True)
         except (binascii.Error, UnicodeEncodeError) as cause:
             raise InputError(f"the content is not {given.encoding}: {cause}") from cause
         library = self._backend.library

@@ -17,20 +17,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from pydantic import BaseModel
 
+from ragspec.cluster import registry
 from ragspec.cluster.actors import Replica, wait_for_all
 from ragspec.cluster.launch import check_nodes, start_replicas, wait_until_loaded, with_full_paths
-from ragspec.cluster.registry import (
-    ANSWER_S,
-    Status,
-    alive_nodes,
-    check_ray,
-    find_replicas,
-    find_spec,
-    kind_of,
-    start_record,
-    status_of,
-    teardown,
-)
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.routing.policy import RoutingConfig
 from ragspec.cluster.routing.replica_client import ReplicaClient
@@ -75,36 +64,34 @@ class Deployment(AbstractContextManager["Deployment"]):
         name is taken, or for any other failure of a start.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot name a deployment: up to 63 letters, digits, dots, dashes and underscores"
-            )
-        check_ray()
-        check_fits(topology, alive_nodes())
+            raise ConfigError(f"{name!r} cannot name a deployment: 1 to 63 letters, digits, dots, dashes, underscores")
+        registry.check_ray()
+        check_fits(topology, registry.alive_nodes())
         if topology.num_shards and not config.retriever.index_dir:
             raise ConfigError("no index: name its folder as retriever.index_dir, or ask for 0 shards")
         spec = DeploymentSpec(topology, with_full_paths(config))
         lifetime = "detached" if detached else None
-        record = start_record(name, spec, lifetime)
+        record = registry.start_record(name, spec, lifetime)
         try:
-            teardown(name, keep_record=True)  # what an interrupted `down` left
+            registry.teardown(name, keep_record=True)  # what an interrupted `down` left
             check_nodes(spec)
             replicas = start_replicas(name, spec, lifetime)
             wait_until_loaded(replicas, timeout_s)
-            wait_for_all([record.set_up.remote()], ANSWER_S, "the deployment's record")
+            wait_for_all([record.set_up.remote()], registry.ANSWER_S, "the deployment's record")
         except BaseException:
-            teardown(name)
+            registry.teardown(name)
             raise
         return cls(name, spec, replicas, None if detached else record)
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Deployment:
         """A deployment that is up. Raises: EngineError."""
-        spec = find_spec(name)
-        return cls(name, spec, find_replicas(name, spec.topology))
+        spec = registry.find_spec(name)
+        return cls(name, spec, registry.find_replicas(name, spec.topology))
 
     def replicas_of(self, kind: str) -> list[Replica]:
         """`kind`: "engine", "shard" or "encoder"."""
-        return [replica for replica in self._replicas if kind_of(replica.name) == kind]
+        return [replica for replica in self._replicas if registry.kind_of(replica.name) == kind]
 
     def engine(self, routing: RoutingConfig | None = None) -> Router:
         """All engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
@@ -121,14 +108,9 @@ class Deployment(AbstractContextManager["Deployment"]):
             raise ConfigError(f"the deployment {self.name!r} has no shards, so it finds nothing")
         config = (config or self.config.retriever).model_copy(update={"fail_closed": self.config.retriever.fail_closed})
         encoder = self.config.encoder if topology.num_encoders else Encoder.load(self.config.encoder)
-        return ClusterRetriever(
-            config,
-            encoder,
-            self.replicas_of("shard"),
-            self.replicas_of("encoder"),
-            shard_replicas=topology.shard_replicas,
-            hang_s=self._hang_s,
-        )
+        shards, encoders = (self.replicas_of(kind) for kind in ("shard", "encoder"))
+        num_each = topology.shard_replicas
+        return ClusterRetriever(config, encoder, shards, encoders, shard_replicas=num_each, hang_s=self._hang_s)
 
     @contextmanager
     def parts(self, config: PipelineConfig) -> Iterator[tuple[Router, ClusterRetriever | None, PromptBuilder]]:
@@ -156,14 +138,14 @@ class Deployment(AbstractContextManager["Deployment"]):
                 raise ConfigError(f"the deployment {self.name!r} has no index")
             yield Pipeline.of(retriever, engine, prompts, self.config)
 
-    def status(self) -> Status:
+    def status(self) -> registry.Status:
         """Raises: EngineError if its record does not answer, which lasts some seconds when that died."""
-        return status_of(self.name)
+        return registry.status_of(self.name)
 
     def down(self) -> None:
         """End every actor and placement group of it. Safe to repeat. Raises: EngineError if something does not end."""
         if ray.is_initialized():
-            teardown(self.name)
+            registry.teardown(self.name)
 
     def __exit__(self, *_: object) -> None:
         if self._record is not None:

@@ -62,10 +62,8 @@ def check_nodes(spec: DeploymentSpec) -> None:
     check: Any = ray.remote(num_cpus=0)(check_here)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     nodes = [node.name for node in alive_nodes()]
-    calls = [
-        check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(list(roles))
-        for node in nodes
-    ]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    calls = [check.options(scheduling_strategy=place).remote(list(roles)) for place in places]
     here = check_here(())
     for node, there in zip(nodes, wait_for_all(calls, _CHECK_S, "a node"), strict=True):
         place = f"node {addresses[node]} ({node[:8]})"
@@ -176,15 +174,13 @@ def bundle_of(kind: str, topology: Topology) -> dict[str, float]:
 def _group(name: str, bundles: Sequence[dict[str, float]], is_strict: bool, lifetime: str | None) -> PlacementGroup:
     """`is_strict`: never two bundles on one node, unless other work leaves no room for that."""
     if is_strict:
-        group: PlacementGroup = placement_group(
-            list(bundles), "STRICT_SPREAD", name=f"{NAMESPACE}/{name}", lifetime=lifetime
-        )
+        options = {"name": f"{NAMESPACE}/{name}", "lifetime": lifetime}
+        group: PlacementGroup = placement_group(list(bundles), "STRICT_SPREAD", **options)
         if group.wait(_PLACED_S):
             return group
         remove_placement_group(group)
-    shared: PlacementGroup = placement_group(
-        list(bundles), "SPREAD", name=f"{NAMESPACE}/{name}/shared", lifetime=lifetime
-    )
+    name = f"{NAMESPACE}/{name}/shared"
+    shared: PlacementGroup = placement_group(list(bundles), "SPREAD", name=name, lifetime=lifetime)
     return shared
 
 

@@ -12,7 +12,7 @@ Owns the text and bytes of single tokens, too. A token may be part of a characte
 import codecs
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
@@ -148,11 +148,7 @@ def _cohere(answer: Answer, base_url: str) -> dict[str, Any]:
     return {"citations": citations}
 
 
-_FORMATS: Mapping[CitationFormat, Callable[[Answer, str], dict[str, Any]]] = {
-    "openai": _openai,
-    "anthropic": _anthropic,
-    "cohere": _cohere,
-}
+_FORMATS = {"openai": _openai, "anthropic": _anthropic, "cohere": _cohere}
 
 
 def view_url(document_id: str, start: int, end: int) -> str:

@@ -104,8 +104,8 @@ class ResponseBody(GenerationBody):
             messages.insert(0, {"role": "system", "content": self.instructions})
         same = ("model", "temperature", "top_p", "stream", "seed", "speculation", "conversation")
         body = {name: getattr(self, name) for name in same} | {
-            "messages": messages,
             "max_tokens": self.max_output_tokens,
+            "messages": messages,
         }
         if self.retrieval is not None:
             given = self.retrieval
@@ -212,10 +212,8 @@ class ResponsesFormat(ChatFormat):
     def _response(self, answer: Answer) -> dict[str, Any]:
         is_cut = answer.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        annotations = [
-            {"type": each["type"], **each[each["type"]]}
-            for each in citation_fields(answer, "openai", self.context.base_url)["annotations"]
-        ]
+        cited = citation_fields(answer, "openai", self.context.base_url)["annotations"]
+        annotations = [{"type": each["type"], **each[each["type"]]} for each in cited]
         told = self._envelope(status, [self._item(status, [_part(answer.text, annotations)])])
         ragspec = self._turn_fields() | self._support(answer, 0) | self._kept_field()
         reason = {"reason": "max_output_tokens"} if is_cut else None

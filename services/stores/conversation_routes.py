@@ -91,7 +91,5 @@ def _turns(body: schemas.NewConversation) -> list[QaPair]:
         return []
     last, is_dialogue = messages[-1], all(message.role in ("user", "assistant") for message in messages)
     if not is_dialogue or last.role != "assistant" or not last.content.strip():
-        raise InputError(
-            "items must be messages of user and assistant, and the last of them the assistant's and not empty"
-        )
+        raise InputError("items must be messages of user and assistant, the last of them the assistant's, not empty")
     return split_messages([*messages, Message("user", "?")])[1]

@@ -134,10 +134,8 @@ class DocumentViews:
         path = self.original(document) if blocks and blocks[0].page else None
         if path is None or not document.source.lower().endswith(".pdf"):
             return
-        quote, before = (
-            letters_of(document.text[start:end]),
-            letters_of(document.text[max(0, start - _BEFORE_CHARS) : start]),
-        )
+        quote = letters_of(document.text[start:end])
+        before = letters_of(document.text[max(0, start - _BEFORE_CHARS) : start])
         number, last = blocks[0].page, min(blocks[0].page + _MAX_PAGES, document.metadata.get("pages", 0) + 1)
         for page in range(number, last):
             try:

@@ -119,9 +119,8 @@ class Records:
 
     def files(self, tenant: str | None = None) -> list[FileRecord]:
         """Of one tenant, or of all."""
-        return [
-            FileRecord(*row) for row in self._rows("SELECT * FROM files WHERE tenant=? OR ? IS NULL", tenant, tenant)
-        ]
+        query = "SELECT * FROM files WHERE tenant=? OR ? IS NULL"
+        return [FileRecord(*row) for row in self._rows(query, tenant, tenant)]
 
     def used_bytes(self, tenant: str) -> int:
         """Bytes of a tenant's files and records."""

@@ -192,9 +192,8 @@ class UploadQueue:
         self.large: set[Upload] = set()
         self._taken: list[Upload] = []
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"ragspec-reader-{n}", daemon=True) for n in range(_NUM_READERS)
-        ]
+        names = [f"ragspec-reader-{number}" for number in range(_NUM_READERS)]
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
 
     def __len__(self) -> int:
         with self._wake:

@@ -136,9 +136,8 @@ class ClusterView:
         orders = {(name, turn): rotated(self._orders[name], self._num_replicas, turn) for name, turn in copies}
 
         def send(actor: Any, items: Sequence[tuple[str, int]]) -> Any:
-            return actor.open.remote(
-                self._segments._replace(names=tuple(name for name, _ in items)), self._config.reranker
-            )
+            segments = self._segments._replace(names=tuple(name for name, _ in items))
+            return actor.open.remote(segments, self._config.reranker)
 
         policy = self._policy._replace(timeout_s=timeout_s, hedge=False)
         opened, errors = HedgedCall(self._pool, orders, send, policy).run()

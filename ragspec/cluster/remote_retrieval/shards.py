@@ -42,9 +42,7 @@ def place_segments(sizes: Mapping[str, int], names: Sequence[str], num_replicas:
             chosen = fitting[0] if fitting else min(free, key=loads.__getitem__)
             holders[segment].append(chosen)
             loads[chosen] += sizes[segment]
-    return {
-        segment: (*held, *(name for name in ranked[segment] if name not in held)) for segment, held in holders.items()
-    }
+    return {name: (*held, *(each for each in ranked[name] if each not in held)) for name, held in holders.items()}
 
 
 def rotated(order: Sequence[str], num_replicas: int, turn: int) -> tuple[str, ...]:

@@ -89,9 +89,8 @@ class WorkerPool:
     def check_open(self) -> None:
         """Raises: RetrievalError."""
         if self._is_closed or not ray.is_initialized():
-            raise RetrievalError(
-                f"{self.what} was closed" if self._is_closed else f"{self.what} is lost: Ray was shut down"
-            )
+            why = "was closed" if self._is_closed else "is lost: Ray was shut down"
+            raise RetrievalError(f"{self.what} {why}")
 
     def _recover(self, worker: Replica) -> None:
         """Wait until the worker answers, prepare it, then use it again. A worker that Ray does not restart stays away."""

@@ -86,6 +86,5 @@ class Chunker:
         passages = chunk(document, self._chunking, self._limit)
         texts = [embedded_text(passage) for passage in passages]
         vectors = np.empty((len(texts), self._dimension), np.float32)
-        return EmbeddedDocument(
-            document, text_key(document), self._chunking, passages, texts, vectors, list(range(len(texts)))
-        )
+        missing = list(range(len(texts)))
+        return EmbeddedDocument(document, text_key(document), self._chunking, passages, texts, vectors, missing)

@@ -224,9 +224,8 @@ def check_segment(segment: IndexSegment) -> None:
             if passage.text != document.text[passage.start : passage.end]:
                 raise StoreCorrupt(f"{segment.folder}: passage {passage.id} is no part of its document")
     if rows_seen != segment.record.num_passages:
-        raise StoreCorrupt(
-            f"{segment.folder}: {segment.record.num_passages - rows_seen} passages belong to no document"
-        )
+        num_lost = segment.record.num_passages - rows_seen
+        raise StoreCorrupt(f"{segment.folder}: {num_lost} passages belong to no document")
 
 
 def _check_vectors(segment: IndexSegment) -> None:
@@ -318,14 +317,8 @@ class Store:
         shared = {r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files}
         verify_checksums(_files_to_check(index_dir, folder, records, shared))
         dimension, dense = manifest.encoder.dimension, manifest.config.dense
-        segments = tuple(
-            _live_segment(
-                shared.get(record.name) or IndexSegment(index_dir / record.name, record, dimension, dense),
-                record,
-                folder,
-            )
-            for record in records
-        )
+        opened = (shared.get(r.name) or IndexSegment(index_dir / r.name, r, dimension, dense) for r in records)
+        segments = tuple(_live_segment(each, record, folder) for each, record in zip(opened, records, strict=True))
         return cls(index_dir, pointer, manifest, segments, only)
 
     def refreshed(self) -> Store:

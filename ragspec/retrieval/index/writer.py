@@ -96,13 +96,8 @@ class IndexWriter:
         with contextlib.ExitStack() as stack:
             with saving(self._index_dir):
                 self._directory = stack.enter_context(locked_directory(self._index_dir))
-            self._builder = GenerationBuilder(
-                self._directory,
-                self._encoder,
-                self._config,
-                replace=self._replace,
-                with_texts=not self._keep_duplicates,
-            )
+            options = {"replace": self._replace, "with_texts": not self._keep_duplicates}
+            self._builder = GenerationBuilder(self._directory, self._encoder, self._config, **options)
             stack.callback(self._builder.close)
             self._documents = self._builder.documents
             self._chunker = Chunker(self._encoder, self._builder.config.chunking) if self._encoder else None

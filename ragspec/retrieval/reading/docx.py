@@ -220,10 +220,8 @@ def _symbol(code: str, font: str) -> str:
 
 
 def _list_level(level: Any) -> ListLevel:
-    style, pattern = _find(level, "./w:numFmt/@w:val"), _find(level, "./w:lvlText/@w:val")
-    return ListLevel(
-        style[0] if style else "decimal", pattern[0] if pattern else "", _number(level, "./w:start/@w:val", 0)
-    )
+    style, pattern = ("".join(_find(level, f"./w:{name}/@w:val")[:1]) for name in ("numFmt", "lvlText"))
+    return ListLevel(style or "decimal", pattern, _number(level, "./w:start/@w:val", 0))
 
 
 def _style(style: BaseStyle) -> _Style:

@@ -70,9 +70,8 @@ class LanguageDetector:
             counts.update(match.lastgroup for match in _SCRIPT.finditer(text) if match.lastgroup)
         (best, most), (_, second) = [*counts.most_common(2), ("", 0), ("", 0)][:2]
         is_clear = most > second and most > 3 * len(distinct & self._english)
-        return (
-            best if is_clear and most >= 1 + text.isascii() and most * _MOST_WORDS_PER_COMMON >= len(distinct) else ""
-        )
+        is_common = most >= 1 + text.isascii() and most * _MOST_WORDS_PER_COMMON >= len(distinct)
+        return best if is_clear and is_common else ""
 
 
 if TYPE_CHECKING:

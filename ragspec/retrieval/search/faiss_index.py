@@ -131,9 +131,8 @@ def _build(vectors: FloatArray, config: DenseConfig) -> Any:
     try:
         index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as cause:
-        raise ConfigError(
-            f"FAISS does not know the factory string {factory!r}: {str(cause).splitlines()[0]}"
-        ) from cause
+        reason = str(cause).splitlines()[0]
+        raise ConfigError(f"FAISS does not know the factory string {factory!r}: {reason}") from cause
     if not isinstance(index, faiss.IndexHNSW if config.kind == "hnsw" else faiss.IndexIVF):
         raise ConfigError(f"the factory string {factory!r} is no index of the kind {config.kind!r}")
     if config.kind == "hnsw":

@@ -19,7 +19,7 @@ import json
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -61,12 +61,7 @@ MAX_NODES = 1_000
 MAX_VALUES = 10_000
 
 _TYPES = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "and", "or", "not")
-_ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {
-    "gt": operator.gt,
-    "gte": operator.ge,
-    "lt": operator.lt,
-    "lte": operator.le,
-}
+_ORDERINGS = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte": operator.le}
 _NO_FILTER = ("union_tag_invalid", "union_tag_not_found", "model_attributes_type")
 """Types of pydantic's errors for a value that is not an object with a known `type`."""
 _MASKS_KEPT = 32
@@ -234,7 +229,6 @@ class DocumentColumns:
         with self._lock:
             if name not in self._read:
                 texts = self._texts.get(key, self._metadata_json).to_pylist()
-                self._read[name] = (
-                    columns_of({key: text} for text in texts) if name else columns_of(map(json.loads, texts))
-                )
+                fields = ({key: text} for text in texts) if name else map(json.loads, texts)
+                self._read[name] = columns_of(fields)
             return self._read[name]

@@ -106,9 +106,8 @@ class IndexSearcher:
         counts = self._shard.statistics(sorted(frozenset().union(*terms)), scope.tenant)
         for query, own, hits, found in zip(queries, terms, best, passages, strict=True):
             weights = {term: idf(counts.num_rows, counts.frequencies.get(term, 0)) for term in own}
-            cosine = max(
-                (float(vector @ _vector(query)) for vector in self._shard.vectors(hits[: len(found)])), default=0.0
-            )
+            vectors = self._shard.vectors(hits[: len(found)])
+            cosine = max((float(vector @ _vector(query)) for vector in vectors), default=0.0)
             held = [own & frozenset(self._passage_terms(embedded_text(passage))) for passage in found]
             covered = max((sum(weights[term] for term in sorted(some)) for some in held), default=0.0)
             share = covered / (sum(weights[term] for term in sorted(own)) or 1.0)
@@ -201,9 +200,7 @@ class IndexSearcher:
         found, mode = list(fresh.values()), self._config.mode
         passages = self._shard.passages(found, self._config.expand_passages)
         vectors = [None for _ in found] if mode == "sparse" else self._shard.vectors(found)
-        counts = [
-            {} if mode == "dense" else Counter(self._passage_terms(embedded_text(passage))) for passage in passages
-        ]
+        counts = [{} if mode == "dense" else Counter(self._passage_terms(embedded_text(each))) for each in passages]
         return dict(zip(fresh, map(ScorablePassage, passages, vectors, counts), strict=True))
 
     def _statistics(self, candidates: Iterable[ScorablePassage], scope: SearchScope) -> TermStatistics:

@@ -62,12 +62,8 @@ class SpeculationCache:
         self.can_guess = self.can_guess or bool(result.candidates) or not any(result.passages)
         if not result.candidates:
             return
-        seen_again = {
-            key: self._candidates.pop(key)
-            for p in result.passages
-            for key in passage_keys(p)
-            if key in self._candidates
-        }
+        seen = (key for passages in result.passages for key in passage_keys(passages))
+        seen_again = {key: self._candidates.pop(key) for key in seen if key in self._candidates}
         self._candidates |= seen_again | result.candidates
         for key in list(self._candidates)[:-_MAX_PASSAGES]:
             del self._candidates[key]
