@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +22,6 @@ from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_l
 _MAX_TOKENS = 512
 
 
-class PairScorer(Protocol):
-    """Scores texts against a query; higher is better, and no pair depends on another."""
-
-    def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]: ...
-
-
 PairsToScore = tuple[str, Sequence[str]]
 """A query and the texts to score against it."""
 
@@ -35,7 +29,7 @@ PairScoring = Callable[[Sequence[PairsToScore]], list[NDArray[np.float64]]]
 """Returns the scores of the texts of several queries."""
 
 
-def score_in_turn(scorer: PairScorer | None) -> PairScoring | None:
+def score_in_turn(scorer: Reranker | None) -> PairScoring | None:
     return None if scorer is None else lambda asked: [scorer.scores(*each) for each in asked]
 
 

@@ -25,7 +25,7 @@ from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.rerank import PairScorer, Reranker, score_in_turn
+from ragspec.retrieval.rerank import Reranker, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
 from ragspec.retrieval.search.relevance import Relevance
 from ragspec.retrieval.search.segment_search import (
@@ -100,7 +100,7 @@ class Retriever:
         store: Store,
         config: RetrieverConfig | None = None,
         *,
-        reranker: PairScorer | None = None,
+        reranker: Reranker | None = None,
         shard: Callable[[Store], ShardLike] | None = None,
         follow: bool = True,
     ) -> None:

@@ -105,16 +105,9 @@ def grammar_reply(model: str, found: GuessedLanguage, corrected: Corrected, *, t
 
 
 def _edit(edit: Edit, offsets: Utf16Offsets) -> dict[str, Any]:
-    return {
-        "start": edit.start,
-        "end": edit.end,
-        "start_utf16": offsets.units(edit.start),
-        "end_utf16": offsets.units(edit.end),
-        "original": edit.original,
-        "replacement": edit.replacement,
-        "kind": edit.kind,
-        "reason": edit_message(edit),
-    }
+    named = {name: getattr(edit, name) for name in ("start", "end", "original", "replacement", "kind")}
+    units = {"start_utf16": offsets.units(edit.start), "end_utf16": offsets.units(edit.end)}
+    return named | units | {"reason": edit_message(edit)}
 
 
 def _statistics(correction: Correction, seconds: float, *, trusted: bool) -> dict[str, Any]:

@@ -80,15 +80,7 @@ class ResponseBody(GenerationBody):
     stream: bool | None = None
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
-    parallel_tool_calls: bool | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], at_most(1)] | None = None
-    store: bool | None = None
-    metadata: Annotated[dict[str, str], at_most(64)] | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: ReasoningOptions | None = None
     seed: int | None = None

@@ -86,6 +86,15 @@ class GenerationBody(Body):
 
     _supported: ClassVar[frozenset[str]] = frozenset()
 
+    user: Any = None
+    metadata: Any = None
+    store: bool | None = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None
+
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
@@ -274,14 +283,6 @@ class SamplingBody(SamplingFields):
     cache_salt: ShortText | None = None
     metrics: bool | None = None
     privacy: Literal["normal", "strict"] | None = None
-    user: Any = None
-    metadata: Any = None
-    store: bool | None = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:

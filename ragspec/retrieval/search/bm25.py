@@ -66,12 +66,9 @@ class TermStatistics:
     frequencies: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: TermStatistics) -> TermStatistics:
-        terms = self.frequencies.keys() | other.frequencies.keys()
-        return TermStatistics(
-            self.num_rows + other.num_rows,
-            self.total_length + other.total_length,
-            {term: self.frequencies.get(term, 0) + other.frequencies.get(term, 0) for term in terms},
-        )
+        both = Counter(self.frequencies)
+        both.update(other.frequencies)
+        return TermStatistics(self.num_rows + other.num_rows, self.total_length + other.total_length, both)
 
 
 @dataclass(frozen=True, slots=True)

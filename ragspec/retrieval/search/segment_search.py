@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -121,33 +121,6 @@ class SearchResult(NamedTuple):
     closeness: tuple[float, ...] = ()
 
 
-class ShardLike(Protocol):
-    """Some segments of one generation: one in a `SegmentSearcher`, more in a `Shard` or on remote shards."""
-
-    @property
-    def segment_names(self) -> frozenset[str]: ...
-
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
-        ...
-
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        """Counts over the documents that the tenant may read. A filter does not change them."""
-        ...
-
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        """The passages that hold a term of the query, best first by BM25."""
-        ...
-
-    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
-        """With neighbours, each is a `ragspec.retrieval.expansion.WidePassage`."""
-        ...
-
-    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        """The stored vectors of the passages. Shapes: each [E] float32."""
-        ...
-
-
 class SegmentSearcher:
     """Searches one segment. Caches the allowed rows of recent scopes."""
 
@@ -217,7 +190,11 @@ class SegmentSearcher:
 
 
 class SplitShard(ABC):
-    """A `ShardLike` of several parts."""
+    """Some segments of one generation, each in a part."""
+
+    @property
+    @abstractmethod
+    def segment_names(self) -> frozenset[str]: ...
 
     @abstractmethod
     def ask_all(self, method: str, *arguments: Any) -> list[Any]:
@@ -228,19 +205,28 @@ class SplitShard(ABC):
         """The answer to each hit, of the part that holds it."""
 
     def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
         return _merged(self.ask_all("dense", queries, k, scope), len(queries), k)
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        """Counts over the documents that the tenant may read. A filter does not change them."""
         return sum(self.ask_all("statistics", terms, tenant), TermStatistics())
 
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        """The passages that hold a term of the query, best first by BM25."""
         return _merged(self.ask_all("sparse", queries, k, scope), len(queries), k)
 
     def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
+        """With neighbours, each is a `ragspec.retrieval.expansion.WidePassage`."""
         return self.read_hits("passages", hits, num_neighbours)
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
+        """The stored vectors of the passages. Shapes: each [E] float32."""
         return self.read_hits("vectors", hits)
+
+
+ShardLike: TypeAlias = SegmentSearcher | SplitShard
+"""Some segments of one generation: one, or more in a `Shard` or on remote shards."""
 
 
 def _merged(parts: Sequence[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:
