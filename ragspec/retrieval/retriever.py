@@ -214,7 +214,8 @@ class Retriever:
                 store = newer
 
     def _view_of(self, store: Store) -> GenerationView:
-        return IndexSearcher(store, self._config, scoring=score_in_turn(self._reranker), shard=self._shard)
+        shard = self._shard(store) if self._shard else None
+        return IndexSearcher(store, self._config, scoring=score_in_turn(self._reranker), shard=shard)
 
 
 def build_index(

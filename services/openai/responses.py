@@ -109,10 +109,8 @@ class ResponseBody(GenerationBody):
         return body
 
 
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> APIRouter:
-    router = APIRouter(tags=["responses"])
-
-    @router.post("/v1/responses", response_model=None)
+def add_responses(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> None:
+    @router.post("/v1/responses", response_model=None, tags=["responses"])
     async def create(body: ResponseBody, request: Request) -> Response:
         """An answer to the input."""
         try:
@@ -125,8 +123,6 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) ->
         if context.is_strict and chat.stream:
             raise ApiError(400, "strict privacy streams chat completions only", param="stream")
         return GenerationResponse(partial(write, chat, context, threads, ResponsesFormat))
-
-    return router
 
 
 class ResponseEvent(NamedTuple):

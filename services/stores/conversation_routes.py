@@ -17,8 +17,8 @@ from services.stores import schemas
 from services.stores.schemas import Fields, Name, Tenant
 
 
-def routes(backend: ServiceBackend) -> APIRouter:
-    router, conversations = APIRouter(), backend.conversations
+def add_conversations(router: APIRouter, backend: ServiceBackend) -> None:
+    conversations = backend.conversations
 
     @router.post("/v1/conversations")
     def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
@@ -73,8 +73,6 @@ def routes(backend: ServiceBackend) -> APIRouter:
         feedback = Feedback(body.rating, body.note) if body.rating else None
         conversations.rate(tenant, conversation, turn, feedback)
         return body.model_dump()
-
-    return router
 
 
 def _sources_of(backend: ServiceBackend, turn: QaPair, shown: ShownPassages) -> Fields:

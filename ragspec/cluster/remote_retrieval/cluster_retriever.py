@@ -32,12 +32,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore
 from ragspec.retrieval.retriever import GenerationView, Retriever
 from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
-from ragspec.retrieval.search.segment_search import (
-    Lookup,
-    SearchHit,
-    SearchResult,
-    SplitShard,
-)
+from ragspec.retrieval.search.segment_search import Lookup, SearchHit, SearchResult, SplitShard
 
 _OPEN_TIMEOUT_S = 600.0
 _LOOK_S = 0.5
@@ -186,7 +181,7 @@ class ClusterView:
             orders = {name: order for name, order in self._orders.items() if name not in missing}
             sharded = ShardedSearch(self._pool, self._segments, orders, self._num_replicas, self._policy)
             scoring = _scoring(self._config.reranker, self._pool, self._policy) if self._config.reranker else None
-            searcher = IndexSearcher(self.store, self._config, scoring=scoring, shard=lambda _: sharded)
+            searcher = IndexSearcher(self.store, self._config, scoring=scoring, shard=sharded)
             self._searchers = {missing: searcher}  # a race with another thread costs only a second searcher
         return searcher
 

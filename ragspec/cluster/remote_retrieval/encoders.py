@@ -20,7 +20,7 @@ from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, Text
 _TEXTS_PER_CALL = 256
 _CALLS_PER_WORKER = 8
 _LOAD_TIMEOUT_S = 300.0
-_BULK = RetryPolicy(timeout_s=3600.0, late_s=60.0)
+_QUERIES, _BULK = RetryPolicy(timeout_s=30.0, late_s=2.0), RetryPolicy(timeout_s=3600.0, late_s=60.0)
 
 
 class EncoderActor(WorkerActor):
@@ -72,12 +72,7 @@ class RemoteEncoder:
     identity: EncoderIdentity
     max_tokens: int
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        policy: RetryPolicy = RetryPolicy(30.0, 2.0),  # noqa: B008
-        hang_s: float = HANG_S,
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], policy: RetryPolicy = _QUERIES, hang_s: float = HANG_S) -> None:
         """Waits for an encoder. Raises: RetrievalError if none answers, ModelError if it cannot be loaded."""
         self._pool = WorkerPool(replicas, "an encoder", _load, hang_s)
         self._policy = policy

@@ -9,7 +9,7 @@ every client computes the same placement, and a lost or added shard moves only i
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker
 from ragspec.retrieval.search.index_searcher import IndexSearcher
-from ragspec.retrieval.search.segment_search import Lookup, SearchResult, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import Device, Lookup, SearchResult, Shard, ShardLike
 
 _GENERATIONS_KEPT = 3
 """The generation being opened, the one before it, and one that a reader still uses."""
@@ -58,7 +58,7 @@ class SegmentSet(NamedTuple):
     index_dir: str
     pointer: str
     names: tuple[str, ...]
-    device: Literal["auto", "cpu", "gpu"] = "cpu"
+    device: Device = "cpu"
     gpu_memory_bytes: int | None = None
 
 
@@ -89,7 +89,7 @@ class OpenGeneration:
         shard = Shard(self.parts(names))
         with self._lock:
             if (config, names) not in self._searchers:
-                searcher = IndexSearcher(self._manifest, config, scoring=scoring, shard=lambda _: shard)
+                searcher = IndexSearcher(self._manifest, config, scoring=scoring, shard=shard)
                 self._searchers = {(config, names): searcher}  # Why only one: clients hardly ever differ
             return self._searchers[config, names]
 

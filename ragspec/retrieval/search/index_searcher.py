@@ -9,7 +9,7 @@ Owns the order of these steps. Knows no encoder: queries come encoded.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
@@ -64,9 +64,9 @@ class IndexSearcher:
         config: RetrieverConfig,
         *,
         scoring: PairScoring | None = None,
-        shard: Callable[[Store], ShardLike] | None = None,
+        shard: ShardLike | None = None,
     ) -> None:
-        """`scoring` reranks; `shard` opens the segments, in this process if None. Raises: ConfigError, StoreCorrupt."""
+        """`scoring` reranks; `shard` holds the segments; None: this process does. Raises: ConfigError, StoreCorrupt."""
         self.store = store
         self.terms = term_function(store.manifest, config.mode)
         self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
@@ -74,7 +74,7 @@ class IndexSearcher:
         self._config = config
         self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
-        self._shard = shard(store) if shard else Shard.open(store.segments, config.device, config.gpu_memory_bytes)
+        self._shard = shard or Shard.open(store.segments, config.device, config.gpu_memory_bytes)
 
     def search(self, lookup: Lookup) -> SearchResult:
         """As `ragspec.retrieval.retriever.GenerationView`.

@@ -62,6 +62,7 @@ class SearchHit(NamedTuple):
 
 
 RetrievalMode = Literal["dense", "sparse", "hybrid"]
+Device = Literal["auto", "cpu", "gpu"]
 
 PassageKey = tuple[str, int]
 """(document id, ordinal), which names a passage in any generation."""
@@ -243,10 +244,7 @@ class Shard(SplitShard):
 
     @classmethod
     def open(
-        cls,
-        segments: Iterable[LiveSegment],
-        device: Literal["auto", "cpu", "gpu"] = "cpu",
-        gpu_memory_bytes: int | None = None,
+        cls, segments: Iterable[LiveSegment], device: Device = "cpu", gpu_memory_bytes: int | None = None
     ) -> Shard:
         """Segments beyond `gpu_memory_bytes` are searched on the CPU.
 
