@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -296,30 +296,21 @@ class Store:
         while True:
             current = pointer or read_pointer(index_dir)
             try:
-                return cls._opened(index_dir, current, encoder, known, only)
+                folder, manifest = read_generation(index_dir, current)
+                if encoder is not None:
+                    check_encoder(manifest, encoder)
+                records = [record for record in manifest.segments if only is None or record.name in only]
+                shared = {
+                    r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files
+                }
+                verify_checksums(_files_to_check(index_dir, folder, records, shared))
+                form = manifest.encoder.dimension, manifest.config.dense
+                opened = (shared.get(r.name) or IndexSegment(index_dir / r.name, r, *form) for r in records)
+                live = (_live_segment(each, record, folder) for each, record in zip(opened, records, strict=True))
+                return cls(index_dir, current, manifest, tuple(live), only)
             except StoreCorrupt:
                 if pointer or read_pointer(index_dir) == current:
                     raise  # otherwise a writer replaced the generation, and removed an older one, meanwhile
-
-    @classmethod
-    def _opened(
-        cls,
-        index_dir: Path,
-        pointer: str,
-        encoder: EncoderIdentity | None,
-        known: Mapping[str, IndexSegment],
-        only: frozenset[str] | None,
-    ) -> Store:
-        folder, manifest = read_generation(index_dir, pointer)
-        if encoder is not None:
-            check_encoder(manifest, encoder)
-        records = [record for record in manifest.segments if only is None or record.name in only]
-        shared = {r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files}
-        verify_checksums(_files_to_check(index_dir, folder, records, shared))
-        dimension, dense = manifest.encoder.dimension, manifest.config.dense
-        opened = (shared.get(r.name) or IndexSegment(index_dir / r.name, r, dimension, dense) for r in records)
-        segments = tuple(_live_segment(each, record, folder) for each, record in zip(opened, records, strict=True))
-        return cls(index_dir, pointer, manifest, segments, only)
 
     def refreshed(self) -> Store:
         """The current generation, which shares open segments; this store if its generation is current. Raises: as `open`."""
