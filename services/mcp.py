@@ -21,19 +21,11 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
+import mcp_types as types
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-from mcp_types import (
-    CallToolRequestParams,
-    CallToolResult,
-    ListToolsResult,
-    PaginatedRequestParams,
-    TextContent,
-    Tool,
-    ToolAnnotations,
-)
 from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -145,21 +137,25 @@ class DocumentTools:
         async with stdio_server() as (read, write):
             await self.server.run(read, write, self.server.create_initialization_options())
 
-    async def _listed(self, _: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
+    async def _listed(
+        self, _: ServerRequestContext[Any], __: types.PaginatedRequestParams | None
+    ) -> types.ListToolsResult:
         tools = [
-            Tool(
+            types.Tool(
                 name=name,
                 description=tool.arguments.__doc__,
                 input_schema=tool.arguments.model_json_schema(),
-                annotations=ToolAnnotations(
+                annotations=types.ToolAnnotations(
                     read_only_hint=not tool.adds, destructive_hint=False, open_world_hint=False
                 ),
             )
             for name, tool in self._tools.items()
         ]
-        return ListToolsResult(tools=tools)
+        return types.ListToolsResult(tools=tools)
 
-    async def _called(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+    async def _called(
+        self, context: ServerRequestContext[Any], params: types.CallToolRequestParams
+    ) -> types.CallToolResult:
         try:
             result = await self._result(params, context.request)
             text = json.dumps(result, ensure_ascii=False)
@@ -168,10 +164,10 @@ class DocumentTools:
         except Exception as cause:
             if not is_expected(cause):
                 log.error("a tool failed", exc_info=cause)
-            return CallToolResult(content=[TextContent(text=api_error(cause).message)], is_error=True)
-        return CallToolResult(content=[TextContent(text=text)], structured_content=result)
+            return types.CallToolResult(content=[types.TextContent(text=api_error(cause).message)], is_error=True)
+        return types.CallToolResult(content=[types.TextContent(text=text)], structured_content=result)
 
-    async def _result(self, params: CallToolRequestParams, request: Request | None) -> dict[str, Any]:
+    async def _result(self, params: types.CallToolRequestParams, request: Request | None) -> dict[str, Any]:
         """Raises: ApiError, RagspecError."""
         if (tool := self._tools.get(params.name)) is None:
             raise ApiError(404, f"there is no tool {params.name!r}; there are {', '.join(self._tools)}")

@@ -8,6 +8,7 @@ The score of a pair is bitwise the same in any batch; see `ragspec.retrieval.row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,9 @@ class Reranker(RowInvariantModel):
 
             is_local = Path(path).exists()
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_local)
-            model, report = run_in_thread(
-                lambda: AutoModelForSequenceClassification.from_pretrained(
-                    path, local_files_only=is_local, dtype=torch.float32, output_loading_info=True
-                ),
-                num_processors(),
-            )
+            options = {"local_files_only": is_local, "dtype": torch.float32, "output_loading_info": True}
+            load: Any = partial(AutoModelForSequenceClassification.from_pretrained, path, **options)
+            model, report = run_in_thread(load, num_processors())
             if absent := sorted(report["missing_keys"]):
                 raise ModelError(
                     f"{path} is no reranker: it lacks {len(absent)} of the classifier's tensors, the first is {absent[0]}"

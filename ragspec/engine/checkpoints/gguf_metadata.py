@@ -146,13 +146,8 @@ class GgufMetadata:
 
     def _without_place(self, places: Mapping[str, str]) -> list[str]:
         """Names of tensors that are not used."""
-        return [
-            name
-            for name in self._tensors
-            if not {name, name.removesuffix(".weight")} & places.keys()
-            and name != _FREQUENCIES
-            and not name.endswith(_UNUSED_TENSORS)
-        ]
+        used = [name for name in self._tensors if name != _FREQUENCIES and not name.endswith(_UNUSED_TENSORS)]
+        return [name for name in used if not {name, name.removesuffix(".weight")} & places.keys()]
 
     def _value(self, key: str) -> Any:
         return self._fields[key].contents() if key in self._fields else None
