@@ -90,7 +90,7 @@ class Library(AbstractContextManager["Library"]):
         make_private(data_dir)
         self.blobs = Blobs(data_dir / "files")
         self.disk_reserve = DiskReserve(data_dir / "reserve")
-        self.blobs.remove_unrecorded(self.records.files())
+        self.blobs.remove_unrecorded(self.records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._lock, self._reserved = threading.Lock(), Counter[str]()  # bytes that are being written, by tenant
         self.ingest = IngestWorker(

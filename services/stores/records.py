@@ -117,10 +117,12 @@ class Records:
             raise NotFound(f"there is no file {file_id!r}")
         return FileRecord(*rows[0])
 
-    def files(self, tenant: str | None = None) -> list[FileRecord]:
-        """Of one tenant, or of all."""
-        query = "SELECT * FROM files WHERE tenant=? OR ? IS NULL"
-        return [FileRecord(*row) for row in self._rows(query, tenant, tenant)]
+    def all_files(self) -> list[FileRecord]:
+        """Files of all tenants."""
+        return [FileRecord(*row) for row in self._rows("SELECT * FROM files")]
+
+    def files(self, tenant: str) -> list[FileRecord]:
+        return [FileRecord(*row) for row in self._rows("SELECT * FROM files WHERE tenant=?", tenant)]
 
     def used_bytes(self, tenant: str) -> int:
         """Bytes of a tenant's files and records."""
