@@ -19,10 +19,11 @@ import json
 import math
 import operator
 import threading
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from itertools import chain
-from typing import Annotated, Any, Literal
+from functools import lru_cache, partial
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -39,20 +40,19 @@ KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "number", float: 
 """A value compares only with values of its kind."""
 
 
-Columns = dict[tuple[str, str, bool], dict[Any, list[int]]]
+Columns: TypeAlias = "dict[tuple[str, str, bool], defaultdict[Any, array[int]]]"
 """By key, kind, and whether the values stand in lists: the rows of each value, ascending."""
 
 
 def columns_of(fields: Iterable[Mapping[str, Any]]) -> Columns:
     """The columns of every key of the documents' fields. A key that few documents hold takes little memory."""
-    columns: Columns = {}
+    columns: Columns = defaultdict(lambda: defaultdict(partial(array, "i")))
     for row, own in enumerate(fields):
         for key, found in own.items():
             in_list = isinstance(found, list)
             for value in found if in_list else (found,):
                 if kind := KINDS.get(type(value)):  # null, objects and lists of lists equal nothing
-                    rows_of = columns.setdefault((key, kind, in_list), {})
-                    rows_of.setdefault(value, []).append(row)
+                    columns[key, kind, in_list][value].append(row)
     return columns
 
 
@@ -215,13 +215,13 @@ class DocumentColumns:
             return functools.reduce(combine, map(self._evaluate, filter.filters))
         columns, orders = self._columns(filter.key), _ORDERINGS.get(filter.type)
         if orders:
-            rows_of = columns.get((filter.key, KINDS[type(filter.value)], False), {})
+            rows_of: Mapping[Any, array[int]] = columns.get((filter.key, KINDS[type(filter.value)], False), {})
             found = [rows for value, rows in rows_of.items() if orders(value, filter.value)]
         else:
             places = [((filter.key, KINDS[type(v)], in_list), v) for v in filter.values for in_list in (False, True)]
-            found = [columns.get(place, {}).get(value, []) for place, value in places]
+            found = [columns[place][value] for place, value in places if value in columns.get(place, {})]
         mask = np.zeros(self._num_documents, np.bool_)
-        mask[np.fromiter(chain.from_iterable(found), np.int64)] = True
+        mask[np.frombuffer(b"".join(found), np.intc)] = True
         return ~mask if filter.type in ("ne", "nin") else mask
 
     def _columns(self, key: str) -> Columns:
