@@ -16,20 +16,19 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ragspec.config import PipelineConfig, RetrieverConfig
-from ragspec.core import Request, Say, log_progress
+from ragspec.core import Say, log_progress
 from ragspec.disk import keep_private
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
-from ragspec.engine.sequence import Listener
 from ragspec.engine.target import load_tokenizer
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, RetrieverLike, default_params
+from ragspec.rag.steps import RetrieverLike, default_params
 from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.pointer import configured_index_dir
@@ -41,6 +40,11 @@ from services.settings import ServiceConfig
 from services.stores.document_view import DocumentViews
 from services.stores.library import open_library
 
+if TYPE_CHECKING:
+    from ragspec.cluster.routing.router import Router  # imports Ray, which a service in one process does without
+
+ServedEngine: TypeAlias = "Engine | Router"
+
 ENGINE_GAUGES = (
     ("vllm:num_requests_running", "Choices that are being written.", "num_running"),
     ("vllm:num_requests_waiting", "Choices that wait in the engine.", "num_waiting"),
@@ -50,20 +54,6 @@ ENGINE_GAUGES = (
     ("ragspec_kv_offload_errors", "Copies of blocks out of the pool or back that failed.", "num_kv_offload_errors"),
 )
 """A gauge, its help text, and the field of the engine's load that it shows."""
-
-
-class ServedEngine(EngineLike, Protocol):
-    """An `Engine`, or a `Router` over many."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def max_context_tokens(self) -> int: ...
-
-    def submit(self, request: Request, listener: Listener) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
 
 
 class LoadedModel(NamedTuple):
@@ -109,9 +99,8 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         self.telemetry = Telemetry.of(config.service.telemetry, self.model)
         self.metrics = Metrics(self.model, self.telemetry)
         self.rate_limiter = RateLimiter(config.service.limits, self.metrics)
-        self.conversations = ConversationStore(
-            _database_of(config, "conversations"), ttl_s=config.service.conversations.ttl_s
-        )
+        ttl_s = config.service.conversations.ttl_s
+        self.conversations = ConversationStore(_database_of(config, "conversations"), ttl_s=ttl_s)
         batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         self.retriever: RetrieverLike = CachingRetriever(batching or retriever, lambda: retriever.generation)
         self.encoder: TextEncoder = retriever.encoder
@@ -229,13 +218,8 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
 
     deployment = Deployment.find(name)
     searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
-    check_agreement(
-        name,
-        deployment.config,
-        config,
-        ("target", "engine.max_kv_tokens", *searched_there),
-        own=("retriever.num_passages",),
-    )
+    sections = ("target", "engine.max_kv_tokens", *searched_there)
+    check_agreement(name, deployment.config, config, sections, own=("retriever.num_passages",))
     settled = settled_config(deployment.config, config)
     with ExitStack() as stack:
         if deployment.topology.num_shards:

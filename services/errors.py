@@ -82,12 +82,8 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         if is_languagetool(path):
             return PlainTextResponse(f"Error: {self.message}".encode("utf-8", "replace"), self.status, headers)
-        body = (
-            {"jsonrpc": "2.0", "id": None, "error": {"code": _MCP_CODE, "message": self.message}}
-            if path == MCP
-            else self.body()
-        )
-        return Response(json.dumps(body), self.status, headers, "application/json")
+        of_mcp = {"jsonrpc": "2.0", "id": None, "error": {"code": _MCP_CODE, "message": self.message}}
+        return Response(json.dumps(of_mcp if path == MCP else self.body()), self.status, headers, "application/json")
 
 
 def is_languagetool(path: str) -> bool:

@@ -25,20 +25,10 @@ from typing import NoReturn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services import limits
 from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, ClientTooSlow, api_error, is_expected, is_languagetool
 from services.keys import Caller, KeyStore
-from services.limits import (
-    HEADER_BYTES,
-    INLINE_BYTES,
-    MAX_ANONYMOUS_FORMS,
-    MAX_FORMS_PER_NETWORK,
-    LargeBodies,
-    check_json,
-    form_fields,
-    network_of,
-    read_form,
-)
 from services.logs import current_request
 from services.settings import Limits
 
@@ -159,8 +149,8 @@ class AuthMiddleware:
     def _check_head(self, scope: Scope) -> None:
         """Raises: ApiError 400, 403, 431."""
         num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-        if num_bytes + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > HEADER_BYTES:
-            raise ApiError(431, f"the request's head is larger than {HEADER_BYTES} bytes")
+        if num_bytes + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > limits.HEADER_BYTES:
+            raise ApiError(431, f"the request's head is larger than {limits.HEADER_BYTES} bytes")
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "the address holds a NUL character")
         hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
@@ -173,9 +163,9 @@ class AuthMiddleware:
         if self._settings.is_languagetool_open:
             self._check_origin(Headers(scope=scope))
             return ANONYMOUS
-        fields = form_fields(scope["query_string"])
+        fields = limits.form_fields(scope["query_string"])
         if "apiKey" not in fields:
-            fields = await self._read_anonymous_form(network_of(scope["client"]), incoming)
+            fields = await self._read_anonymous_form(limits.network_of(scope["client"]), incoming)
         return self._keys.caller(fields.get("apiKey", [""])[0])
 
     def _check_origin(self, headers: Headers) -> None:
@@ -193,7 +183,7 @@ class AuthMiddleware:
     async def _read_anonymous_form(self, network: str, incoming: IncomingRequest) -> dict[str, list[str]]:
         """Bounded in number: these requests have no key yet, and each may hold megabytes."""
         forms = self._anonymous_forms
-        if forms[network] >= MAX_FORMS_PER_NETWORK or forms.total() >= MAX_ANONYMOUS_FORMS:
+        if forms[network] >= limits.MAX_FORMS_PER_NETWORK or forms.total() >= limits.MAX_ANONYMOUS_FORMS:
             self._metrics.rejected("queue")
             raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
         forms[network] += 1
@@ -206,7 +196,7 @@ class AuthMiddleware:
 
     async def _fail(self, scope: Scope, response: OutgoingResponse, error: ApiError, close: bool) -> None:
         if error.status in (401, 429):
-            name = scope["state"]["caller"].key_id or network_of(scope["client"])
+            name = scope["state"]["caller"].key_id or limits.network_of(scope["client"])
             await asyncio.sleep(self._rate_limiter.refusal_wait_s(name))
         try:
             await response.fail(error, close=close)
@@ -241,9 +231,9 @@ def _key_of(scope: Scope) -> str:
 class IncomingRequest:
     """One request. The route reads it through `receive` in place of the server's."""
 
-    def __init__(self, method: str, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
+    def __init__(self, method: str, path: str, headers: Headers, receive: Receive, own: Limits) -> None:
         self._path, self._headers = path, headers
-        self._receive, self._limits = receive, limits
+        self._receive, self._limits = receive, own
         self._num_bytes, self._deadline_s = 0, 0.0
         self._body: bytes | None = None
         self.is_complete = False  # whether the whole body was received
@@ -281,7 +271,7 @@ class IncomingRequest:
         if any(charset.lower() not in ("utf-8", "utf8") for charset in charsets):
             raise ApiError(415, "the charset must be UTF-8")  # checks all of them: parsers differ in which one they use
 
-    async def read(self, timeout_s: float, large_bodies: LargeBodies) -> None:
+    async def read(self, timeout_s: float, large_bodies: limits.LargeBodies) -> None:
         """Reads the whole body, except of uploads, which get a deadline. A large one is read as fast as `large_bodies` lets it.
 
         Raises: ApiError 400, 408, 413; ClientGone.
@@ -296,22 +286,22 @@ class IncomingRequest:
             async with asyncio.timeout(timeout_s) as limit:
                 while not self.is_complete:
                     parts.append((await self._next()).get("body", b""))
-                    if self._num_bytes > INLINE_BYTES and (wait_s := large_bodies.wait_s(len(parts[-1]))):
+                    if self._num_bytes > limits.INLINE_BYTES and (wait_s := large_bodies.wait_s(len(parts[-1]))):
                         limit.reschedule((limit.when() or 0.0) + wait_s)
                         await asyncio.sleep(wait_s)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
         self._body = b"".join(parts)
         if self._content_type == _JSON and self._body:
-            if len(self._body) > INLINE_BYTES:
+            if len(self._body) > limits.INLINE_BYTES:
                 async with large_bodies.checking:
-                    await asyncio.to_thread(check_json, self._body)
+                    await asyncio.to_thread(limits.check_json, self._body)
             else:
-                check_json(self._body)
+                limits.check_json(self._body)
 
     async def form(self) -> dict[str, list[str]]:
         """The fields of a form. Raises: ApiError 400."""
-        return await read_form(self._body) if self._content_type == _FORM and self._body else {}
+        return await limits.read_form(self._body) if self._content_type == _FORM and self._body else {}
 
     async def receive(self) -> Message:
         """For the route: the body, then `http.disconnect` when the client leaves."""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -45,14 +45,6 @@ class Caller:
     tenant: str
     trusted: bool = False
     limits: KeyLimits | None = None
-
-
-class KeyStore(Protocol):
-    """Knows keys."""
-
-    def caller(self, key: str) -> Caller | None:
-        """The owner of `key`; None for an unknown key."""
-        ...
 
 
 class KeyRecord(BaseModel):
@@ -132,8 +124,13 @@ class KeyFile:
             log.error("the keys file cannot be read; the keys read before stay valid", extra={"reason": str(error)})
 
 
+KeyStore: TypeAlias = KeyFile | SingleKey
+
+
 def _caller(records: Sequence[KeyRecord], key: str) -> Caller | None:
-    """Compares with every record in constant time, so that the time tells neither how similar a key is nor its place."""
+    """The owner of `key`; None for an unknown key.
+
+    Compares with every record in constant time, so that the time tells neither how similar a key is nor its place."""
     if not 0 < len(key) <= _LONGEST_KEY:
         return None
     key_digest, found = digest(key), None

@@ -224,9 +224,8 @@ class RateLimiter:
             return reservation
         needed, now_s = reservation.num_tokens, self._clock()
         if needed > max_per_minute:
-            raise ApiError(
-                400, f"prompt and max_tokens are {needed} tokens, of {max_per_minute} a minute", code="tokens_exceeded"
-            )
+            reason = f"prompt and max_tokens are {needed} tokens, of {max_per_minute} a minute"
+            raise ApiError(400, reason, code="tokens_exceeded")
         reservations = self._usage_of(caller.key_id).reservations
         free, wait_s = max_per_minute - sum(each.num_tokens for _, each in reservations), 0.0
         for begin_s, earlier in reservations:

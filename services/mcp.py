@@ -11,28 +11,21 @@ can act on is a result with `isError`.
 import asyncio
 import base64
 import binascii
+import inspect
 import io
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
+import mcp_types as types
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-from mcp_types import (
-    CallToolRequestParams,
-    CallToolResult,
-    ListToolsResult,
-    PaginatedRequestParams,
-    TextContent,
-    Tool,
-    ToolAnnotations,
-)
 from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -114,7 +107,7 @@ class AddArguments(Body):
 
 class _Tool(NamedTuple):
     arguments: type[Body]
-    call: Callable[[Any, Request], Awaitable[dict[str, Any]]]
+    call: Callable[[Any, Request], Any]
     adds: bool = False
 
 
@@ -144,35 +137,37 @@ class DocumentTools:
         async with stdio_server() as (read, write):
             await self.server.run(read, write, self.server.create_initialization_options())
 
-    async def _listed(self, _: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
+    async def _listed(
+        self, _: ServerRequestContext[Any], __: types.PaginatedRequestParams | None
+    ) -> types.ListToolsResult:
         tools = [
-            Tool(
+            types.Tool(
                 name=name,
                 description=tool.arguments.__doc__,
                 input_schema=tool.arguments.model_json_schema(),
-                annotations=ToolAnnotations(
+                annotations=types.ToolAnnotations(
                     read_only_hint=not tool.adds, destructive_hint=False, open_world_hint=False
                 ),
             )
             for name, tool in self._tools.items()
         ]
-        return ListToolsResult(tools=tools)
+        return types.ListToolsResult(tools=tools)
 
-    async def _called(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+    async def _called(
+        self, context: ServerRequestContext[Any], params: types.CallToolRequestParams
+    ) -> types.CallToolResult:
         try:
             result = await self._result(params, context.request)
             text = json.dumps(result, ensure_ascii=False)
             if len(text) > _MAX_RESULT_CHARS:
-                raise InputError(
-                    f"the result has {len(text)} characters, at most {_MAX_RESULT_CHARS}: ask for less text"
-                )
+                raise InputError(f"the result has {len(text)} characters, at most {_MAX_RESULT_CHARS}: ask for less")
         except Exception as cause:
             if not is_expected(cause):
                 log.error("a tool failed", exc_info=cause)
-            return CallToolResult(content=[TextContent(text=api_error(cause).message)], is_error=True)
-        return CallToolResult(content=[TextContent(text=text)], structured_content=result)
+            return types.CallToolResult(content=[types.TextContent(text=api_error(cause).message)], is_error=True)
+        return types.CallToolResult(content=[types.TextContent(text=text)], structured_content=result)
 
-    async def _result(self, params: CallToolRequestParams, request: Request | None) -> dict[str, Any]:
+    async def _result(self, params: types.CallToolRequestParams, request: Request | None) -> dict[str, Any]:
         """Raises: ApiError, RagspecError."""
         if (tool := self._tools.get(params.name)) is None:
             raise ApiError(404, f"there is no tool {params.name!r}; there are {', '.join(self._tools)}")
@@ -183,16 +178,16 @@ class DocumentTools:
         if self._caller is not None or request is None:
             state = {"caller": self._caller, "begin": time.perf_counter()}
             request = Request({"type": "http", "path": "/", "headers": [], "state": state})
-        return await tool.call(arguments, request)
+        if inspect.iscoroutinefunction(tool.call):
+            return cast(dict[str, Any], await tool.call(arguments, request))
+        return await asyncio.to_thread(tool.call, arguments, request)
 
-    async def _search(self, given: SearchArguments, request: Request) -> dict[str, Any]:
+    def _search(self, given: SearchArguments, request: Request) -> dict[str, Any]:
         num_passages = given.num_passages or self._backend.config.retriever.num_passages
         scope = parse_scope(_tenant(request), given.filter)
-        found = await asyncio.to_thread(self._backend.retriever.retrieve, [given.query], num_passages, scope)
-        return {
-            "passages": passages_of(found.passages[0], range(1, len(found.passages[0]) + 1)),
-            "index_generation": found.generation,
-        }
+        found = self._backend.retriever.retrieve([given.query], num_passages, scope)
+        ranks = range(1, len(found.passages[0]) + 1)
+        return {"passages": passages_of(found.passages[0], ranks), "index_generation": found.generation}
 
     async def _ask(self, given: AskArguments, request: Request) -> dict[str, Any]:
         retrieval = {"num_passages": given.num_passages, "filter": given.filter}
@@ -211,11 +206,8 @@ class DocumentTools:
         told = {"answer": answer.text, "abstained": answer.abstained, "finish_reason": answer.finish_reason.value}
         return told | support | {"passages": passages_of(answer.passages, answer.ranks), "seed": context.params.seed}
 
-    async def _passage(self, given: PassageArguments, request: Request) -> dict[str, Any]:
-        return await asyncio.to_thread(self._read, given, _tenant(request))
-
-    def _read(self, given: PassageArguments, tenant: str) -> dict[str, Any]:
-        document = self._backend.documents.find(tenant, given.document_id)
+    def _passage(self, given: PassageArguments, request: Request) -> dict[str, Any]:
+        document = self._backend.documents.find(_tenant(request), given.document_id)
         if not given.start <= given.end <= len(document.text):
             raise InputError(f"the document has {len(document.text)} characters: no [{given.start}, {given.end})")
         start, end = max(0, given.start - given.around), min(len(document.text), given.end + given.around)
@@ -223,9 +215,8 @@ class DocumentTools:
         text, num_chars = document.text[start:end], len(document.text)
         return names | {"start": start, "end": end, "text": text, "num_chars": num_chars}
 
-    async def _list(self, given: ListArguments, request: Request) -> dict[str, Any]:
-        listing = self._backend.documents.listing
-        rows, total = await asyncio.to_thread(listing, _tenant(request), given.offset, given.limit)
+    def _list(self, given: ListArguments, request: Request) -> dict[str, Any]:
+        rows, total = self._backend.documents.listing(_tenant(request), given.offset, given.limit)
         return {"documents": rows, "total": total, "has_more": given.offset + len(rows) < total}
 
     async def _add(self, given: AddArguments, request: Request) -> dict[str, Any]:
@@ -244,9 +235,8 @@ class DocumentTools:
         if {"/", "\\"} & set(given.name):
             raise InputError(f"{given.name!r} is a path: give a file name, and the document as content")
         try:
-            content = (
-                given.content.encode() if given.encoding == "text" else base64.b64decode(given.content, validate=True)
-            )
+            is_text = given.encoding == "text"
+            content = given.content.encode() if is_text else base64.b64decode(given.content, validate=True)
         except (binascii.Error, UnicodeEncodeError) as cause:
             raise InputError(f"the content is not {given.encoding}: {cause}") from cause
         library = self._backend.library

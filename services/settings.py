@@ -150,9 +150,8 @@ class ServiceConfig(PipelineConfig):
         if self.model_name in self.service.models:
             raise ValueError(f"service.models names {self.model_name!r}, the name of the target")
         if self.service.grammar.model not in ("", self.model_name, *self.service.models):
-            raise ValueError(
-                f"service.grammar.model is {self.service.grammar.model!r}, which `service.models` does not name"
-            )
+            name = self.service.grammar.model
+            raise ValueError(f"service.grammar.model is {name!r}, which `service.models` does not name")
         return self
 
     @property
@@ -169,11 +168,8 @@ class ServiceConfig(PipelineConfig):
         engine = self.engine_share
         if name == self.model_name:
             return self.model_copy(update={"engine": engine})
-        drafting = DraftingConfig(
-            speculation=self.drafting.speculation,
-            tree=self.drafting.tree,
-            reuse_earlier_answers=self.drafting.reuse_earlier_answers,
-        )
+        kept = {"speculation", "tree", "reuse_earlier_answers"}
+        drafting = DraftingConfig(**{name: getattr(self.drafting, name) for name in kept})
         # an offload folder belongs to one target
         engine = engine.model_copy(update={"kv_offload_bytes": 0, "kv_offload_dir": ""})
         own = {"target": self.service.models[name], "engine": engine, "drafting": drafting}

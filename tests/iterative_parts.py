@@ -15,8 +15,7 @@ from tiny_target import SENTENCES, save_model
 from ragspec.config import TargetConfig
 from ragspec.core import Document
 from ragspec.engine.target import Target
-from ragspec.retrieval.search.index_types import IndexLike, Query, RetrievalMode, SearchResult
-from ragspec.retrieval.search.relevance import Relevance
+from ragspec.retrieval.search.segment_search import Query, SearchResult
 from ragspec.retrieval.speculative.stride import StridePlan, StrideScheduler
 
 CONTEXT = 768
@@ -46,31 +45,17 @@ class Always(StrideScheduler):
 class Around:
     """An index that does as another says, but for what a subclass or `before` does to a lookup first."""
 
-    def __init__(self, index: IndexLike, before: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, index: Any, before: Callable[[int], None] = lambda _: None) -> None:
         self.index = index
         self.num_calls = 0
         self.texts: list[str] = []
         self._before = before
         self._lock = threading.Lock()
 
-    @property
-    def generation(self) -> str:
-        return self.index.generation
+    is_elsewhere = True
 
-    @property
-    def mode(self) -> RetrievalMode:
-        return self.index.mode
-
-    @property
-    def relevance(self) -> Relevance | None:
-        return self.index.relevance
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return True
-
-    def encode(self, texts: Sequence[str]) -> list[Query]:
-        return self.index.encode(texts)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.index, name)
 
     def search(self, queries: Sequence[Query], *args: Any, **options: Any) -> SearchResult:
         with self._lock:
@@ -80,5 +65,5 @@ class Around:
         self._before(number)
         return self.index.search(queries, *args, **options)
 
-    def pinned(self) -> IndexLike:
+    def pinned(self) -> Any:
         return self

@@ -87,10 +87,7 @@ class Service:
         return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=600.0)
 
 
-HASTY = {
-    "service.timeouts.client_s": 0.4,
-    "service.limits.body_bytes": 8192,
-}
+HASTY = {"service.timeouts.client_s": 0.4, "service.limits.body_bytes": 8192}
 """Settings with little patience, and small bodies."""
 
 Serving = Callable[..., AbstractContextManager[Service]]

@@ -1,6 +1,6 @@
 """A cross-encoder with random weights, for tests.
 
->>> Reranker.load(RerankerConfig(model=save_model(folder)))
+>>> Reranker.load(save_model(folder))
 """
 
 from pathlib import Path

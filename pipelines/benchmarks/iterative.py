@@ -22,8 +22,7 @@ import numpy as np
 
 from pipelines.benchmarks.cases.timing import take_turns
 from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
-from ragspec.cluster.actors import ActorPool
-from ragspec.cluster.ray_calls import wait_for_all
+from ragspec.cluster.actors import ActorPool, wait_for_all
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, SpeculationConfig
@@ -36,7 +35,7 @@ from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Pol
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.index_types import IndexLike, Query, SearchResult
+from ragspec.retrieval.search.segment_search import Query, SearchResult
 from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE, StrideCosts, StrideTiming, best_plan
 
 BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"
@@ -81,7 +80,7 @@ class SlowShardActor(ShardActor):
 
 
 @contextlib.contextmanager
-def slow_index(folder: Path, encoder: TextEncoder) -> Iterator[tuple[IndexLike, Callable[[float], None]]]:
+def slow_index(folder: Path, encoder: TextEncoder) -> Iterator[tuple[Retriever, Callable[[float], None]]]:
     """Exact dense search on one shard. Calling the second value with `service_s` makes every call so many seconds longer.
 
     Raises: ConfigError, StoreError or RetrievalError.
@@ -166,7 +165,7 @@ class Stopwatch:
     engine: Engine
     questions: Sequence[str]
 
-    def time(self, index: IndexLike, workload: Workload, stage: str) -> WorkloadTimes:
+    def time(self, index: Retriever, workload: Workload, stage: str) -> WorkloadTimes:
         """All variants in turns, after one untimed question, the last of the list."""
         with contextlib.ExitStack() as opened:
             pipelines = {
@@ -182,12 +181,12 @@ class Stopwatch:
         apart = StrideTiming(costs.apart.step_s, self._by_size_s(index, costs.apart.verification_s(1)))
         return WorkloadTimes({name: list(zip(*table, strict=True)) for name, table in runs.items()}, apart)
 
-    def lookup_s(self, index: IndexLike) -> float:
+    def lookup_s(self, index: Retriever) -> float:
         """Seconds of a lookup of one query, median, apart from decoding."""
         queries = index.encode(self.questions)
         return median(_search_s(index, [query]) for _ in range(_LOOKUP_REPEATS) for query in queries)
 
-    def _by_size_s(self, index: IndexLike, one_s: float) -> Callable[[int], float]:
+    def _by_size_s(self, index: Retriever, one_s: float) -> Callable[[int], float]:
         """Seconds of a lookup by its number of queries: `one_s` plus measured differences, interpolated."""
         pinned = index.pinned()
         queries = pinned.encode(list(islice(cycle(self.questions), max(_LOOKUP_SIZES))))
@@ -195,7 +194,7 @@ class Stopwatch:
         seconds = [median(_search_s(pinned, queries[:size]) for _ in range(repeats)) for size in _LOOKUP_SIZES]
         return lambda size: one_s + max(0.0, float(np.interp(size, _LOOKUP_SIZES, seconds)) - seconds[0])
 
-    def _pipeline(self, index: IndexLike, workload: Workload, name: str) -> IterativePipeline:
+    def _pipeline(self, index: Retriever, workload: Workload, name: str) -> IterativePipeline:
         prompts = PromptBuilder(self.engine.target.tokenizer, self.engine.max_context_tokens)
         return IterativePipeline(
             index,
@@ -218,7 +217,7 @@ class Stopwatch:
         return ask
 
 
-def _search_s(index: IndexLike, queries: Sequence[Query]) -> float:
+def _search_s(index: Retriever, queries: Sequence[Query]) -> float:
     begin = time.perf_counter()
     index.search(queries, 1)
     return time.perf_counter() - begin
@@ -262,7 +261,7 @@ def run_iterative(run: Run) -> Iterator[Row]:
                 yield from timed_rows(stopwatch, f"elsewhere, b/a = {b_over_a:g}", b_over_a, index)
 
 
-def timed_rows(stopwatch: Stopwatch, label: str, b_over_a: float | None, index: IndexLike) -> Iterator[Row]:
+def timed_rows(stopwatch: Stopwatch, label: str, b_over_a: float | None, index: Retriever) -> Iterator[Row]:
     """A row for each workload and variant. All variants of a workload are timed in turns, once one of their rows is missing."""
     for workload in workloads_of(stopwatch.run, b_over_a):
         timed = functools.cache(functools.partial(stopwatch.time, index, workload, f"{label}: {workload.name}"))

@@ -17,21 +17,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from pydantic import BaseModel
 
-from ragspec.cluster.actors import Replica
+from ragspec.cluster import registry
+from ragspec.cluster.actors import Replica, wait_for_all
 from ragspec.cluster.launch import check_nodes, start_replicas, wait_until_loaded, with_full_paths
-from ragspec.cluster.ray_calls import wait_for_all
-from ragspec.cluster.registry import (
-    ANSWER_S,
-    Status,
-    alive_nodes,
-    check_ray,
-    find_replicas,
-    find_spec,
-    kind_of,
-    start_record,
-    status_of,
-    teardown,
-)
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.routing.policy import RoutingConfig
 from ragspec.cluster.routing.replica_client import ReplicaClient
@@ -47,11 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_WITHOUT_EFFECT_ON_TEXT = (
-    "retriever.device",
-    "retriever.gpu_memory_bytes",
-    "retriever.fail_closed",
-)
+_WITHOUT_EFFECT_ON_TEXT = ("retriever.device", "retriever.gpu_memory_bytes", "retriever.fail_closed")
 """Settings that `check_agreement` ignores: they change no text, or the deployment decides them."""
 
 
@@ -80,36 +64,34 @@ class Deployment(AbstractContextManager["Deployment"]):
         name is taken, or for any other failure of a start.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot name a deployment: up to 63 letters, digits, dots, dashes and underscores"
-            )
-        check_ray()
-        check_fits(topology, alive_nodes())
+            raise ConfigError(f"{name!r} cannot name a deployment: 1 to 63 letters, digits, dots, dashes, underscores")
+        registry.check_ray()
+        check_fits(topology, registry.alive_nodes())
         if topology.num_shards and not config.retriever.index_dir:
             raise ConfigError("no index: name its folder as retriever.index_dir, or ask for 0 shards")
         spec = DeploymentSpec(topology, with_full_paths(config))
         lifetime = "detached" if detached else None
-        record = start_record(name, spec, lifetime)
+        record = registry.start_record(name, spec, lifetime)
         try:
-            teardown(name, keep_record=True)  # what an interrupted `down` left
+            registry.teardown(name, keep_record=True)  # what an interrupted `down` left
             check_nodes(spec)
             replicas = start_replicas(name, spec, lifetime)
             wait_until_loaded(replicas, timeout_s)
-            wait_for_all([record.set_up.remote()], ANSWER_S, "the deployment's record")
+            wait_for_all([record.set_up.remote()], registry.ANSWER_S, "the deployment's record")
         except BaseException:
-            teardown(name)
+            registry.teardown(name)
             raise
         return cls(name, spec, replicas, None if detached else record)
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Deployment:
         """A deployment that is up. Raises: EngineError."""
-        spec = find_spec(name)
-        return cls(name, spec, find_replicas(name, spec.topology))
+        spec = registry.find_spec(name)
+        return cls(name, spec, registry.find_replicas(name, spec.topology))
 
     def replicas_of(self, kind: str) -> list[Replica]:
         """`kind`: "engine", "shard" or "encoder"."""
-        return [replica for replica in self._replicas if kind_of(replica.name) == kind]
+        return [replica for replica in self._replicas if registry.kind_of(replica.name) == kind]
 
     def engine(self, routing: RoutingConfig | None = None) -> Router:
         """All engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
@@ -126,14 +108,9 @@ class Deployment(AbstractContextManager["Deployment"]):
             raise ConfigError(f"the deployment {self.name!r} has no shards, so it finds nothing")
         config = (config or self.config.retriever).model_copy(update={"fail_closed": self.config.retriever.fail_closed})
         encoder = self.config.encoder if topology.num_encoders else Encoder.load(self.config.encoder)
-        return ClusterRetriever(
-            config,
-            encoder,
-            self.replicas_of("shard"),
-            self.replicas_of("encoder"),
-            shard_replicas=topology.shard_replicas,
-            hang_s=self._hang_s,
-        )
+        shards, encoders = (self.replicas_of(kind) for kind in ("shard", "encoder"))
+        num_each = topology.shard_replicas
+        return ClusterRetriever(config, encoder, shards, encoders, shard_replicas=num_each, hang_s=self._hang_s)
 
     @contextmanager
     def parts(self, config: PipelineConfig) -> Iterator[tuple[Router, ClusterRetriever | None, PromptBuilder]]:
@@ -161,14 +138,14 @@ class Deployment(AbstractContextManager["Deployment"]):
                 raise ConfigError(f"the deployment {self.name!r} has no index")
             yield Pipeline.of(retriever, engine, prompts, self.config)
 
-    def status(self) -> Status:
+    def status(self) -> registry.Status:
         """Raises: EngineError if its record does not answer, which lasts some seconds when that died."""
-        return status_of(self.name)
+        return registry.status_of(self.name)
 
     def down(self) -> None:
         """End every actor and placement group of it. Safe to repeat. Raises: EngineError if something does not end."""
         if ray.is_initialized():
-            teardown(self.name)
+            registry.teardown(self.name)
 
     def __exit__(self, *_: object) -> None:
         if self._record is not None:
@@ -188,25 +165,21 @@ def check_agreement(
     `sections`: names of sections, or of single settings ("engine.max_kv_tokens"). `own`: settings the client decides for itself.
     Raises: ConfigError where the client set something that differs in deployment `name`.
     """
-    full = with_full_paths(given)
-    for setting in sections:
-        section = setting.partition(".")[0]
-        given_section, full_section, deployed_section = (getattr(config, section) for config in (given, full, deployed))
-        for path, deployed_value, value in _differences(given_section, full_section, deployed_section, section):
-            if path.startswith(setting) and path not in (*own, *_WITHOUT_EFFECT_ON_TEXT):
-                raise ConfigError(
-                    f"the deployment {name!r} runs with {path} {deployed_value!r}, not {value!r}: leave that out, or use "
-                    "another deployment"
-                )
+    for path, deployed_value, value in _differences(given, with_full_paths(given), deployed):
+        if path.startswith(tuple(sections)) and path not in (*own, *_WITHOUT_EFFECT_ON_TEXT):
+            raise ConfigError(
+                f"the deployment {name!r} runs with {path} {deployed_value!r}, not {value!r}: leave that out, or use "
+                "another deployment"
+            )
 
 
 def _differences(
-    given: BaseModel, full: BaseModel, deployed: BaseModel, path: str
+    given: BaseModel, full: BaseModel, deployed: BaseModel, prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Each setting that `given` sets and that differs: its path, the deployment's value and the client's (of `full`)."""
-    for field in sorted(given.model_fields_set):
+    for field in sorted(given.model_fields_set & type(deployed).model_fields.keys()):
         inner, value, deployed_value = (getattr(section, field) for section in (given, full, deployed))
         if isinstance(inner, BaseModel):
-            yield from _differences(inner, value, deployed_value, f"{path}.{field}")
+            yield from _differences(inner, value, deployed_value, f"{prefix}{field}.")
         elif value != deployed_value:
-            yield f"{path}.{field}", deployed_value, value
+            yield f"{prefix}{field}", deployed_value, value

@@ -15,10 +15,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ragspec.cluster.actors import HEALTH, WorkerActor, end_process, in_group
+from ragspec.cluster.actors import HEALTH, WorkerActor, end_process, in_group, ragspec_error
 from ragspec.cluster.engine_host import EngineHost, EngineStatus
 from ragspec.cluster.processes import STOPPED, Process
-from ragspec.cluster.ray_calls import ragspec_error
 from ragspec.cluster.topology import HEARTBEAT_S, RANK_TIMEOUT_S, Topology
 from ragspec.config import EngineConfig, PipelineConfig
 from ragspec.engine.engine import Engine
@@ -125,13 +124,9 @@ class _Followers:
         group = ray.util.get_current_placement_group()
         assert group is not None
         follower: Any = ray.remote(max_restarts=0, runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}})
-        options = {"num_cpus": topology.cpus_per_rank, "num_gpus": topology.gpus_per_rank}
-        self._actors = [
-            follower(RankFollower)
-            .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
-            .remote()
-            for _ in range(1, size)
-        ]
+        place = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)}
+        options = {"num_cpus": topology.cpus_per_rank, "num_gpus": topology.gpus_per_rank} | place
+        self._actors = [follower(RankFollower).options(**options).remote() for _ in range(1, size)]
         self.processes = [Process.of(pid) for pid in ray.get([actor.pid.remote() for actor in self._actors])]
         self._runs = [
             actor.follow.remote(config, num_beside * size, self._rendezvous.address, rank, size, self._timeout_s)

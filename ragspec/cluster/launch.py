@@ -21,9 +21,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ragspec.cluster.actors import Replica, remote_class
+from ragspec.cluster.actors import Replica, ragspec_error, remote_class, wait_for_all
 from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
-from ragspec.cluster.ray_calls import ragspec_error, wait_for_all
 from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
@@ -48,7 +47,7 @@ def check_here(paths: Sequence[str]) -> NodeCheck:
     """The check of this process's node."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.toml")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     missing = tuple(path for path in paths if not Path(path).exists())
     return NodeCheck(version("ragspec"), digest.hexdigest()[:12], missing)
@@ -63,10 +62,8 @@ def check_nodes(spec: DeploymentSpec) -> None:
     check: Any = ray.remote(num_cpus=0)(check_here)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     nodes = [node.name for node in alive_nodes()]
-    calls = [
-        check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(list(roles))
-        for node in nodes
-    ]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    calls = [check.options(scheduling_strategy=place).remote(list(roles)) for place in places]
     here = check_here(())
     for node, there in zip(nodes, wait_for_all(calls, _CHECK_S, "a node"), strict=True):
         place = f"node {addresses[node]} ({node[:8]})"
@@ -177,15 +174,13 @@ def bundle_of(kind: str, topology: Topology) -> dict[str, float]:
 def _group(name: str, bundles: Sequence[dict[str, float]], is_strict: bool, lifetime: str | None) -> PlacementGroup:
     """`is_strict`: never two bundles on one node, unless other work leaves no room for that."""
     if is_strict:
-        group: PlacementGroup = placement_group(
-            list(bundles), "STRICT_SPREAD", name=f"{NAMESPACE}/{name}", lifetime=lifetime
-        )
+        options = {"name": f"{NAMESPACE}/{name}", "lifetime": lifetime}
+        group: PlacementGroup = placement_group(list(bundles), "STRICT_SPREAD", **options)
         if group.wait(_PLACED_S):
             return group
         remove_placement_group(group)
-    shared: PlacementGroup = placement_group(
-        list(bundles), "SPREAD", name=f"{NAMESPACE}/{name}/shared", lifetime=lifetime
-    )
+    name = f"{NAMESPACE}/{name}/shared"
+    shared: PlacementGroup = placement_group(list(bundles), "SPREAD", name=name, lifetime=lifetime)
     return shared
 
 

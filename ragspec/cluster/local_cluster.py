@@ -44,10 +44,7 @@ _PRIVATE = 0o700
 _FORGOTTEN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
 _HEAD = ("--head", "--include-dashboard=false", f"--dashboard-host={LOOPBACK}")
 _FREE_PORTS = (
-    f"--node-ip-address={LOOPBACK}",
-    "--min-worker-port=0",
-    "--max-worker-port=0",
-    "--dashboard-agent-listen-port=0",
+    f"--node-ip-address={LOOPBACK} --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0".split()
 )
 """Why: with Ray's default ports, two nodes or two clusters on one machine collide."""
 

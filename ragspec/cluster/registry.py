@@ -16,8 +16,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ragspec.cluster.actors import Replica
-from ragspec.cluster.ray_calls import ignore_dead_actors, ragspec_error, wait_for_all
+from ragspec.cluster.actors import Replica, ignore_dead_actors, ragspec_error, wait_for_all
 from ragspec.cluster.topology import DeploymentSpec, NodeResources, Topology
 from ragspec.errors import EngineError
 
@@ -84,9 +83,7 @@ def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) ->
     try:
         return record.options(scheduling_strategy=here, **options).remote(spec)
     except ValueError as cause:  # Ray: the name is taken
-        raise EngineError(
-            f"there is a deployment {deployment!r} on this cluster already; take it down first"
-        ) from cause
+        raise EngineError(f"there is a deployment {deployment!r} on this cluster; take it down first") from cause
 
 
 def find_spec(deployment: str) -> DeploymentSpec:
@@ -128,9 +125,7 @@ def find_replicas(deployment: str, topology: Topology) -> list[Replica]:
         try:
             found.append(Replica(name, ray.get_actor(actor_name(deployment, name), namespace=NAMESPACE)))
         except ValueError as cause:
-            raise EngineError(
-                f"{name} of the deployment {deployment!r} has ended: take it down and up again"
-            ) from cause
+            raise EngineError(f"{name} of deployment {deployment!r} has ended: take it down and up again") from cause
     return found
 
 
@@ -170,13 +165,8 @@ def _replica_status(name: str, call: Any, is_up: bool) -> ReplicaStatus:
 
 def alive_nodes() -> list[NodeResources]:
     """The nodes that Ray considers alive; Ray notices the death of a node after about 15 s."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    return [
-        NodeResources(
-            node["NodeID"], float(node["Resources"].get("CPU", 0.0)), float(node["Resources"].get("GPU", 0.0))
-        )
-        for node in nodes
-    ]
+    nodes = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return [NodeResources(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0))) for name, has in nodes]
 
 
 def teardown(deployment: str, *, keep_record: bool = False) -> None:
@@ -202,11 +192,8 @@ def teardown(deployment: str, *, keep_record: bool = False) -> None:
 def actors_of(deployment: str) -> list[str]:
     """The names of its actors that Ray knows."""
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
-    return [
-        actor["name"]
-        for actor in actors
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{deployment}/")
-    ]
+    prefix = f"{deployment}/"
+    return [each["name"] for each in actors if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)]
 
 
 def check_ray() -> None:

@@ -7,20 +7,17 @@ Owns the two threads that call the index. Results are bit for bit those of separ
     >>> retriever.retrieve(["When did it rain?"], k=3).passages
 """
 
-import queue
 import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
-from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult
-from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, Retriever
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, Lookup, PassageKey, Query, SearchResult, SearchScope
 
 MAX_QUERIES = 32
 _KEPT_OF_TENANT, _KEPT_IN_ALL = 1000, 8192
@@ -48,9 +45,8 @@ class RequestBatcher(Generic[Key, Item, Result]):
     def __init__(self, call: Callable[[Key, list[Sequence[Item]]], list[Result]], max_items: int) -> None:
         self._call = call
         self._max_items = max_items
-        self._queue: queue.SimpleQueue[_Submission[Key, Item, Result] | None] = queue.SimpleQueue()
         self._waiting: list[_Submission[Key, Item, Result]] = []
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ragspec-request-batcher", daemon=True)
         self._thread.start()
@@ -58,21 +54,21 @@ class RequestBatcher(Generic[Key, Item, Result]):
     def submit(self, key: Key, items: Sequence[Item]) -> Future[Result]:
         """Raises: EngineClosed. The future raises the error of the call. Cancelled submissions are dropped."""
         future: Future[Result] = Future()
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise EngineClosed("the pipeline is closed")
-            self._queue.put(_Submission(key, items, future))
+            self._waiting.append(_Submission(key, items, future))
+            self._changed.notify()
         return future
 
     def close(self) -> None:
         """Accept no further submissions; waiting submissions fail with EngineClosed. Does not wait for a running call."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-            self._queue.put(None)
+            self._changed.notify()
 
     def _run(self) -> None:
-        while self._take():
-            parts = self._next_call()
+        while parts := self._next_call():
             parts = [part for part in parts if part.future.set_running_or_notify_cancel()]
             if parts:
                 _settle(parts, self._call)
@@ -80,25 +76,23 @@ class RequestBatcher(Generic[Key, Item, Result]):
             if part.future.set_running_or_notify_cancel():
                 part.future.set_exception(EngineClosed("the pipeline was closed"))
 
-    def _take(self) -> bool:
-        """Move all submissions from the queue to the waiting list; wait for one if there is none. False: closed."""
-        while not self._waiting or not self._queue.empty():
-            part = self._queue.get()
-            if part is None:
-                return False
-            self._waiting.append(part)
-        return True
-
     def _next_call(self) -> list[_Submission[Key, Item, Result]]:
-        """The oldest submission and the submissions of its key that fit into one call, in the order of arrival."""
-        first = self._waiting[0]
-        chosen, num_items = [first], len(first.items)
-        for part in self._waiting[1:]:
-            if part.key == first.key and num_items + len(part.items) <= self._max_items:
-                chosen.append(part)
-                num_items += len(part.items)
-        self._waiting = [part for part in self._waiting if part not in chosen]
-        return chosen
+        """Waits for a submission; the oldest and the submissions of its key that fit into one call, in the order of arrival.
+
+        Empty once it is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return []
+            first = self._waiting[0]
+            chosen, num_items = [first], len(first.items)
+            for part in self._waiting[1:]:
+                if part.key == first.key and num_items + len(part.items) <= self._max_items:
+                    chosen.append(part)
+                    num_items += len(part.items)
+            self._waiting = [part for part in self._waiting if part not in chosen]
+            return chosen
 
 
 def _settle(
@@ -120,22 +114,11 @@ def _settle(
             part.future.set_result(result)
 
 
-@dataclass(frozen=True, slots=True)
-class SearchParams:
-    """The arguments that all queries of one search share. Indexes are equal if they are the same object."""
+_Pending = tuple[Query, frozenset[PassageKey]]
+"""A query of a request whose speculation cache holds those passages."""
 
-    index: IndexLike
-    k: int
-    scope: SearchScope
-    prefetch_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class PendingQuery:
-    """A query of a request whose speculation cache holds the passages `known`."""
-
-    query: Query
-    known: frozenset[PassageKey] = frozenset()
+_Searched = tuple[Retriever, int, SearchScope, int]
+"""What the queries of one search share: the index, k, the scope and prefetch_k of their look-ups."""
 
 
 class SearchBatcher:
@@ -145,15 +128,16 @@ class SearchBatcher:
     """
 
     def __init__(self, max_queries: int) -> None:
-        self._encoding: RequestBatcher[IndexLike, str, list[Query]] = RequestBatcher(_encode, max_queries)
-        self._searching: RequestBatcher[SearchParams, PendingQuery, SearchResult] = RequestBatcher(_search, max_queries)
+        self._encoding: RequestBatcher[Retriever, str, list[Query]] = RequestBatcher(_encode, max_queries)
+        self._searching: RequestBatcher[_Searched, _Pending, SearchResult] = RequestBatcher(_search, max_queries)
 
-    def encode(self, index: IndexLike, texts: Sequence[str]) -> Future[list[Query]]:
+    def encode(self, index: Retriever, texts: Sequence[str]) -> Future[list[Query]]:
         return self._encoding.submit(index, texts)
 
-    def search(self, params: SearchParams, queries: Sequence[PendingQuery]) -> Future[SearchResult]:
+    def search(self, index: Retriever, lookup: Lookup) -> Future[SearchResult]:
         """The passages of these queries, and the candidates of all queries that shared the call."""
-        return self._searching.submit(params, queries)
+        shared = index, lookup.k, lookup.scope, lookup.prefetch_k
+        return self._searching.submit(shared, [(query, lookup.known) for query in lookup.queries])
 
     def close(self) -> None:
         self._encoding.close()
@@ -166,24 +150,19 @@ class BatchingRetriever:
     Why not for a remote index: one call runs at a time, and a call may wait for a machine that other queries do not need.
     """
 
-    def __init__(self, index: IndexLike, max_queries: int = MAX_QUERIES) -> None:
+    def __init__(self, index: Retriever, max_queries: int = MAX_QUERIES) -> None:
         self._index, self._batcher = index, SearchBatcher(max_queries)
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
         """Blocks. Raises: the errors of the index, and EngineClosed."""
         begin_s, encoded = time.perf_counter(), self._batcher.encode(self._index, queries).result()
         encoded_s = time.perf_counter()
-        params = SearchParams(self._index, k, scope, prefetch_k=0)
-        found = self._batcher.search(params, [PendingQuery(query) for query in encoded]).result()
+        found = self._batcher.search(self._index, Lookup(encoded, k, scope)).result()
         return RetrievalResult.of(found, begin_s, encoded_s)
 
     def close(self) -> None:
         """Waiting callers get `EngineClosed` as soon as the running call has ended. The index stays open."""
         self._batcher.close()
-
-
-class _Searching(Protocol):
-    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult: ...
 
 
 class CachingRetriever:
@@ -192,7 +171,7 @@ class CachingRetriever:
     Queries are equal if text, number of passages, tenant and filter are. Safe to call from several threads.
     """
 
-    def __init__(self, retriever: _Searching, generation: Callable[[], str]) -> None:
+    def __init__(self, retriever: BatchingRetriever | Retriever, generation: Callable[[], str]) -> None:
         """`generation`: names the generation that the retriever would search now."""
         self._retriever, self._current, self._generation = retriever, generation, ""
         self._lock, self._num_kept = threading.Lock(), 0
@@ -228,16 +207,15 @@ class CachingRetriever:
                     del self._results[fullest]
 
 
-def _encode(index: IndexLike, parts: list[Sequence[str]]) -> list[list[Query]]:
+def _encode(index: Retriever, parts: list[Sequence[str]]) -> list[list[Query]]:
     queries = iter(index.encode([text for part in parts for text in part]))
     return [[next(queries) for _ in part] for part in parts]
 
 
-def _search(params: SearchParams, parts: list[Sequence[PendingQuery]]) -> list[SearchResult]:
-    pending = [each for part in parts for each in part]
-    known = frozenset.intersection(*(each.known for each in pending))
-    queries = [each.query for each in pending]
-    whole = params.index.search(queries, params.k, params.scope, prefetch_k=params.prefetch_k, known=known)
+def _search(shared: _Searched, parts: list[Sequence[_Pending]]) -> list[SearchResult]:
+    index, k, scope, prefetch_k = shared
+    queries, known = zip(*(each for part in parts for each in part), strict=True)
+    whole = index.search(queries, k, scope, prefetch_k=prefetch_k, known=frozenset.intersection(*known))
     passages, closeness = iter(whole.passages), iter(whole.closeness)
     return [
         whole._replace(passages=[next(passages) for _ in part], closeness=tuple(islice(closeness, len(part))))

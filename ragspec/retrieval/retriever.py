@@ -25,11 +25,19 @@ from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
+from ragspec.retrieval.rerank import Reranker, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, Searchable, SearchResult
 from ragspec.retrieval.search.relevance import Relevance
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
+from ragspec.retrieval.search.segment_search import (
+    PUBLIC_SCOPE,
+    Lookup,
+    PassageKey,
+    Query,
+    RetrievalMode,
+    SearchResult,
+    SearchScope,
+    ShardLike,
+)
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""
@@ -66,14 +74,21 @@ class RetrievalResult(NamedTuple):
         return cls(found.passages, found.generation, found.missing, found.closeness, times)
 
 
-class GenerationView(Searchable, Protocol):
-    """Searches one generation: an `IndexSearcher`, or the shards of a cluster."""
+class GenerationView(Protocol):
+    """Searches one generation: an `IndexSearcher`, or the shards of a cluster. Safe to call from several threads."""
 
     @property
     def store(self) -> Store: ...
 
     @property
     def terms(self) -> TermFunction: ...
+
+    def search(self, lookup: Lookup) -> SearchResult:
+        """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
+
+        Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
+        """
+        ...
 
 
 class Retriever:
@@ -85,7 +100,7 @@ class Retriever:
         store: Store,
         config: RetrieverConfig | None = None,
         *,
-        reranker: PairScorer | None = None,
+        reranker: Reranker | None = None,
         shard: Callable[[Store], ShardLike] | None = None,
         follow: bool = True,
     ) -> None:
@@ -96,6 +111,7 @@ class Retriever:
         self.encoder = encoder
         self._config = config or RetrieverConfig()
         self.mode: RetrievalMode = self._config.mode
+        """How the index ranks. A cache of its candidates must rank the same way."""
         self._reranker = reranker
         self._shard = shard
         self._follow = follow
@@ -107,7 +123,7 @@ class Retriever:
         """Raises: ConfigError without an index folder, StoreError or ModelError if index or models cannot be used."""
         read_current(configured_index_dir(config))  # Why first: a missing index fails before a model loads for seconds
         loaded = Encoder.load(encoder) if isinstance(encoder, EncoderConfig) else encoder
-        reranker = Reranker.load(RerankerConfig(model=config.reranker)) if config.reranker else None
+        reranker = Reranker.load(config.reranker) if config.reranker else None
         store = Store.open(config.index_dir, loaded.identity, pointer=config.pointer)
         return cls(loaded, store, config, reranker=reranker, follow=not config.pointer)
 
@@ -123,10 +139,12 @@ class Retriever:
 
     @property
     def is_elsewhere(self) -> bool:
+        """Whether searches run outside this process."""
         return False
 
     @property
     def relevance(self) -> Relevance | None:
+        """Orders the best passages; None: by their ranks alone."""
         is_learned = self.mode == "hybrid" and self._config.fusion == "learned"
         return Relevance(self._current().terms) if is_learned else None
 
@@ -143,18 +161,18 @@ class Retriever:
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
     ) -> SearchResult:
-        """As `IndexLike.search`. With a reranker, passages and candidates come in its order.
+        """As `GenerationView.search`. With a reranker, passages and candidates come in its order.
 
         Raises: StoreError if the current generation cannot be read; InputError for a query without a vector.
         """
-        view = self._current()
+        view, lookup = self._current(), Lookup(queries, k, scope, prefetch_k, known)
         try:
-            return view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            return view.search(lookup)
         except StoreError:  # a remote shard opened its segments again, and the generation is gone
             newer = self._current()
             if newer is view:
                 raise
-            return newer.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            return newer.search(lookup)
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
         """The `k` best passages of each query, best first, with their scores.
@@ -196,7 +214,8 @@ class Retriever:
                 store = newer
 
     def _view_of(self, store: Store) -> GenerationView:
-        return IndexSearcher(store, self._config, scoring=score_in_turn(self._reranker), shard=self._shard)
+        shard = self._shard(store) if self._shard else None
+        return IndexSearcher(store, self._config, scoring=score_in_turn(self._reranker), shard=shard)
 
 
 def build_index(

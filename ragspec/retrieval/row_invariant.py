@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -55,28 +54,22 @@ class TurnLock:
     """
 
     def __init__(self) -> None:
-        self._guard, self._is_held = threading.Lock(), False
-        self._waiting: deque[threading.Lock] = deque()
+        self._changed = threading.Condition()
+        self.num_taken = self.num_over = 0
         self.waited_s = -math.inf
         """When a caller last had to wait, of time.monotonic."""
 
     def __enter__(self) -> None:
-        with self._guard:
-            if not self._is_held:
-                self._is_held = True
-                return
-            self.waited_s = time.monotonic()
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        turn.acquire()
+        with self._changed:
+            turn, self.num_taken = self.num_taken, self.num_taken + 1
+            if turn != self.num_over:
+                self.waited_s = time.monotonic()
+                self._changed.wait_for(lambda: self.num_over == turn)
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._is_held = False
+        with self._changed:
+            self.num_over += 1
+            self._changed.notify_all()
 
 
 class RowInvariantModel(ABC):

@@ -23,7 +23,7 @@ from ragspec.config import ChunkingConfig
 from ragspec.core import BlockKind, Document, Passage, blocks_reaching
 from ragspec.retrieval.chunking import chunk, sentences
 from ragspec.retrieval.reading import read_file
-from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, SparseConfig, sparse_query
+from ragspec.retrieval.search.bm25 import Postings, PostingsBuilder, sparse_query
 from ragspec.training.sentences import Part, is_quotable, normalise, quotable_parts
 
 
@@ -556,7 +556,7 @@ class Neighbours:
     def nearest(self, text: str, count: int) -> list[int]:
         """Numbers of at most `count` texts, the best first."""
         terms = _stems(text)
-        rows, scores = self._postings.scores(sparse_query(terms, self._postings.statistics(terms), SparseConfig()))
+        rows, scores = self._postings.scores(sparse_query(terms, self._postings.statistics(terms)))
         return [int(row) for row in rows[np.lexsort((rows, -scores))[:count]]]
 
 

@@ -50,9 +50,7 @@ _WORD_BEFORE = re.compile(r"(?:\w+|\S)\Z")
 _MAX_WORD_CHARS = 100
 _UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
 _REWRITTEN = "The model rewrote {} of the sentences instead of correcting them; these were not checked"
-_UNPROVEN = (
-    "The model left most sentences of a test as wrong as they were, so a sentence without a match may be wrong too"
-)
+_UNPROVEN = "The model left most sentences of a test as wrong as they were, so one without a match may be wrong too"
 _VERSION = version("ragspec")
 _SOFTWARE = {
     "name": "ragspec",
@@ -181,9 +179,8 @@ def _checked(text: str) -> str:
 def _language_of(fields: Mapping[str, str]) -> tuple[str, str]:
     language = fields.get("language", "")
     if not language:
-        raise ApiError(
-            400, "Missing 'language' parameter, e.g. 'language=en-US' for American English or 'language=auto'"
-        )
+        reason = "Missing 'language' parameter, e.g. 'language=en-US' for American English or 'language=auto'"
+        raise ApiError(400, reason)
     preferred = _list_of(fields, "preferredVariants")
     if preferred and language != AUTO and fields.get("multilingual", "").lower() != "true":
         raise ApiError(400, "You specified 'preferredVariants' but you didn't specify 'language=auto'")

@@ -60,12 +60,8 @@ class Corrector:
         begin_s, max_chars = time.perf_counter(), self._settings.max_text_chars
         length = max(len(request.text), sum(len(part.plain) for part in request.parts or ()))
         if length > max_chars:
-            raise ApiError(
-                413,
-                f"Your text exceeds the limit of {max_chars} characters (it's {length} characters). "
-                "Please submit a shorter text.",
-                param="text",
-            )
+            limit = f"the limit of {max_chars} characters (it's {length} characters)"
+            raise ApiError(413, f"Your text exceeds {limit}. Please submit a shorter text.", param="text")
         words = await asyncio.to_thread(self._backend.dictionaries.words, caller.tenant, dictionaries)
         edit_filter = request.edit_filter
         edit_filter = replace(edit_filter, dictionary=edit_filter.dictionary | frozenset(words))

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import Field, StrictBool
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -37,6 +37,7 @@ from services.languagetool.check import (
 )
 from services.languagetool.corrector import AUTO, DEFAULT, LANGUAGES, Corrected, Corrector, detect_language
 from services.limits import RequestBody, at_most, form_fields, read_form
+from services.stores.schemas import Tenant
 
 _MAX_WORDS_LISTED = 500
 _MAX_WORDS_IGNORED = 10_000
@@ -104,16 +105,9 @@ def grammar_reply(model: str, found: GuessedLanguage, corrected: Corrected, *, t
 
 
 def _edit(edit: Edit, offsets: Utf16Offsets) -> dict[str, Any]:
-    return {
-        "start": edit.start,
-        "end": edit.end,
-        "start_utf16": offsets.units(edit.start),
-        "end_utf16": offsets.units(edit.end),
-        "original": edit.original,
-        "replacement": edit.replacement,
-        "kind": edit.kind,
-        "reason": edit_message(edit),
-    }
+    named = {name: getattr(edit, name) for name in ("start", "end", "original", "replacement", "kind")}
+    units = {"start_utf16": offsets.units(edit.start), "end_utf16": offsets.units(edit.end)}
+    return named | units | {"reason": edit_message(edit)}
 
 
 def _statistics(correction: Correction, seconds: float, *, trusted: bool) -> dict[str, Any]:
@@ -138,6 +132,19 @@ def _statistics(correction: Correction, seconds: float, *, trusted: bool) -> dic
     return plain | drafting if trusted else plain
 
 
+async def _fields(request: HttpRequest) -> dict[str, str]:
+    """Fields of the query string and the form. The form wins; of repeated fields the last counts. Raises: ApiError 400."""
+    fields = {name: values[-1] for name, values in form_fields(request.scope["query_string"]).items()}
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data":
+        form = await request.form()
+        return fields | {name: value for name, value in form.items() if isinstance(value, str)}
+    body = await request.body() if request.method == "POST" else b""
+    return fields | {name: values[-1] for name, values in (await read_form(body)).items()}
+
+
+Fields = Annotated[dict[str, str], Depends(_fields)]
+
+
 def routes(backend: ServiceBackend) -> APIRouter:
     router, correctors = APIRouter(), {name: Corrector(backend, model) for name, model in backend.models.items()}
     _add_check(router, correctors[backend.corrector.name])
@@ -150,8 +157,8 @@ def routes(backend: ServiceBackend) -> APIRouter:
 def _add_check(router: APIRouter, corrector: Corrector) -> None:
     @router.get("/v2/check")
     @router.post("/v2/check")
-    async def check(request: HttpRequest) -> Response:
-        checked = await asyncio.to_thread(CheckRequest.of, await _fields(request))
+    async def check(request: HttpRequest, fields: Fields) -> Response:
+        checked = await asyncio.to_thread(CheckRequest.of, fields)
         variant = checked.variant if checked.language == AUTO else DEFAULT
         found = await asyncio.to_thread(detect_language, checked.text, variant)
         if checked.language == AUTO and found.code not in LANGUAGES:
@@ -200,22 +207,18 @@ def _add_dictionaries(router: APIRouter, backend: ServiceBackend) -> None:
     dictionaries = backend.dictionaries
 
     @router.get("/v2/words")
-    async def words(request: HttpRequest) -> Response:
-        fields, tenant = await _fields(request), request.state.caller.tenant
+    def words(tenant: Tenant, fields: Fields) -> Response:
         names = tuple(name for name in fields.get("dicts", "").split(",") if name)
         first, count = _number(fields, "offset", 0), min(_MAX_WORDS_LISTED, _number(fields, "limit", 10))
-        found = await asyncio.to_thread(dictionaries.words, tenant, names)
-        return JSONResponse({"words": found[first : first + count]})
+        return JSONResponse({"words": dictionaries.words(tenant, names)[first : first + count]})
 
     @router.post("/v2/words/add")
-    async def add(request: HttpRequest) -> Response:
-        tenant, word, name = await _word(request)
-        return JSONResponse({"added": await asyncio.to_thread(dictionaries.add, tenant, word, name)})
+    def add(tenant: Tenant, fields: Fields) -> Response:
+        return JSONResponse({"added": dictionaries.add(tenant, *_word(fields))})
 
     @router.post("/v2/words/delete")
-    async def delete(request: HttpRequest) -> Response:
-        tenant, word, name = await _word(request)
-        return JSONResponse({"deleted": await asyncio.to_thread(dictionaries.delete, tenant, word, name)})
+    def delete(tenant: Tenant, fields: Fields) -> Response:
+        return JSONResponse({"deleted": dictionaries.delete(tenant, *_word(fields))})
 
 
 def _add_grammar(router: APIRouter, correctors: Mapping[str, Corrector], default: str) -> None:
@@ -234,16 +237,6 @@ def _add_grammar(router: APIRouter, correctors: Mapping[str, Corrector], default
         return JSONResponse(reply)
 
 
-async def _fields(request: HttpRequest) -> dict[str, str]:
-    """Fields of the query string and the form. The form wins; of repeated fields the last counts. Raises: ApiError 400."""
-    fields = {name: values[-1] for name, values in form_fields(request.scope["query_string"]).items()}
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data":
-        form = await request.form()
-        return fields | {name: value for name, value in form.items() if isinstance(value, str)}
-    body = await request.body() if request.method == "POST" else b""
-    return fields | {name: values[-1] for name, values in (await read_form(body)).items()}
-
-
 def _number(fields: dict[str, str], name: str, default: int) -> int:
     given = fields.get(name, str(default))
     if not (given.isascii() and given.isdigit() and len(given) < 10):
@@ -251,9 +244,8 @@ def _number(fields: dict[str, str], name: str, default: int) -> int:
     return int(given)
 
 
-async def _word(request: HttpRequest) -> tuple[str, str, str]:
-    """Tenant, word and dictionary. Raises: ApiError 400."""
-    fields = await _fields(request)
+def _word(fields: Mapping[str, str]) -> tuple[str, str]:
+    """Word and dictionary. Raises: ApiError 400."""
     if not fields.get("word"):
         raise ApiError(400, "Missing 'word' parameter")
-    return request.state.caller.tenant, fields["word"], fields.get("dict", "")
+    return fields["word"], fields.get("dict", "")

@@ -12,7 +12,7 @@ Owns the text and bytes of single tokens, too. A token may be part of a characte
 import codecs
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
@@ -27,19 +27,7 @@ CitationFormat = Literal["openai", "anthropic", "cohere"]
 
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 _SPAN_FIELDS = ("passage_start", "passage_end", "document_id", "document_start", "document_end", "source")
-_PASSAGE_FIELDS = (
-    "id",
-    "document_id",
-    "title",
-    "heading",
-    "headings",
-    "anchor",
-    "source",
-    "text",
-    "start",
-    "end",
-    "score",
-)
+_PASSAGE_FIELDS = "id document_id title heading headings anchor source text start end score".split()
 _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SPACE = bytes_to_unicode()[ord(" ")]
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -160,11 +148,7 @@ def _cohere(answer: Answer, base_url: str) -> dict[str, Any]:
     return {"citations": citations}
 
 
-_FORMATS: Mapping[CitationFormat, Callable[[Answer, str], dict[str, Any]]] = {
-    "openai": _openai,
-    "anthropic": _anthropic,
-    "cohere": _cohere,
-}
+_FORMATS = {"openai": _openai, "anthropic": _anthropic, "cohere": _cohere}
 
 
 def view_url(document_id: str, start: int, end: int) -> str:

@@ -34,17 +34,14 @@ from services.openai.types import ChatBody, RetrievalOptions
 _INLINE_CHARS = 2048
 
 
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> APIRouter:
+def add_chat(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> None:
     """`threads` prepare turns."""
-    router = APIRouter(tags=["chat"])
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, tags=["chat"])
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
         context = RequestContext.of(backend, mailbox, body, request)
         return GenerationResponse(partial(write, body, context, threads, ChatFormat))
-
-    return router
 
 
 async def write(

@@ -25,16 +25,12 @@ from services.openai.generation import ChoiceKey, DeltaMailbox, EngineStream, Re
 from services.openai.types import CompletionBody
 
 
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
-    router = APIRouter(tags=["completions"])
-
-    @router.post("/v1/completions", response_model=None)
+def add_completions(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMailbox) -> None:
+    @router.post("/v1/completions", response_model=None, tags=["completions"])
     async def create(body: CompletionBody, request: Request) -> Response:
         """A continuation of each prompt."""
         context = RequestContext.of(backend, mailbox, body, request)
         return GenerationResponse(partial(_write, body, context))
-
-    return router
 
 
 async def _write(body: CompletionBody, context: RequestContext, sender: ResponseSender) -> None:

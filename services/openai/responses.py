@@ -80,15 +80,7 @@ class ResponseBody(GenerationBody):
     stream: bool | None = None
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
-    parallel_tool_calls: bool | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], at_most(1)] | None = None
-    store: bool | None = None
-    metadata: Annotated[dict[str, str], at_most(64)] | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: ReasoningOptions | None = None
     seed: int | None = None
@@ -104,8 +96,8 @@ class ResponseBody(GenerationBody):
             messages.insert(0, {"role": "system", "content": self.instructions})
         same = ("model", "temperature", "top_p", "stream", "seed", "speculation", "conversation")
         body = {name: getattr(self, name) for name in same} | {
-            "messages": messages,
             "max_tokens": self.max_output_tokens,
+            "messages": messages,
         }
         if self.retrieval is not None:
             given = self.retrieval
@@ -117,10 +109,8 @@ class ResponseBody(GenerationBody):
         return body
 
 
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> APIRouter:
-    router = APIRouter(tags=["responses"])
-
-    @router.post("/v1/responses", response_model=None)
+def add_responses(router: APIRouter, backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) -> None:
+    @router.post("/v1/responses", response_model=None, tags=["responses"])
     async def create(body: ResponseBody, request: Request) -> Response:
         """An answer to the input."""
         try:
@@ -133,8 +123,6 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox, threads: Executor) ->
         if context.is_strict and chat.stream:
             raise ApiError(400, "strict privacy streams chat completions only", param="stream")
         return GenerationResponse(partial(write, chat, context, threads, ResponsesFormat))
-
-    return router
 
 
 class ResponseEvent(NamedTuple):
@@ -212,10 +200,8 @@ class ResponsesFormat(ChatFormat):
     def _response(self, answer: Answer) -> dict[str, Any]:
         is_cut = answer.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        annotations = [
-            {"type": each["type"], **each[each["type"]]}
-            for each in citation_fields(answer, "openai", self.context.base_url)["annotations"]
-        ]
+        cited = citation_fields(answer, "openai", self.context.base_url)["annotations"]
+        annotations = [{"type": each["type"], **each[each["type"]]} for each in cited]
         told = self._envelope(status, [self._item(status, [_part(answer.text, annotations)])])
         ragspec = self._turn_fields() | self._support(answer, 0) | self._kept_field()
         reason = {"reason": "max_output_tokens"} if is_cut else None

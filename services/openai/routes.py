@@ -19,8 +19,10 @@ from ragspec.core import check_text
 from ragspec.numerics.threads import started_threads
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.openai import chat, completions, responses
+from services.openai.chat import add_chat
+from services.openai.completions import add_completions
 from services.openai.generation import DeltaMailbox, served_model
+from services.openai.responses import add_responses
 from services.openai.types import EmbeddingBody
 
 _SLICE = 32
@@ -32,42 +34,37 @@ _MAX_PREPARING = 64
 
 def routes(backend: ServiceBackend) -> APIRouter:
     router, mailbox, threads = APIRouter(), DeltaMailbox(), started_threads(_MAX_PREPARING, "ragspec-prepare")
-    for part in (
-        chat.routes(backend, mailbox, threads),
-        responses.routes(backend, mailbox, threads),
-        completions.routes(backend, mailbox),
-        _embedding_routes(backend),
-        _model_routes(backend),
-    ):
-        router.include_router(part)
+    add_chat(router, backend, mailbox, threads)
+    add_responses(router, backend, mailbox, threads)
+    add_completions(router, backend, mailbox)
+    _add_embeddings(router, backend)
+    _add_models(router, backend)
     return router
 
 
-def _model_routes(backend: ServiceBackend) -> APIRouter:
-    router, encoder = APIRouter(tags=["models"]), backend.encoder
+def _add_models(router: APIRouter, backend: ServiceBackend) -> None:
+    encoder = backend.encoder
     common = {"object": "model", "created": int(time.time()), "owned_by": "ragspec"}
     lengths = {name: model.engine.max_context_tokens for name, model in backend.models.items()}
     lengths[encoder.identity.id] = encoder.max_tokens
     models = {name: {"id": name, **common, "max_model_len": length} for name, length in lengths.items()}
 
-    @router.get("/v1/models", response_model=None)
+    @router.get("/v1/models", response_model=None, tags=["models"])
     async def index() -> dict[str, Any]:
         """The target comes first, then further models, then the encoder."""
         return {"object": "list", "data": list(models.values())}
 
-    @router.get("/v1/models/{name:path}", response_model=None)
+    @router.get("/v1/models/{name:path}", response_model=None, tags=["models"])
     async def retrieve(name: str) -> dict[str, Any]:
         if name not in models:
             raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
         return models[name]
 
-    return router
 
+def _add_embeddings(router: APIRouter, backend: ServiceBackend) -> None:
+    embeddings = Embeddings(backend)
 
-def _embedding_routes(backend: ServiceBackend) -> APIRouter:
-    router, embeddings = APIRouter(tags=["embeddings"]), Embeddings(backend)
-
-    @router.post("/v1/embeddings", response_model=None)
+    @router.post("/v1/embeddings", response_model=None, tags=["embeddings"])
     async def create(body: EmbeddingBody, request: Request) -> dict[str, Any]:
         """One vector of length 1 for each text."""
         lengths = await embeddings.count_tokens(body)
@@ -83,8 +80,6 @@ def _embedding_routes(backend: ServiceBackend) -> APIRouter:
             "model": body.model,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-
-    return router
 
 
 class Embeddings:

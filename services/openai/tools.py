@@ -39,9 +39,8 @@ def _check(body: ChatBody, context: RequestContext) -> None:
         "privacy": context.is_strict and bool(body.stream),
     }
     if name := next((name for name, is_given in others.items() if is_given), ""):
-        raise ApiError(
-            400, f"{name} and tools exclude each other: an answer with calls follows their form alone", param=name
-        )
+        reason = f"{name} and tools exclude each other: an answer with calls follows their form alone"
+        raise ApiError(400, reason, param=name)
 
 
 def _request(body: ChatBody, context: RequestContext) -> tuple[CallForm, Request]:

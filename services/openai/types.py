@@ -8,15 +8,7 @@ import json
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from ragspec.core import Message, SamplingParams
@@ -93,6 +85,15 @@ class GenerationBody(Body):
     """Base class of bodies that ask for an answer. `_supported`: fields of `UNSUPPORTED_FIELDS` that a body supports."""
 
     _supported: ClassVar[frozenset[str]] = frozenset()
+
+    user: Any = None
+    metadata: Any = None
+    store: bool | None = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -282,14 +283,6 @@ class SamplingBody(SamplingFields):
     cache_salt: ShortText | None = None
     metrics: bool | None = None
     privacy: Literal["normal", "strict"] | None = None
-    user: Any = None
-    metadata: Any = None
-    store: bool | None = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:

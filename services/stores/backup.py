@@ -141,11 +141,8 @@ def _copy_database(path: Path, copy: Path) -> None:
 
 
 def _record_of(folder: Path) -> dict[str, Any]:
-    files = {
-        path.relative_to(folder).as_posix(): file_checksum(path).model_dump()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): file_checksum(path).model_dump() for path in paths}
     num_bytes = sum(file["size_bytes"] for file in files.values())
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"ragspec": version("ragspec"), "created": created, "bytes": num_bytes, "files": files}

@@ -17,8 +17,8 @@ from services.stores import schemas
 from services.stores.schemas import Fields, Name, Tenant
 
 
-def routes(backend: ServiceBackend) -> APIRouter:
-    router, conversations = APIRouter(), backend.conversations
+def add_conversations(router: APIRouter, backend: ServiceBackend) -> None:
+    conversations = backend.conversations
 
     @router.post("/v1/conversations")
     def create(tenant: Tenant, body: schemas.NewConversation | None = None) -> Fields:
@@ -74,8 +74,6 @@ def routes(backend: ServiceBackend) -> APIRouter:
         conversations.rate(tenant, conversation, turn, feedback)
         return body.model_dump()
 
-    return router
-
 
 def _sources_of(backend: ServiceBackend, turn: QaPair, shown: ShownPassages) -> Fields:
     """The field `ragspec` of a stored answer, as far as its passages are still kept."""
@@ -91,7 +89,5 @@ def _turns(body: schemas.NewConversation) -> list[QaPair]:
         return []
     last, is_dialogue = messages[-1], all(message.role in ("user", "assistant") for message in messages)
     if not is_dialogue or last.role != "assistant" or not last.content.strip():
-        raise InputError(
-            "items must be messages of user and assistant, and the last of them the assistant's and not empty"
-        )
+        raise InputError("items must be messages of user and assistant, the last of them the assistant's, not empty")
     return split_messages([*messages, Message("user", "?")])[1]

@@ -26,7 +26,7 @@ from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
 from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
 from ragspec.retrieval.retriever import Retriever
 from services.stores.library import Library
-from services.stores.parsing import FILE
+from services.stores.uploads import FILE
 from services.web.pages import head
 
 POLICY = "default-src 'none'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; sandbox"
@@ -134,10 +134,8 @@ class DocumentViews:
         path = self.original(document) if blocks and blocks[0].page else None
         if path is None or not document.source.lower().endswith(".pdf"):
             return
-        quote, before = (
-            letters_of(document.text[start:end]),
-            letters_of(document.text[max(0, start - _BEFORE_CHARS) : start]),
-        )
+        quote = letters_of(document.text[start:end])
+        before = letters_of(document.text[max(0, start - _BEFORE_CHARS) : start])
         number, last = blocks[0].page, min(blocks[0].page + _MAX_PAGES, document.metadata.get("pages", 0) + 1)
         for page in range(number, last):
             try:

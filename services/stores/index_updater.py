@@ -16,14 +16,13 @@ from ragspec.disk import make_private
 from ragspec.errors import IndexBusy, StoreError, StoreMissing
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.index.content_key import check_document
-from ragspec.retrieval.index.document_map import DocumentMap
-from ragspec.retrieval.index.embedding_queue import EmbeddedDocument, EmbeddingQueue, encode_missing
+from ragspec.retrieval.index.embedding import Chunker, EmbeddedDocument, encode_missing
 from ragspec.retrieval.index.index_directory import GRACE_S
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from services.stores.parsing import origin_of
 from services.stores.records import StoreMember
+from services.stores.uploads import origin_of
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +57,10 @@ class IndexUpdater:
     def has_any(self, members: Sequence[StoreMember]) -> bool:
         """Whether the index has a document of any of the members. Raises: StoreCorrupt."""
         try:
-            live = DocumentMap(Store.open(self._index_dir), with_texts=False)
+            segments = Store.open(self._index_dir).segments
         except StoreMissing:
             return False
-        origins = {(owner, origin) for _, owner, origin in live.origins()}
+        origins = {each for live in segments for each in live.fields("owner", "origin")}
         return any((member.tenant, origin_of(member)) in origins for member in members)
 
     def chunked(self, documents: Sequence[Document], *, may_be_known: bool) -> list[EmbeddedDocument]:
@@ -74,8 +73,8 @@ class IndexUpdater:
         with contextlib.suppress(StoreError):  # then the commit says so
             store = Store.open(self._index_dir, self._encoder.identity, only=None if may_be_known else frozenset())
             chunking, known = store.manifest.config.chunking, store.vectors_of({each.id for each in documents})
-        queue = EmbeddingQueue(self._encoder, chunking)
-        found = [queue.chunked(check_document(document)) for document in documents]
+        chunker = Chunker(self._encoder, chunking)
+        found = [chunker.chunked(check_document(document)) for document in documents]
         for each in found:
             each.reuse(known)
         return found

@@ -23,9 +23,8 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.tenants import FairQueue
 from services.stores.index_updater import Forget, IndexUpdater, PartsMissing
-from services.stores.parsing import UnsupportedFile
 from services.stores.records import FileRecord, Records, StoreMember
-from services.stores.uploads import Upload, UploadQueue, yield_to_answers
+from services.stores.uploads import UnsupportedFile, Upload, UploadQueue, yield_to_answers
 
 log = logging.getLogger(__name__)
 

@@ -100,16 +100,18 @@ class Library(AbstractContextManager["Library"]):
 
     def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
         """Raises: InputError, SaveError, NoRoom if the tenant has no space left."""
-        name, file_id = _plain_name(filename), f"file-{secrets.token_hex(12)}"
+        name = _plain_name(filename)
         num_bytes = content.seek(0, os.SEEK_END)
         content.seek(0)
+        file = FileRecord(tenant, f"file-{secrets.token_hex(12)}", name, purpose, num_bytes, time.time())
         with self._room(tenant, num_bytes):
-            self.blobs.write(tenant, file_id, name, content)
+            self.blobs.write(file, content)
             try:
-                return self.records.add_file(tenant, file_id, name, purpose, num_bytes)
+                self.records.add_file(file)
             except BaseException:
-                self.blobs.remove(FileRecord(tenant, file_id, name, purpose, num_bytes, 0.0))
+                self.blobs.remove(file)
                 raise
+        return file
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Deletes a file and removes it from all stores; no later answer quotes it. Raises: NotFound, SaveError."""
@@ -272,11 +274,13 @@ class Blobs:
                         path.unlink()
 
     def path(self, file: FileRecord) -> Path:
-        return self._path(file.tenant, file.id, file.filename)
+        suffix = Path(file.filename).suffix.lower()
+        owner = hashlib.sha256(file.tenant.encode()).hexdigest()[:32]
+        return self._folder / owner / (file.id + (suffix if suffix in SUFFIXES else ""))
 
-    def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO) -> None:
+    def write(self, file: FileRecord, content: BinaryIO) -> None:
         """Writes `content` durably. Raises: SaveError."""
-        path = self._path(tenant, file_id, filename)
+        path = self.path(file)
         with saving(self._folder):
             make_folder(path.parent)
             with atomic_writer(path) as copy:
@@ -285,11 +289,6 @@ class Blobs:
     def remove(self, file: FileRecord) -> None:
         with saving(self._folder):
             self.path(file).unlink(missing_ok=True)
-
-    def _path(self, tenant: str, file_id: str, filename: str) -> Path:
-        suffix = Path(filename).suffix.lower()
-        owner = hashlib.sha256(tenant.encode()).hexdigest()[:32]
-        return self._folder / owner / (file_id + (suffix if suffix in SUFFIXES else ""))
 
 
 def _owner_and_id(path: Path) -> tuple[str, str]:

@@ -107,10 +107,8 @@ class Records:
         """Raises: SaveError, StoreCorrupt; so does every method."""
         self._database = Database(path, _TABLES, _SCHEMA)
 
-    def add_file(self, tenant: str, file_id: str, filename: str, purpose: str, num_bytes: int) -> FileRecord:
-        record = FileRecord(tenant, file_id, filename, purpose, num_bytes, time.time())
-        self._write("INSERT INTO files VALUES (?,?,?,?,?,?)", astuple(record))
-        return record
+    def add_file(self, file: FileRecord) -> None:
+        self._write("INSERT INTO files VALUES (?,?,?,?,?,?)", astuple(file))
 
     def file(self, tenant: str, file_id: str) -> FileRecord:
         """Raises: NotFound."""

@@ -16,30 +16,23 @@ from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, p
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.stores import conversation_routes, schemas
+from services.stores import schemas
+from services.stores.conversation_routes import add_conversations
 from services.stores.document_view import POLICY
-from services.stores.parsing import STORE
 from services.stores.records import StoreMember, StoreRecord
 from services.stores.schemas import Fields, Name, Tenant
+from services.stores.uploads import STORE
 
 
 def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter()
-    for part in (
-        _file_routes,
-        _document_routes,
-        _store_routes,
-        _member_routes,
-        _batch_routes,
-        _search_routes,
-        conversation_routes.routes,
-    ):
-        router.include_router(part(backend))
+    for add in (_add_files, _add_documents, _add_stores, _add_members, _add_batches, _add_search, add_conversations):
+        add(router, backend)
     return router
 
 
-def _file_routes(backend: ServiceBackend) -> APIRouter:
-    router, library, records = APIRouter(), backend.library, backend.library.records
+def _add_files(router: APIRouter, backend: ServiceBackend) -> None:
+    library, records = backend.library, backend.library.records
 
     @router.post("/v1/files")
     def upload(
@@ -70,11 +63,9 @@ def _file_routes(backend: ServiceBackend) -> APIRouter:
         await library.delete_file(tenant, file_id)
         return schemas.deleted("file", file_id)
 
-    return router
 
-
-def _document_routes(backend: ServiceBackend) -> APIRouter:
-    router, views = APIRouter(), backend.documents
+def _add_documents(router: APIRouter, backend: ServiceBackend) -> None:
+    views = backend.documents
 
     @router.get("/v1/documents")
     def documents(tenant: Tenant, query: Annotated[schemas.ListingQuery, Query()]) -> Fields:
@@ -96,11 +87,9 @@ def _document_routes(backend: ServiceBackend) -> APIRouter:
             raise ApiError(404, f"the file of {query.id!r} is not kept")
         return FileResponse(path, media_type="application/octet-stream", filename=PurePath(document.source).name)
 
-    return router
 
-
-def _store_routes(backend: ServiceBackend) -> APIRouter:
-    router, library, records = APIRouter(), backend.library, backend.library.records
+def _add_stores(router: APIRouter, backend: ServiceBackend) -> None:
+    library, records = backend.library, backend.library.records
 
     def shape(store: StoreRecord) -> Fields:
         return schemas.store_object(store, records.members(store.tenant, store.id))
@@ -126,16 +115,14 @@ def _store_routes(backend: ServiceBackend) -> APIRouter:
         await library.delete_store(tenant, store_id)
         return schemas.deleted("vector_store.deleted", store_id)
 
-    return router
-
 
 def _page_of(members: list[StoreMember], query: schemas.MemberQuery) -> Fields:
     found = [member for member in members if query.filter in ("", member.status)]
     return query.page(found, schemas.member_object, lambda member: (member.created_s, member.file))
 
 
-def _member_routes(backend: ServiceBackend) -> APIRouter:
-    router, library, records = APIRouter(), backend.library, backend.library.records
+def _add_members(router: APIRouter, backend: ServiceBackend) -> None:
+    library, records = backend.library, backend.library.records
 
     @router.post("/v1/vector_stores/{store_id}/files")
     def attach(tenant: Tenant, store_id: Name, body: schemas.NewMember) -> Fields:
@@ -160,11 +147,9 @@ def _member_routes(backend: ServiceBackend) -> APIRouter:
         await library.detach(tenant, store_id, file_id)
         return schemas.deleted("vector_store.file.deleted", file_id)
 
-    return router
 
-
-def _batch_routes(backend: ServiceBackend) -> APIRouter:
-    router, library = APIRouter(), backend.library
+def _add_batches(router: APIRouter, backend: ServiceBackend) -> None:
+    library = backend.library
 
     @router.post("/v1/vector_stores/{store_id}/file_batches")
     def attach_all(tenant: Tenant, store_id: Name, body: schemas.NewBatch) -> Fields:
@@ -180,11 +165,9 @@ def _batch_routes(backend: ServiceBackend) -> APIRouter:
     ) -> Fields:
         return _page_of(library.records.batch(tenant, store_id, batch_id), query)
 
-    return router
 
-
-def _search_routes(backend: ServiceBackend) -> APIRouter:
-    router, records, retriever = APIRouter(), backend.library.records, backend.config.retriever
+def _add_search(router: APIRouter, backend: ServiceBackend) -> None:
+    records, retriever = backend.library.records, backend.config.retriever
 
     @router.post("/v1/vector_stores/{store_id}/search")
     def search(tenant: Tenant, store_id: Name, body: schemas.SearchBody) -> Fields:
@@ -203,5 +186,3 @@ def _search_routes(backend: ServiceBackend) -> APIRouter:
                 if score >= threshold:
                     results.append(schemas.result_object(passage, file.filename, member.attributes, score))
         return schemas.result_page(queries, results)
-
-    return router

@@ -18,8 +18,8 @@ from ragspec.errors import InputError
 from ragspec.rag.chat.conversations import Conversation
 from ragspec.retrieval.search.relevance import RANK_OFFSET, unit_relevance
 from services.limits import RequestBody, at_most
-from services.stores.parsing import FILE, STORE
 from services.stores.records import FileRecord, StoreMember, StoreRecord
+from services.stores.uploads import FILE, STORE
 
 T = TypeVar("T")
 _MAX_KEYS = 16
@@ -337,13 +337,8 @@ def conversation_item(conversation: str, number: int, text: str) -> Fields:
     """Item `number` of a stored conversation. Even items are the user's."""
     role, kind = ("assistant", "output_text") if number % 2 else ("user", "input_text")
     part: Fields = {"type": kind, "text": text} | ({"annotations": []} if number % 2 else {})
-    return {
-        "id": item_id(conversation, number),
-        "type": "message",
-        "status": "completed",
-        "role": role,
-        "content": [part],
-    }
+    item = {"id": item_id(conversation, number), "type": "message", "status": "completed"}
+    return item | {"role": role, "content": [part]}
 
 
 def deleted(kind: str, name: str) -> Fields:

@@ -1,29 +1,35 @@
 """Files on their way into the index, and the threads that read them beside the one that commits.
 
 Owns the order in which files are read and committed: tenants take turns. One file of a tenant is read at a time, so that slow
-files of one tenant leave a thread to the others. Changes no index.
+files of one tenant leave a thread to the others. Files other than plain text are parsed in a process of their own, so that a
+hostile file reaches no other tenant's. Whose documents they are is never read from the file. Changes no index.
 """
 
 import itertools
 import logging
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
 from ragspec.core import Document
-from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
-from ragspec.retrieval.reading import has_rows
-from ragspec.retrieval.reading.bounded_reader import ReadLimits
+from ragspec.errors import InputError
+from ragspec.retrieval.index.embedding import EmbeddedDocument
+from ragspec.retrieval.reading import SUFFIXES, format_of, has_rows
+from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, document_of, write_documents
 from ragspec.tenants import FairQueue
-from services.stores.parsing import documents, parsed
 from services.stores.records import FileRecord, StoreMember
 
 log = logging.getLogger(__name__)
 
+STORE, FILE = "vector_store_id", "file_id"
+"""Keys of a document's metadata that the service sets; users cannot."""
+
+_MAX_REASON_CHARS = 300
 _PART_DOCUMENTS = 1000
 """Most documents of one commit, after which the next tenant has its turn."""
 _PART_BYTES = 2**20
@@ -38,6 +44,56 @@ _MAX_LARGE = 4
 _STOP_S = 10.0
 _NICENESS = 5
 """Why not more: a query waits for the forward that the encoder has begun."""
+
+
+class UnsupportedFile(InputError):
+    """A type of file that cannot be parsed."""
+
+
+def parsed(path: Path, filename: str, limits: ReadLimits) -> TextIO:
+    """An open file without a name, one JSON object a line: the documents, of nobody yet.
+
+    Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
+    """
+    if Path(filename).suffix.lower() not in SUFFIXES:
+        raise UnsupportedFile(f"files of this type cannot be read; these can: {', '.join(sorted(SUFFIXES))}")
+    with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
+        output = Path(folder) / "documents.jsonl"
+        try:
+            if format_of(filename).is_safe:
+                write_documents(path, filename, output, limits, [])
+            else:
+                with BoundedReader(limits) as reader:
+                    reader.write(path, filename, output)
+        except InputError as cause:
+            raise InputError(str(cause).replace(str(path), filename)[:_MAX_REASON_CHARS]) from cause
+        return open(output, encoding="utf-8")
+
+
+def documents(lines: TextIO, file: FileRecord, member: StoreMember) -> Iterator[Document]:
+    """The documents of a parsed file in a vector store."""
+    numbered = has_rows(file.filename)
+    for number, line in enumerate(lines, 1):
+        yield _document(line, file, member, f":{number}" if numbered else "")
+
+
+def _document(line: str, file: FileRecord, member: StoreMember, row: str) -> Document:
+    found = document_of(line)
+    title = Path(file.filename).stem if not row and found.title in ("", Path(file.id).stem) else found.title
+    return replace(
+        found,
+        id=f"{member.store}:{member.file}{row}",
+        title=title,
+        source=(found.source if row else "") or file.filename,
+        metadata={**found.metadata, **member.attributes, STORE: member.store, FILE: member.file},
+        owner=member.tenant,
+        origin=origin_of(member),
+    )
+
+
+def origin_of(member: StoreMember) -> str:
+    """The `origin` in the index of a member's documents."""
+    return f"{member.store}:{member.file}"
 
 
 @dataclass(slots=True, eq=False)
@@ -136,9 +192,8 @@ class UploadQueue:
         self.large: set[Upload] = set()
         self._taken: list[Upload] = []
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"ragspec-reader-{n}", daemon=True) for n in range(_NUM_READERS)
-        ]
+        names = [f"ragspec-reader-{number}" for number in range(_NUM_READERS)]
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
 
     def __len__(self) -> int:
         with self._wake:

@@ -9,7 +9,7 @@ from ragspec.cli import main
 from ragspec.rag.chat.conversations import ConversationStore, QaPair
 from services.keys import KeyFile, add_key
 from services.settings import KeyLimits
-from services.stores.records import Records
+from services.stores.records import FileRecord, Records
 
 
 def run(*args: str) -> int:
@@ -58,10 +58,10 @@ def test_a_rotated_key_has_the_rights_of_the_old_one_until_that_is_revoked(
 def test_the_report_counts_what_quotas_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tenant that fills the disk is not the one that the report names; or nobody sees how much room a tenant has left."""
     records = Records(tmp_path / "libraries/a/library.sqlite")
-    records.add_file("ann", "file-1", "a.txt", "assistants", 3_000_000)
+    records.add_file(FileRecord("ann", "file-1", "a.txt", "assistants", 3_000_000, 0.0))
     store = records.add_store("ann", "notes", {"a": "b"})
     records.add_members("ann", store.id, {"file-1": {}})
-    records.add_file("bob", "file-2", "b.txt", "assistants", 10)
+    records.add_file(FileRecord("bob", "file-2", "b.txt", "assistants", 10, 0.0))
     talks = ConversationStore(tmp_path / "conversations.sqlite")
     talks.create("bob", turns=[QaPair("When?", "At noon.")])
     assert run("keys", "usage", "--data", str(tmp_path), "--json") == 0

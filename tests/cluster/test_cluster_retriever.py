@@ -33,7 +33,7 @@ from ragspec.retrieval.index.manifest import read_current
 from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.rerank import Reranker, RerankerConfig
+from ragspec.retrieval.rerank import Reranker
 from ragspec.retrieval.retriever import RetrievalResult, Retriever
 
 pytestmark = pytest.mark.ray
@@ -372,7 +372,7 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
 def test_reranked_answers_are_those_of_one_process(shards: ActorPool, index_dir: Path, tmp_path: Path) -> None:
     """Passages that are not reranked, or in another order, where the index lies on shards."""
     settings: dict[str, Any] = {"reranker": save_model(tmp_path / "reranker")}
-    reranker = Reranker.load(RerankerConfig(model=settings["reranker"]))
+    reranker = Reranker.load(settings["reranker"])
     config = RetrieverConfig(index_dir=str(index_dir), **settings)
     here = Retriever(LetterEncoder(), Store.open(index_dir), config, reranker=reranker)
     for num_replicas in (1, 2):  # scored by many, and by one

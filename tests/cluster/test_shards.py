@@ -20,7 +20,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import Lookup
 
 NAMES = [f"shard-{number}" for number in range(5)]
 SIZES = st.dictionaries(st.integers(0, 99).map("segment-{:06d}".format), st.integers(1, 10_000), max_size=24)
@@ -137,7 +137,7 @@ def test_the_service_time_is_that_of_a_call(index_dir: Path, monkeypatch: pytest
     actor.slow_down(0.25)
     queries = local(index_dir).encode(QUERIES)
     for some in (queries, queries[:1]):
-        (found,) = actor.look_up(segments_of(Store.open(index_dir)), config, some, 2, SearchScope(), 0, frozenset())
+        (found,) = actor.look_up(segments_of(Store.open(index_dir)), config, Lookup(some, 2))
         assert len(found.passages) == len(some)
     assert slept == [0.25, 0.25]
 
@@ -150,11 +150,11 @@ def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPa
         def scores(self, query: str, texts: list[str]) -> Any:
             return np.arange(len(texts), dtype=np.float64)
 
-    monkeypatch.setattr(shards.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
+    monkeypatch.setattr(shards.Reranker, "load", lambda path: loaded.append(path) or Backwards())
     actor, config = ShardActor(), RetrieverConfig(reranker="some/model")
     queries, plain = local(index_dir).encode(QUERIES), local(index_dir)
     for number in (20, 21):
-        (found,) = actor.look_up(segments_of(Store.open(index_dir)), config, queries, 3, SearchScope(), 0, frozenset())
+        (found,) = actor.look_up(segments_of(Store.open(index_dir)), config, Lookup(queries, 3))
         expected = [[p.id for p in some[::-1][:3]] for some in plain.search(queries, 32).passages]
         assert [[p.id for p in some] for some in found.passages] == expected
         delete(index_dir, f"d{number}")

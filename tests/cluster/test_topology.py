@@ -141,6 +141,7 @@ def test_what_is_the_same_or_not_said_is_no_contradiction(tmp_path: Path, monkey
     others = (
         config(retriever__index_dir=str(tmp_path / "index")),
         config(retriever__device="cpu", engine__max_num_seqs=3),
+        load_settings(ClusterConfig, None, **{"topology.num_shards": 2}),  # a section that the deployment lacks
     )
     for said in (config(**same), config(), *others):
         check_agreement("ragspec", deployed, said, SECTIONS)

@@ -34,7 +34,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
-from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode, SearchResult
+from ragspec.retrieval.search.segment_search import RetrievalMode, SearchResult
 from ragspec.retrieval.speculative.stride import NEVER_PAYS, StridePlan, StrideScheduler
 
 QUESTIONS = ["When was the bridge built?", "What does a mill need?", "river", "Where does the water go in spring?"]
@@ -81,11 +81,11 @@ def retriever(folder: Path, mode: RetrievalMode = "dense", follow: bool = False)
     return Retriever(LetterEncoder(), Store.open(folder), RetrieverConfig(mode=mode), follow=follow)
 
 
-def pipeline(engine: Engine, index: IndexLike, **options: Any) -> IterativePipeline:
+def pipeline(engine: Engine, index: Any, **options: Any) -> IterativePipeline:
     return IterativePipeline(index, engine, PromptBuilder(engine.target.tokenizer, CONTEXT), **options)
 
 
-def sequential(engine: Engine, index: IndexLike, policy: Policy, params: SamplingParams) -> list[Answer]:
+def sequential(engine: Engine, index: Any, policy: Policy, params: SamplingParams) -> list[Answer]:
     plain = pipeline(engine, index, policy=policy, speculation=SpeculationConfig(enabled=False))
     return [plain.ask(question, params, speculation=False) for question in QUESTIONS]
 
@@ -105,9 +105,7 @@ def said(answer: Answer) -> tuple[Any, ...]:
 TRUTH: dict[tuple[Any, ...], list[Answer]] = {}
 
 
-def truth_of(
-    engine: Engine, index: IndexLike, mode: RetrievalMode, policy: str, params: SamplingParams
-) -> list[Answer]:
+def truth_of(engine: Engine, index: Any, mode: RetrievalMode, policy: str, params: SamplingParams) -> list[Answer]:
     key = mode, policy, params.seed
     if key not in TRUTH:
         TRUTH[key] = sequential(engine, index, POLICIES[policy], params)
@@ -286,7 +284,7 @@ def test_a_commit_in_the_middle_is_seen_by_the_next_answer(engine: Engine, tmp_p
                 writer.commit()
 
     class Following(Around):
-        def pinned(self) -> IndexLike:
+        def pinned(self) -> Any:
             return Around(self.index.pinned(), before)
 
     guessed = pipeline(engine, Following(retriever(folder, follow=True)), scheduler=Always(StridePlan(2, 1, 2.0)))

@@ -22,8 +22,7 @@ from ragspec.rag.steps import EngineLike, Question, RetrieverLike, build_request
 from ragspec.rag.wording import ABSTENTION, NOT_SUPPORTED, NOTHING_CLOSE, AnswerFit, TextRules
 from ragspec.retrieval.retriever import RetrievalResult, Retriever
 from ragspec.retrieval.search.filters import ComparisonFilter
-from ragspec.retrieval.search.index_types import Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import Query, SearchResult, SearchScope
 
 
 async def streamed(pipeline: Pipeline, question: str, params: SamplingParams, **options: Any) -> tuple[str, Answer]:

@@ -15,8 +15,7 @@ from ragspec.retrieval import batching_retriever
 from ragspec.retrieval.batching_retriever import BatchingRetriever, CachingRetriever, RequestBatcher
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
-from ragspec.retrieval.search.index_types import Query
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import Query, SearchScope
 
 WAIT_S = 20.0
 WORDS = "river mill bridge stone sand water rain spring".split()

@@ -145,38 +145,16 @@ def test_time_grows_with_the_length_only(piece: str) -> None:
         ("Er sagte: „Ja.“ Dann ging er.", ["Er sagte: „Ja.“", "Dann ging er."]),
         ("M. Dupont et MM. Roux, p. ex. Paris. Fin.", ["M. Dupont et MM. Roux, p. ex. Paris.", "Fin."]),
         ("« Vraiment ? » Il part.", ["« Vraiment ? »", "Il part."]),
-        (
-            "El Sr. López vive en EE. UU. con Ud. Pedro. ¿Sí?",
-            ["El Sr. López vive en EE. UU. con Ud. Pedro.", "¿Sí?"],
-        ),
+        ("El Sr. López vive en EE. UU. con Ud. Pedro. ¿Sí?", ["El Sr. López vive en EE. UU. con Ud. Pedro.", "¿Sí?"]),
         ("Il sig. È qui. Il Dott. Rossi no.", ["Il sig.", "È qui.", "Il Dott. Rossi no."]),
         ("A Sra. Silva e o Exmo. Juiz. Fim.", ["A Sra. Silva e o Exmo. Juiz.", "Fim."]),
         ("Dhr. Jansen, bijv. Piet. Einde.", ["Dhr. Jansen, bijv. Piet.", "Einde."]),
-        (
-            "राम आया। सीता गई॥",
-            ["राम आया।", "सीता गई॥"],
-        ),
-        (
-            "كيف حالك؟! بخير. وأنت؟",
-            [
-                "كيف حالك؟!",
-                "بخير.",
-                "وأنت؟",
-            ],
-        ),
-        (
-            "پی۔ایچ ہے۔ ہاں۔",
-            ["پی۔ایچ ہے۔", "ہاں۔"],
-        ),
-        (
-            "Πού; Εδώ. A; B; α; β.",
-            ["Πού;", "Εδώ.", "A; B; α; β."],
-        ),
+        ("राम आया। सीता गई॥", ["राम आया।", "सीता गई॥"]),
+        ("كيف حالك؟! بخير. وأنت؟", ["كيف حالك؟!", "بخير.", "وأنت؟"]),
+        ("پی۔ایچ ہے۔ ہاں۔", ["پی۔ایچ ہے۔", "ہاں۔"]),
+        ("Πού; Εδώ. A; B; α; β.", ["Πού;", "Εδώ.", "A; B; α; β."]),
         ("ሰላም። ንዓ።", ["ሰላም።", "ንዓ።"]),
-        (
-            "Բարև։ Այո։",
-            ["Բարև։", "Այո։"],
-        ),
+        ("Բարև։ Այո։", ["Բարև։", "Այո։"]),
         ("ក។ខ ។ល។", ["ក។", "ខ ។ល។"]),
         ("မ။ ဟ။", ["မ။", "ဟ။"]),
         ("Table:\n| a | b |\n| c. d | e |\n| not a row", ["Table:", "| a | b |", "| c. d | e |\n| not a row"]),
@@ -341,13 +319,7 @@ def test_a_token_limit_that_nobody_can_count_is_refused() -> None:
 def test_texts_of_many_scripts_fit_the_packaged_encoder(encoder: Encoder) -> None:
     """600 Chinese characters are 600 tokens, of which MiniLM reads 256."""
     limit = TokenLimit(256, encoder.count_tokens)
-    for sentence in (
-        "今日は元気。",
-        "Hello there. ",
-        "\U0001f680" * 5 + ". ",
-        "हिन्दी। ",
-        "q" * 700,
-    ):
+    for sentence in ("今日は元気。", "Hello there. ", "\U0001f680" * 5 + ". ", "हिन्दी। ", "q" * 700):
         text = sentence * (2000 // len(sentence))
         passages = chunk(Document("d", text, "A title", headings=(Heading(0, 1, "Part"),)), ChunkingConfig(), limit)
         assert max(encoder.count_tokens([embedded_text(p) for p in passages])) <= 256

@@ -112,7 +112,7 @@ def test_foreign_files_with_the_right_hashes_are_refused_too(index_dir: Path, tm
             verify_checksums((folder / each, file) for each, file in files.items())
             with pytest.raises(StoreCorrupt):
                 opened = IndexSegment(folder, record.model_copy(update={"files": files}), 16, DenseConfig(kind="hnsw"))
-                opened.nearest.search(LetterEncoder().encode(["x"]), 3)
+                opened.nearest().search(LetterEncoder().encode(["x"]), 3)
 
 
 WORKER = """

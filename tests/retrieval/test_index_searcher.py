@@ -18,11 +18,10 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import index_searcher
 from ragspec.retrieval.search.analysis import Analyzer
-from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
+from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.index_types import Query, ScorablePassage, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope, Shard
+from ragspec.retrieval.search.segment_search import Query, ScorablePassage, SearchResult, SearchScope, Shard
 from ragspec.retrieval_config import AnalyzerConfig
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
@@ -146,7 +145,7 @@ def own_scores(query: Query, candidates: Mapping[Any, ScorablePassage], statisti
             for each in candidates.values()
             if each.vector is not None
         }
-    known = sparse_query([t for t in query.terms if t in statistics.frequencies], statistics, SparseConfig())
+    known = sparse_query([t for t in query.terms if t in statistics.frequencies], statistics)
     return {each.passage.id: bm25(each.term_counts, known) for each in candidates.values()}
 
 

@@ -67,10 +67,7 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize(
-    "filler",
-    ["0123456789abcdef" * 3 + "55", "ff", "00"],
-)
+@pytest.mark.parametrize("filler", ["0123456789abcdef" * 3 + "55", "ff", "00"])
 def test_an_open_index_whose_files_are_overwritten_ends_no_process(tmp_path: Path, filler: str) -> None:
     """Compiled code followed an index of the mapped file out of its arrays: SIGSEGV, and every stream of the process ended."""
     documents = [

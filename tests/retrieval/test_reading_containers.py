@@ -196,7 +196,7 @@ def test_cells_of_a_notebook_are_text_and_code(tmp_path: Path) -> None:
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     document = read(tmp_path / "a.ipynb")
     assert [document.text[block.start : block.end] for block in document.blocks] == [
-        *("# Title", "text", "x = 1\ny = 2", "42"),
+        *("# Title", "text", "x = 1\ny = 2", "42")
     ]
     (tmp_path / "b.ipynb").write_text("{}")
     with pytest.raises(InputError, match="no notebook"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_reranker import save_model
 
-from ragspec.errors import ConfigError, ModelError
-from ragspec.retrieval.rerank import Reranker, RerankerConfig
+from ragspec.errors import ModelError
+from ragspec.retrieval.rerank import Reranker
 
 QUERY = "when did it rain ?"
 TEXTS = [
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reranker(folder: str) -> Reranker:
-    return Reranker.load(RerankerConfig(model=folder))
+    return Reranker.load(folder)
 
 
 def test_a_score_is_bitwise_the_same_alone_and_in_any_company(reranker: Reranker) -> None:
@@ -90,7 +90,7 @@ def test_nothing_to_score_gives_no_scores(reranker: Reranker) -> None:
 def test_models_that_give_no_score_are_refused(kind: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     """Transformers fills a missing head with random numbers and only warns: passages would come in random order."""
     with pytest.raises(ModelError, match=reason) as error:
-        Reranker.load(RerankerConfig(model=save_model(tmp_path, kind, **changes)))
+        Reranker.load(save_model(tmp_path, kind, **changes))
     assert "\n" not in str(error.value)
 
 
@@ -103,10 +103,8 @@ def test_damaged_or_absent_models_are_one_clear_error(folder: str, tmp_path: Pat
     (tmp_path / "empty").mkdir()
     for path in (damaged, unknown, tmp_path / "empty", tmp_path / "nowhere"):
         with pytest.raises(ModelError, match="cannot be loaded as a reranker") as error:
-            Reranker.load(RerankerConfig(model=str(path)))
+            Reranker.load(str(path))
         assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match="no reranker"):
-        Reranker.load(RerankerConfig())
 
 
 def test_a_score_that_is_no_number_is_an_error(folder: str, tmp_path: Path) -> None:
@@ -118,7 +116,7 @@ def test_a_score_that_is_no_number_is_an_error(folder: str, tmp_path: Path) -> N
     weights["classifier.bias"][:] = float("nan")
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="finite"):
-        Reranker.load(RerankerConfig(model=str(broken))).scores(QUERY, TEXTS)
+        Reranker.load(str(broken)).scores(QUERY, TEXTS)
 
 
 def test_positions_that_roberta_reserves_are_not_used(tmp_path: Path) -> None:
@@ -139,6 +137,6 @@ def test_positions_that_roberta_reserves_are_not_used(tmp_path: Path) -> None:
     transformers.XLMRobertaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "tokenizer_class": "BertTokenizer"}))
-    roberta = Reranker.load(RerankerConfig(model=str(tmp_path)))
+    roberta = Reranker.load(str(tmp_path))
     assert roberta.max_tokens == 64
     assert np.isfinite(roberta.scores(QUERY, TEXTS)).all()

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.search import bm25 as sparse
 from ragspec.retrieval.search.bm25 import (
+    K1,
     POSTING_FILES,
+    B,
     Mask,
     Postings,
     PostingsBuilder,
-    SparseConfig,
     SparseQuery,
     TermStatistics,
     merge_postings,
@@ -30,7 +31,7 @@ TERMS = ["a", "b", "rain", "über", "雨", "雨が", "🌧", "\U00010000", "\uff
 
 rows_of_terms = st.lists(st.lists(st.sampled_from(TERMS), max_size=12), max_size=30)
 queries = st.lists(st.sampled_from([*TERMS, "nowhere"]), max_size=6)
-configs = st.builds(SparseConfig, k1=st.floats(0.0, 5.0), b=st.floats(0.0, 1.0))
+configs = st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 1.0))
 
 
 def build(rows: Sequence[Sequence[str]], folder: Path) -> Postings:
@@ -46,11 +47,14 @@ def written(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in POSTING_FILES}
 
 
-def brute_force(rows: Rows, readable: Sequence[bool], query: list[str], config: SparseConfig) -> dict[int, float]:
+def brute_force(
+    rows: Rows, readable: Sequence[bool], query: list[str], config: tuple[float, float] = (K1, B)
+) -> dict[int, float]:
     """BM25 as the formula reads, over the readable rows."""
     seen = [terms for terms, is_readable in zip(rows, readable, strict=True) if is_readable]
     total = sum(map(len, seen))
     scores: dict[int, float] = {}
+    k1, b = config
     for number, terms in enumerate(rows):
         if not readable[number]:
             continue
@@ -59,17 +63,17 @@ def brute_force(rows: Rows, readable: Sequence[bool], query: list[str], config: 
             if tf:
                 df = sum(term in others for others in seen)
                 weight = times * math.log(1.0 + (len(seen) - df + 0.5) / (df + 0.5))
-                norm = config.k1 * ((1.0 - config.b) + config.b * len(terms) / (total / len(seen)))
+                norm = k1 * ((1.0 - b) + b * len(terms) / (total / len(seen)))
                 scores[number] = scores.get(number, 0.0) + weight * tf / (tf + norm)
     return scores
 
 
 def search(
-    segments: Sequence[Postings], masks: Sequence[Mask | None], query: list[str], config: SparseConfig
+    segments: Sequence[Postings], masks: Sequence[Mask | None], query: list[str], config: tuple[float, float] = (K1, B)
 ) -> dict[int, float]:
     """Scores by global row number over segments that follow one another."""
     parts = [postings.statistics(query, mask) for postings, mask in zip(segments, masks, strict=True)]
-    asked = sparse_query(query, sum(parts, TermStatistics()), config)
+    asked = sparse_query(query, sum(parts, TermStatistics()), *config)
     found: dict[int, float] = {}
     first = 0
     for postings, mask in zip(segments, masks, strict=True):
@@ -83,7 +87,7 @@ def search(
 @settings(max_examples=40, deadline=None)
 @given(rows_of_terms, queries, configs, st.data())
 def test_scores_equal_the_formula_bit_for_bit_over_any_layout(
-    rows: Rows, query: list[str], config: SparseConfig, data: st.DataObject
+    rows: Rows, query: list[str], config: tuple[float, float], data: st.DataObject
 ) -> None:
     """Local statistics, another order of summation or a fused multiply-add make shards rank otherwise than one machine."""
     readable = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
@@ -127,25 +131,25 @@ def test_rows_beyond_one_scoring_block_score_as_within_it(tmp_path: Path) -> Non
     """The kernel works through blocks of rows; a sum left over in one block falls to a row of the next."""
     num_rows = 2 * sparse._BLOCK_ROWS + 5
     rows = [["common"] + ["rare"] * (n % 5000 == 3) + ["filler"] * (n % 7) for n in range(num_rows)]
-    query, config = ["common", "rare"], SparseConfig()
+    query = ["common", "rare"]
     whole = build(rows, tmp_path / "whole")
     parts = [build(rows[i : i + 1000], tmp_path / str(i)) for i in range(0, num_rows, 1000)]
-    found = search([whole], [None], query, config)
+    found = search([whole], [None], query)
     assert len(found) == num_rows
-    assert found == search(parts, [None] * len(parts), query, config)
+    assert found == search(parts, [None] * len(parts), query)
     rare = [n for n in range(num_rows) if n % 5000 == 3]
     assert sorted(sorted(found, key=lambda n: -found[n])[: len(rare)]) == rare
     only = np.zeros(num_rows, bool)
     only[[3, 8191, 8192, num_rows - 1]] = True
-    rows_found, _ = whole.scores(sparse_query(query, whole.statistics(query), config), only)
+    rows_found, _ = whole.scores(sparse_query(query, whole.statistics(query)), only)
     assert rows_found.tolist() == [3, 8191, 8192, num_rows - 1]
 
 
 def test_a_term_may_occur_more_often_than_a_byte_counts(tmp_path: Path) -> None:
     """Counts in one byte wrap around at 256: the passage that is all about rain looks as if it never mentioned it."""
     rows = [["rain"] * n for n in (255, 256, 70_000)] + [["snow"]]
-    found = search([build(rows, tmp_path / "whole")], [None], ["rain"], SparseConfig())
-    assert found == brute_force(rows, [True] * 4, ["rain"], SparseConfig())
+    found = search([build(rows, tmp_path / "whole")], [None], ["rain"])
+    assert found == brute_force(rows, [True] * 4, ["rain"])
     merged = tmp_path / "merged"
     merged.mkdir()
     merge_postings([Postings.open(tmp_path / "whole")], [np.array([0, 3])]).write(merged)
@@ -171,13 +175,12 @@ def test_statistics_add_up_whatever_the_order() -> None:
 
 def test_nothing_to_search_and_nothing_asked_give_nothing(tmp_path: Path) -> None:
     """An empty segment cannot be mapped by every numpy; an average length of nothing divides by zero."""
-    config = SparseConfig()
     for number, rows in enumerate(([], [[]], [["rain"]])):
         postings = build(rows, tmp_path / str(number))
         assert postings.num_rows == len(rows)
-        assert search([postings], [None], [], config) == {}
-        assert search([postings], [None], ["nowhere", ""], config) == {}
-        assert search([postings], [np.zeros(len(rows), bool)], ["rain"], config) == {}
+        assert search([postings], [None], []) == {}
+        assert search([postings], [None], ["nowhere", ""]) == {}
+        assert search([postings], [np.zeros(len(rows), bool)], ["rain"]) == {}
 
 
 def test_terms_are_found_among_many_whatever_their_script(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_scores_agree_with_another_library(tmp_path: Path) -> None:
     for _ in range(30):
         query = sorted({f"t{t}" for t in rng.zipf(1.3, size=5)} & {term for terms in rows for term in terms})
         scores = np.zeros(len(rows))
-        found = search([postings], [None], query, SparseConfig(k1=0.9, b=0.4))
+        found = search([postings], [None], query, (0.9, 0.4))
         scores[list(found)] = list(found.values())
         np.testing.assert_allclose(peer.get_scores(query), scores, rtol=1e-4, atol=1e-6)
 
@@ -227,7 +230,7 @@ def test_scores_agree_with_another_library(tmp_path: Path) -> None:
 def test_a_query_is_the_same_in_any_order_of_its_terms() -> None:
     """Float sums depend on their order: "rain snow" and "snow rain" would score a passage differently."""
     statistics = TermStatistics(10, 50, {"a": 3, "b": 1})
-    query = sparse_query(["b", "a", "b"], statistics, SparseConfig())
-    assert query == sparse_query(["b", "b", "a"], statistics, SparseConfig())
+    query = sparse_query(["b", "a", "b"], statistics)
+    assert query == sparse_query(["b", "b", "a"], statistics)
     assert isinstance(query, SparseQuery) and query.terms == ("a", "b") and query.average_length == 5.0
     assert query.weights == (math.log(1 + 7.5 / 3.5), 2 * math.log(1 + 9.5 / 1.5))

@@ -9,11 +9,10 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
-from ragspec.retrieval.batching_retriever import PendingQuery, SearchBatcher, SearchParams
+from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.index_types import RetrievalMode
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import Lookup, RetrievalMode, SearchScope
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 from ragspec.retrieval.speculative.stride import (
     GAMMA_MAX,
@@ -103,8 +102,8 @@ def test_lookups_of_several_requests_are_each_its_own(store: Store) -> None:
         queries = lookups.encode(index, QUERIES[:24]).result(30)
         assert [query.text for query in queries] == QUERIES[:24]
         scopes = [SearchScope(), SearchScope(tenant="ann")]
-        asked = [SearchParams(index, 2, scope, 4) for scope in scopes]
-        futures = [(i, lookups.search(asked[i % 2], [PendingQuery(q, frozenset())])) for i, q in enumerate(queries)]
+        asked = [Lookup([query], 2, scopes[i % 2], 4) for i, query in enumerate(queries)]
+        futures = [(i, lookups.search(index, each)) for i, each in enumerate(asked)]
         for i, future in futures:
             lookup, alone = future.result(30), index.search([queries[i]], 2, scopes[i % 2])
             assert lookup.passages == alone.passages
@@ -116,14 +115,13 @@ def test_lookups_of_several_requests_are_each_its_own(store: Store) -> None:
 
 def test_what_one_knows_is_still_brought_to_another(store: Store) -> None:
     """A shared lookup left out what only some of its requests know: the others could never guess it."""
-    index, asked = retriever(store, "dense"), None
-    lookups = SearchBatcher(max_queries=8)
+    index, lookups = retriever(store, "dense"), SearchBatcher(max_queries=8)
     try:
         (query,) = index.encode(["river mill"])
-        asked = SearchParams(index, 1, SearchScope(), 3)
         everything = index.search([query], 1, prefetch_k=3).candidates
         futures = [
-            lookups.search(asked, [PendingQuery(query, known)]) for known in (frozenset(everything), frozenset())
+            lookups.search(index, Lookup([query], 1, SearchScope(), 3, known))
+            for known in (frozenset(everything), frozenset())
         ]
         assert futures[1].result(30).candidates.keys() == everything.keys()
     finally:

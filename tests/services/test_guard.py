@@ -155,7 +155,7 @@ def test_what_strangers_send_is_bounded(hasty: Service, monkeypatch: pytest.Monk
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=%ff&c").status == 400
     assert ask(hasty.url, head("POST", "/health/live", "Content-Length: 9"), b"a" * 9).status in (400, 415)
     assert ask(hasty.url, head("GET", "/health/live", "Content-Length: 9"), b"a" * 9).status == 400
-    monkeypatch.setattr("services.gateway.MAX_ANONYMOUS_FORMS", 0)
+    monkeypatch.setattr("services.limits.MAX_ANONYMOUS_FORMS", 0)
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=c&c=d").status == 429
 
 

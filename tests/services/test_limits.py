@@ -214,7 +214,7 @@ async def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.Mon
             incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits())
             await incoming.read(30.0, limiter.large_bodies(caller.key_id))
 
-    monkeypatch.setattr(gateway, "check_json", check)
+    monkeypatch.setattr("services.limits.check_json", check)
     limiter = RateLimiter(Limits(), Metrics("m"))
     await asyncio.gather(*(send(limiter, caller, mark) for mark in "!    " for caller in (ANN, BOB)))
     assert most == {ANN.key_id: 1, BOB.key_id: 1}

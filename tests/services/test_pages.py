@@ -39,8 +39,7 @@ def test_a_page_that_did_not_change_is_not_sent_again(public: httpx.Client) -> N
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["__init__.py", "../__init__.py", "%2e%2e/__init__.py", "..%2f__init__.py", "js/", "js", "", "/etc/passwd"],
+    "path", ["__init__.py", "../__init__.py", "%2e%2e/__init__.py", "..%2f__init__.py", "js/", "js", "", "/etc/passwd"]
 )
 def test_no_path_leads_to_other_files(public: httpx.Client, path: str) -> None:
     """Path traversal, and folders that list themselves."""

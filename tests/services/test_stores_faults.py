@@ -24,7 +24,6 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
 from ragspec.retrieval.index import index_directory as generation
-from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import Unread
@@ -32,7 +31,7 @@ from ragspec.retrieval.reading.bounded_reader import ReadLimits
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
-from services.stores import index_updater, ingest, parsing, uploads
+from services.stores import index_updater, ingest, uploads
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
 from services.stores.records import RECORD_BYTES, Records
@@ -412,7 +411,7 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
 def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
     """Files named "slow" are read only after the block. Yields an event that the first read sets, and what was read."""
     begun, go_on, read = threading.Event(), threading.Event(), list[str]()
-    write_documents = parsing.write_documents
+    write_documents = uploads.write_documents
 
     def held(path: Path, name: str, output: Path, limits: ReadLimits, unread: list[Unread]) -> None:
         if "slow" in name:
@@ -421,7 +420,7 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Even
         write_documents(path, name, output, limits, unread)
         read.append(name)
 
-    monkeypatch.setattr(parsing, "write_documents", held)
+    monkeypatch.setattr(uploads, "write_documents", held)
     try:
         yield begun, read
     finally:
@@ -539,8 +538,8 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
     assert sum("bob" in owners for owners in commits) >= 5
     member = library.records.member("bob", *large)
     assert member.num_bytes == sum(len(f"zebra {number}") for number in range(220))
-    documents = DocumentMap(Store.open(index), with_texts=False)
-    origins = [origin for _, owner, origin in documents.origins() if owner == "bob"]
+    fields = [each for live in Store.open(index).segments for each in live.fields("owner", "origin")]
+    origins = [origin for owner, origin in fields if owner == "bob"]
     assert origins.count(f"{large[0]}:{large[1]}") == 220
 
 

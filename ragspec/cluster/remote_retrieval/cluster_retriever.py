@@ -22,33 +22,17 @@ import ray
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.remote_retrieval.encoders import RemoteEncoder
 from ragspec.cluster.remote_retrieval.shards import SegmentSet, place_segments, rotated
-from ragspec.cluster.remote_retrieval.worker_pool import (
-    HANG_S,
-    HedgedCall,
-    RetryPolicy,
-    WorkerPool,
-    call_free_workers,
-)
+from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, HedgedCall, RetryPolicy, WorkerPool, call_free_workers
 from ragspec.config import EncoderConfig, RetrieverConfig
-from ragspec.core import Passage
 from ragspec.errors import ConfigError, RagspecError, RetrievalError, StoreError
-from ragspec.retrieval.encoder import FloatArray, TextEncoder
+from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.index_directory import reader_lock
 from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore
 from ragspec.retrieval.retriever import GenerationView, Retriever
-from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
-from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import (
-    PUBLIC_SCOPE,
-    SearchHit,
-    SearchScope,
-    gather_by_shard,
-    merge_hits,
-    sum_statistics,
-)
+from ragspec.retrieval.search.segment_search import Lookup, SearchHit, SearchResult, SplitShard
 
 _OPEN_TIMEOUT_S = 600.0
 _LOOK_S = 0.5
@@ -70,7 +54,7 @@ class SegmentsMissing(RetrievalError):
         super().__init__(f"of the index, {', '.join(names)} cannot be searched: {self.reason}")
 
 
-class ShardedSearch:
+class ShardedSearch(SplitShard):
     """A `ShardLike` whose segments are searched remotely, each by the first of its shards that answers."""
 
     def __init__(
@@ -89,31 +73,17 @@ class ShardedSearch:
     def segment_names(self) -> frozenset[str]:
         return frozenset(self._orders)
 
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits(self._search_all("dense", queries, k, scope), len(queries), k)
-
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return sum_statistics(self._search_all("statistics", terms, tenant))
-
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits(self._search_all("sparse", queries, k, scope), len(queries), k)
-
-    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
-        return self._read_hits("passages", hits, num_neighbours)
-
-    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        return self._read_hits("vectors", hits)
-
-    def _search_all(self, method: str, *arguments: Any) -> list[Any]:
+    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all segments; shards work at the same time."""
         return list(self._call(method, dict.fromkeys(self._orders, arguments)).values())
 
-    def _read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
+    def read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
         own: dict[str, list[SearchHit]] = {}
         for hit in hits:
             own.setdefault(hit.segment, []).append(hit)
         found = self._call(method, {segment: (some, *arguments) for segment, some in own.items()})
-        return gather_by_shard(hits, own.values(), (found[segment] for segment in own))
+        by_hit = {hit: one for segment, some in own.items() for hit, one in zip(some, found[segment], strict=True)}
+        return [by_hit[hit] for hit in hits]
 
     def _call(self, method: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Each segment's answer to its own arguments. Raises: SegmentsMissing."""
@@ -161,9 +131,8 @@ class ClusterView:
         orders = {(name, turn): rotated(self._orders[name], self._num_replicas, turn) for name, turn in copies}
 
         def send(actor: Any, items: Sequence[tuple[str, int]]) -> Any:
-            return actor.open.remote(
-                self._segments._replace(names=tuple(name for name, _ in items)), self._config.reranker
-            )
+            segments = self._segments._replace(names=tuple(name for name, _ in items))
+            return actor.open.remote(segments, self._config.reranker)
 
         policy = self._policy._replace(timeout_s=timeout_s, hedge=False)
         opened, errors = HedgedCall(self._pool, orders, send, policy).run()
@@ -182,31 +151,23 @@ class ClusterView:
             self._pool.check_open()
             opened = bool(ray.wait([opening], timeout=_LOOK_S)[0])
 
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
-        """As `ragspec.retrieval.search.index_types.IndexLike`."""
+    def search(self, lookup: Lookup) -> SearchResult:
+        """As `GenerationView`."""
         if self._config.fail_closed and self._num_replicas == len(self._pool.names):
-            return self._look_up_on_one(queries, k, scope, prefetch_k, known)
+            return self._look_up_on_one(lookup)
         while True:
             missing = self._missing if time.monotonic() < self._missing_until_s else frozenset()
             try:
-                found = self._searcher(missing).search(queries, k, scope, prefetch_k=prefetch_k, known=known)
+                found = self._searcher(missing).search(lookup)
                 return found._replace(missing=tuple(sorted(missing)))
             except SegmentsMissing as error:
                 self._leave_out(error)
 
-    def _look_up_on_one(self, *arguments: Any) -> SearchResult:
+    def _look_up_on_one(self, lookup: Lookup) -> SearchResult:
         order = rotated(self._pool.names, self._num_replicas, next(self._pool.turns))
 
         def send(actor: Any, _: object) -> Any:
-            return actor.look_up.remote(self._segments, self._config, *arguments)
+            return actor.look_up.remote(self._segments, self._config, lookup)
 
         answers, errors = HedgedCall(self._pool, {self._segments: order}, send, self._policy).run()
         if errors:
@@ -220,7 +181,7 @@ class ClusterView:
             orders = {name: order for name, order in self._orders.items() if name not in missing}
             sharded = ShardedSearch(self._pool, self._segments, orders, self._num_replicas, self._policy)
             scoring = _scoring(self._config.reranker, self._pool, self._policy) if self._config.reranker else None
-            searcher = IndexSearcher(self.store, self._config, scoring=scoring, shard=lambda _: sharded)
+            searcher = IndexSearcher(self.store, self._config, scoring=scoring, shard=sharded)
             self._searchers = {missing: searcher}  # a race with another thread costs only a second searcher
         return searcher
 

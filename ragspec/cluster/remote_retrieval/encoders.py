@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.cluster.actors import ActorPool, Replica, WorkerActor, ended_if_lost
-from ragspec.cluster.ray_calls import wait_for_all
+from ragspec.cluster.actors import ActorPool, Replica, WorkerActor, ended_if_lost, wait_for_all
 from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, RetryPolicy, WorkerPool, call_free_workers
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch
@@ -21,7 +20,7 @@ from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, Text
 _TEXTS_PER_CALL = 256
 _CALLS_PER_WORKER = 8
 _LOAD_TIMEOUT_S = 300.0
-_BULK = RetryPolicy(timeout_s=3600.0, late_s=60.0)
+_QUERIES, _BULK = RetryPolicy(timeout_s=30.0, late_s=2.0), RetryPolicy(timeout_s=3600.0, late_s=60.0)
 
 
 class EncoderActor(WorkerActor):
@@ -73,12 +72,7 @@ class RemoteEncoder:
     identity: EncoderIdentity
     max_tokens: int
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        policy: RetryPolicy = RetryPolicy(30.0, 2.0),  # noqa: B008
-        hang_s: float = HANG_S,
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], policy: RetryPolicy = _QUERIES, hang_s: float = HANG_S) -> None:
         """Waits for an encoder. Raises: RetrievalError if none answers, ModelError if it cannot be loaded."""
         self._pool = WorkerPool(replicas, "an encoder", _load, hang_s)
         self._policy = policy

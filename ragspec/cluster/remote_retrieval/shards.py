@@ -9,7 +9,7 @@ every client computes the same placement, and a lost or added shard moves only i
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,9 @@ from ragspec.cluster.actors import ORDERED, WorkerActor, ended_if_lost, in_group
 from ragspec.cluster.routing.policy import rendezvous_order
 from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker, RerankerConfig
+from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker
 from ragspec.retrieval.search.index_searcher import IndexSearcher
-from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import Device, Lookup, SearchResult, Shard, ShardLike
 
 _GENERATIONS_KEPT = 3
 """The generation being opened, the one before it, and one that a reader still uses."""
@@ -43,9 +42,7 @@ def place_segments(sizes: Mapping[str, int], names: Sequence[str], num_replicas:
             chosen = fitting[0] if fitting else min(free, key=loads.__getitem__)
             holders[segment].append(chosen)
             loads[chosen] += sizes[segment]
-    return {
-        segment: (*held, *(name for name in ranked[segment] if name not in held)) for segment, held in holders.items()
-    }
+    return {name: (*held, *(each for each in ranked[name] if each not in held)) for name, held in holders.items()}
 
 
 def rotated(order: Sequence[str], num_replicas: int, turn: int) -> tuple[str, ...]:
@@ -61,7 +58,7 @@ class SegmentSet(NamedTuple):
     index_dir: str
     pointer: str
     names: tuple[str, ...]
-    device: Literal["auto", "cpu", "gpu"] = "cpu"
+    device: Device = "cpu"
     gpu_memory_bytes: int | None = None
 
 
@@ -92,7 +89,7 @@ class OpenGeneration:
         shard = Shard(self.parts(names))
         with self._lock:
             if (config, names) not in self._searchers:
-                searcher = IndexSearcher(self._manifest, config, scoring=scoring, shard=lambda _: shard)
+                searcher = IndexSearcher(self._manifest, config, scoring=scoring, shard=shard)
                 self._searchers = {(config, names): searcher}  # Why only one: clients hardly ever differ
             return self._searchers[config, names]
 
@@ -144,23 +141,14 @@ class ShardActor(WorkerActor):
         parts = self._cache.get(segments).parts(segments.names)
         return [getattr(part, method)(*map(_writable, own)) for part, own in zip(parts, arguments, strict=True)]
 
-    def look_up(
-        self,
-        segments: SegmentSet,
-        config: RetrieverConfig,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope,
-        prefetch_k: int,
-        known: frozenset[PassageKey],
-    ) -> list[SearchResult]:
+    def look_up(self, segments: SegmentSet, config: RetrieverConfig, lookup: Lookup) -> list[SearchResult]:
         """The answer of an `IndexSearcher` of these segments, in one call.
 
         Raises: StoreError, ConfigError, ModelError, InputError.
         """
         scoring = self._scoring(config.reranker) if config.reranker else None
         searcher = self._cache.get(segments).searcher(segments.names, config, scoring)
-        return [searcher.search(queries, k, scope, prefetch_k=prefetch_k, known=known)]
+        return [searcher.search(lookup)]
 
     def scores(self, reranker: str, asked: PairsToScore) -> list[Any]:
         """Raises: ModelError, ConfigError."""
@@ -169,7 +157,7 @@ class ShardActor(WorkerActor):
     def _scoring(self, reranker: str) -> PairScoring:
         with self._loading:
             if reranker not in self._scorings:
-                loaded = Reranker.load(RerankerConfig(model=reranker))
+                loaded = Reranker.load(reranker)
 
                 def scoring(asked: Sequence[PairsToScore]) -> list[Any]:
                     with ended_if_lost(loaded):

@@ -23,8 +23,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ragspec.cluster.actors import Replica
-from ragspec.cluster.ray_calls import last_line, wait_until_healthy
+from ragspec.cluster.actors import Replica, last_line, wait_until_healthy
 from ragspec.errors import ConfigError, InputError, RagspecError, RetrievalError
 
 Item = TypeVar("Item", bound=Hashable)
@@ -94,9 +93,8 @@ class WorkerPool:
     def check_open(self) -> None:
         """Raises: RetrievalError."""
         if self._is_closed or not ray.is_initialized():
-            raise RetrievalError(
-                f"{self.what} was closed" if self._is_closed else f"{self.what} is lost: Ray was shut down"
-            )
+            why = "was closed" if self._is_closed else "is lost: Ray was shut down"
+            raise RetrievalError(f"{self.what} {why}")
 
     def check_health(self) -> None:
         """Workers that do not answer within `hang_s` leave. Raises: RetrievalError if the pool is closed."""

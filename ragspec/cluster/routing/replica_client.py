@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from ragspec.cluster.actors import ragspec_error, wait_for, wait_until_healthy
 from ragspec.cluster.engine_host import EngineStatus, Polled
-from ragspec.cluster.ray_calls import ragspec_error, wait_for, wait_until_healthy
 from ragspec.cluster.routing.policy import RoutingConfig
 from ragspec.core import Request
 from ragspec.errors import ReplicaLost

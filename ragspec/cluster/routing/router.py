@@ -308,12 +308,9 @@ class Router(EngineClient):
         loads = {name: len(connection.streams) for name, connection in connections.items()}
         running = (each for connection in self._connections.values() for each in connection.streams.values())
         is_first = _tenant(stream) not in map(_tenant, running)
-        name = choose_replica(
-            affinity_key(stream.submitted),
-            loads,
-            load_factor=self._config.load_factor,
-            max_load=None if is_first else self._config.max_num_seqs,
-        )
+        most = None if is_first else self._config.max_num_seqs
+        key = affinity_key(stream.submitted)
+        name = choose_replica(key, loads, load_factor=self._config.load_factor, max_load=most)
         if name is None:
             return False
         self._num_attempts += 1

@@ -95,12 +95,9 @@ class Stream:
     def request(self) -> Request:
         """The request as the replica of the running attempt gets it: the part behind the delivered tokens."""
         segment, num_delivered = self.submitted.segment, len(self.output_ids)
-        remaining = Segment(
-            (*segment.output_ids, *self.output_ids),
-            segment.end,
-            segment.draft_ids[num_delivered:],
-            self.choice if self.submitted.params.n > 1 else segment.choice,
-        )
+        choice = self.choice if self.submitted.params.n > 1 else segment.choice
+        written = (*segment.output_ids, *self.output_ids)
+        remaining = Segment(written, segment.end, segment.draft_ids[num_delivered:], choice)
         return replace(self.submitted, id=self.attempt_id, segment=remaining)
 
     def receive(self, delta: Delta, identity: OutputIdentity, now: float) -> Delta:

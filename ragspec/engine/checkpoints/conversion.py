@@ -188,13 +188,10 @@ def _check_adapter(folder: Path, config: dict[str, Any]) -> None:
     """Raises: ModelError naming every key that may change numbers and is not applied."""
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} is an adapter of the kind {config.get('peft_type')}; only LORA is merged")
-    unknown = [
-        f"{key}: {json.dumps(value)[:40]}"
-        for key, value in config.items()
-        if value
-        and key not in _ADAPTER_KEYS | _HARMLESS_ADAPTER_KEYS
-        and value not in _NEUTRAL_ADAPTER_VALUES.get(key, ())
-    ]
+    known = _ADAPTER_KEYS | _HARMLESS_ADAPTER_KEYS
+    others = [(key, value) for key, value in config.items() if value and key not in known]
+    telling = [(key, value) for key, value in others if value not in _NEUTRAL_ADAPTER_VALUES.get(key, ())]
+    unknown = [f"{key}: {json.dumps(value)[:40]}" for key, value in telling]
     if unknown:
         raise ModelError(f"{folder} has {', '.join(unknown)}, which is not merged")
 

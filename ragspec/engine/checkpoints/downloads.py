@@ -25,15 +25,7 @@ from ragspec.engine.checkpoints.catalogue import KnownModel, PackagedParts, know
 from ragspec.errors import ModelError
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_TEXTS = (
-    "config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens*",
-    "chat_template*",
-    "generation_config.json",
-)
+_TEXTS = tuple("config.json tokenizer* vocab* merges* special_tokens* chat_template* generation_config.json".split())
 _PIECE = 1 << 20
 _HUB = "https://huggingface.co"
 

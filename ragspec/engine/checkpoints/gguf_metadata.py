@@ -85,9 +85,7 @@ class GgufMetadata:
         attention = float(self._own("rope.scaling.attn_factor") or 1.0)
         frequencies = self._frequency_factors()
         if kind not in ("none", "linear", "yarn"):
-            raise ModelError(
-                f"RoPE scaling of the kind {kind!r} ({self._architecture}.rope.scaling.type) is not applied"
-            )
+            raise ModelError(f"RoPE scaling {kind!r} ({self._architecture}.rope.scaling.type) is not applied")
         if kind == "none":
             factor = 1.0
         if frequencies and kind == "yarn":
@@ -141,21 +139,15 @@ class GgufMetadata:
             log.warning("the GGUF file has no tokenizer.ggml.pre: texts are split as GPT-2 splits them")
         elif split in _DIGIT_SPLITS:
             own = tokenizer.backend_tokenizer
-            own.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), own.pre_tokenizer]
-            )
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            own.pre_tokenizer = pre_tokenizers.Sequence([digits, own.pre_tokenizer])
         elif split not in GGUF_PRE_TOKENIZER_SPLITS and split not in _GPT2_SPLITS:
             raise ModelError(f"the way of splitting texts {split!r} (tokenizer.ggml.pre) is not known here")
 
     def _without_place(self, places: Mapping[str, str]) -> list[str]:
         """Names of tensors that are not used."""
-        return [
-            name
-            for name in self._tensors
-            if not {name, name.removesuffix(".weight")} & places.keys()
-            and name != _FREQUENCIES
-            and not name.endswith(_UNUSED_TENSORS)
-        ]
+        used = [name for name in self._tensors if name != _FREQUENCIES and not name.endswith(_UNUSED_TENSORS)]
+        return [name for name in used if not {name, name.removesuffix(".weight")} & places.keys()]
 
     def _value(self, key: str) -> Any:
         return self._fields[key].contents() if key in self._fields else None
@@ -191,11 +183,8 @@ class GgufMetadata:
         if group == "tokenizer":
             if name == "ggml.add_space_prefix":
                 return self._has_usual_prefix(key)
-            return (
-                name.startswith("chat_template")
-                or name == "huggingface.json"
-                or name.removeprefix("ggml.") in _TOKENIZER
-            )
+            own = name.removeprefix("ggml.")
+            return own in _TOKENIZER or name.startswith("chat_template") or name == "huggingface.json"
         if group != self._architecture:
             return False
         mapping: Any = modeling_gguf_pytorch_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"]

@@ -19,9 +19,7 @@ def check_servable(model: Any, config: Any) -> None:
     """Raises: ModelError for a model that the engine cannot compute correctly."""
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ModelError(
-            f"{type(model).__name__} attends in a way the engine does not know: {', '.join(sorted(unknown))}"
-        )
+        raise ModelError(f"{type(model).__name__} attends in a way that is not known: {', '.join(sorted(unknown))}")
     missing = [name for name in ("model", "lm_head") if not hasattr(model, name)]
     if missing or not getattr(config, "max_position_embeddings", None):
         raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")
@@ -82,7 +80,7 @@ def _plain_config(folder: Path) -> PretrainedConfig | None:
     """
     try:
         own, model = (
-            json.loads((folder / name).read_text("utf-8")) for name in ("tokenizer_config.json", "config.json")
+            json.loads((folder / f"{name}.json").read_text("utf-8")) for name in ("tokenizer_config", "config")
         )
     except (OSError, ValueError):
         return None

@@ -30,7 +30,6 @@ from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.expansion import WidePassage, is_part, joined
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.index_types import IndexLike
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
 
@@ -52,7 +51,7 @@ class IterativePipeline(Closeable):
 
     def __init__(
         self,
-        index: IndexLike,
+        index: Retriever,
         engine: EngineLike,
         prompts: PromptBuilder,
         *,
@@ -211,7 +210,7 @@ class IterativePipeline(Closeable):
         guessing = guessing and self._guessing
         return IterativeRequest(question, params, index, scope, guessing, Speculation.of(speculation))
 
-    def _current_index(self) -> IndexLike:
+    def _current_index(self) -> Retriever:
         """The index's current generation. Why the same object as long as it is current: its answers share searches."""
         pinned = self._index.pinned()
         if pinned.generation != self._pinned.generation:

@@ -34,9 +34,9 @@ from ragspec.rag.answer import IterativeStats
 from ragspec.rag.iterative.policies import PartialAnswer, Policy, RetrievalRound
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
-from ragspec.retrieval.batching_retriever import PendingQuery, SearchBatcher, SearchParams
-from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.batching_retriever import SearchBatcher
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.segment_search import Lookup, PassageKey, Query, SearchResult, SearchScope
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation
@@ -60,7 +60,7 @@ class IterativeRequest:
 
     question: str
     params: SamplingParams
-    index: IndexLike
+    index: Retriever
     scope: SearchScope
     guessing: bool
     drafting: Speculation
@@ -322,12 +322,12 @@ class RalmSpec:
         """Why prefetch before the first guess, too: with a poorer cache the measured hit rate would be too low."""
         request, is_speculating = self._request, self._is_speculating
         prefetch_k = self._components.config.prefetch_k if is_speculating else 0
-        params = SearchParams(request.index, self._components.policy.num_passages, request.scope, prefetch_k)
         known = self._cache.known if is_speculating else frozenset()
+        lookup = Lookup(queries, self._components.policy.num_passages, request.scope, prefetch_k, known)
         self.stats.num_lookups += 1
         self.stats.num_retrievals += len(queries)
         begin, took_s = time.perf_counter(), list[float]()
-        future = self._components.search_batcher.search(params, [PendingQuery(query, known) for query in queries])
+        future = self._components.search_batcher.search(request.index, lookup)
         future.add_done_callback(lambda _: took_s.append(time.perf_counter() - begin))
         return _PendingSearch(steps, queries, asyncio.wrap_future(future), took_s)
 

@@ -239,9 +239,8 @@ def _part(document: Document, section: _Section, config: ChunkingConfig, limit: 
     spans = [piece for span in section.sentences(text) for piece in short_spans(text, span, config.max_chars)]
     titles = [each.text for each in section.path]
     heading = fit_heading(document.title, titles, limit, section.header) if spans else ""
-    return _SectionRuns(
-        section.path, heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars))
-    )
+    runs = list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars))
+    return _SectionRuns(section.path, heading, spans, runs)
 
 
 def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConfig, limit: TokenLimit) -> None:

@@ -105,9 +105,8 @@ def check_document(document: Document) -> Document:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as cause:
-            raise InputError(
-                f"document {document.id!r}: {name} holds a lone surrogate at character {cause.start}"
-            ) from cause
+            place = cause.start
+            raise InputError(f"document {document.id!r}: {name} holds a lone surrogate at character {place}") from cause
     metadata_json(document)
     ends = [0, *(place for block in document.blocks for place in block[:2]), len(document.text)]
     if ends != sorted(ends):

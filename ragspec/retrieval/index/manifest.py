@@ -20,7 +20,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -105,14 +104,6 @@ class Manifest(ManifestRecord):
     def generation_id(self) -> str:
         """Names this generation and its content. An answer repeats only within the same generation."""
         return f"{self.generation}-{self.content_key[:12]}"
-
-
-def created_by() -> str:
-    """The version of ragspec that writes a manifest."""
-    try:
-        return f"ragspec {version('ragspec')}"
-    except PackageNotFoundError:
-        return "ragspec (not installed)"
 
 
 def read_current(index_dir: Path) -> tuple[Path, Manifest]:

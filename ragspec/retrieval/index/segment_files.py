@@ -44,10 +44,8 @@ PASSAGE_SCHEMA = pa.schema(
         ("heading", pa.large_string()),
         ("headings", pa.large_string()),  # JSON: [text, ...]
         ("anchor", pa.large_string()),
-        (
-            "blocks",
-            pa.large_string(),
-        ),  # JSON, as the document's blocks, which it repeats: those that reach into the passage
+        # JSON, as the document's blocks, which it repeats: those that reach into the passage
+        ("blocks", pa.large_string()),
     ]
 )
 _FORMER_WIDTHS = {DOCUMENT_SCHEMA: 10, PASSAGE_SCHEMA: 7}

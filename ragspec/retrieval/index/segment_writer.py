@@ -64,10 +64,8 @@ class ArrowFile:
     def _flush(self) -> None:
         if not self._rows:
             return
-        columns = [
-            pa.array(values, kind)
-            for values, kind in zip(zip(*self._rows, strict=True), self._schema.types, strict=True)
-        ]
+        fields = zip(zip(*self._rows, strict=True), self._schema.types, strict=True)
+        columns = [pa.array(values, kind) for values, kind in fields]
         self._rows, self._num_bytes = [], 0
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 

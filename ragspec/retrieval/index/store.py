@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,7 @@ class IndexSegment:
             raise StoreCorrupt(f"{folder}: the manifest lists {sorted(record.files)}, not {sorted(FILES)}")
         self.folder, self.record = folder, record
         self._dense = dense
+        self._nearest: dict[bool, DenseIndex] = {}
         self.vectors: FloatArray = mapped_array(folder / VECTORS)
         self.passages = mapped_table(folder / PASSAGES, PASSAGE_SCHEMA)
         self.documents = mapped_table(folder / DOCUMENTS, DOCUMENT_SCHEMA)
@@ -83,21 +84,17 @@ class IndexSegment:
         """The document of each row, ascending. Shapes: [K]."""
         return self.spans[:, 0]
 
-    @cached_property
-    def nearest(self) -> DenseIndex:
-        """The index that searches the vectors on the CPU. Raises: StoreCorrupt."""
-        if DENSE in self.record.files:
-            return ApproximateIndex.open(self.folder, self.vectors, self._dense)
-        return ExactIndex(self.vectors)
+    def nearest(self, on_gpu: bool = False) -> DenseIndex:
+        """The index that searches the vectors. HNSW stays on the CPU, since FAISS has it only there. Raises: StoreCorrupt."""
+        if on_gpu not in self._nearest:
+            self._nearest[on_gpu] = self._opened(on_gpu)
+        return self._nearest[on_gpu]
 
-    @cached_property
-    def nearest_on_gpu(self) -> DenseIndex:
-        """The index that searches the vectors on a GPU. HNSW stays on the CPU, since FAISS has it only there."""
+    def _opened(self, on_gpu: bool) -> DenseIndex:
         if DENSE not in self.record.files:
-            return GpuIndex.flat(self.vectors)
-        if self._dense.kind == "hnsw":
-            return self.nearest
-        return ApproximateIndex.open(self.folder, self.vectors, self._dense).on_gpu()
+            return GpuIndex.flat(self.vectors) if on_gpu else ExactIndex(self.vectors)
+        index = ApproximateIndex.open(self.folder, self.vectors, self._dense)
+        return index.on_gpu() if on_gpu and self._dense.kind != "hnsw" else index
 
     @cached_property
     def ids(self) -> list[str]:
@@ -227,9 +224,8 @@ def check_segment(segment: IndexSegment) -> None:
             if passage.text != document.text[passage.start : passage.end]:
                 raise StoreCorrupt(f"{segment.folder}: passage {passage.id} is no part of its document")
     if rows_seen != segment.record.num_passages:
-        raise StoreCorrupt(
-            f"{segment.folder}: {segment.record.num_passages - rows_seen} passages belong to no document"
-        )
+        num_lost = segment.record.num_passages - rows_seen
+        raise StoreCorrupt(f"{segment.folder}: {num_lost} passages belong to no document")
 
 
 def _check_vectors(segment: IndexSegment) -> None:
@@ -261,6 +257,11 @@ class LiveSegment:
     def live_documents(self) -> Sequence[int]:
         """Numbers of the live documents."""
         return np.flatnonzero(self.is_live).tolist()
+
+    def fields(self, *names: str) -> Iterator[tuple[str, ...]]:
+        """The values of these columns, for each live document."""
+        columns = [self.segment.documents[name].to_pylist() for name in names]
+        return (tuple(column[number] for column in columns) for number in self.live_documents())
 
 
 @dataclass(eq=False)
@@ -295,36 +296,21 @@ class Store:
         while True:
             current = pointer or read_pointer(index_dir)
             try:
-                return cls._opened(index_dir, current, encoder, known, only)
+                folder, manifest = read_generation(index_dir, current)
+                if encoder is not None:
+                    check_encoder(manifest, encoder)
+                records = [record for record in manifest.segments if only is None or record.name in only]
+                shared = {
+                    r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files
+                }
+                verify_checksums(_files_to_check(index_dir, folder, records, shared))
+                form = manifest.encoder.dimension, manifest.config.dense
+                opened = (shared.get(r.name) or IndexSegment(index_dir / r.name, r, *form) for r in records)
+                live = (_live_segment(each, record, folder) for each, record in zip(opened, records, strict=True))
+                return cls(index_dir, current, manifest, tuple(live), only)
             except StoreCorrupt:
                 if pointer or read_pointer(index_dir) == current:
                     raise  # otherwise a writer replaced the generation, and removed an older one, meanwhile
-
-    @classmethod
-    def _opened(
-        cls,
-        index_dir: Path,
-        pointer: str,
-        encoder: EncoderIdentity | None,
-        known: Mapping[str, IndexSegment],
-        only: frozenset[str] | None,
-    ) -> Store:
-        folder, manifest = read_generation(index_dir, pointer)
-        if encoder is not None:
-            check_encoder(manifest, encoder)
-        records = [record for record in manifest.segments if only is None or record.name in only]
-        shared = {r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files}
-        verify_checksums(_files_to_check(index_dir, folder, records, shared))
-        dimension, dense = manifest.encoder.dimension, manifest.config.dense
-        segments = tuple(
-            _live_segment(
-                shared.get(record.name) or IndexSegment(index_dir / record.name, record, dimension, dense),
-                record,
-                folder,
-            )
-            for record in records
-        )
-        return cls(index_dir, pointer, manifest, segments, only)
 
     def refreshed(self) -> Store:
         """The current generation, which shares open segments; this store if its generation is current. Raises: as `open`."""
@@ -336,22 +322,21 @@ class Store:
     def generation(self) -> str:
         return self.manifest.generation_id
 
+    def _live(self) -> Iterator[tuple[IndexSegment, int]]:
+        """Every document's segment, and its number there."""
+        return ((live.segment, number) for live in self.segments for number in live.live_documents())
+
     def vectors_of(self, document_ids: Container[str]) -> dict[str, FloatArray]:
         """The vectors of these documents' passages, by embedded text."""
         found: dict[str, FloatArray] = {}
-        for segment, numbers in ((live.segment, live.live_documents()) for live in self.segments):
-            for number in (number for number in numbers if segment.ids[number] in document_ids):
+        for segment, number in self._live():
+            if segment.ids[number] in document_ids:
                 found |= segment.vectors_of(number)
         return found
 
     def former_documents(self) -> list[str]:
         """The ids of the documents of the former schema, without blocks."""
-        return [
-            live.segment.ids[number]
-            for live in self.segments
-            for number in live.live_documents()
-            if live.segment.is_former(number)
-        ]
+        return [segment.ids[number] for segment, number in self._live() if segment.is_former(number)]
 
     def readable(self, tenant: str) -> Iterator[tuple[IndexSegment, list[int]]]:
         """By segment, the numbers of the documents that a tenant may read: its own, and documents without an owner."""
@@ -361,9 +346,7 @@ class Store:
 
     def documents(self) -> Iterator[Document]:
         """All documents, by segment."""
-        for live in self.segments:
-            for number in live.live_documents():
-                yield live.segment.document(number)
+        return (segment.document(number) for segment, number in self._live())
 
 
 def _files_to_check(

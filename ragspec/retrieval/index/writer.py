@@ -27,7 +27,7 @@ from ragspec.disk import saving
 from ragspec.errors import InputError, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.content_key import check_document, document_key, text_key
-from ragspec.retrieval.index.embedding_queue import EmbeddedDocument, EmbeddingQueue
+from ragspec.retrieval.index.embedding import Chunker, EmbeddedDocument, encode_missing
 from ragspec.retrieval.index.generation_builder import GenerationBuilder
 from ragspec.retrieval.index.index_directory import locked_directory
 from ragspec.retrieval.index.manifest import Manifest
@@ -96,16 +96,13 @@ class IndexWriter:
         with contextlib.ExitStack() as stack:
             with saving(self._index_dir):
                 self._directory = stack.enter_context(locked_directory(self._index_dir))
-            self._builder = GenerationBuilder(
-                self._directory,
-                self._encoder,
-                self._config,
-                replace=self._replace,
-                with_texts=not self._keep_duplicates,
-            )
+            options = {"replace": self._replace, "with_texts": not self._keep_duplicates}
+            self._builder = GenerationBuilder(self._directory, self._encoder, self._config, **options)
             stack.callback(self._builder.close)
             self._documents = self._builder.documents
-            self._queue = EmbeddingQueue(self._encoder, self._builder.config.chunking)
+            self._chunker = Chunker(self._encoder, self._builder.config.chunking) if self._encoder else None
+            self._waiting: dict[str, EmbeddedDocument] = {}  # to be encoded, by id
+            self._num_missing = 0  # passages of those without a vector
             if self._replace:
                 self.unseen.update(self._documents.ids())
             self._session = stack.pop_all()
@@ -117,16 +114,16 @@ class IndexWriter:
 
     @property
     def num_documents(self) -> int:
-        return len(self._documents) + len(self._queue)
+        return len(self._documents) + len(self._waiting)
 
     def origins(self) -> Iterator[tuple[str, str, str]]:
         """Id, owner and origin of every document of the last commit that was not deleted since."""
-        return self._documents.origins()
+        for live in self._documents.segments:
+            yield from live.fields("id", "owner", "origin")  # type: ignore[misc]
 
     def owner_and_origin(self, document_id: str) -> tuple[str, str] | None:
-        if document_id in self._queue:
-            waiting = self._queue.get(document_id)
-            return waiting.owner, waiting.origin
+        if waiting := self._waiting.get(document_id):
+            return waiting.document.owner, waiting.document.origin
         location = self._documents.find(document_id)
         if location is None:
             return None
@@ -135,7 +132,8 @@ class IndexWriter:
     def duplicate_of(self, document: Document) -> str | None:
         """The id of another document that stays and has the same owner, metadata and text. Needs `keep_duplicates` False."""
         key = text_key(document)
-        same_text = itertools.chain(self._documents.with_text(key), self._queue.with_text(key))
+        waiting = (name for name, each in self._waiting.items() if each.text_key == key)
+        same_text = itertools.chain(self._documents.with_text(key), waiting)
         return next((each for each in same_text if each != document.id and each not in self.unseen), None)
 
     def is_empty(self) -> bool:
@@ -156,7 +154,7 @@ class IndexWriter:
         Raises: InputError if an index cannot hold the document, or its id is that of another owner's document; SaveError.
         """
         self._check_open()
-        if self._encoder is None:
+        if self._chunker is None:
             raise InputError("documents can only be put in with an encoder")
         key = document_key(check_document(document))
         self._check_owner(document)
@@ -170,12 +168,13 @@ class IndexWriter:
             outcome = UpsertOutcome.UNCHANGED
         else:
             fits = chunked is not None and chunked.chunking == self._builder.config.chunking
-            waiting = chunked if chunked is not None and fits else self._queue.chunked(document)
+            waiting = chunked if chunked is not None and fits else self._chunker.chunked(document)
             if location is not None and (segment := self._documents.segment(location)) is not None:
                 waiting.reuse(segment.vectors_of(location.document))
             outcome = UpsertOutcome.UPDATED if self._remove(document.id) else UpsertOutcome.ADDED
-            self._queue.add(waiting)
-            if max(self._queue.num_missing, len(self._queue)) >= self._passages_per_encode:
+            self._waiting[document.id] = waiting
+            self._num_missing += len(waiting.missing)
+            if max(self._num_missing, len(self._waiting)) >= self._passages_per_encode:
                 self.flush()
         self.unseen.discard(document.id)
         setattr(self.changes, outcome, getattr(self.changes, outcome) + 1)
@@ -209,8 +208,10 @@ class IndexWriter:
         Raises: SaveError; ModelError for a vector that is not finite; RetrievalError if the encoder does not answer: try again.
         """
         self._check_open()
-        num_missing = self._queue.num_missing
-        embedded = self._queue.encode()  # Why outside: a failing encoder leaves the files untouched
+        embedded, num_missing = list(self._waiting.values()), self._num_missing
+        if self._encoder is not None and embedded:
+            encode_missing(self._encoder, embedded)  # Why outside: a failing encoder leaves the files untouched
+        self._waiting, self._num_missing = {}, 0
         self.changes.encoded += num_missing
         self.changes.reused += sum(len(document.texts) for document in embedded) - num_missing
         with self._writing():
@@ -235,7 +236,7 @@ class IndexWriter:
         """
         manifest = self.commit()
         with self._writing():
-            self._directory.keep_originals(self._documents.digests())
+            self._keep_originals()
         if dense not in (None, self._builder.config.dense):
             self._builder.config = self._builder.config.model_copy(update={"dense": dense})
         elif self._builder.is_compact():
@@ -260,7 +261,7 @@ class IndexWriter:
             if stale:
                 self._builder.merge(stale[:1])
             self._builder.publish()
-            self._directory.keep_originals(self._documents.digests())
+            self._keep_originals()
         return len(stale) < 2
 
     def purge(self) -> int:
@@ -271,7 +272,7 @@ class IndexWriter:
         self.commit()
         with self._writing():
             self._directory.clean(keep_previous=False)
-            self._directory.keep_originals(self._documents.digests())
+            self._keep_originals()
         return self._directory.num_earlier()
 
     @contextlib.contextmanager
@@ -295,13 +296,18 @@ class IndexWriter:
             raise InputError(f"the id {document.id!r} is that of a document of another owner; delete that one first")
 
     def _remove(self, document_id: str) -> bool:
-        if document_id in self._queue:
-            self._queue.drop(document_id)
+        if waiting := self._waiting.pop(document_id, None):
+            self._num_missing -= len(waiting.missing)
             return True
         if self._documents.find(document_id) is None:
             return False
         self._documents.delete(document_id)
         return True
+
+    def _keep_originals(self) -> None:
+        """Of the files of the sealed documents, and no others."""
+        kept = {digest for live in self._documents.segments for (digest,) in live.fields("digest")}
+        self._directory.keep_originals(kept)
 
     def _seal(self) -> None:
         """Write the waiting documents, and complete the segment that is being filled."""

@@ -90,7 +90,7 @@ class BoundedReader:
         try:
             unread += self._parts(path, name, number)
             with open(output, encoding="utf-8") as lines:
-                yield from map(_document, lines)
+                yield from map(document_of, lines)
         finally:
             output.unlink(missing_ok=True)
 
@@ -197,7 +197,8 @@ def _accepted(answer: _Answer) -> _Answer:
     return answer
 
 
-def _document(line: str) -> Document:
+def document_of(line: str) -> Document:
+    """A document that `BoundedReader.write` wrote."""
     fields = json.loads(line)
     headings, blocks = tuple(Heading(*each) for each in fields["headings"]), blocks_of(fields["blocks"])
     return Document(**fields | {"headings": headings, "blocks": blocks})

@@ -152,7 +152,7 @@ def read_workbook(path: Path) -> ParsedFile:
         if sheet.max_row * sheet.max_column + num_merged > _MAX_CELLS:
             raise InputError(f"{path} cannot be read: the sheet {sheet.title!r} has more than {_MAX_CELLS} cells")
         spans = {(each.min_row, each.min_col): each.size for each in sheet.merged_cells.ranges}
-        covered = {place for each in sheet.merged_cells.ranges for place in list(_places(each))[1:]}
+        covered = {place for each in sheet.merged_cells.ranges for place in list(each.cells)[1:]}
         builder.add(sheet.title, level=1)
         table = Table(builder)
         for row in sheet.iter_rows():
@@ -251,12 +251,6 @@ def _slide_text(paragraph: Any) -> str:
 
 def _xml(raw: bytes) -> Any:
     return etree.fromstring(raw, etree.XMLParser(resolve_entities=False))
-
-
-def _places(merged: Any) -> Iterator[tuple[int, int]]:
-    for row in range(merged.min_row, merged.max_row + 1):
-        for column in range(merged.min_col, merged.max_col + 1):
-            yield row, column
 
 
 def _sheet_cell(cell: Any, span: Any) -> Cell:

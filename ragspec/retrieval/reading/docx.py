@@ -17,34 +17,17 @@ from lxml import etree
 
 from ragspec.retrieval.reading.inline import formula_text
 from ragspec.retrieval.reading.office import ListCounter, ListLevel, OfficeReader
-from ragspec.retrieval.reading.parsed_file import (
-    REPEATED_CHARS,
-    Cell,
-    ParsedFile,
-    Table,
-    check_archive,
-    silence_logger,
-)
+from ragspec.retrieval.reading.parsed_file import REPEATED_CHARS, Cell, ParsedFile, Table, check_archive, silence_logger
 
 _PARAGRAPH, _TABLE, _RUN, _TEXT, _BOX = map(qn, ("w:p", "w:tbl", "w:r", "w:t", "w:txbxContent"))
 _SYMBOL, _RUBY, _FIELD = map(qn, ("w:sym", "w:ruby", "w:fldChar"))
 _FORMULA = "{http://schemas.openxmlformats.org/officeDocument/2006/math}oMath"
-_LEFT_OUT = frozenset(
-    map(
-        qn,
-        ("w:del", "w:moveFrom", "w:rPr", "w:pPr", "w:instrText", "w:delText", "w:delInstrText", "w:tblPr", "w:sdtPr"),
-    )
-) | {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
+_LEFT_OUT = {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
+_LEFT_OUT |= {qn(f"w:{name}") for name in "del moveFrom rPr pPr instrText delText delInstrText tblPr sdtPr".split()}
 """Elements without text of the document. Why the fallback: Word writes a box twice, once for older programs."""
 
-_WRITTEN = {
-    qn("w:tab"): "\t",
-    qn("w:ptab"): "\t",
-    qn("w:br"): "\n",
-    qn("w:cr"): "\n",
-    qn("w:noBreakHyphen"): "-",
-    qn("w:softHyphen"): "\xad",
-}
+_SIGNS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-", "softHyphen": "\xad"}
+_WRITTEN = {qn(f"w:{name}"): sign for name, sign in _SIGNS.items()}
 _NOTES = {qn("w:footnoteReference"): "footnotes", qn("w:endnoteReference"): "endnotes"}
 _ON = "[not(@w:val='0' or @w:val='false' or @w:val='off')]"
 _UNSEEN = f"./w:rPr/w:vanish{_ON} | ./w:rPr/w:strike{_ON} | ./w:rPr/w:dstrike{_ON}"
@@ -83,7 +66,7 @@ def read_docx(path: Path) -> ParsedFile:
 
 
 class _WordReader(OfficeReader):
-    left_out = _LEFT_OUT
+    left_out = frozenset(_LEFT_OUT)
 
     def __init__(self, document: Any) -> None:
         super().__init__()
@@ -227,10 +210,8 @@ def _symbol(code: str, font: str) -> str:
 
 
 def _list_level(level: Any) -> ListLevel:
-    style, pattern = _find(level, "./w:numFmt/@w:val"), _find(level, "./w:lvlText/@w:val")
-    return ListLevel(
-        style[0] if style else "decimal", pattern[0] if pattern else "", _number(level, "./w:start/@w:val", 0)
-    )
+    style, pattern = ("".join(_find(level, f"./w:{name}/@w:val")[:1]) for name in ("numFmt", "lvlText"))
+    return ListLevel(style or "decimal", pattern, _number(level, "./w:start/@w:val", 0))
 
 
 def _style(style: BaseStyle) -> _Style:

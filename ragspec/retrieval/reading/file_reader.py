@@ -66,15 +66,8 @@ def _documents(path: Path, name: str, unread: list[Unread]) -> Iterator[Document
     if parsed.unread:
         metadata["unread"] = "; ".join(map(str, parsed.unread[:_SHOWN_PARTS]))
     if parsed.text.strip():
-        yield Document(
-            id=name,
-            text=parsed.text,
-            title=parsed.title or path.stem,
-            source=name,
-            metadata=metadata,
-            headings=parsed.headings,
-            blocks=parsed.blocks,
-        )
+        names = {"id": name, "title": parsed.title or path.stem, "source": name}
+        yield Document(text=parsed.text, metadata=metadata, headings=parsed.headings, blocks=parsed.blocks, **names)
 
 
 def _reason(cause: Exception) -> str:

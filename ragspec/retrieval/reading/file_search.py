@@ -44,12 +44,8 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
 def passed_over(inputs: Iterable[str | Path]) -> list[Path]:
     """The files below the inputs' folders that are of no kind to read, in a fixed order; hidden files are not counted."""
     folders = [Path(given) for given in inputs if Path(given).is_dir()]
-    found = {
-        file
-        for folder in folders
-        for file in _walk(folder)
-        if not _is_hidden(file, folder) and not is_readable(file) and file.is_file()
-    }
+    files = ((file, folder) for folder in folders for file in _walk(folder))
+    found = {file for file, folder in files if not (_is_hidden(file, folder) or is_readable(file)) and file.is_file()}
     return sorted(found)
 
 

@@ -330,12 +330,6 @@ class _Page:
         elif self._open and self._open[-1].tag == "title" and not self._num_open["svg"]:
             self._title.append(data)
 
-    def comment(self, text: str) -> None:
-        pass
-
-    def pi(self, target: str, text: str | None = None) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
@@ -464,9 +458,8 @@ class _Page:
         elif any("\n" in cells[place].text.strip() for place in code):
             for place, cell in enumerate(cells):
                 is_code = place in code
-                self._builder.add(
-                    cell.text.strip("\n") if is_code else one_line(cell.text), kind=_kind(is_code=is_code)
-                )
+                text = cell.text.strip("\n") if is_code else one_line(cell.text)
+                self._builder.add(text, kind=_kind(is_code))
         else:
             table.table.add([cell._replace(text=one_line(cell.text)) for cell in cells], table.is_header)
 

@@ -20,15 +20,8 @@ from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, first
 
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
-_LEAVES = {
-    "heading_open": BlockKind.PARAGRAPH,
-    "paragraph_open": BlockKind.PARAGRAPH,
-    "html_block": BlockKind.PARAGRAPH,
-    "hr": BlockKind.PARAGRAPH,
-    "fence": BlockKind.CODE,
-    "code_block": BlockKind.CODE,
-    "table_open": BlockKind.TABLE,
-}
+_LEAVES = dict.fromkeys("heading_open paragraph_open html_block hr".split(), BlockKind.PARAGRAPH)
+_LEAVES |= {"fence": BlockKind.CODE, "code_block": BlockKind.CODE, "table_open": BlockKind.TABLE}
 _INLINE_HTML = re.compile(
     r"(?P<code>`[^`\n]*`)|<!--.*?-->|<(?P<script>su[pb])>(?P<text>[^<>]*)</(?P=script)>", re.DOTALL | re.IGNORECASE
 )

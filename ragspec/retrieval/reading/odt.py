@@ -34,9 +34,7 @@ _PARAGRAPH, _HEADING, _LIST, _TABLE = map(_name, ("text:p", "text:h", "text:list
 _SPACES, _TAB, _BREAK, _NOTE = map(_name, ("text:s", "text:tab", "text:line-break", "text:note"))
 _BOX, _OBJECT, _RUBY, _STYLE = map(_name, ("draw:text-box", "draw:object", "text:ruby-text", "text:style-name"))
 _WRITTEN = {_TAB: "\t", _BREAK: "\n"}
-_SHAPES = frozenset(
-    map(_name, "draw:custom-shape draw:rect draw:ellipse draw:circle draw:caption draw:polygon".split())
-)
+_SHAPES = frozenset(_name(f"draw:{shape}") for shape in "custom-shape rect ellipse circle caption polygon".split())
 _LEFT_OUT = ("text:tracked-changes", "office:annotation", "office:forms", "svg:title", "svg:desc")
 
 

@@ -13,49 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tomllib
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragspec.retrieval_config import NO_STOP_WORDS, AnalyzerConfig
 
 _BASE = "english"
-COMMON_WORDS = {
-    "english": "the of and to in is that it was for on are with as he his they at be this have from or had by not but "
-    "what were we when your can said there an which she do how their if will up about out many then them "
-    "these so some her would him has you my me does did who where why been than its must should may only other more",
-    "german": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus "
-    "er hat dass sie nach wird bei einer um am sind noch wie einem über einen ich wir ihr du aber oder wenn "
-    "was wo wann wer warum wurde wurden kann können man gibt vom zum zur beim welche welcher welches eines haben",
-    "french": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont avec je "
-    "vous nous mais ou cette son elle ont être fait comme leur très où quand quel quelle quels quelles pourquoi comment "
-    "aux ces ses été peut",
-    "spanish": "de la que el en y a los se del las un por con no una su para es al lo como más o pero sus le ha me si "
-    "sin sobre este ya entre cuando todo esta ser son dos también era muy yo qué cuándo dónde quién cómo cuál fue hay",
-    "italian": "di e il la che in a per un è del non una si le da con sono della i come al anche dei nel ma gli alla più "
-    "lo questo ha delle o suo loro era tutti quando dove chi cosa perché quale nella dal dalla degli stato",
-    "portuguese": "de a o que e do da em um para é não uma no se na por mais as dos como mas foi ao ele das tem à "
-    "seu sua ou ser quando muito há nos já está eu também onde quem qual pela pelo são às",
-    "dutch": "de van een het en in is dat op te zijn met voor niet aan er die om ook als dan maar bij nog uit door "
-    "naar heeft ze hij je ik was wordt kan geen deze dit waar wanneer hoe wie wat waarom welke werd hebben",
-    "swedish": "och att det som en på är av för med den till inte om ett har de jag kan men var när hur vad vem vilken "
-    "varför från så eller vid under han hon sig också efter kommer finns vi ska skall blev där",
-    "danish": "og at det som en på er af for med den til ikke om et har de jeg kan men hvor hvornår hvad hvem hvordan "
-    "hvorfor fra så eller ved under han hun sig også efter kommer vi skal blev der var hvilken mellem",
-    "norwegian": "og at det som en på er av for med den til ikke om et har de jeg kan men hvor når hva hvem hvordan "
-    "hvorfor fra så eller ved under han hun seg også etter kommer vi skal ble der var hvilken mellom",
-    "finnish": "ja on ei se että oli ovat hän mutta kun niin myös joka sekä tai jos olla ole kuin missä milloin mikä kuka "
-    "miten miksi jotka tämä sen mukaan ollut voi ovatko onko",
-    "hungarian": "a az és hogy nem egy is volt van ez meg csak de mint már el ki hol mikor mi melyik hogyan miért vagy "
-    "azt ezt ha még minden kell lehet",
-    "romanian": "de și în la a cu pe nu o că din un este pentru mai ce o să sunt care prin după au fost sau unde când cine "
-    "cum fi dintre al ale lui această acest",
-    "turkish": "ve bir bu da için ile çok olarak ne gibi daha en olan kadar sonra var değil mi ama nerede nasıl neden kim "
-    "hangi nedir zaman her ya",
-}
+COMMON_WORDS: dict[str, str] = tomllib.loads(Path(__file__).with_name("common_words.toml").read_text(encoding="utf-8"))
+"""By language."""
+
 _SCRIPTS = {
     "greek": "\u0370-\u03ff\u1f00-\u1fff",
     "russian": "\u0400-\u052f",
@@ -98,9 +70,8 @@ class LanguageDetector:
             counts.update(match.lastgroup for match in _SCRIPT.finditer(text) if match.lastgroup)
         (best, most), (_, second) = [*counts.most_common(2), ("", 0), ("", 0)][:2]
         is_clear = most > second and most > 3 * len(distinct & self._english)
-        return (
-            best if is_clear and most >= 1 + text.isascii() and most * _MOST_WORDS_PER_COMMON >= len(distinct) else ""
-        )
+        is_common = most >= 1 + text.isascii() and most * _MOST_WORDS_PER_COMMON >= len(distinct)
+        return best if is_clear and is_common else ""
 
 
 if TYPE_CHECKING:

@@ -66,11 +66,6 @@ def build_faiss_index(folder: Path, config: DenseConfig) -> None:
     (folder / DENSE).write_bytes(raw.data)
 
 
-def default_faiss_factory(kind: str, num_rows: int) -> str:
-    """The default FAISS factory string."""
-    return "HNSW32" if kind == "hnsw" else f"IVF{_num_lists(num_rows)},SQ8"
-
-
 class ApproximateIndex:
     """A FAISS index over a segment's rows. FAISS chooses the candidates; their scores and order are canonical."""
 
@@ -127,13 +122,12 @@ class ApproximateIndex:
 def _build(vectors: FloatArray, config: DenseConfig) -> Any:
     faiss = load_faiss()
     faiss.omp_set_num_threads(1)
-    factory = config.factory or default_faiss_factory(config.kind, len(vectors))
+    factory = config.factory or ("HNSW32" if config.kind == "hnsw" else f"IVF{_num_lists(len(vectors))},SQ8")
     try:
         index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as cause:
-        raise ConfigError(
-            f"FAISS does not know the factory string {factory!r}: {str(cause).splitlines()[0]}"
-        ) from cause
+        reason = str(cause).splitlines()[0]
+        raise ConfigError(f"FAISS does not know the factory string {factory!r}: {reason}") from cause
     if not isinstance(index, faiss.IndexHNSW if config.kind == "hnsw" else faiss.IndexIVF):
         raise ConfigError(f"the factory string {factory!r} is no index of the kind {config.kind!r}")
     if config.kind == "hnsw":

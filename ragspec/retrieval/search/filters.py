@@ -21,10 +21,9 @@ import operator
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from itertools import repeat
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -41,49 +40,20 @@ KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "number", float: 
 """A value compares only with values of its kind."""
 
 
-class ColumnValues(NamedTuple):
-    """Values of one key and kind: for each entry its row and the code of its value. Shapes: rows and codes [entries] int32."""
-
-    codes_by_value: dict[Any, int]
-    rows: NDArray[np.int32]
-    codes: NDArray[np.int32]
-
-    def mark(self, mask: Mask, is_wanted: Mask) -> None:
-        """Shapes: mask [num_documents], is_wanted [distinct values]."""
-        mask[self.rows[is_wanted[self.codes]]] = True
+Columns: TypeAlias = "dict[tuple[str, str, bool], defaultdict[Any, array[int]]]"
+"""By key, kind, and whether the values stand in lists: the rows of each value, ascending."""
 
 
-Columns = dict[tuple[str, str, bool], ColumnValues]
-"""Columns by key, kind, and whether the values are elements of lists. 1 and 1.0 are one value, as in a dict."""
-
-
-def text_column(texts: pa.ChunkedArray) -> ColumnValues:
-    """One text per document."""
-    encoded = texts.combine_chunks().dictionary_encode()
-    codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
-    values = {value: code for code, value in enumerate(encoded.dictionary.to_pylist())}
-    return ColumnValues(values, np.arange(len(codes), dtype=np.int32), codes)
-
-
-def metadata_columns(metadata_json: pa.ChunkedArray) -> Columns:
-    """The columns of every key. A key that few documents hold takes little memory."""
-    codes_by_value: defaultdict[tuple[str, str, bool], dict[Any, int]] = defaultdict(dict)
-    entries: defaultdict[tuple[str, str, bool], tuple[array[int], array[int]]]
-    entries = defaultdict(lambda: (array("i"), array("i")))
-    for row, text in enumerate(metadata_json.to_pylist()):
-        for key, found in json.loads(text).items():
+def columns_of(fields: Iterable[Mapping[str, Any]]) -> Columns:
+    """The columns of every key of the documents' fields. A key that few documents hold takes little memory."""
+    columns: Columns = defaultdict(lambda: defaultdict(partial(array, "i")))
+    for row, own in enumerate(fields):
+        for key, found in own.items():
             in_list = isinstance(found, list)
             for value in found if in_list else (found,):
-                kind = KINDS.get(type(value))
-                if kind:  # null, objects and lists of lists equal nothing
-                    codes = codes_by_value[key, kind, in_list]
-                    rows, codes_of_rows = entries[key, kind, in_list]
-                    rows.append(row)
-                    codes_of_rows.append(codes.setdefault(value, len(codes)))
-    return {
-        name: ColumnValues(codes_by_value[name], np.array(rows, np.int32), np.array(codes, np.int32))
-        for name, (rows, codes) in entries.items()
-    }
+                if kind := KINDS.get(type(value)):  # null, objects and lists of lists equal nothing
+                    columns[key, kind, in_list][value].append(row)
+    return columns
 
 
 MAX_DEPTH = 32
@@ -91,12 +61,7 @@ MAX_NODES = 1_000
 MAX_VALUES = 10_000
 
 _TYPES = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "and", "or", "not")
-_ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {
-    "gt": operator.gt,
-    "gte": operator.ge,
-    "lt": operator.lt,
-    "lte": operator.le,
-}
+_ORDERINGS = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte": operator.le}
 _NO_FILTER = ("union_tag_invalid", "union_tag_not_found", "model_attributes_type")
 """Types of pydantic's errors for a value that is not an object with a known `type`."""
 _MASKS_KEPT = 32
@@ -229,8 +194,7 @@ class DocumentColumns:
         self._num_documents = len(ids)
         self._texts = {"document.id": ids, "document.title": titles, "document.source": sources}
         self._metadata_json = metadata_json
-        self._of_text: Columns = {}
-        self._of_metadata: Columns | None = None
+        self._read: dict[str, Columns] = {}  # by key of a text; those of the metadata by ""
         self._mask = lru_cache(_MASKS_KEPT)(self._mask_of)
         self._lock = threading.Lock()
 
@@ -249,36 +213,22 @@ class DocumentColumns:
         if isinstance(filter, CompoundFilter):
             combine = np.logical_and if filter.type == "and" else np.logical_or
             return functools.reduce(combine, map(self._evaluate, filter.filters))
+        columns, orders = self._columns(filter.key), _ORDERINGS.get(filter.type)
+        if orders:
+            rows_of: Mapping[Any, array[int]] = columns.get((filter.key, KINDS[type(filter.value)], False), {})
+            found = [rows for value, rows in rows_of.items() if orders(value, filter.value)]
+        else:
+            places = [((filter.key, KINDS[type(v)], in_list), v) for v in filter.values for in_list in (False, True)]
+            found = [columns[place][value] for place, value in places if value in columns.get(place, {})]
         mask = np.zeros(self._num_documents, np.bool_)
-        if filter.type in _ORDERINGS:
-            self._mark_ordered(filter, mask)
-            return mask
-        self._mark_equal(filter, mask)
+        mask[np.frombuffer(b"".join(found), np.intc)] = True
         return ~mask if filter.type in ("ne", "nin") else mask
 
-    def _mark_ordered(self, filter: ComparisonFilter, mask: Mask) -> None:
-        column = self._columns(filter.key).get((filter.key, KINDS[type(filter.value)], False))
-        if column:
-            holds = map(_ORDERINGS[filter.type], column.codes_by_value, repeat(filter.value))
-            column.mark(mask, np.fromiter(holds, np.bool_, len(column.codes_by_value)))
-
-    def _mark_equal(self, filter: ComparisonFilter, mask: Mask) -> None:
-        columns = self._columns(filter.key)
-        for kind in set(KINDS.values()):
-            wanted = [value for value in filter.values if KINDS[type(value)] == kind]
-            for in_list in (False, True):
-                column = columns.get((filter.key, kind, in_list))
-                if wanted and column:
-                    is_wanted = np.zeros(len(column.codes_by_value), np.bool_)
-                    is_wanted[[column.codes_by_value[v] for v in wanted if v in column.codes_by_value]] = True
-                    column.mark(mask, is_wanted)
-
     def _columns(self, key: str) -> Columns:
+        name = key if key in self._texts else ""
         with self._lock:
-            if key not in self._texts:
-                if self._of_metadata is None:
-                    self._of_metadata = metadata_columns(self._metadata_json)
-                return self._of_metadata
-            if (key, "string", False) not in self._of_text:
-                self._of_text[key, "string", False] = text_column(self._texts[key])
-            return self._of_text
+            if name not in self._read:
+                texts = self._texts.get(key, self._metadata_json).to_pylist()
+                fields = ({key: text} for text in texts) if name else map(json.loads, texts)
+                self._read[name] = columns_of(fields)
+            return self._read[name]

@@ -4,12 +4,12 @@ Owns the order of these steps. Knows no encoder: queries come encoded.
 
     >>> searcher = IndexSearcher(Store.open("index"), RetrieverConfig(mode="sparse"))
     >>> queries = encode_queries(["When did it rain?"], "sparse", encoder, searcher.terms)
-    >>> searcher.search(queries, k=3, scope=PUBLIC_SCOPE).passages
+    >>> searcher.search(Lookup(queries, k=3)).passages
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
@@ -25,10 +25,21 @@ from ragspec.retrieval.index.manifest import DENSE, Manifest
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.analysis import Analyzer, rules_of
-from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, idf, sparse_query
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
+from ragspec.retrieval.search.bm25 import TermStatistics, idf, sparse_query
 from ragspec.retrieval.search.relevance import RANK_OFFSET, Features, QueryWeights, ReadHit, Relevance, hits_to_read
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchHit, SearchScope, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import (
+    PUBLIC_SCOPE,
+    Lookup,
+    PassageKey,
+    Query,
+    RetrievalMode,
+    ScorablePassage,
+    SearchHit,
+    SearchResult,
+    SearchScope,
+    Shard,
+    ShardLike,
+)
 
 
 class TermFunction(Protocol):
@@ -53,9 +64,9 @@ class IndexSearcher:
         config: RetrieverConfig,
         *,
         scoring: PairScoring | None = None,
-        shard: Callable[[Store], ShardLike] | None = None,
+        shard: ShardLike | None = None,
     ) -> None:
-        """`scoring` reranks; `shard` opens the segments, in this process if None. Raises: ConfigError, StoreCorrupt."""
+        """`scoring` reranks; `shard` holds the segments; None: this process does. Raises: ConfigError, StoreCorrupt."""
         self.store = store
         self.terms = term_function(store.manifest, config.mode)
         self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
@@ -63,22 +74,15 @@ class IndexSearcher:
         self._config = config
         self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
-        self._shard = shard(store) if shard else Shard.open(store.segments, config.device, config.gpu_memory_bytes)
+        self._shard = shard or Shard.open(store.segments, config.device, config.gpu_memory_bytes)
 
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
-        """As `ragspec.retrieval.search.index_types.IndexLike`.
+    def search(self, lookup: Lookup) -> SearchResult:
+        """As `ragspec.retrieval.retriever.GenerationView`.
 
         Why queries are analysed again: another generation may have analysed them by other rules.
         """
-        k, width = max(k, 0), max(k, prefetch_k) if prefetch_k > 0 else 0
+        queries, k, scope, prefetch_k, known = lookup._replace(k=max(lookup.k, 0))
+        width = max(k, prefetch_k) if prefetch_k > 0 else 0
         best = self._best(queries, k, width, scope)
         shown = [hit for some in best for hit in some[:k]]
         texts = iter(self._shard.passages(shown, self._config.expand_passages))
@@ -102,9 +106,8 @@ class IndexSearcher:
         counts = self._shard.statistics(sorted(frozenset().union(*terms)), scope.tenant)
         for query, own, hits, found in zip(queries, terms, best, passages, strict=True):
             weights = {term: idf(counts.num_rows, counts.frequencies.get(term, 0)) for term in own}
-            cosine = max(
-                (float(vector @ _vector(query)) for vector in self._shard.vectors(hits[: len(found)])), default=0.0
-            )
+            vectors = self._shard.vectors(hits[: len(found)])
+            cosine = max((float(vector @ _vector(query)) for vector in vectors), default=0.0)
             held = [own & frozenset(self._passage_terms(embedded_text(passage))) for passage in found]
             covered = max((sum(weights[term] for term in sorted(some)) for some in held), default=0.0)
             share = covered / (sum(weights[term] for term in sorted(own)) or 1.0)
@@ -180,7 +183,7 @@ class IndexSearcher:
         terms = [self.terms(query.text) for query in queries]
         distinct = sorted({term for some in terms for term in some})
         statistics = self._shard.statistics(distinct, scope.tenant)
-        return self._shard.sparse([sparse_query(some, statistics, SparseConfig()) for some in terms], k, scope)
+        return self._shard.sparse([sparse_query(some, statistics) for some in terms], k, scope)
 
     def _reranked(
         self, scoring: PairScoring, queries: Sequence[Query], hits: Sequence[Sequence[SearchHit]]
@@ -197,9 +200,7 @@ class IndexSearcher:
         found, mode = list(fresh.values()), self._config.mode
         passages = self._shard.passages(found, self._config.expand_passages)
         vectors = [None for _ in found] if mode == "sparse" else self._shard.vectors(found)
-        counts = [
-            {} if mode == "dense" else Counter(self._passage_terms(embedded_text(passage))) for passage in passages
-        ]
+        counts = [{} if mode == "dense" else Counter(self._passage_terms(embedded_text(each))) for each in passages]
         return dict(zip(fresh, map(ScorablePassage, passages, vectors, counts), strict=True))
 
     def _statistics(self, candidates: Iterable[ScorablePassage], scope: SearchScope) -> TermStatistics:

@@ -8,10 +8,11 @@ ordinal), so one shard with all segments and many shards with one segment each g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,8 +25,6 @@ from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.dense import Mask, ScoredRows, top_k
 from ragspec.retrieval.search.faiss_index import fits, num_gpus
 from ragspec.retrieval.search.filters import Filter
-
-T = TypeVar("T")
 
 _SCOPES_KEPT = 64
 _FREQUENCIES_KEPT = 65_536
@@ -62,31 +61,65 @@ class SearchHit(NamedTuple):
         return self.document_id, self.ordinal
 
 
-class ShardLike(Protocol):
-    """Some segments of one generation: one in a `SegmentSearcher`, more in a `Shard` or on remote shards."""
+RetrievalMode = Literal["dense", "sparse", "hybrid"]
+Device = Literal["auto", "cpu", "gpu"]
 
-    @property
-    def segment_names(self) -> frozenset[str]: ...
+PassageKey = tuple[str, int]
+"""(document id, ordinal), which names a passage in any generation."""
 
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
-        ...
 
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        """Counts over the documents that the tenant may read. A filter does not change them."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Query:
+    """An encoded query. The same record serves a guess and its verification.
 
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        """The passages that hold a term of the query, best first by BM25."""
-        ...
+    `terms` hold repetitions, and are empty in mode dense. Queries of one index are equal if their texts are.
+    Shapes: vector [E] float32, L2-normalised; None in mode sparse.
+    """
 
-    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
-        """With neighbours, each is a `ragspec.retrieval.expansion.WidePassage`."""
-        ...
+    text: str
+    vector: FloatArray | None = field(compare=False)
+    terms: tuple[str, ...]
 
-    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        """The stored vectors of the passages. Shapes: each [E] float32."""
-        ...
+
+class Lookup(NamedTuple):
+    """Queries to search for together: the `k` best passages of each, and `prefetch_k` candidates but those `known`."""
+
+    queries: Sequence[Query]
+    k: int
+    scope: SearchScope = PUBLIC_SCOPE
+    prefetch_k: int = 0
+    known: frozenset[PassageKey] = frozenset()
+
+
+class ScorablePassage(NamedTuple):
+    """A passage with all that scoring it needs. It belongs to no query: the passage's score is 0.
+
+    `term_counts` count the terms of `ragspec.retrieval.chunking.embedded_text`; empty in mode dense.
+    Shapes: vector [E] float32, as stored; None in mode sparse.
+    """
+
+    passage: Passage
+    vector: FloatArray | None
+    term_counts: Mapping[str, int]
+
+
+class SearchResult(NamedTuple):
+    """The result of a search for some queries.
+
+    `passages`: the best k of each query, best first, with scores. `candidates`: the best max(k, prefetch_k) of each query, query
+    by query, without known passages; empty for a prefetch_k of 0. `statistics` count the passages that the scope's tenant may
+    read, their lengths, and the frequency of every term of `candidates`; empty in mode dense and for a prefetch_k of 0. `missing`
+    names segments that could not be searched; the other fields are then the answer without them, which no cache may keep. Empty
+    unless `RetrieverConfig.fail_closed` is off. `closeness`: the calibrated score of each query's best passage, which is the
+    probability that the index holds an answer; empty but in mode hybrid, and with `prefetch_k`.
+    """
+
+    passages: list[list[Passage]]
+    candidates: dict[PassageKey, ScorablePassage]
+    statistics: TermStatistics
+    generation: str
+    missing: tuple[str, ...] = ()
+    closeness: tuple[float, ...] = ()
 
 
 class SegmentSearcher:
@@ -95,7 +128,7 @@ class SegmentSearcher:
     def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
         """Load all that the first search would otherwise wait for. Raises: StoreCorrupt."""
         self._segment = live.segment
-        self._nearest = live.segment.nearest_on_gpu if on_gpu else live.segment.nearest
+        self._nearest = live.segment.nearest(on_gpu)
         _ = live.segment.ids, live.segment.owners
         self._live_rows = None if live.is_live.all() else live.live_rows()
         self._allowed = lru_cache(_SCOPES_KEPT)(self._allowed_rows)
@@ -157,7 +190,52 @@ class SegmentSearcher:
         return None if rows.all() else rows
 
 
-class Shard:
+class SplitShard(ABC):
+    """Some segments of one generation, each in a part."""
+
+    @property
+    @abstractmethod
+    def segment_names(self) -> frozenset[str]: ...
+
+    @abstractmethod
+    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The answer of every part."""
+
+    @abstractmethod
+    def read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
+        """The answer to each hit, of the part that holds it."""
+
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
+        return _merged(self.ask_all("dense", queries, k, scope), len(queries), k)
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        """Counts over the documents that the tenant may read. A filter does not change them."""
+        return sum(self.ask_all("statistics", terms, tenant), TermStatistics())
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        """The passages that hold a term of the query, best first by BM25."""
+        return _merged(self.ask_all("sparse", queries, k, scope), len(queries), k)
+
+    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
+        """With neighbours, each is a `ragspec.retrieval.expansion.WidePassage`."""
+        return self.read_hits("passages", hits, num_neighbours)
+
+    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
+        """The stored vectors of the passages. Shapes: each [E] float32."""
+        return self.read_hits("vectors", hits)
+
+
+ShardLike: TypeAlias = SegmentSearcher | SplitShard
+"""Some segments of one generation: one, or more in a `Shard` or on remote shards."""
+
+
+def _merged(parts: Sequence[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:
+    """The best `k` of each query over several parts."""
+    return [sorted(hit for part in parts for hit in part[number])[:k] for number in range(num_queries)]
+
+
+class Shard(SplitShard):
     """Some segments of one generation, or several shards as one. Safe to call from several threads."""
 
     def __init__(self, parts: Sequence[ShardLike]) -> None:
@@ -166,10 +244,7 @@ class Shard:
 
     @classmethod
     def open(
-        cls,
-        segments: Iterable[LiveSegment],
-        device: Literal["auto", "cpu", "gpu"] = "cpu",
-        gpu_memory_bytes: int | None = None,
+        cls, segments: Iterable[LiveSegment], device: Device = "cpu", gpu_memory_bytes: int | None = None
     ) -> Shard:
         """Segments beyond `gpu_memory_bytes` are searched on the CPU.
 
@@ -186,36 +261,8 @@ class Shard:
     def segment_names(self) -> frozenset[str]:
         return frozenset(self.part_of)
 
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits((part.dense(queries, k, scope) for part in self._parts), len(queries), k)
+    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(part, method)(*arguments) for part in self._parts]
 
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return sum_statistics(part.statistics(terms, tenant) for part in self._parts)
-
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits((part.sparse(queries, k, scope) for part in self._parts), len(queries), k)
-
-    def passages(self, hits: Sequence[SearchHit], num_neighbours: int = 0) -> list[Passage]:
-        return [passage for hit in hits for passage in self.part_of[hit.segment].passages([hit], num_neighbours)]
-
-    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        return [vector for hit in hits for vector in self.part_of[hit.segment].vectors([hit])]
-
-
-def merge_hits(found: Iterable[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:
-    """The best `k` of each query over several shards or segments."""
-    parts = list(found)
-    return [sorted(hit for part in parts for hit in part[number])[:k] for number in range(num_queries)]
-
-
-def gather_by_shard(
-    hits: Sequence[SearchHit], own: Iterable[Sequence[SearchHit]], answers: Iterable[Sequence[T]]
-) -> list[T]:
-    """The answers of the shards to their own hits, in the order of `hits`."""
-    found = {hit: one for some, given in zip(own, answers, strict=True) for hit, one in zip(some, given, strict=True)}
-    return [found[hit] for hit in hits]
-
-
-def sum_statistics(parts: Iterable[TermStatistics]) -> TermStatistics:
-    """The statistics of several shards or segments together."""
-    return reduce(lambda a, b: a + b, parts, TermStatistics())
+    def read_hits(self, method: str, hits: Sequence[SearchHit], *arguments: Any) -> list[Any]:
+        return [found for hit in hits for found in getattr(self.part_of[hit.segment], method)([hit], *arguments)]

@@ -20,12 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Passage
-from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
+from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.index_searcher import FUSION_DEPTH, reciprocal_rank_fusion
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
 from ragspec.retrieval.search.relevance import QueryWeights, Relevance, hits_to_read
-from ragspec.retrieval.search.segment_search import SearchHit
+from ragspec.retrieval.search.segment_search import (
+    PassageKey,
+    Query,
+    RetrievalMode,
+    ScorablePassage,
+    SearchHit,
+    SearchResult,
+)
 
 _MAX_PASSAGES = 512
 
@@ -56,12 +62,8 @@ class SpeculationCache:
         self.can_guess = self.can_guess or bool(result.candidates) or not any(result.passages)
         if not result.candidates:
             return
-        seen_again = {
-            key: self._candidates.pop(key)
-            for p in result.passages
-            for key in passage_keys(p)
-            if key in self._candidates
-        }
+        seen = (key for passages in result.passages for key in passage_keys(passages))
+        seen_again = {key: self._candidates.pop(key) for key in seen if key in self._candidates}
         self._candidates |= seen_again | result.candidates
         for key in list(self._candidates)[:-_MAX_PASSAGES]:
             del self._candidates[key]
@@ -101,7 +103,7 @@ class SpeculationCache:
 
     def _sparse_hits(self, query: Query) -> list[SearchHit]:
         """Passages that hold a word of the query. No cached passage holds a word of unknown frequency."""
-        scored_query = sparse_query(query.terms, self._statistics, SparseConfig())
+        scored_query = sparse_query(query.terms, self._statistics)
         hits = self._hits(bm25_score(scored_query, candidate) for candidate in self._candidates.values())
         return [hit for hit in hits if hit.score]
 

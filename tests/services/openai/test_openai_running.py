@@ -355,12 +355,12 @@ async def test_a_step_of_64_answers_wakes_their_loop_once() -> None:
 def test_chats_at_once_share_one_call_of_encoder_and_index(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen questions were encoded and searched for one after the other, each behind fifteen others."""
     encode, sizes, first = LetterEncoder.encode, list[int](), threading.Event()
-    waiting = service.backend.retriever._retriever._batcher._encoding._queue  # type: ignore[attr-defined]
+    encoding = service.backend.retriever._retriever._batcher._encoding  # type: ignore[attr-defined]
 
     def counted(encoder: LetterEncoder, texts: Sequence[str], kind: Any = "document") -> Any:
         sizes.append(len(texts))
         first.set()
-        until(lambda: len(sizes) > 1 or waiting.qsize() == 15)
+        until(lambda: len(sizes) > 1 or len(encoding._waiting) == 15)
         return encode(encoder, texts, kind)
 
     monkeypatch.setattr(LetterEncoder, "encode", counted)

@@ -1,12 +1,13 @@
 """Chunks documents and encodes them many at a time, so that texts of equal length share a forward.
 
->>> queue.add(queue.chunked(document))
->>> queue.encode()[0].vectors
+>>> waiting = [Chunker(encoder, config.chunking).chunked(document) for document in documents]
+>>> encode_missing(encoder, waiting)
+>>> waiting[0].vectors
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from ragspec.core import Document, Passage
 from ragspec.errors import ModelError, RetrievalError
 from ragspec.retrieval.chunking import TokenLimit, chunk, embedded_text
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
-from ragspec.retrieval.index.content_key import IdsByKey, text_key
+from ragspec.retrieval.index.content_key import text_key
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class EmbeddedDocument:
     """
 
     document: Document
+    text_key: bytes
     chunking: ChunkingConfig
     passages: list[Passage]
     texts: list[str]
@@ -72,58 +74,17 @@ def encode_missing(encoder: TextEncoder, documents: Sequence[EmbeddedDocument], 
         del each.missing[: num_filled[id(each)]]
 
 
-class EmbeddingQueue:
-    """Documents that wait to be encoded. An id is in the queue at most once."""
+class Chunker:
+    """Cuts documents into passages that an encoder reads whole."""
 
-    def __init__(self, encoder: TextEncoder | None, chunking: ChunkingConfig) -> None:
-        """Without an encoder the queue stays empty."""
-        self._encoder = encoder
-        self._chunking = chunking
-        self._limit = None if encoder is None else TokenLimit(encoder.max_tokens, encoder.count_tokens)
-        self._waiting: dict[str, EmbeddedDocument] = {}
-        self._texts = IdsByKey()
-        self.num_missing = 0
-
-    def __contains__(self, document_id: str) -> bool:
-        return document_id in self._waiting
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def with_text(self, key: bytes) -> Iterable[str]:
-        """The ids of waiting documents with that text key."""
-        return self._texts.ids(key)
+    def __init__(self, encoder: TextEncoder, chunking: ChunkingConfig) -> None:
+        self._chunking, self._dimension = chunking, encoder.identity.dimension
+        self._limit = TokenLimit(encoder.max_tokens, encoder.count_tokens)
 
     def chunked(self, document: Document) -> EmbeddedDocument:
-        """Chunk a document, which does not join the queue."""
-        assert self._encoder is not None, "putting documents in needs an encoder"
+        """Raises: ConfigError."""
         passages = chunk(document, self._chunking, self._limit)
         texts = [embedded_text(passage) for passage in passages]
-        vectors = np.empty((len(texts), self._encoder.identity.dimension), np.float32)
-        return EmbeddedDocument(document, self._chunking, passages, texts, vectors, list(range(len(texts))))
-
-    def add(self, waiting: EmbeddedDocument) -> None:
-        """Add a document whose id is not in the queue."""
-        self._waiting[waiting.document.id] = waiting
-        self._texts.add(text_key(waiting.document), waiting.document.id)
-        self.num_missing += len(waiting.missing)
-
-    def get(self, document_id: str) -> Document:
-        return self._waiting[document_id].document
-
-    def drop(self, document_id: str) -> None:
-        waiting = self._waiting.pop(document_id)
-        self._texts.remove(text_key(waiting.document), document_id)
-        self.num_missing -= len(waiting.missing)
-
-    def encode(self) -> list[EmbeddedDocument]:
-        """All waiting documents, in order, with every vector. The queue is empty afterwards.
-
-        Raises: as `encode_missing`.
-        """
-        waiting = list(self._waiting.values())
-        if not waiting or self._encoder is None:
-            return []
-        encode_missing(self._encoder, waiting)
-        self._waiting, self._texts, self.num_missing = {}, IdsByKey(), 0
-        return waiting
+        vectors = np.empty((len(texts), self._dimension), np.float32)
+        missing = list(range(len(texts)))
+        return EmbeddedDocument(document, text_key(document), self._chunking, passages, texts, vectors, missing)
