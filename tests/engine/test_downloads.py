@@ -13,14 +13,7 @@ import pytest
 
 from ragspec.config import TargetConfig
 from ragspec.engine.checkpoints import catalogue
-from ragspec.engine.checkpoints.catalogue import (
-    KnownModel,
-    Measured,
-    PackagedParts,
-    Shape,
-    better_reader,
-    model_named,
-)
+from ragspec.engine.checkpoints.catalogue import KnownModel, Measured, PackagedParts, Shape, better_reader, model_named
 from ragspec.engine.checkpoints.downloads import get_model, local_model
 from ragspec.engine.checkpoints.preflight import check_files
 from ragspec.engine.checkpoints.target_files import models_folder, target_folder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from head_parts import free, head_for
-from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, generated, requests_of, total, truth
 from tiny_target import Tiny, tiny_engine
 
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig
@@ -178,8 +178,7 @@ def test_worse_weights_never_draft_for_long(tiny: Tiny) -> None:
     """Learning from texts that no longer come made drafts worse than the loaded head's, and stayed."""
     target = tiny()
     drafter = drafter_for(target)
-    with tiny_engine(target, [drafter]) as engine:
-        engine.generate(repeated(requests_of(target, LONG), 4, "b"))
+    generated(target, [drafter], [repeated(requests_of(target, LONG), 4, "b")])
     honest = list(drafter.learners["b"]._kept)
     good = drafter.learners["b"]._head
     assert good is not None
