@@ -27,10 +27,7 @@ def merged(
     vocab_size: int = ANY,
     is_chain: bool = False,
 ) -> StepTrees:
-    trees, limits = (
-        StepTrees([9], np.array([trusts])),
-        (np.array([max_depth]), vocab_size, np.array([is_chain])),
-    )
+    trees, limits = (StepTrees([9], np.array([trusts])), (np.array([max_depth]), vocab_size, np.array([is_chain])))
     for number, proposals in enumerate(drafts):
         trees.merge([0], Proposals.of("ab"[number], [proposals]), number, limits)
     return trees

@@ -11,18 +11,9 @@ from drafters import Half
 from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, network_for, save_block
 from drafting.eagle_reference import eagle3_outputs, head_logits
 from head_parts import differs, features_of, free, noted
-from oracle_cases import (
-    PARAMS,
-    assert_equal,
-    assert_pool_is_empty,
-    generated,
-    names_of,
-    requests_of,
-    total,
-    truth,
-)
+from oracle_cases import PARAMS, assert_equal, generated, names_of, requests_of, total, truth
 from safetensors.torch import load_file, save_file
-from tiny_target import Tiny, save_model, tiny_engine
+from tiny_target import Tiny, save_model
 from torch import Tensor
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, OnlineConfig, TargetConfig
@@ -101,11 +92,7 @@ def test_states_logits_and_blocks_are_the_papers(
     watched = drafter_for(target, tmp_path, form, "chain", max_read=256)
     drafts = noted(watched)
     answers = {key: plain.token_ids for key, plain in expected.items()}
-    with tiny_engine(target, [Half(answers), watched], **options) as engine:
-        for batch in (requests, requests[::2], requests):
-            assert_equal(engine.generate(batch), expected)
-        assert engine.num_drafter_failures == 0
-        assert_pool_is_empty(engine)
+    assert_equal(generated(target, [Half(answers), watched], (requests, requests[::2], requests), **options), expected)
     seen = {tuple(tokens): states for tokens, states, unread in watched.seen if not unread}
     assert len(seen) > 8
     bias = load_file(tmp_path / "model.safetensors")
@@ -140,8 +127,7 @@ def test_a_head_trains_on_the_states_that_it_drafts_from(tiny: Tiny, tmp_path: P
     write_trained(tmp_path / "head", head, head.state_dict(), "target")
     network = BlockNetwork(read_block(tmp_path / "head"), target, 400, torch.float32)
     watched = Watched(network, make_shape("chain", 1, 1, 4), free(), max_read=256)
-    with tiny_engine(target, [watched]) as engine:
-        engine.generate(requests_of(target, PARAMS["greedy"])[:3])
+    generated(target, [watched], [requests_of(target, PARAMS["greedy"])[:3]])
     whole = [(tokens, states) for tokens, states, unread in watched.seen if not unread]
     assert len(whole) > 8
     for tokens, states in whole[:: len(whole) // 8]:

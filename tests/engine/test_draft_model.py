@@ -178,8 +178,7 @@ def test_a_model_that_costs_more_than_it_saves_is_not_asked(tiny: Tiny) -> None:
         model.reset_pool(2048)
         costs, prefixes = Free(step_s), PrefixCache(model.pool)
         drafter = Watched(model, target.vocab_size, make_shape("chain", 1, 1, 4), costs, prefixes)
-        with tiny_engine(target, [drafter]) as engine:
-            completions = engine.generate(requests)
+        completions = generated(target, [drafter], [requests])
         assert (total(completions, "num_drafted") > 0) is is_asked
         assert bool(drafter.num_rows) is is_asked
 
@@ -226,9 +225,7 @@ def test_a_text_beyond_the_models_context_gets_no_drafts(tiny: Tiny, tmp_path: P
     request = Request("a", tuple(range(30, 50)), params)
     with tiny_engine(target) as engine:
         expected = engine.generate([request])[0].token_ids
-    with tiny_engine(target, [drafter]) as engine:
-        (done,) = engine.generate([request])
-        assert engine.num_drafter_failures == 0
+    (done,) = generated(target, [drafter], [[request]])
     assert done.token_ids == expected and done.stats.num_drafted > 0
     assert max(len(tokens) for tokens, _ in drafter.seen) == 31  # type: ignore[attr-defined]
 

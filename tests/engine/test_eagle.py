@@ -8,18 +8,7 @@ import pytest
 import torch
 from drafters import Half
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
-from head_parts import (
-    Near,
-    NotesReads,
-    differs,
-    drafter_for,
-    features_of,
-    free,
-    head_for,
-    naive_outputs,
-    near,
-    noted,
-)
+from head_parts import Near, NotesReads, differs, drafter_for, features_of, free, head_for, naive_outputs, near, noted
 from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Tiny, tiny_engine
 
@@ -114,11 +103,9 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
     expected = truth(target, requests, "T=1") | truth(target, longer, "T=1")
     answers = {key: plain.token_ids for key, plain in expected.items()}
     watched = Watched(network, make_shape("dynamic", 3, 2, 4), free(), max_read=256)
-    with tiny_engine(target, [Half(answers), watched], **options) as engine:
-        for batch in (requests, longer, requests[::2], longer):
-            assert_equal(engine.generate(batch), expected)
-        assert engine.num_drafter_failures == 0
-        assert_pool_is_empty(engine)
+    assert_equal(
+        generated(target, [Half(answers), watched], (requests, longer, requests[::2], longer), **options), expected
+    )
     whole = [(tokens, state) for tokens, state, unread in watched.seen if not unread]
     assert len(whole) > (0.5 if options.get("enable_prefix_caching", True) else 0.999) * len(watched.seen)
     checked = whole[:: max(1, len(whole) // 60)]
@@ -163,9 +150,7 @@ def test_a_window_hides_what_is_older(tiny: Tiny) -> None:
     network = EagleNetwork(head_for(target, "eagle3"), target, 300)
     watched = Watched(network, make_shape("chain", 1, 1, 2), free(), window=24)
     request = Request("a", tuple(range(30, 90)), SamplingParams(max_tokens=20, ignore_eos=True))
-    with tiny_engine(target, [watched]) as engine:
-        engine.generate([request])
-        assert engine.num_drafter_failures == 0
+    generated(target, [watched], [[request]])
     tokens, state, _ = watched.seen[-1]
     head, features = head_for(target, "eagle3"), features_of(target, tokens, network.taps).double()
     seen = eagle3_outputs(head, target.embedding, tokens[-25:], features[-25:])[-1]  # rotations are relative
@@ -181,11 +166,8 @@ def test_a_prompt_is_read_over_the_following_drafts(tiny: Tiny) -> None:
     network = EagleNetwork(head, target, 300)
     watched = Watched(network, make_shape("chain", 1, 1, 1), free(), window=40, max_read=20)
     request = Request("a", tuple(range(30, 90)), SamplingParams(max_tokens=30, ignore_eos=True))
-    with tiny_engine(target) as engine:
-        (expected,) = engine.generate([request])
-    with tiny_engine(target, [watched]) as engine:
-        (completion,) = engine.generate([request])
-        assert engine.num_drafter_failures == 0
+    (expected,) = generated(target, (), [[request]])
+    (completion,) = generated(target, [watched], [[request]])
     assert completion.token_ids == expected.token_ids
     are_whole = []
     for tokens, state, _ in watched.seen:
@@ -221,9 +203,7 @@ def test_the_tree_by_confidence_is_the_papers(tiny: Tiny, name: str, dtype: str)
     drafter = EagleDrafter(EagleNetwork(head, target, 300), make_shape("dynamic", 4, 4, 5, num_nodes=29), free())
     kept = noted(drafter)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
-    with tiny_engine(target, [drafter]) as engine:
-        engine.generate([Request("a", tuple(range(30, 50)), params)])
-        assert engine.num_drafter_failures == 0
+    generated(target, [drafter], [[Request("a", tuple(range(30, 50)), params)]])
     whole = [(tokens, proposals) for tokens, proposals in kept if len(proposals) == 29]
     assert len(whole) > 3
     for tokens, proposals in whole[:3]:
@@ -281,8 +261,7 @@ def test_proposals_name_parents_before_children_and_never_more_than_certain(tiny
     target = tiny()
     drafter = drafter_for(target, "eagle3")
     kept = noted(drafter)
-    with tiny_engine(target, [drafter]) as engine:
-        engine.generate(requests_of(target, PARAMS["T=1"]))
+    generated(target, [drafter], [requests_of(target, PARAMS["T=1"])])
     assert any(proposal.parent >= 0 for _, proposals in kept for proposal in proposals)
     for _, proposals in kept:
         below: dict[int, float] = {}

@@ -10,8 +10,8 @@ from drafters import Half
 from drafting.medusa_heads import PREFIX, hydra_logits, hydra_plus_tensors, position_drafter, prefix_model, save_hydra
 from head_parts import NotesReads, differs
 from oracle import fresh_forward
-from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, requests_of, truth
-from tiny_target import Tiny, tiny_engine
+from oracle_cases import PARAMS, assert_equal, generated, requests_of, truth
+from tiny_target import Tiny
 
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.medusa.checkpoint import read_hydra
@@ -64,11 +64,7 @@ def test_states_are_right_after_prefixes_chunks_and_preemption(
     assert isinstance(made, PrefixHydraDrafter)
     watched = Watched(made.network, made._settings.shape, made._costs, max_read=256)
     answers = {key: plain.token_ids for key, plain in expected.items()}
-    with tiny_engine(target, [Half(answers), watched], **options) as engine:
-        for batch in (requests, requests[::2], requests):
-            assert_equal(engine.generate(batch), expected)
-        assert engine.num_drafter_failures == 0
-        assert_pool_is_empty(engine)
+    assert_equal(generated(target, [Half(answers), watched], (requests, requests[::2], requests), **options), expected)
     seen = [(tokens, state) for tokens, state, unread in watched.seen if not unread]
     assert len(seen) > 8
     for tokens, state in seen[:: 1 + len(seen) // 12]:

@@ -204,24 +204,29 @@ def test_offloaded_prefixes_stay_with_their_tenant_and_are_purged_with_it(tiny: 
         assert isinstance(blocks, MemoryBlocks) and not blocks._blocks, "bytes outlived their tenant"
 
 
-def _truncate(blocks: FileBlocks, _: pytest.MonkeyPatch) -> None:
+def _truncate(blocks: FileBlocks) -> None:
     os.ftruncate(blocks._file, 3 * blocks._block_bytes + 5)
 
 
-def _damage(blocks: FileBlocks, _: pytest.MonkeyPatch) -> None:
+def _damage(blocks: FileBlocks) -> None:
     size = os.fstat(blocks._file).st_size
     for at in range(blocks._block_bytes - 1, size, 2 * blocks._block_bytes):
         os.pwrite(blocks._file, bytes([os.pread(blocks._file, 1, at)[0] ^ 1]), at)
 
 
-def _fill_disk(_: FileBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int = 0) -> None:
+    """Leave `room` bytes to the store's file."""
+    write = os.pwrite
 
-    monkeypatch.setattr("os.pwrite", full)
+    def write_within(file: int, data: memoryview, at: int) -> int:
+        if at + data.nbytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, at)
+
+    monkeypatch.setattr("os.pwrite", write_within)
 
 
-@pytest.mark.parametrize("fault", [_truncate, _damage, _fill_disk])
+@pytest.mark.parametrize("fault", [_truncate, _damage, None])
 def test_what_cannot_be_read_back_is_computed_again(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Any
 ) -> None:
@@ -232,11 +237,11 @@ def test_what_cannot_be_read_back_is_computed_again(
     options: dict[str, Any] = {"kv_offload_bytes": PLENTY, "kv_offload_dir": str(tmp_path)}
     with tiny_engine(target, (), NUM_KV_SLOTS, **options) as engine, caplog.at_level(logging.WARNING):
         blocks: Any = engine._scheduler.offload._store._blocks  # type: ignore[union-attr]
-        if fault is _fill_disk:
-            fault(blocks, monkeypatch)
+        if fault is None:
+            fill_disk(monkeypatch)
         answered(engine, requests[:1])
-        if fault is not _fill_disk:
-            engine.between_steps(lambda: fault(blocks, monkeypatch))
+        if fault:
+            engine.between_steps(lambda: fault(blocks))
         for _ in range(2):
             (found,) = answered(engine, requests[1:])
             assert_equal(found, {(c.request_id, 0): expected[c.request_id, 0] for c in found})
@@ -329,18 +334,6 @@ def test_a_text_that_grew_loses_its_end_first() -> None:
     assert [texts.known(tokens) for tokens in ([5] * 96, [6] * 64, [7] * 64, [8] * 32)] == [64, 0, 64, 32]
     texts.keep([5] * 160)
     assert texts.known([5] * 160) == 160
-
-
-def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    """Leave `room` bytes to the store's file."""
-    write = os.pwrite
-
-    def write_within(file: int, data: memoryview, at: int) -> int:
-        if at + data.nbytes > room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data, at)
-
-    monkeypatch.setattr("os.pwrite", write_within)
 
 
 def test_a_disk_that_was_full_once_uses_its_whole_budget_again(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,27 +477,19 @@ def test_a_copy_of_blocks_arrives_whole() -> None:
 def test_offloading_that_cannot_begin_is_refused_early(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that was missing was reported after minutes of reading weights, testing and measuring."""
+    """A folder that was missing was reported after minutes of reading weights, testing and measuring; or main memory was copied
+    into main memory, and nothing was ever kept."""
     target = tiny("llama", "float32")
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        load_config(**{"engine.kv_offload_bytes": 2**30, "engine.prefix_cache": False})
     with pytest.raises(ConfigError, match="kv_offload_dir needs kv_offload_bytes"):
         load_config(**{"engine.kv_offload_dir": str(tmp_path)})
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("weights were read"))
+    missing = EngineConfig(kv_offload_bytes=2**30, kv_offload_dir=str(tmp_path / "missing"))
     with pytest.raises(SaveError, match="missing"):
-        load_rank(
-            TargetConfig(), EngineConfig(kv_offload_bytes=2**30, kv_offload_dir=str(tmp_path / "missing")), Ranks()
-        )
+        load_rank(TargetConfig(), missing, Ranks())
+    with pytest.raises(ConfigError, match="kv_offload_dir"):
+        load_rank(TargetConfig(), EngineConfig(kv_offload_bytes=2**30), Ranks())
     monkeypatch.setattr(Target, "load", lambda *_: target)
     with pytest.raises(ConfigError, match="kv_offload_bytes is"):
         load_rank(TargetConfig(), EngineConfig(kv_offload_bytes=1000, kv_offload_dir=str(tmp_path)), Ranks())
-
-
-def test_offloading_that_cannot_help_is_refused(tmp_path: Path) -> None:
-    """Main memory was copied into main memory, or nothing was ever kept and nobody knew."""
-    with pytest.raises(ConfigError, match="enable_prefix_caching"):
-        load_config(**{"engine.kv_offload_bytes": 2**30, "engine.prefix_cache": False})
-    with pytest.raises(ConfigError, match="kv_offload_dir"):
-        load_rank(TargetConfig(), EngineConfig(kv_offload_bytes=2**30), Ranks())
-    with pytest.raises(ConfigError, match="kv_offload_bytes is"):
-        KvOffload(KvPool(SHAPES, 64), 1000)
-    with pytest.raises(SaveError, match="missing"):
-        BlockStore(KvPool(SHAPES, 64), str(tmp_path / "missing"))

@@ -34,12 +34,7 @@ ROPE: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 512,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 512},
 }
 LENGTHS = [4096, *(pytest.param(1024 * n, marks=pytest.mark.slow) for n in (8, 16, 32))]
 

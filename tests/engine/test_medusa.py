@@ -23,7 +23,6 @@ from oracle_cases import (
     PARAMS,
     PROMPTS,
     assert_equal,
-    assert_pool_is_empty,
     drafted_as_plainly,
     generated,
     names_of,
@@ -32,7 +31,7 @@ from oracle_cases import (
     truth,
 )
 from safetensors.torch import load_file, save_file
-from tiny_target import Tiny, save_model, tiny_engine
+from tiny_target import Tiny, save_model
 
 from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -115,11 +114,7 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
     made = position_drafter(target, tmp_path)
     watched = Watched(made.network, made._settings.shape, made._costs)
     answers = {key: plain.token_ids for key, plain in expected.items()}
-    with tiny_engine(target, [Half(answers), watched], **options) as engine:
-        for batch in (requests, requests[::2], requests):
-            assert_equal(engine.generate(batch), expected)
-        assert engine.num_drafter_failures == 0
-        assert_pool_is_empty(engine)
+    assert_equal(generated(target, [Half(answers), watched], (requests, requests[::2], requests), **options), expected)
     assert not watched._states and len(watched.seen) > 12
     for tokens, state in watched.seen[:: 1 + len(watched.seen) // 30]:
         assert torch.allclose(state, fresh_forward(target, tokens, (FINAL,))[1][FINAL][-2:-1], atol=1e-4)

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from head_parts import free, head_for
-from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafts_of, requests_of, total, truth
+from oracle_cases import (
+    PARAMS,
+    PROMPTS,
+    assert_equal,
+    assert_pool_is_empty,
+    drafts_of,
+    generated,
+    requests_of,
+    total,
+    truth,
+)
 from tiny_target import Tiny, tiny_engine
 
 from ragspec.config import DraftingConfig, EagleConfig, OnlineConfig
@@ -70,7 +80,7 @@ def repeated(requests: Sequence[Request], count: int, salt: str) -> list[Request
 def test_no_output_changes_while_the_head_learns(tiny: Tiny, name: str, dtype: str) -> None:
     """Other weights in the middle of an answer changed a token; or nothing was learned, so the test could not fail."""
     target = tiny("llama", dtype)
-    requests, drafter = requests_of(target, PARAMS[name]), drafter_for(target)
+    requests, drafter = requests_of(target, PARAMS[name], PROMPTS[:6]), drafter_for(target)
     with tiny_engine(target, [drafter]) as engine:
         rounds = [engine.generate(requests) for _ in range(4)]
         assert engine.num_drafter_failures == 0
@@ -94,7 +104,7 @@ def test_a_thread_learns_while_no_request_is_open(tiny: Tiny) -> None:
             return learner
 
     drafter = drafter_for(target, kind=Watched)
-    requests = requests_of(target, LONG)
+    requests = requests_of(target, LONG, PROMPTS[:3])
     with tiny_engine(target, [drafter]) as engine:
         for _ in range(2):
             engine.generate(requests)
@@ -178,8 +188,7 @@ def test_worse_weights_never_draft_for_long(tiny: Tiny) -> None:
     """Learning from texts that no longer come made drafts worse than the loaded head's, and stayed."""
     target = tiny()
     drafter = drafter_for(target)
-    with tiny_engine(target, [drafter]) as engine:
-        engine.generate(repeated(requests_of(target, LONG), 4, "b"))
+    generated(target, [drafter], [repeated(requests_of(target, LONG), 4, "b")])
     honest = list(drafter.learners["b"]._kept)
     good = drafter.learners["b"]._head
     assert good is not None
@@ -208,7 +217,7 @@ def test_weights_that_are_no_numbers_never_draft(tiny: Tiny) -> None:
     """A step of training that diverged was served."""
     target = tiny()
     drafter = drafter_for(target, learning_rate=1e30)
-    requests = requests_of(target, PARAMS["greedy"])
+    requests = requests_of(target, PARAMS["greedy"], PROMPTS[:3])
     with tiny_engine(target, [drafter]) as engine:
         completions = [engine.generate(requests) for _ in range(3)]
     assert_equal([done for each in completions for done in each], truth(target, requests * 3, "greedy"))

@@ -10,6 +10,7 @@ from oracle_cases import (
     assert_equal,
     assert_pool_is_empty,
     drafters,
+    generated,
     params_key,
     requests_of,
     total,
@@ -183,7 +184,6 @@ def test_requests_without_speculation_draft_nothing(tiny: Tiny) -> None:
         Request(r.id, r.prompt_ids, r.params, r.sources, speculation=i % 2 == 0)
         for i, r in enumerate(requests_of(target, PARAMS["T=1"]))
     ]
-    with tiny_engine(target, [drafters(target, expected)["perfect"]]) as engine:
-        completions = engine.generate(requests)
+    completions = generated(target, [drafters(target, expected)["perfect"]], [requests])
     assert_equal(completions, expected)
     assert total(completions[1::2], "num_drafted") == 0 < total(completions[::2], "num_accepted")

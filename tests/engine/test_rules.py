@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from head_parts import drafter_for, near
 from oracle import next_logits
-from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
+from oracle_cases import PARAMS, PROMPTS, assert_pool_is_empty, generated, requests_of, total
 from scipy.stats import chi2
 from tiny_target import Tiny, tiny_engine
 
@@ -88,9 +88,7 @@ def test_every_rule_beside_keyed_requests(tiny: Tiny, rule: AcceptanceRule, name
         for i, r in enumerate(plain)
     ]
     drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
-    with tiny_engine(target, drafters) as engine:
-        alone = engine.generate(plain)
-        assert engine.num_drafter_failures == 0
+    alone = generated(target, drafters, [plain])
     runs = []
     for _ in range(2):
         drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]

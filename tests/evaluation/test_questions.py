@@ -431,19 +431,6 @@ def test_sentences_alone_need_no_index(run: Run, model: Path, tmp_path: Path, mo
     assert ended.code == 0 and json.loads(ended.out)["changed_of"] == 1 and json.loads(ended.out)["index"] == ""
 
 
-def test_without_an_index_the_standard_library_is_asked_and_said_so(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A measurement of docstrings that passed for one of the user's documents."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    corpus = [("math.floor", "math.floor(x, /): Return the floor of x as an Integral.")]
-    monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: corpus)
-    (tmp_path / "q.jsonl").write_text('{"question": "floor?", "answer": "an integral", "document": "math.floor"}')
-    ended = run("evaluate", tmp_path / "q.jsonl", "--target", model)
-    assert ended.code == 0 and "docstrings of Python's standard library" in ended.err.splitlines()[0]
-    assert json.loads(ended.out)["shown"] == 1
-
-
 def test_a_wrong_call_ends_before_anything_loads(run: Run, tmp_path: Path) -> None:
     """A minute of loading before the file turns out to be misspelt."""
     (tmp_path / "q.jsonl").write_text('{"qestion": "Why?"}')

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -233,28 +234,7 @@ def test_commands_of_the_pages_exist(page: Path) -> None:
     assert calls and not {call: unknown for call in calls if (unknown := unknown_parts(shlex.split(call)[1:]))}
 
 
-DEFINITION = """
-kind: CustomResourceDefinition
-spec:
-  group: ray.io
-  names: {kind: RayJob}
-  versions:
-    - name: v1
-      schema:
-        openAPIV3Schema:
-          type: object
-          properties:
-            apiVersion: {type: string}
-            kind: {type: string}
-            spec:
-              type: object
-              required: [entrypoint]
-              properties:
-                entrypoint: {type: string}
-                clusterSelector: {type: object, additionalProperties: {type: string}}
-                activeDeadlineSeconds: {type: integer}
-                submitterPodTemplate: {type: object, x-kubernetes-preserve-unknown-fields: true}
-"""
+DEFINITION = Path(__file__).with_name("rayjob_definition.yaml")
 
 
 def validated(crds: Path, *files: Path) -> subprocess.CompletedProcess[str]:
@@ -264,7 +244,7 @@ def validated(crds: Path, *files: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_validator_accepts_what_fits_and_refuses_what_does_not(tmp_path: Path) -> None:
     """Bug guarded: a check of manifests that cannot fail."""
-    (tmp_path / "crd.yaml").write_text(DEFINITION)
+    shutil.copy(DEFINITION, tmp_path / "crd.yaml")
     done = validated(tmp_path, KUBERAY / "rayjob.yaml")
     assert done.returncode == 0 and "1 files, 0 faults" in done.stdout, done.stdout
     for change in (("clusterSelector", "clusterSelectors"), ("86400", "soon"), ("entrypoint: >-", "clusterName: >-")):

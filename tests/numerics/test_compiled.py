@@ -25,12 +25,7 @@ def run(cache: Path, code: str = PROGRAM, root: Path | None = None) -> tuple[int
     """(functions read from disk, the numbers) of a fresh process."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)} | ({"PYTHONPATH": str(root)} if root else {})
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=root,
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, cwd=root
     )
     num_read, *numbers = done.stdout.split()
     return int(num_read), numbers

@@ -235,12 +235,7 @@ def test_columns_of_a_part_are_those_of_the_whole(number: int, shape: tuple[int,
     assert_columns_equal(*shape, size=(2, 4)[number % 2], dtype=(torch.float32, torch.bfloat16)[number // 2 % 2])
 
 
-@given(
-    st.integers(2, 700),
-    st.integers(1, 700),
-    st.integers(2, 8),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-)
+@given(st.integers(2, 700), st.integers(1, 700), st.integers(2, 8), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=15, deadline=None)
 def test_columns_of_any_part_are_those_of_the_whole(
     out_features: int, in_features: int, size: int, dtype: torch.dtype

@@ -14,6 +14,7 @@ from drafters import add_node
 from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free, head_for
 from oracle import fresh_forward
+from oracle_cases import generated
 from pydantic import ValidationError
 from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
 
@@ -330,9 +331,7 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, n
     quotable = [Passage("", 0, text, 0, len(text)) for text in SENTENCES]
     quotes = {"grammar": quote_grammar(quotable), "segment": Segment(mark)} if name == "quotes" else {}
     requests = [Request(f"r{i}", p, params, sources, speculation=speculation, **quotes) for i, p in enumerate(prompts)]
-    with tiny_engine(target, [some_drafter(drafter, target, tmp_path)], max_nodes=6) as engine:
-        completions = engine.generate(requests)
-        assert engine.num_drafter_failures == 0
+    completions = generated(target, [some_drafter(drafter, target, tmp_path)], [requests], max_nodes=6)
     num_rows = sum(len(c.token_ids) + c.stats.num_drafted + c.stats.num_prompt_tokens for c in completions)
     assert all(c.token_ids for c in completions) and sum(c.stats.num_drafted for c in completions)
     has_head = drafter not in ("copy", "lookahead")

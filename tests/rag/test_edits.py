@@ -1,5 +1,7 @@
 """Edits: applied they give the corrected text, exactly; and they are few."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from ragspec.rag.grammar.edit_kinds import classify_edits, edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, word_edits
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import TextPart
+
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 WORDS = st.lists(
     st.sampled_from(["the", "mill", "it's", "a", " ", "  ", "\n", ".", ",", "é", "水", "e\u0301", "\U0001f600"])
@@ -59,39 +63,7 @@ def test_a_wrong_word_is_one_edit() -> None:
     assert word_edits("a mill", "the mill", start=4) == [Edit(4, 5, "a", "the")]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "kinds"),
-    [
-        ("I recieve teh letter", "I receive the letter", "spelling spelling"),
-        ("i like london", "I like London", "spelling spelling"),
-        ("I saw alot of it", "I saw a lot of it", "spelling"),
-        ("a class room", "a classroom", "spelling"),
-        ("two citys", "two cities", "spelling"),
-        ("He go home", "He goes home", "agreement"),
-        ("They was here", "They were here", "agreement"),
-        ("this books", "these books", "agreement"),
-        ("three mill", "three mills", "agreement"),
-        ("She have a mill", "She has a mill", "agreement"),
-        ("a old mill", "an old mill", "article"),
-        ("I saw dog", "I saw the dog", "article"),
-        ("in the nature", "in nature", "article"),
-        ("a apple and an pear", "an apple and a pear", "article article"),
-        ("I is old and he are too", "I are old and he is too", "agreement agreement"),
-        ("on June and in Monday", "in June and on Monday", "preposition preposition"),
-        ("depend of it", "depend on it", "preposition"),
-        ("discuss about it", "discuss it", "preposition"),
-        ("He has go home", "He has gone home", "verb_form"),
-        ("He buyed it", "He bought it", "verb_form"),
-        ("I going home", "I am going home", "verb_form"),
-        ("I enjoy to swim", "I enjoy swimming", "preposition verb_form"),
-        ("She always is late", "She is always late", "word_order"),
-        ("He went yesterday home", "He went home yesterday", "word_order"),
-        ("Yes he did", "Yes, he did", "punctuation"),
-        ("Its late", "It's late", "punctuation"),
-        ("the end .", "the end.", "punctuation"),
-        ("a big mill", "a nice mill", "other"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "kinds"), EXAMPLES["edits are of the kind that people would say"])
 def test_edits_are_of_the_kind_that_people_would_say(before: str, after: str, kinds: str) -> None:
     """Everything that is called spelling; a word that moves and counts as two mistakes."""
     edits = classify_edits(before, word_edits(before, after))
@@ -124,24 +96,11 @@ def outcome(
     return correction.corrected, [(each.edit.original, each.reason.value) for each in correction.withheld]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "kept"),
-    [
-        ("He pay 5 coins.", "He paid 6 coins.", [("5", "number")]),
-        ("He pay 1,500.25 coins.", "He paid 1,500.52 coins.", [("25", "number")]),
-        ("He see two mill.", "He saw three mills.", [("two", "number")]),
-        ("He see a mill.", "He saw seven mills.", [("a", "number")]),
-        ("He see John Smith.", "He saw Jon Smith.", [("John", "name")]),
-        ("He see Marsh there.", "He saw March there.", [("Marsh", "name")]),
-        ("He see Jon in Paris.", "He saw him in Rome.", [("Jon", "name"), ("Paris", "name")]),
-        ("He use an iPhone here.", "He used an Iphone here.", [("iPhone", "name")]),
-        ("Ann come. I see Ann.", "Anne comes.", [("Ann", "name"), ("Ann", "name")]),
-    ],
-)
-def test_numbers_and_names_stay(before: str, after: str, kept: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("before", "after", "kept"), EXAMPLES["numbers and names stay"])
+def test_numbers_and_names_stay(before: str, after: str, kept: list[list[str]]) -> None:
     """A fluent correction that says something else; a change that is dropped without a word."""
     corrected, withheld = outcome(before, after)
-    assert withheld == kept
+    assert [list(each) for each in withheld] == kept
     for word, _ in kept:
         assert word in corrected
     assert corrected != before, "everything was withheld"

@@ -1,11 +1,13 @@
 """Correcting texts; see conftest.py for the engine. Where a sentence must be corrected, the correction's tokens are forced."""
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from ragspec.rag.grammar.edits import Edit, apply_edits
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText, TextPart, one_line
 from ragspec.rag.prompt import PromptBuilder
+
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 TEXT = "The mill grind corn.  It are old.\n\n - Was it build in 1874?\n\t42 + 17\n"
 SHORT = SamplingParams(max_tokens=24)
@@ -236,31 +240,7 @@ def editable(text: str) -> str:
     return "".join(char if at in free else "|" for at, char in enumerate(text))
 
 
-@pytest.mark.parametrize(
-    ("text", "fixed"),
-    [
-        ('See <video src="a" autoplay loop>this.', '<video src="a" autoplay loop>'),
-        ('<select multiple name="colour">Choose.', '<select multiple name="colour">'),
-        ("<p data-name hidden>Go.", "<p data-name hidden>"),
-        ("<PRE>recieve</pre> Go.", "<PRE>recieve</pre>"),
-        ("Go. <?php $recieve ?> Go.", "<?php $recieve ?>"),
-        ("---\ntitle: Colour\ntags: x\n---\nGo.", "---\ntitle: Colour\ntags: x\n---"),
-        ("> ```\n> recieve\n> ```\nGo.", "> ```\n> recieve\n> ```"),
-        ("  ```py\nrecieve\n```\nGo.", "  ```py\nrecieve\n```"),
-        ("````\n```\nrecieve\n`````\nGo.", "````\n```\nrecieve\n`````"),
-        ("\ufeffGo.", "\ufeff"),
-        ("\ufeff```\nrecieve\n```\nGo.", "\ufeff```\nrecieve\n```"),
-        ("---\r\ntitle: recieve\r\n---\r\nGo.", "---\r\ntitle: recieve\r\n---"),
-        ("- ```\n  recieve\n  ```\nGo.", "- ```\n  recieve\n  ```"),
-        ("> ```\n> recieve\nGo.", "> ```\n> recieve"),
-        ("<code>recieve</codex></code> Go.", "<code>recieve</codex></code>"),
-        ("\ufeff---\ntitle: x\n---\nGo.", "\ufeff---\ntitle: x\n---"),
-        ("See \\ref{sec:recieve}. Go.", "\\ref{sec:recieve}"),
-        ("So \\citep[p. 3]{recieve} says. Go.", "\\citep[p. 3]{recieve}"),
-        ("Dear {{ user.recieve }}. Go.", "{{ user.recieve }}"),
-        ("Go. {% if recieve %}", "{% if recieve %}"),
-    ],
-)
+@pytest.mark.parametrize(("text", "fixed"), EXAMPLES["code and markup cannot be edited"])
 def test_code_and_markup_cannot_be_edited(text: str, fixed: str) -> None:
     """Attributes, labels, fences in quotes and what templates fill in were corrected as if they were prose."""
     free = editable(text)

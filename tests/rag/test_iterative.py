@@ -5,12 +5,11 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from iterative_parts import CONTEXT, DOCUMENTS, Always, Around, wide_target
 from letter_encoder import LetterEncoder
@@ -23,7 +22,7 @@ from ragspec.core import Completion, Document, FinishReason, GenerationStats, Sa
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.errors import InputError, RagspecError, RetrievalError
+from ragspec.errors import InputError, RetrievalError
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative import ralmspec
 from ragspec.rag.iterative.pipeline import IterativePipeline
@@ -186,15 +185,6 @@ def test_waiting_for_each_retrieval_is_what_the_definition_says(
         assert answer.token_ids == tuple(output)
 
 
-def test_the_text_depends_on_what_is_retrieved(engine: Engine, index_dir: Path, tmp_path: Path) -> None:
-    """Guards the tests here: without passages in the prompt, no unverified passage could change an answer."""
-    build_index([Document("x", "Nothing of all that. Sand.")], tmp_path / "other", LetterEncoder())
-    here = truth_of(engine, retriever(index_dir), "dense", "in-context RALM", GREEDY)
-    elsewhere = sequential(engine, retriever(tmp_path / "other"), POLICIES["in-context RALM"], GREEDY)
-    assert all(answer.dropped_passages == () and answer.passages for answer in here)
-    assert sum(a.token_ids != b.token_ids for a, b in zip(here, elsewhere, strict=True)) >= 3
-
-
 def test_wrong_guesses_do_happen_here(engine: Engine, index_dir: Path) -> None:
     """Guards the test above: with guesses that are all right it could not fail."""
     index = retriever(index_dir)
@@ -344,29 +334,12 @@ def test_one_answers_failure_ends_the_others_of_the_call(engine: Engine, index_d
     wait_until_idle(engine)
 
 
-def test_a_vector_that_is_no_number_is_an_error(engine: Engine, index_dir: Path) -> None:
-    """Comparisons with NaN are all false: any passage was right."""
-
-    class Broken(LetterEncoder):
-        def encode(self, texts: Sequence[str], kind: Any = "document") -> Any:
-            return np.full_like(super().encode(texts, kind), np.nan)
-
-    index = Retriever(Broken(), Store.open(index_dir), RetrieverConfig(mode="dense"), follow=False)
-    with pytest.raises(RagspecError, match="finite"):
-        pipeline(engine, index).ask(QUESTIONS[0], GREEDY)
-
-
 @pytest.mark.parametrize(
     ("question", "params"),
     [
-        ("", GREEDY),
         ("   ", GREEDY),
-        ("a\0b", GREEDY),
-        ("\ud800", GREEDY),
-        (None, GREEDY),
         (["a"], GREEDY),
         ("mill " * 2000, GREEDY),
-        ("mill " * 1_000_000, GREEDY),
         ("mill", SamplingParams(n=2)),
         ("mill", [GREEDY, GREEDY]),
     ],

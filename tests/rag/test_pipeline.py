@@ -1,7 +1,7 @@
 """Pipeline with real small parts; see conftest.py."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any
@@ -82,10 +82,10 @@ def test_no_passages_are_an_error_not_the_default(pipeline: Pipeline) -> None:
 def test_tokens_that_came_with_the_prompt_took_no_time_to_decode(pipeline: Pipeline) -> None:
     """An answer that was accepted as a whole in the first step was reported at a hundred thousand tokens a second."""
     stats = pipeline.ask(QUESTION, GREEDY).stats
-    assert 1 <= stats.generation.num_first_tokens <= stats.generation.num_output_tokens
-    decoded = stats.generation.num_output_tokens - stats.generation.num_first_tokens
-    assert stats.tokens_per_s == pytest.approx(decoded / stats.generation.decode_s)
-    at_once = replace(stats.generation, num_first_tokens=stats.generation.num_output_tokens, decode_s=1e-6)
+    own = stats.generation
+    assert 1 <= own.num_first_tokens <= own.num_output_tokens
+    assert stats.tokens_per_s == pytest.approx((own.num_output_tokens - own.num_first_tokens) / own.decode_s)
+    at_once = replace(own, num_first_tokens=own.num_output_tokens, decode_s=1e-6)
     assert replace(stats, generation=at_once).tokens_per_s == 0.0
 
 
@@ -124,8 +124,11 @@ def test_statistics_are_filled(pipeline: Pipeline, retriever: Retriever) -> None
     """A field that nobody sets reads as zero for ever."""
     answer = pipeline.ask(QUESTION, SAMPLED)
     stats = answer.stats
-    assert stats.retrieve_s > 0 and stats.prompt_s > 0 and stats.generation.decode_s > 0 and stats.tokens_per_s > 0
-    assert stats.generation.num_prompt_tokens > 100 and stats.generation.num_output_tokens == 24
+    own = stats.generation
+    assert stats.encode_s > 0 < stats.search_s and stats.encode_s + stats.search_s <= stats.retrieve_s
+    assert stats.first_token_s == stats.retrieve_s + stats.prompt_s + own.queue_s + own.prefill_s > stats.retrieve_s
+    assert stats.prompt_s > 0 and own.decode_s > 0 and stats.tokens_per_s > 0
+    assert own.num_prompt_tokens > 100 and own.num_output_tokens == 24
     assert stats.index_generation == retriever.generation
     assert answer.seed == 5 and answer.system_fingerprint == "tiny"
     assert answer.to_dict()["finish_reason"] == "length"
@@ -155,14 +158,6 @@ def test_the_salt_reaches_the_engine_every_way(retriever: Retriever, engine: Eng
     pipeline.ask_many([QUESTION], GREEDY, tenant="b")
     asyncio.run(streamed(pipeline, QUESTION, GREEDY, tenant="c"))
     assert [request.salt for request in recording.requests] == ["a", "b", "c"]
-
-
-def test_the_time_of_every_stage_is_told(pipeline: Pipeline) -> None:
-    """Retrieval had one time, and nobody saw whether the encoder or the index took it."""
-    stats = pipeline.ask(QUESTION, GREEDY).stats
-    assert stats.encode_s > 0 < stats.search_s and stats.encode_s + stats.search_s <= stats.retrieve_s
-    own = stats.generation
-    assert stats.first_token_s == stats.retrieve_s + stats.prompt_s + own.queue_s + own.prefill_s > stats.retrieve_s
 
 
 async def test_leaving_a_stream_early_frees_the_engine(pipeline: Pipeline, engine: Engine) -> None:
@@ -205,11 +200,6 @@ def test_a_bad_question_is_one_clear_error_and_nothing_runs(retriever: Retriever
         pipeline.ask_many([QUESTION, bad], GREEDY)
     with pytest.raises(InputError, match="the question"):
         asyncio.run(streamed(pipeline, bad, GREEDY))
-
-
-def test_no_questions_no_answers(pipeline: Pipeline) -> None:
-    """An empty batch that waits for ever."""
-    assert pipeline.ask_many([]) == []
 
 
 def test_a_closed_engine_ends_a_stream_with_an_error(retriever: Retriever, target: Target, engine: Engine) -> None:
@@ -361,9 +351,18 @@ def questions(params: SamplingParams, texts: Sequence[str] = TEXTS, **options: A
     return [Question(f"q{n}", text, params, **options) for n, text in enumerate(texts)]
 
 
-def flow_of(retriever: RetrieverLike, engine: EngineLike, target: Target, **limits: int) -> AsyncPipeline:
-    limits = {"max_batch": 4, "max_in_flight": 5, "max_waiting": 3, **limits}
-    return AsyncPipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), PipelineLimits(**limits))
+Flow = Callable[..., AsyncPipeline]
+
+
+@pytest.fixture
+def flow(retriever: Retriever, engine: Engine, target: Target) -> Flow:
+    """Over the real parts, unless a test names others."""
+
+    def made(index: RetrieverLike = retriever, backend: EngineLike = engine, **limits: int) -> AsyncPipeline:
+        limits = {"max_batch": 4, "max_in_flight": 5, "max_waiting": 3, **limits}
+        return AsyncPipeline(index, backend, PromptBuilder(target.tokenizer, CONTEXT), PipelineLimits(**limits))
+
+    return made
 
 
 def run(flow: AsyncPipeline, asked: Sequence[Question]) -> dict[str, ItemResult[tuple[Answer, ...]]]:
@@ -378,12 +377,10 @@ def run(flow: AsyncPipeline, asked: Sequence[Question]) -> dict[str, ItemResult[
 @pytest.mark.parametrize(
     "params", [replace(GREEDY, seed=3), replace(SAMPLED, n=2)], ids=["greedy", "two sampled choices"]
 )
-def test_a_flow_answers_as_the_pipeline_does(
-    retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target, params: SamplingParams
-) -> None:
+def test_a_flow_answers_as_the_pipeline_does(flow: Flow, pipeline: Pipeline, params: SamplingParams) -> None:
     """A second way to prepare or cite: another prompt, key or order of passages."""
     expected = iter(pipeline.ask_many(TEXTS, params))
-    got = run(flow_of(retriever, engine, target), questions(params))
+    got = run(flow(), questions(params))
     assert len(got) == len(TEXTS)
     for n, text in enumerate(TEXTS):
         for answer in got[f"q{n}"].result():
@@ -396,7 +393,7 @@ def test_a_flow_answers_as_the_pipeline_does(
 
 
 def test_filters_that_are_equal_in_python_alone_are_not_looked_up_together(
-    retriever: Retriever, engine: Engine, target: Target, monkeypatch: pytest.MonkeyPatch
+    flow: Flow, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1 == True: rows of a batch were answered from what another row's filter found, by chance of timing."""
     filters = [ComparisonFilter(type="eq", key="public", value=value) for value in (True, 1, False, 0)]
@@ -408,21 +405,11 @@ def test_filters_that_are_equal_in_python_alone_are_not_looked_up_together(
 
     monkeypatch.setattr(retriever, "search", watched)
     asked = [replace(each, scope=SearchScope("", filters[n % 4])) for n, each in enumerate(questions(GREEDY))]
-    run(flow_of(retriever, engine, target, max_batch=8), asked)
+    run(flow(max_batch=8), asked)
     assert sorted(looked) == sorted(f"{each.text}: {each.scope.filter!r}" for each in asked)
 
 
-def test_a_quote_is_cited(retriever: Retriever, engine: Engine, target: Target, switch: Switch) -> None:
-    """Answers of a flow without their citations."""
-    switch.answer = QUOTE
-    ((answer,),) = [
-        each.result() for each in run(flow_of(retriever, engine, target), questions(QUOTING, [QUESTION])).values()
-    ]
-    (citation,) = answer.citations
-    assert answer.text[citation.start : citation.end] in QUOTE and citation.document_id == "mill"
-
-
-def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, target: Target) -> None:
+def test_a_bad_question_is_its_own_result(flow: Flow) -> None:
     """One question of ten thousand that ends the others, or is answered as its neighbour."""
     texts = [
         "",
@@ -434,37 +421,35 @@ def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, 
         QUESTION,
         "Where does the river rise?",
     ]
-    got = run(flow_of(retriever, engine, target), questions(GREEDY, texts))
+    got = run(flow(), questions(GREEDY, texts))
     assert {n for n in range(8) if got[f"q{n}"].error is None} == {1, 6, 7}
     assert isinstance(got["q3"].error, PromptTooLong)
     assert all(isinstance(got[f"q{n}"].error, InputError) for n in (0, 2, 4, 5))
     assert got["q1"].result()[0].token_ids == got["q6"].result()[0].token_ids
 
 
-async def test_an_id_that_runs_already_is_refused_for_the_second(
-    retriever: Retriever, engine: Engine, target: Target
-) -> None:
+async def test_an_id_that_runs_already_is_refused_for_the_second(flow: Flow) -> None:
     """Two questions of one id whose tokens mix."""
     long = replace(GREEDY, max_tokens=100, ignore_eos=True)  # the first still runs when the second is submitted
     twice = [replace(question, id="same") for question in questions(long, TEXTS[:2])]
 
-    results = [each.error for each in [finished async for finished in flow_of(retriever, engine, target).run(twice)]]
+    results = [each.error for each in [finished async for finished in flow().run(twice)]]
     assert {type(error) for error in results} == {InputError, type(None)} and "already" in str(results)
 
 
-def test_a_lost_index_is_the_error_of_those_who_needed_it(retriever: Retriever, engine: Engine, target: Target) -> None:
+def test_a_lost_index_is_the_error_of_those_who_needed_it(flow: Flow, retriever: Retriever) -> None:
     """The whole flow ends because one tenant's shard is gone; or its questions are answered without passages."""
     asked = questions(GREEDY, TEXTS[:4])
     asked[1::2] = [replace(each, scope=SearchScope("lost")) for each in asked[1::2]]
-    got = run(flow_of(Lost(retriever), engine, target), asked)
+    got = run(flow(Lost(retriever)), asked)
     assert [type(got[f"q{n}"].error) for n in range(4)] == [type(None), RetrievalError] * 2
 
 
-def test_requests_carry_id_tenant_and_what_they_share(retriever: Retriever, engine: Engine, target: Target) -> None:
+def test_requests_carry_id_tenant_and_what_they_share(flow: Flow, engine: Engine) -> None:
     """A job that is run again under new ids; a tenant's request in everybody's cache; documents that no replica remembers."""
     recording = Recording(engine)
-    flow = flow_of(retriever, recording, target)
-    got = run(flow, questions(GREEDY, TEXTS[:3], scope=SearchScope("ann"), num_passages=3))
+    made = flow(backend=recording)
+    got = run(made, questions(GREEDY, TEXTS[:3], scope=SearchScope("ann"), num_passages=3))
     assert sorted(request.id for request in recording.requests) == ["q0", "q1", "q2"]
     assert {request.salt for request in recording.requests} == {"ann"}
     assert {request.affinity for request in recording.requests} == {
@@ -472,27 +457,25 @@ def test_requests_carry_id_tenant_and_what_they_share(retriever: Retriever, engi
     }
 
 
-def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, engine: Engine, target: Target) -> None:
+def test_no_more_requests_than_allowed_are_in_the_engine(flow: Flow, engine: Engine) -> None:
     """A thousand prompts wait inside the engine, where nobody else gets a turn."""
     counting = Counting(engine)
-    flow = flow_of(retriever, counting, target, max_in_flight=3)
-    run(flow, questions(GREEDY))
+    made = flow(backend=counting, max_in_flight=3)
+    run(made, questions(GREEDY))
     assert counting.most == 3
-    assert [each.name for each in flow.stages.metrics] == ["retrieve", "prompt", "generate", "cite"]
-    assert [each.num_items for each in flow.stages.metrics] == [len(TEXTS)] * 4
-    assert all(each.max_depth <= 3 and each.depth == 0 and each.busy_s > 0 for each in flow.stages.metrics)
-    retrieve, _, generate, _ = flow.stages.metrics
+    assert [each.name for each in made.stages.metrics] == ["retrieve", "prompt", "generate", "cite"]
+    assert [each.num_items for each in made.stages.metrics] == [len(TEXTS)] * 4
+    assert all(each.max_depth <= 3 and each.depth == 0 and each.busy_s > 0 for each in made.stages.metrics)
+    retrieve, _, generate, _ = made.stages.metrics
     assert retrieve.num_batches < len(TEXTS) == generate.num_batches
 
 
-async def test_leaving_a_flow_early_frees_the_engine(
-    retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target
-) -> None:
+async def test_leaving_a_flow_early_frees_the_engine(flow: Flow, pipeline: Pipeline, engine: Engine) -> None:
     """A job that was stopped keeps the engine busy to the end of every answer."""
 
     short, *endless = questions(replace(GREEDY, max_tokens=600))
-    flow = flow_of(retriever, engine, target)
-    async with aclosing(flow.run([replace(short, params=GREEDY), *endless])) as results:
+    made = flow()
+    async with aclosing(made.run([replace(short, params=GREEDY), *endless])) as results:
         await anext(results)
     pipeline.ask(QUESTION, replace(GREEDY, max_tokens=1))  # the engine's queue is in order: the cancels are done before
     assert engine.idle()

@@ -1,5 +1,8 @@
 """What may be quoted: whole sentences, items, rows and lines of code, and never what only announces them."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ragspec.config import ChunkingConfig
@@ -8,42 +11,12 @@ from ragspec.rag.quotable import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
 
-PAGE = """# How do I start the mill?
-
-The mill starts at once. Run this command:
-
-    mill --start
-
-Is it safe? Yes, it is safe.
-
-Default value:
-
-9
-
-Options:
-
-- `-f`: the file to read
-- `-n`: the number of stones
-
-| Part | Weight |
-|---|---|
-| Stone | 500 kg |
-| Wheel | 900 kg |
-
-- 3.1. How do I grind?
-- 3.2. Why does it stop?
-- 4. Repairs
-
-## What is a sluice?
-
-"""
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    path = tmp_path_factory.mktemp("page") / "page.md"
-    path.write_text(PAGE)
-    (document,) = read_file(path, path.name)
+def runs() -> list[list[str]]:
+    (document,) = read_file(Path(__file__).with_name("quotable.md"), "page.md")
     passages = chunk(document, ChunkingConfig(), None)
     return [[p.text[start:end] for start, end in run] for p in passages for run in quotable_runs(p)]
 
@@ -59,20 +32,7 @@ def test_no_heading_question_or_announcement_stands_alone(runs: list[list[str]])
     assert not [span for span in spans if span in ("9", "Default value:", "| Part | Weight |")]
 
 
-@pytest.mark.parametrize(
-    "whole",
-    [
-        "The mill starts at once.",
-        "Run this command:\n\n    mill --start",
-        "mill --start",
-        "Is it safe? Yes, it is safe.",
-        "Yes, it is safe.",
-        "Default value:\n\n9",
-        "Options:\n\n- `-f`: the file to read\n- `-n`: the number of stones",
-        "`-n`: the number of stones",
-        "| Wheel | 900 kg |",
-    ],
-)
+@pytest.mark.parametrize("whole", EXAMPLES["whole sentences items rows and what is announced may be quoted"])
 def test_whole_sentences_items_rows_and_what_is_announced_may_be_quoted(runs: list[list[str]], whole: str) -> None:
     """A rule that forbids headings forbids an answer, too."""
     assert any(whole in run for run in runs), runs

@@ -1,6 +1,8 @@
 """Labels of sentences: what is quoted is equal to its source, what is supported survives no alteration."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from ragspec.core import Passage
 from ragspec.rag.evidence import Evidence
 from ragspec.rag.support import find_support
 from ragspec.rag.wording import abstains
+
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 MILL = (
     "The old mill, which was built in 1874, opens at nine on weekdays. It does not open on Sundays. "
@@ -26,48 +30,15 @@ def labelled(answer: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("sentence", "label"),
-    [
-        ('"The old mill, which was built in 1874, opens at nine on weekdays." [1]', "quoted"),
-        ("It does not open on Sundays [1].", "quoted"),
-        ("- It does not open on Sundays.", "quoted"),
-        ('According to passage 1, "It does not open on Sundays."', "quoted"),
-        ("“川は深くない。” [2]", "quoted"),
-        ("The mill opens at nine [1].", "supported"),
-        ("The mill was built in 1874.", "unsupported"),  # true, but "which was built" hangs on another word
-        ("Mill opens at nine on weekdays", "supported"),
-        ("The river flows past the mill [2].", "supported"),
-        ("The river flows past the old mill [1].", "unsupported"),  # the wrong passage
-        ("The mill opens at ten.", "unsupported"),
-        ("The mill opens on Sundays.", "unsupported"),
-        ("It opens on Sundays.", "unsupported"),
-        ("The river is deep.", "unsupported"),
-        ("Bert bought the mill from Anna.", "unsupported"),
-        ("Anna bought the mill in 1990.", "unsupported"),  # leaves a name out
-        ("Carol feared heights.", "unsupported"),
-        ("Visitors may enter a yard.", "unsupported"),  # leaves the condition out
-        ("Visitors enter the yard if the gate is open.", "unsupported"),  # leaves the permission out
-        ("It rained.", "unsupported"),
-    ],
+    ("sentence", "label", "why"), EXAMPLES["a sentence is supported if its words stand in one sentence"]
 )
-def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: str, label: str) -> None:
+def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: str, label: str, why: str) -> None:
     """Words of two sentences that are read as one; a condition or negation that is lost."""
     ((_, found),) = labelled(sentence)
-    assert found == label
+    assert found == label, why
 
 
-@pytest.mark.parametrize(
-    ("source", "restated", "changed"),
-    [
-        ("A few rooms of the mill were dry.", "A few rooms of mill were dry.", "Few rooms of mill were dry."),
-        ("Then read the next len(b or c) bytes.", "Read next len(b or c) bytes.", "Read next len bytes."),
-        (
-            "It pays if the mill turns, and the river flows.",
-            "Pays if the mill turns, and river flows",
-            "It pays if mill turns.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("source", "restated", "changed"), EXAMPLES["words that change a sentence are not left out"])
 def test_words_that_change_a_sentence_are_not_left_out(source: str, restated: str, changed: str) -> None:
     """ "Few rooms" was called supported by "a few rooms", a call without its argument, and a condition without its half."""
     passage = Passage("mill", 0, source, 0, len(source))
@@ -75,24 +46,7 @@ def test_words_that_change_a_sentence_are_not_left_out(source: str, restated: st
     assert labels == ["supported", "unsupported"]
 
 
-@pytest.mark.parametrize(
-    ("source", "negation"),
-    [
-        ("Die alte Mühle ist seit 1874 nicht offen.", "nicht "),
-        ("Le vieux moulin n'est pas ouvert depuis 1874.", "pas "),
-        ("El viejo molino no está abierto desde 1874.", "no "),
-        ("Старая мельница не работает с 1874 года.", "не "),
-        ("Ο παλιός μύλος δεν λειτουργεί από το 1874.", "δεν "),
-        ("A velha moagem não está aberta desde 1874.", "não "),
-        ("那座老磨坊自1874年起不开放。", "不"),
-        ("그 방앗간은 1874년부터 안 열었다.", "안 "),
-        ("그 방앗간은 문을 열지 않는다 1874년부터 지금까지.", "않는다 "),
-        ("Ο παλιός μύλος λειτουργεί χωρίς ρεύμα από το 1874.", "χωρίς "),
-        ("यह पुरानी चक्की 1874 से नहीं चलती है।", "नहीं "),
-        ("Le vieux moulin tourne sans courant depuis 1874.", "sans "),
-        ("The old mill denies visitors entry since 1874.", "denies "),
-    ],
-)
+@pytest.mark.parametrize(("source", "negation"), EXAMPLES["negations of other languages cannot be left out"])
 def test_negations_of_other_languages_cannot_be_left_out(source: str, negation: str) -> None:
     """Greek and Chinese sentences without their "not" were called supported by the sentence that has it."""
     assert negation in source
@@ -122,25 +76,7 @@ def test_an_abstention_and_an_answer_without_passages_have_no_labels() -> None:
     assert find_support("It rained.", []).sentences == ()
 
 
-@pytest.mark.parametrize(
-    ("answer", "unknown"),
-    [
-        ('He said "the door is blue".', []),
-        ('He said "the gate is red" and "the door is blue".', ["the gate is red"]),
-        ('"He said "the door is blue" to her." [1]', []),
-        ('It is "Red".', ["Red"]),
-        ('She says:"No."', ["No."]),
-        (
-            "“the river flows” and „der Fluss“ and «la rivière» 他说「不知道」",
-            ["the river flows", "der Fluss", "la rivière", "不知道"],
-        ),
-        ('"The old mill, which was bu', []),  # cut off
-        ('"The new mill, which was bu', ["The new mill, which was bu"]),
-        ('"mil"', ["mil"]),
-        ('5" wide and 6" long', []),
-        ('""" " "', []),
-    ],
-)
+@pytest.mark.parametrize(("answer", "unknown"), EXAMPLES["invented quotations are found"])
 def test_invented_quotations_are_found(answer: str, unknown: list[str]) -> None:
     """Text in quotation marks that nobody wrote, shown like a quote."""
     assert [answer[start:end] for start, end in find_support(answer, PASSAGES).unknown_quotations] == unknown
@@ -183,21 +119,7 @@ def test_alterations_of_supported_sentences_are_unsupported() -> None:
     assert measured["invented_marked"] == measured["quoted_confirmed"] == 1.0
 
 
-MANUAL_TEXT = """Backups
-
-The tool keeps seven daily backups. Older ones are removed every night.
-
-To restore a single file, run:
-
-    dar -x backup -g home/ann/letter.txt
-
-Only the file's owner may do this.
-
-| option | default |
-| --- | --- |
-| --keep | 7 |
-| --limit | 20 MB |
-"""
+MANUAL_TEXT = Path(__file__).with_name("manual.md").read_text()
 MANUAL = [
     Passage("manual", 0, MANUAL_TEXT, 0, len(MANUAL_TEXT)),
     Passage("other", 0, "Letters are kept in boxes.", 0, 26),
@@ -209,27 +131,10 @@ def evidence_for(question: str, statement: str) -> str:
     return "" if place is None else place.passage.text[place.start : place.end]
 
 
-@pytest.mark.parametrize(
-    "question, statement, evidence",
-    [
-        ("How many backups are kept?", "Seven daily backups are kept", "The tool keeps seven daily backups."),
-        ("What is the default of --limit?", "The default limit is 20 MB", "| --limit | 20 MB |"),
-        (
-            "How do I get one file back?",
-            "Run dar with -x to restore a single file",
-            "To restore a single file, run:\n\n    dar -x backup -g home/ann/letter.txt",
-        ),
-        # no evidence was found where a window that repeats more of the question holds no answer, or the answer is an option
-        ("How many daily backups does the tool keep?", "The tool keeps 7 daily backups", "| --keep | 7 |"),
-        (
-            "Which option restores a single file from a backup?",
-            "The option that restores a single file from a backup is -x",
-            "To restore a single file, run:\n\n    dar -x backup -g home/ann/letter.txt",
-        ),
-    ],
-)
+@pytest.mark.parametrize("question, statement, evidence", EXAMPLES["the sentence row or announced block is found"])
 def test_the_sentence_row_or_announced_block_is_found(question: str, statement: str, evidence: str) -> None:
-    """A sentence that ends in a colon without the command that it announces; a whole table; a paragraph."""
+    """A sentence that ends in a colon without the command that it announces; a whole table; a paragraph. No evidence was found
+    where a window that repeats more of the question holds no answer, or where the answer is an option."""
     assert evidence_for(question, statement) == evidence
 
 
@@ -265,22 +170,7 @@ def test_only_answers_in_free_words_are_related() -> None:
     assert MANUAL_TEXT[related.passage_start : related.passage_end] == "The tool keeps seven daily backups."
 
 
-@pytest.mark.parametrize(
-    "text, is_abstention",
-    [
-        ("The passages do not say.", True),
-        ("The passages do not say how the mill was built.", True),
-        ("The passages do not explicitly state the default.", True),
-        ("The provided passages do not contain information about it.", True),
-        ("None of the passages mentions a limit.", True),
-        ("Sorry, the documents don't mention that.", True),
-        ("The passage says that the mill is old.", False),
-        ("The passages do not say, but it was built in 1850 by John.", False),
-        ("The passages do not mention the mill; it was built in 1850.", False),
-        ("The document is not encrypted.", False),
-        ("Nothing is kept.", False),
-    ],
-)
+@pytest.mark.parametrize("text, is_abstention", EXAMPLES["a model abstains in its own words"])
 def test_a_model_abstains_in_its_own_words(text: str, is_abstention: bool) -> None:
     """An abstention that was counted as an answer, and an answer as an abstention."""
     assert abstains(text) == is_abstention

@@ -10,6 +10,8 @@ from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import Unread, find_files, passed_over, read_documents, read_file
 
+FILES = Path(__file__).with_name("files")
+
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
@@ -120,30 +122,7 @@ def test_a_folder_that_may_not_be_entered_is_told(docs: Path, monkeypatch: pytes
         find_files(["x" * 5000])
 
 
-MARKDOWN = """---
-title: settings
----
-Intro
-=====
-
-# Guide **for** [users](http://x.y) #
-
-Text about C#
-and # no title
-
-```sh
-# a comment
-```
-
-## Install `it`
-- item
----
-
-Second way
-----------
-    # code
-#hashtag
-"""
+MARKDOWN = (FILES / "manual.md").read_text()
 
 
 def test_markdown_titles_stand_where_they_are_written(tmp_path: Path) -> None:
@@ -166,31 +145,7 @@ def test_a_page_may_be_titled_by_its_settings(tmp_path: Path) -> None:
     assert one(path).title == "_index"
 
 
-RST = """====================
- The :ref:`manual <m>`
-====================
-
-Intro text
-is here::
-
-    Not a title
-    -----------
-
-Install
-=======
-
-On ``Linux``
-------------
-
-=====  =====
-A      B
-=====  =====
-1      2
-=====  =====
-
-Remove
-======
-"""
+RST = (FILES / "manual.rst").read_text()
 
 
 def test_rst_levels_follow_the_order_of_their_styles(tmp_path: Path) -> None:
@@ -286,28 +241,7 @@ def test_rst_has_its_numbers_and_scripts(tmp_path: Path) -> None:
     assert [block.kind for block in document.blocks] == ["paragraph", *["list_item"] * 3]
 
 
-ASCIIDOC = """= The manual
-Author Name
-:toc:
-
-// a comment
-== Install
-[[anchor]]
-Weighs 10^6^ kg of H~2~O.
-
-[start=4]
-. unpack
-.. turn
-. start
-
-[source,sh]
-----
-== no title
-----
-////
-no
-////
-"""
+ASCIIDOC = (FILES / "manual.adoc").read_text()
 
 
 def test_asciidoc_is_read(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import inspect
 
+import httpx2 as httpx
 import pytest
-from service_parts import Service
 
 import ragspec.errors
 from ragspec.errors import (
@@ -99,12 +99,11 @@ def test_a_fault_in_a_field_names_the_field() -> None:
     assert validation_error([]).status == 400
 
 
-def test_what_is_not_served_is_said_in_the_same_words(service: Service) -> None:
+def test_what_is_not_served_is_said_in_the_same_words(client: httpx.Client) -> None:
     """The framework's own errors have another shape, which clients do not read."""
-    with service.client() as client:
-        missing, wrong = client.get("/v1/nothing"), client.delete("/v1/models")
-        invalid = client.post("/v1/embeddings", json={"input": "x"})
-        plain = client.get("/v2/nothing")
+    missing, wrong = client.get("/v1/nothing"), client.delete("/v1/models")
+    invalid = client.post("/v1/embeddings", json={"input": "x"})
+    plain = client.get("/v2/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert "GET" in wrong.headers["allow"]

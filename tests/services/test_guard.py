@@ -48,40 +48,34 @@ def test_the_public_paths_are_these() -> None:
 
 
 @pytest.mark.parametrize(
-    "lines",
+    ("lines", "status"),
     [
-        ("Authorization: {key}",),
-        ("Authorization: Basic {key}",),
-        ("Authorization: Bearer",),
-        ("Authorization: Bearer {key}x",),
-        ("Authorization: Bearer {key}", "Authorization: Bearer {key}"),
-        ("X-Api-Key: {key}", "Authorization: Bearer wrong"),
-        ("Authorization: Bearer \xff\xfe",),
+        (["Authorization: bearer {key}"], 200),
+        (["X-Api-Key: {key}"], 200),
+        (["Authorization: {key}"], 401),
+        (["Authorization: Basic {key}"], 401),
+        (["Authorization: Bearer"], 401),
+        (["Authorization: Bearer {key}x"], 401),
+        (["Authorization: Bearer {key}", "Authorization: Bearer {key}"], 401),
+        (["X-Api-Key: {key}", "Authorization: Bearer wrong"], 401),
+        (["Authorization: Bearer \xff\xfe"], 401),
     ],
 )
-def test_a_key_that_is_not_plainly_given_is_none(hasty: Service, lines: tuple[str, ...]) -> None:
-    """Two parts of a system read two different keys out of one request; or a header breaks the comparison."""
+def test_a_key_comes_plainly_in_either_header(hasty: Service, lines: list[str], status: int) -> None:
+    """Two parts of a system read two different keys out of one request; a header breaks the comparison; or clients of other
+    services' protocols are refused with a right key."""
     filled = [line.replace("{key}", hasty.keys.trusted) for line in lines]
-    assert ask(hasty.url, head("GET", "/v1/models", *filled)).status == 401
+    assert ask(hasty.url, head("GET", "/v1/models", *filled)).status == status
 
 
-@pytest.mark.parametrize("line", ["Authorization: bearer {key}", "X-Api-Key: {key}"])
-def test_a_key_may_come_in_either_header(hasty: Service, line: str) -> None:
-    """Clients of other services' protocols are refused with a right key."""
-    assert ask(hasty.url, head("GET", "/v1/models", line.replace("{key}", hasty.keys.trusted))).status == 200
-
-
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "localhost:80:80", "127.0.0.2", ""])
-def test_a_local_service_answers_to_local_names_only(hasty: Service, host: str) -> None:
-    """A page elsewhere gives its own name this machine's address, and reads answers with its visitor's browser."""
-    reply = ask(hasty.url, head("GET", "/health/live", host=host))
-    assert (reply.status, reply.json()["error"]["code"]) == (403, "host_not_allowed")
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"])
-def test_local_names_with_any_port_are_known(hasty: Service, host: str) -> None:
-    """A forwarded port is refused."""
-    assert ask(hasty.url, head("GET", "/health/live", host=host)).status == 200
+def test_a_local_service_answers_to_local_names_only(hasty: Service) -> None:
+    """A page elsewhere gives its own name this machine's address, and reads answers with its visitor's browser; or a forwarded
+    port is refused."""
+    for host in ("evil.example", "localhost.evil.example", "localhost:80:80", "127.0.0.2", ""):
+        reply = ask(hasty.url, head("GET", "/health/live", host=host))
+        assert (reply.status, reply.json()["error"]["code"]) == (403, "host_not_allowed"), host
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"):
+        assert ask(hasty.url, head("GET", "/health/live", host=host)).status == 200, host
 
 
 def test_every_response_is_named_and_guarded(hasty: Service) -> None:
@@ -124,15 +118,7 @@ def test_without_a_list_no_other_page_may_ask(hasty: Service) -> None:
     """The default lets every page read answers."""
     with hasty.client() as client:
         reply = client.get("/v1/models", headers={"Origin": "https://evil.example"})
-    assert "access-control-allow-origin" not in reply.headers
-
-
-def test_the_description_of_the_service_is_for_those_with_a_key(hasty: Service) -> None:
-    """The map of a service is open to everybody; or nobody can read it."""
-    with hasty.client() as client:
-        assert client.get("/openapi.json").status_code == 200
-    with hasty.client("") as stranger:
-        assert stranger.get("/openapi.json").status_code == 401
+    assert reply.status_code == 200 and "access-control-allow-origin" not in reply.headers
 
 
 def test_languagetool_s_clients_may_send_their_key_as_a_field(hasty: Service) -> None:

@@ -3,6 +3,7 @@
 The target writes what a function makes of each sentence; everything else is real.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -25,6 +26,7 @@ from ragspec.rag.grammar.edit_filters import EditFilter
 from services.languagetool.check import matches_of
 from services.languagetool.corrector import LANGUAGES, detect_language
 
+EXAMPLES = json.loads(Path(__file__).with_name("languagetool.json").read_text(encoding="utf-8"))
 TEXT = "He go to a old mill \U0001f600 every day.  It rain, he come home."
 CORRECTED = "He goes to an old mill \U0001f600 every day.  It rains, he comes home."
 
@@ -124,30 +126,8 @@ def test_the_other_addresses(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "says"),
     [
-        ({"text": "a", "data": "{}"}, 400, "Set only 'text' or 'data' parameter, not both"),
-        ({}, 400, "Missing 'text' or 'data' parameter"),
-        ({"text": "a", "language": ""}, 400, "Missing 'language' parameter"),
-        ({"text": "a", "language": "de-DE"}, 400, "'de-DE' is not a language code known"),
-        ({"text": "a", "preferredVariants": "en-GB"}, 400, "but you didn't specify 'language=auto'"),
-        ({"text": "a", "enabled": "X"}, 400, "now called 'enabledRules'"),
-        ({"text": "a", "disabled": "X"}, 400, "now called 'disabledRules'"),
-        ({"text": "a", "preferredvariants": "X"}, 400, "now called 'preferredVariants'"),
-        ({"text": "a", "autodetect": "1"}, 400, "'language=auto'"),
-        ({"text": "a", "enabledOnly": "true"}, 400, "must specify enabled rules"),
-        ({"text": "a", "enabledOnly": "true", "enabledRules": "X", "disabledRules": "Y"}, 400, "specify disabled"),
-        ({"text": "a", "level": "hard"}, 400, "level"),
-        ({"data": "{"}, 400, "Could not parse 'data'"),
+        *EXAMPLES["refused checks"],
         ({"data": "[" * 100_000}, 400, "Could not parse 'data'"),
-        ({"data": "{}"}, 400, "requires 'text' or 'annotation'"),
-        ({"data": annotation({"text": "a", "markup": "b"})}, 400, "both 'text' and 'markup'"),
-        ({"data": annotation({"text": "a", "interpretAs": "b"})}, 400, "'interpretAs'"),
-        ({"data": annotation({"other": "a"})}, 400, "neither 'text' nor 'markup'"),
-        ({"data": annotation({"text": None, "markup": None})}, 400, "neither 'text' nor 'markup'"),
-        ({"data": '{"annotation": [1]}'}, 400, "must be an object"),
-        ({"data": '{"annotation": [{"markup": "b", "interpretAs": 3}]}'}, 400, "must hold strings"),
-        ({"data": '{"text": "\\ud800"}'}, 400, "surrogate"),
-        ({"text": "a\0b"}, 400, "NUL"),
-        ({"data": annotation({"markup": "b", "interpretAs": "He \ud800 go."})}, 400, "surrogate"),
         ({"data": annotation({"markup": "b", "interpretAs": "a" * 20_001})}, 413, "exceeds the limit"),
         ({"text": "a" * 20_001}, 413, "exceeds the limit of 20000 characters (it's 20001 characters)"),
         ({f"x{n}": "" for n in range(70)}, 400, "fields"),
@@ -193,14 +173,7 @@ def test_odd_texts_are_answered(client: httpx.Client, size: int) -> None:
     assert applied(text, matches) == text.replace("go", "goes") and len(matches) == size // 12
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "name"),
-    [
-        ("Die Mühle ist alt und das Wasser fließt nicht mehr. He go home.", "de", "German"),
-        ("Kvarnen är gammal och det finns inte vatten i ån. He go home.", "sv", "Swedish"),
-        ("Değirmen çok eski ve su için bir yol yok. He go home.", "tr", "Turkish"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "name"), EXAMPLES["texts in other languages"])
 def test_a_text_in_another_language_is_not_corrected(client: httpx.Client, text: str, code: str, name: str) -> None:
     """German that comes back full of suggestions, or without any and without a word why; Swedish taken for English."""
     reply = check(client, text=text, language="auto").json()
@@ -314,22 +287,7 @@ def test_matches_lead_to_the_corrected_text(seed: int) -> None:
     assert num_matches > 50 and num_empty <= num_matches / 10
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("The mill is old and it grinds no corn today.", "en-US"),
-        ("He go to school every days because he like it.", "en-US"),
-        ("Teh.", "en-US"),
-        ("", "en-US"),
-        ("\U0001f600 42", "en-US"),
-        ("Die Mühle ist alt und das Wasser fließt nicht mehr zu ihr.", "de"),
-        ("Le moulin est vieux et il ne moud plus de grain pour les gens.", "fr"),
-        ("El molino es viejo y no muele el grano de los vecinos.", "es"),
-        ("Мельница старая и больше не работает.", "ru"),
-        ("水车很旧，不再磨谷物了。", "zh"),
-        ("水車は古いです。", "ja"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code"), EXAMPLES["languages"])
 def test_other_languages_are_told_from_english(text: str, code: str) -> None:
     """German that is corrected as if it were bad English; a learner's English that is taken for no English."""
     found = detect_language(text)

@@ -97,26 +97,7 @@ def test_silence_of_a_model_that_corrects_nothing_is_named(
             assert ("may be wrong too" in reply["warnings"].get("incompleteResultsReason", "")) == is_named
 
 
-MISTAKES = """She have a apple in her bag.
-I saw a elephant at the zoo.
-He is best player in the team.
-It is an useful tool.
-He bought car last week.
-An house stands on the hill.
-She want to be doctor.
-A old man sat by the road.
-The dogs barks at night.
-She don't like coffee.
-My brother live in London.
-There is many people here.
-The list of items are on the desk.
-He were at home yesterday.
-Each of the boys have a ball.
-It rain often.
-Does he goes to work?
-The mill open at nine.
-We was glad.
-The informations is wrong.""".splitlines()
+MISTAKES = Path(__file__).with_name("mistakes.txt").read_text().splitlines()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The suite `load`: it counts what happened, and clients in another process reach a real service."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from pipelines.benchmarks.load import SUITE, first_tokens, free_pages, leaked_sl
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
 from pipelines.benchmarks.users.llama_server import prompts_of
 from pipelines.benchmarks.users.load_curve import MIXED, RAG, curve_row, measured, mixes_of, sent_by
-from pipelines.benchmarks.users.service import Service, free_port, run_clients, service_here, started
+from pipelines.benchmarks.users.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -179,20 +178,3 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
     engine.cancel("held")
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 60.0)
     assert leaked_slots(engine, (*here.keys,), num_free) == 0
-
-
-def test_clients_that_cannot_reach_a_service_say_so() -> None:
-    """A benchmark without a service ended in a traceback."""
-    orders = {"url": "http://127.0.0.1:9", "key": "", "path": "/v1/models", "bodies": [{}], "concurrency": 1}
-    with pytest.raises(EngineError, match=r"clients failed: .*127\.0\.0\.1"):
-        run_clients(orders)
-
-
-def test_a_program_is_waited_for_and_one_that_ends_is_an_error() -> None:
-    """A program that ended at once was waited for until the time was over."""
-    port = str(free_port())
-    url = f"http://127.0.0.1:{port}/"
-    with started([sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1"], url, 600.0) as seconds:
-        assert 0.0 < seconds < 600.0
-    with pytest.raises(EngineError, match="not ready"), started([sys.executable, "-c", ""], url, 600.0):
-        raise AssertionError("nothing answers")

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx2 as httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from service_parts import MODEL, Service, Serving, soon
@@ -101,13 +102,12 @@ def test_accepted_tokens_are_counted_by_position_over_all_drafters() -> None:
     assert {line % (0, 4), line % (1, 1)} <= set(metrics.text().decode().splitlines())
 
 
-def test_accepted_tokens_by_position_add_up_to_all_of_them(service: Service) -> None:
+def test_accepted_tokens_by_position_add_up_to_all_of_them(service: Service, client: httpx.Client) -> None:
     """Panels by position and panels of totals disagree: positions were tested with made-up statistics alone."""
     before = values(service)
-    with service.client() as client:
-        for words in ("one two", "a rose is"):
-            body = {"model": MODEL, "prompt": " ".join([words] * 20), "max_tokens": 128, "ignore_eos": True}
-            client.post("/v1/completions", json=body).raise_for_status()
+    for words in ("one two", "a rose is"):
+        body = {"model": MODEL, "prompt": " ".join([words] * 20), "max_tokens": 128, "ignore_eos": True}
+        client.post("/v1/completions", json=body).raise_for_status()
     by_position, in_total = (
         values(service)[name] - before.get(name, 0.0)
         for name in ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "vllm:spec_decode_num_accepted_tokens_total")
@@ -122,13 +122,12 @@ def test_reasons_begin_at_zero() -> None:
     assert 'ragspec_aborts_total{model_name="m",reason="timeout"} 0.0' in text
 
 
-def test_routes_are_counted_by_pattern(service: Service) -> None:
+def test_routes_are_counted_by_pattern(service: Service, client: httpx.Client) -> None:
     """Every address that somebody tries becomes a time series, until the memory is full; and it holds what was asked."""
-    with service.client() as client:
-        for number in range(5):
-            client.get(f"/v1/files/quagmire-{number}")
-            client.get(f"/quagmire-{number}")
-            client.request(f"ODD{number}", "/v1/models")
+    for number in range(5):
+        client.get(f"/v1/files/quagmire-{number}")
+        client.get(f"/quagmire-{number}")
+        client.request(f"ODD{number}", "/v1/models")
     text = "\n".join(service.metrics())
     assert "quagmire" not in text and "ODD" not in text and 'method="other"' in text
     assert 'route="/v1/files/{' in text and 'route="none"' in text

@@ -88,12 +88,11 @@ def test_a_body_of_millions_of_items_is_refused_unparsed(
         assert "items" in reply.json()["error"]["message"]
 
 
-def test_a_long_text_full_of_brackets_is_a_text(service: Service) -> None:
+def test_a_long_text_full_of_brackets_is_a_text(client: httpx.Client) -> None:
     """Items are counted where only a string holds their marks: a long program as a prompt is refused."""
-    with service.client() as client:
-        reply = client.post(
-            "/v1/completions", content=body_of(prompt=_QUOTED), headers={"content-type": "application/json"}
-        )
+    reply = client.post(
+        "/v1/completions", content=body_of(prompt=_QUOTED), headers={"content-type": "application/json"}
+    )
     assert reply.status_code == 400 and "characters" in reply.json()["error"]["message"]
 
 
@@ -146,10 +145,9 @@ def num_errors_of(kind: type[BaseModel], value: Any) -> int:
     return 0
 
 
-def test_as_many_wrong_items_as_are_let_in_make_few_errors(service: Service) -> None:
+def test_as_many_wrong_items_as_are_let_in_make_few_errors(client: httpx.Client) -> None:
     """An input of 250,000 numbers was validated for 2.3 s on the event loop, with an error for each of them."""
-    with service.client() as client:
-        api = client.get("/openapi.json").json()
+    api = client.get("/openapi.json").json()
     schemas, kinds = api["components"]["schemas"], {kind.__name__: kind for kind in subclasses(BaseModel)}
     routes = [route for path in api["paths"].values() for route in path.values()]
     found = [route.get("requestBody", {}).get("content", {}).get("application/json") for route in routes]
@@ -341,7 +339,7 @@ def test_a_document_s_source_brings_no_script_into_a_client_s_links(source: str,
 
 
 def test_a_text_that_no_encoder_reads_is_refused_before_it_is_tokenised(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nine megabytes were tokenised for 38 seconds, and then refused."""
 
@@ -350,25 +348,22 @@ def test_a_text_that_no_encoder_reads_is_refused_before_it_is_tokenised(
 
     monkeypatch.setattr(type(service.backend.encoder), "count_tokens", staticmethod(counting))
     body = {"model": MODEL, "input": ["a", "a " * 2_000_000]}
-    with service.client() as client:
-        reply = client.post("/v1/embeddings", json=body)
+    reply = client.post("/v1/embeddings", json=body)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["code"]) == (400, "input.1", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_output_beyond_the_context_is_named(service: Service, name: str) -> None:
+def test_an_output_beyond_the_context_is_named(client: httpx.Client, name: str) -> None:
     """The error named the messages, which were short."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "retrieval": False, name: 10**6}
-    with service.client() as client:
-        reply = client.post("/v1/chat/completions", json=body)
+    reply = client.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
 
 
-def test_the_openapi_schema_states_the_bounds(service: Service) -> None:
+def test_the_openapi_schema_states_the_bounds(client: httpx.Client) -> None:
     """A client that is made from the schema sends what is refused."""
-    with service.client() as client:
-        bodies = client.get("/openapi.json").json()["components"]["schemas"]
+    bodies = client.get("/openapi.json").json()["components"]["schemas"]
     fields = bodies["CompletionBody"]["properties"]
     stated = {name: fields[name]["anyOf"] for name in ("n", "stop", "logit_bias", "logprobs")}
     assert (stated["n"][0]["minimum"], stated["n"][0]["maximum"]) == (1, 8)

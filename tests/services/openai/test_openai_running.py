@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from letter_encoder import LetterEncoder
@@ -128,7 +129,9 @@ def test_a_client_that_leaves_while_a_thread_works_leaves_nothing(
     assert service.backend.rate_limiter.running == 0
 
 
-def test_an_engine_that_fails_ends_the_stream_with_an_error(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_ends_the_stream_with_an_error(
+    service: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream that broke off looked like an answer that was complete."""
     target = engine_of(service).target
     real, num_calls = target.forward_tapped, 0
@@ -148,23 +151,21 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error(service: Service, mo
             list(api.chat.completions.create(**asked, extra_body=extra))
         assert failed.value.code == "generation_failed" and "0x7f" not in str(failed.value.body)
     num_calls = 0
-    with service.client() as client:
-        events = client.post("/v1/chat/completions", json=body(stream=True)).text.strip()
-        num_calls = 0
-        whole = client.post("/v1/chat/completions", json=body())
+    events = client.post("/v1/chat/completions", json=body(stream=True)).text.strip()
+    num_calls = 0
+    whole = client.post("/v1/chat/completions", json=body())
     assert (whole.status_code, whole.json()["error"]["code"]) == (500, "generation_failed")
     assert json.loads(events.split("\n")[-1].removeprefix("data: "))["error"]["type"] == "server_error"
     assert is_free(service)
 
 
-def test_a_strict_stream_sends_pieces_of_one_size(service: Service) -> None:
+def test_a_strict_stream_sends_pieces_of_one_size(client: httpx.Client) -> None:
     """Sizes or numbers of packets followed what was accepted; text was lost between two ticks."""
     asked = body(max_tokens=60, stream=True)
-    with service.client() as client:
-        normal = client.post("/v1/chat/completions", json=asked | {"stream": False}).json()
-        with client.stream("POST", "/v1/chat/completions", json=asked | {"privacy": "strict"}) as reply:
-            frames = [line for line in reply.iter_lines() if line]
-        refused = client.post("/v1/chat/completions", json=asked | {"privacy": "strict", "logprobs": True})
+    normal = client.post("/v1/chat/completions", json=asked | {"stream": False}).json()
+    with client.stream("POST", "/v1/chat/completions", json=asked | {"privacy": "strict"}) as reply:
+        frames = [line for line in reply.iter_lines() if line]
+    refused = client.post("/v1/chat/completions", json=asked | {"privacy": "strict", "logprobs": True})
     assert frames.pop() == "data: [DONE]"
     assert all((len(frame) + 2) % answers.STRICT_PAD_BYTES == 0 for frame in frames)
     chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames]
