@@ -16,6 +16,7 @@ from head_parts import drafter_for, free, head_for
 from oracle import fresh_forward
 from pydantic import ValidationError
 from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Passage, Request, SamplingParams, Segment, SourceKind
@@ -76,6 +77,9 @@ PARAMS = [
         min_tokens=2,
         top_p=0.9,
     ),
+    SamplingParams(temperature=1.0, top_k=500, top_p=1e-9),
+    SamplingParams(temperature=3.0, top_k=90, top_p=0.999, min_p=1e-6),
+    SamplingParams(temperature=1.0, min_p=1.0),
 ]
 
 
@@ -111,6 +115,40 @@ def test_ten_thousand_rows_get_the_same_tokens() -> None:
         some = slice(7, 9)
         assert TorchLogits(torch.from_numpy(rows[some])).sample(draws[some]) == expected[some]
     assert num_rows >= 10_000
+
+
+class Widths(TorchDispatchMode):
+    """The most columns that a sort was asked for."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "sort" in str(function):
+            self.most = max(self.most, args[0].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_large_vocabulary_is_not_sorted_and_gets_the_same_tokens() -> None:
+    """Tokens that differ in the last digit alone, zeros of both signs, excluded tokens, masks, or ties at the border counted
+    twice or not; a sort of 3,000 tokens in every row."""
+    rng, draws, expected, rows = np.random.default_rng(8), [], [], []
+    for number, params in enumerate(PARAMS[3:] * 20):
+        row = rng.normal(size=3000).astype(np.float32) * np.float32(10.0 ** (number % 5 - 2))
+        row[rng.integers(0, 3000, 900)] = (0.0, -0.0, 1.0, -np.inf)[number % 4]
+        row[rng.integers(0, 3000, 400)] = np.nextafter(row[0], np.float32(np.inf))
+        sampler = KeyedSampler(Request("r", (3, 4), params), number, 0, (0, 1), [5])
+        rows.append(row)
+        draws += sampler.draws(DraftTree(root_token=5))
+        expected.append(sampler(row))
+    logits, sorts = TorchLogits(torch.from_numpy(np.stack(rows))), Widths()
+    with sorts:
+        assert logits.sample(draws) == expected
+        best = logits.best(draws, 4).tolist()
+        (found,) = logits.log_probs([2], [7], 6)
+    first_of_finite = [(row[0], token) for row, token in zip(best, expected, strict=True) if row[-1]]
+    assert len(first_of_finite) > 100 and all(first == token for first, token in first_of_finite)
+    assert [v for v, _ in found.top] == [v for v, _ in logprob(rows[2], 7, 6).top]
+    assert sorts.most <= 6
 
 
 def test_rows_without_a_draw_change_no_other_row() -> None:
