@@ -16,7 +16,6 @@ from head_parts import drafter_for, free, head_for
 from oracle import fresh_forward
 from pydantic import ValidationError
 from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Passage, Request, SamplingParams, Segment, SourceKind
@@ -117,18 +116,7 @@ def test_ten_thousand_rows_get_the_same_tokens() -> None:
     assert num_rows >= 10_000
 
 
-class Widths(TorchDispatchMode):
-    """The most columns that a sort was asked for."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "sort" in str(function):
-            self.most = max(self.most, args[0].shape[1])
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_large_vocabulary_is_not_sorted_and_gets_the_same_tokens() -> None:
+def test_a_large_vocabulary_is_not_sorted_and_gets_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that differ in the last digit alone, zeros of both signs, excluded tokens, masks, or ties at the border counted
     twice or not; a sort of 3,000 tokens in every row."""
     rng, draws, expected, rows = np.random.default_rng(8), [], [], []
@@ -140,15 +128,15 @@ def test_a_large_vocabulary_is_not_sorted_and_gets_the_same_tokens() -> None:
         rows.append(row)
         draws += sampler.draws(DraftTree(root_token=5))
         expected.append(sampler(row))
-    logits, sorts = TorchLogits(torch.from_numpy(np.stack(rows))), Widths()
-    with sorts:
-        assert logits.sample(draws) == expected
-        best = logits.best(draws, 4).tolist()
-        (found,) = logits.log_probs([2], [7], 6)
+    logits, widths, sort = TorchLogits(torch.from_numpy(np.stack(rows))), list[int](), torch.sort
+    monkeypatch.setattr(torch, "sort", lambda x, **options: widths.append(x.shape[1]) or sort(x, **options))
+    assert logits.sample(draws) == expected
+    best = logits.best(draws, 4).tolist()
+    (found,) = logits.log_probs([2], [7], 6)
     first_of_finite = [(row[0], token) for row, token in zip(best, expected, strict=True) if row[-1]]
     assert len(first_of_finite) > 100 and all(first == token for first, token in first_of_finite)
     assert [v for v, _ in found.top] == [v for v, _ in logprob(rows[2], 7, 6).top]
-    assert sorts.most <= 6
+    assert widths == [4, 6]
 
 
 def test_rows_without_a_draw_change_no_other_row() -> None:
@@ -461,8 +449,11 @@ def test_the_default_target_runs_unquantised_on_torch() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("torch-bfloat16", 2)])
-def test_the_pool_takes_no_more_than_its_bytes(tiny: Tiny, dtype: str, itemsize: int) -> None:
-    """An index on the same device found no memory left, or half of the memory given was never used."""
+def test_the_pool_takes_no_more_than_its_bytes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, dtype: str, itemsize: int
+) -> None:
+    """An index on the same device found no memory left, or half of the memory given was never used; or the target did not load,
+    because the pool was sized as if FAISS's index and scratch were not there."""
     config = tiny("llama", dtype).config
     slot_bytes = 2 * 2 * 2 * 16 * itemsize  # layers, keys and values, KV heads, head_dim
     target = Target.load(config, 2048, max_kv_bytes=100 * slot_bytes)
@@ -470,3 +461,10 @@ def test_the_pool_takes_no_more_than_its_bytes(tiny: Tiny, dtype: str, itemsize:
     assert Target.load(config, 2048, max_kv_bytes=10**9).pool.num_slots == 2048
     with pytest.raises(ModelError, match="max_kv_bytes"):
         Target.load(config, 2048, max_kv_bytes=15 * slot_bytes)
+    for num_free, num_slots in ((100, 80), (1000, 96)):
+        monkeypatch.setattr(target_module, "free_bytes", lambda device, free=num_free: free * slot_bytes)
+        target.reset_pool(2048)
+        assert target.pool.num_slots == num_slots
+    monkeypatch.setattr(target_module, "free_bytes", lambda device: slot_bytes)
+    with pytest.raises(ModelError, match="free memory"):
+        target.reset_pool(2048)

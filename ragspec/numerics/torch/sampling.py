@@ -1,8 +1,8 @@
 """Keyed sampling of many rows at once, on the device that has their logits: `ragspec.verification.sampling` in torch operators.
 
 The noise has the same 64 bits as on the CPU. No vocabulary is sorted: a search by digits finds the lowest token that top-k and
-top-p leave. Probabilities above a token are added up as whole numbers, so their sum has no order. Logarithms and exponentials may differ from the CPU's in the last bit of a float64, which decides a token only at a tie of
-some 16 digits.
+top-p leave. Probabilities above a token are added up as whole numbers, so their sum has no order. Logarithms and exponentials may
+differ from the CPU's in the last bit of a float64, which decides a token only at a tie of some 16 digits.
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ def _above_limit(keys: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
         digits = (keys >> first) & (2**size - 1)
         by_digit = weights.new_zeros((len(keys), 2**size)).scatter_add_(1, digits, weights * is_open)
         greater = above + by_digit.flip(1).cumsum(1).flip(1) - by_digit
-        digit = (greater.double() >= limits).sum(1, keepdim=True).clip(max=2**size - 1)  # a row without numbers passes all
+        # Why a greatest digit: the weights of a row without numbers may pass any limit
+        digit = (greater.double() >= limits).sum(1, keepdim=True).clip(max=2**size - 1)
         lowest, above = lowest + (digit << first), greater.gather(1, digit)
     tied = weights * (keys == lowest)
     return (keys > lowest) | ((keys == lowest) & ((above + tied.cumsum(1) - tied).double() < limits))
