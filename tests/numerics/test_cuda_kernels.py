@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import fresh_forward
-from oracle_cases import (
-    PARAMS,
-    assert_equal,
-    assert_pool_is_empty,
-    drafters,
-    params_key,
-    requests_of,
-    total,
-    truth,
-)
 from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -318,21 +309,21 @@ def test_drafts_batches_chunks_and_preemption_change_no_token(
     preemption."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
     target = interpreted("llama", dtype, num_hidden_layers=1, **sizes)
-    params = params_key(replace(PARAMS[name], max_tokens=6, ignore_eos=True))
+    params = cases.params_key(replace(cases.PARAMS[name], max_tokens=6, ignore_eos=True))
+    given = cases.requests_of(target, cases.PARAMS[params], SENTENCES[:3])
     requests = [
-        replace(request, prompt_ids=request.prompt_ids[:length])  # each outgrows its page
-        for request, length in zip(requests_of(target, PARAMS[params], SENTENCES[:3]), (13, 14, 15), strict=True)
-    ]
-    expected = truth(target, requests, params)
-    drafter = None if kind == "off" else drafters(target, expected)[kind]
+        replace(each, prompt_ids=each.prompt_ids[: 13 + n]) for n, each in enumerate(given)
+    ]  # all outgrow a page
+    expected = cases.truth(target, requests, params)
+    drafter = None if kind == "off" else cases.drafters(target, expected)[kind]
     with tiny_engine(
         target, [drafter] if drafter else [], num_kv_slots, max_nodes=5, max_num_batched_tokens=num_tokens
     ) as engine:
         completions = engine.generate(requests)
-        assert_equal(completions, expected)
-        assert_pool_is_empty(engine)
+        cases.assert_equal(completions, expected)
+        cases.assert_pool_is_empty(engine)
         assert (engine.load().num_preemptions > 0) == (num_kv_slots < 512)
-    assert total(completions, "num_drafted") > 0 or num_kv_slots < 512
+    assert cases.total(completions, "num_drafted") > 0 or num_kv_slots < 512
 
 
 class Launches(TorchDispatchMode):
