@@ -1,4 +1,4 @@
-"""Measure ragspec by one of six suites; every suite takes any target.
+"""Measure ragspec by one of seven suites; every suite takes any target.
 
     python -m pipelines.benchmark --suite speculation --quick     drafts against plain decoding, transformers and llama.cpp
     python -m pipelines.benchmark --suite speculation --device stub    what a step costs the host, without a model
@@ -7,6 +7,7 @@
     python -m pipelines.benchmark --suite load                    the service under users
     python -m pipelines.benchmark --suite faults                  the service while processes die
     python -m pipelines.benchmark --suite gpu                     steps of models of 0.1 to 32 billion parameters
+    python -m pipelines.benchmark --suite serve                   the engine under users on a GPU, without HTTP
 
 The last line on stdout is one JSON object of flat keys; `--json FILE` holds the same and every row. Tables and progress go to
 stderr. With `--resume`, rows that were measured at this commit with the same options are read back.
@@ -32,8 +33,10 @@ from ragspec.evaluation.measures import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
-SUITES = ("speculation", "answers", "iterative", "load", "faults", "gpu")
+SUITES = ("speculation", "answers", "iterative", "load", "faults", "gpu", "serve")
 """Modules of `pipelines.benchmarks`, each with a constant `SUITE`."""
+GPU_SUITES = ("gpu", "serve")
+"""Need a CUDA device."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _console = stderr_console()

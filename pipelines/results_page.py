@@ -4,7 +4,7 @@
 
 Every suite runs in a process of its own with `--resume`: a row that was measured at this commit is read back and not measured
 again. The results lie below the cache folder; the page's part between its two markers, and at most three pictures, are
-written to `infra/results` at the end. The suite gpu is left out where there is no CUDA device.
+written to `infra/results` at the end. The suites gpu and serve are left out where there is no CUDA device.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipelines.benchmark import ROOT, SUITES, suite_of
+from pipelines.benchmark import GPU_SUITES, ROOT, SUITES, suite_of
 from pipelines.benchmarks.harness import cell
 from ragspec.cli.terminal import cache_folder
 from ragspec.disk import write_atomically
@@ -42,7 +42,7 @@ def main(options: Sequence[str]) -> int:
     """Run every suite, then write the page. Returns the number of suites that failed."""
     folder, failed = cache_folder() / "benchmark" / "results", 0
     for name in SUITES:
-        if name == "gpu" and not torch.cuda.is_available():
+        if name in GPU_SUITES and not torch.cuda.is_available():
             continue
         files = ["--json", str(folder / f"{name}.json")]
         files += (
@@ -73,7 +73,7 @@ def measured_part(results: Mapping[str, Mapping[str, Any]], pictures: Sequence[P
 
     Raises: ConfigError for results of several targets or machines.
     """
-    own = [result for name, result in results.items() if name != "gpu"]  # a GPU is another machine
+    own = [result for name, result in results.items() if name not in GPU_SUITES]  # a GPU is another machine
     for key in ("target", "dtype", "machine"):
         if len({result[key] for result in own}) > 1:
             raise ConfigError(

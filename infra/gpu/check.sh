@@ -5,6 +5,9 @@
 #   infra/gpu/check.sh tests     the tests marked gpu: the promises of both GPU backends
 #   infra/gpu/check.sh kernels   steps of models of 0.1 to 8 billion parameters by both GPU backends
 #   infra/gpu/check.sh speed     the same, first with 8 and 32 billion, which need 80 GB
+#   infra/gpu/check.sh serve     the engine under 1 to 64 users without HTTP, models of 0.1 and 8 billion; a second run of the
+#                                same commit goes on after the last row
+#   infra/gpu/check.sh faiss     the index on the GPU finds what it finds on the CPU; installs FAISS for GPUs if it is missing
 #   infra/gpu/check.sh bits      a certificate: rows, tiles, batches, drafts and preemption change no bit; prints the numerics id
 #   infra/gpu/check.sh tune      measures the tiles of products and writes ragspec/numerics/cuda/tiles.json
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
@@ -21,7 +24,7 @@ results=infra/results/gpu
 mkdir -p "$results"
 
 benchmark() {  # the last line is the result as JSON
-    $python -m pipelines.benchmark --suite gpu "$@" | tee "$results/$part.txt"
+    $python -m pipelines.benchmark "$@" | tee "$results/$part.txt"
     tail -n 1 "$results/$part.txt" >"$results/$part.json"
 }
 
@@ -58,11 +61,16 @@ case "$part" in
         $python infra/gpu/tune.py | tee "$results/tune.txt"
         cp ragspec/numerics/cuda/tiles.json "$results/tiles.json"
         ;;
-    kernels) benchmark --quick ;;
-    speed) benchmark ;;
+    kernels) benchmark --suite gpu --quick ;;
+    speed) benchmark --suite gpu ;;
+    serve) benchmark --suite serve --resume ;;
+    faiss)
+        $python -c 'import faiss; faiss.StandardGpuResources' || $python -m pip install -e '.[gpu]'
+        gpu_tests tests/retrieval/test_gpu.py
+        ;;
     train) train ;;
     *)
-        sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

@@ -4,8 +4,9 @@
     python infra/gpu/tune.py                        # the weights of the suite gpu's models of 0.1 to 8 billion parameters
     python infra/gpu/tune.py 4096x14336 1024x4096   # of these weights, OUTPUTSxINPUTS
 
-A tile is written only if its products have the bits of the smallest tile for 1 to 2,048 rows. The table is written after each
-weight, so that a run which is stopped keeps what was measured; weights in the table are left out unless they are named.
+A tile is written only if its products, plain and gated, have the bits of the smallest tile for 1 to 2,048 rows. The table is
+written after each weight, so that a run which is stopped keeps what was measured; weights in the table are left out unless they
+are named.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -72,11 +73,13 @@ def fastest_tile(weight: torch.Tensor, tier: int) -> Tile:
     """The tile of the least median time among those that have the right bits. Shape: weight [out, in]."""
     linear = backend.TritonLinear(weight, None, torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=weight.device))
     x = torch.randn(max(CHECKED_ROWS), weight.shape[1], dtype=weight.dtype, device=weight.device)
-    expected, timed = with_tile(linear, x, Tile(16, 16, 4, 3)), []
+    products, timed = (linear, linear.gated), []
+    expected = [with_tile(product, x, Tile(16, 16, 4, 3)) for product in products]
     for tile in candidates(weight, tier):
         try:
             rows = [n for n in CHECKED_ROWS if tier == 2 or n <= ROW_TIERS[tier]]
-            if all(torch.equal(with_tile(linear, x[:n], tile), expected[:n]) for n in rows):
+            pairs = itertools.product(rows, zip(products, expected, strict=True))
+            if all(torch.equal(with_tile(product, x[:n], tile), whole[:n]) for n, (product, whole) in pairs):
                 timed.append((milliseconds(linear, x[: ROWS[tier]], tile), tile))
             else:
                 print(f"{tuple(weight.shape)}: {tile} has other bits", flush=True)
@@ -88,11 +91,11 @@ def fastest_tile(weight: torch.Tensor, tier: int) -> Tile:
     return best
 
 
-def with_tile(linear: backend.TritonLinear, x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The product by this tile. Shapes: x [N, in] -> [N, out]."""
+def with_tile(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """A linear's product by this tile. Shapes: x [N, in] -> [N, out], gated [N, out / 2]."""
     chosen, backend.tile_for = backend.tile_for, lambda num_rows, weight: tile
     try:
-        return linear(x)
+        return product(x)
     finally:
         backend.tile_for = chosen
 

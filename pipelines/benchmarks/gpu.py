@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from pipelines.benchmarks.cases.timing import Case, EngineDecoder, take_turns
+from pipelines.benchmarks.cases.timing import Case, EngineDecoder, TimedBatch, take_turns
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, SourceKind
@@ -92,7 +92,7 @@ def rows_of(run: Run, shapes: Sequence[Shape], backends: Sequence[BackendName], 
 
 
 def _row(run: Run, shape: Shape, backend: BackendName, device: str, bandwidth: Any) -> Row:
-    target = _target(run.target, shape, backend, device)
+    target = target_of(run.target, shape, backend, device)
     one_s, tree_s = (_forward_s(target, rows) for rows in (1, _TREE_ROWS))
     row = {
         "model": shape.name,
@@ -111,7 +111,7 @@ def _row(run: Run, shape: Shape, backend: BackendName, device: str, bandwidth: A
     return row
 
 
-def _target(config: TargetConfig, shape: Shape, backend: BackendName, device: str) -> Target:
+def target_of(config: TargetConfig, shape: Shape, backend: BackendName, device: str) -> Target:
     """The configured target for the smallest shape if its weights are here, else random weights."""
     own: dict[str, Any] = {"device": device, "backend": backend, "dtype": "bfloat16", "quantization": "none"}
     if shape.name == SHAPES[0].name:
@@ -158,20 +158,28 @@ def _gated(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def on_over_off(target: Target) -> float:
-    """Tokens a second with drafts over those without, the least of all batches; the runs take turns."""
-    ratios, text = list[float](), (CopySource(SourceKind.PASSAGE, TEXT, "0"),)
-    ids = tuple(target.tokenizer(3 * TEXT).input_ids)  # a model of real weights goes on with the text
+    """Tokens a second with drafts over those without, the least of all batches."""
+    ratios = list[float]()
     for size in _BATCHES:
-        cases = [Case(f"{i}", ids[i % 10 :][:_NUM_PROMPT], text, _NUM_TOKENS) for i in range(size)]
         with engine_over(target, EngineConfig(max_kv_tokens=KV_SLOTS)) as engine:
-            together = {
-                on: EngineDecoder(engine, speculation=on, seed=0, salt="on", ignore_eos=True).together
-                for on in (True, False)
-            }
-            taken = take_turns(together, [cases], _NUM_PAIRS + 1)  # the first pair is not counted
-        pairs = [(on.wall_s, off.wall_s) for (on,), (off,) in zip(taken[True][1:], taken[False][1:], strict=True)]
-        ratios.append(median(off_s / on_s for on_s, off_s in pairs))
+            on, off = with_and_without_drafts(engine, size, _NUM_TOKENS)
+        ratios.append(median(b.wall_s / a.wall_s for a, b in zip(on, off, strict=True)))
     return min(ratios)
+
+
+def with_and_without_drafts(
+    engine: Engine, num_requests: int, num_tokens: int
+) -> tuple[list[TimedBatch], list[TimedBatch]]:
+    """Requests that run side by side, each for so many tokens, with drafts and without by turns; a first pair is not counted."""
+    source = (CopySource(SourceKind.PASSAGE, TEXT, "0"),)
+    ids = tuple(engine.target.tokenizer(3 * TEXT).input_ids)  # a model of real weights goes on with the text
+    cases = [Case(f"{i}", ids[i % 10 :][:_NUM_PROMPT], source, num_tokens) for i in range(num_requests)]
+    together = {
+        on: EngineDecoder(engine, speculation=on, seed=0, salt="on", ignore_eos=True).together for on in (True, False)
+    }
+    taken = take_turns(together, [cases], _NUM_PAIRS + 1)
+    on, off = ([batch for (batch,) in taken[each][1:]] for each in (True, False))
+    return on, off
 
 
 def random_target(shape: Shape, config: TargetConfig) -> Target:

@@ -65,10 +65,11 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
     def __init__(self, target: DraftTarget, keep: SequenceOf[int], shape: TreeShape, costs: CostTable) -> None:
         super().__init__(np.arange(target.vocab_size), target.vocab_size, shape, costs)
         self._target, self._keep = target, tuple(keep)
-        self._slots: SequenceSlots | None = None
+        self._slots = SequenceSlots(target.pool)
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        self._slots = SequenceSlots(self._target.pool)
+        if self._slots.pool is not self._target.pool:  # the target has a pool of another size now
+            self._slots = SequenceSlots(self._target.pool)
         try:
             return super().propose(sequences, budget)
         finally:
@@ -84,7 +85,6 @@ class SelfDrafter(AttendingDrafter[SelfDraft]):
         self, sequence: SequenceView, memory: SelfMemory, settings: DraftSettings, num_levels: int
     ) -> SelfDraft | None:
         num_slots = 1 + settings.shape.max_depth * settings.shape.max_width
-        assert self._slots is not None
         has_room = self._slots.num_new_pages(num_slots) <= self._target.pool.num_free_pages
         return SelfDraft(sequence, memory, settings, num_levels, self._slots) if has_room else None
 

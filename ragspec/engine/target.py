@@ -49,7 +49,10 @@ from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import without_padding
 from ragspec.numerics.torch.backend import TorchBackend
+from ragspec.numerics.torch.transfer import free_bytes
 
+_POOL_SHARE = 0.9
+"""Of a GPU's free memory; the rest is for activations, captured graphs and sampling."""
 log = logging.getLogger(__name__)
 notices = logging.getLogger("ragspec.engine.notices")
 """Warnings about the configured model that its user must see; the command line keeps other warnings off the terminal."""
@@ -151,14 +154,22 @@ class Target:
         return target
 
     def reset_pool(self, num_kv_slots: int) -> None:
-        """A fresh pool; sequences of the old pool are lost. Raises: ModelError if not even a page fits."""
+        """A fresh pool; sequences of the old pool are lost. On a GPU it takes at most its share of the memory that weights,
+        indexes and FAISS's scratch leave. Raises: ModelError if not even a page fits."""
         if self._max_kv_bytes is not None:
-            if (most := self._max_kv_bytes // self.token_bytes // PAGE * PAGE) < PAGE:
-                raise ModelError(
-                    f"max_kv_bytes is {self._max_kv_bytes}; a token takes {self.token_bytes}, a page {PAGE}"
-                )
-            num_kv_slots = min(num_kv_slots, most)
+            num_kv_slots = self._slots_within("max_kv_bytes", self._max_kv_bytes, num_kv_slots)
+        free, asked = free_bytes(self.backend.device), num_kv_slots
+        if free is not None:
+            num_kv_slots = self._slots_within("a GPU's free memory", int(_POOL_SHARE * free), asked)
+        if num_kv_slots < asked:
+            notices.warning("the GPU has memory for keys and values of %d tokens, not of %d", num_kv_slots, asked)
         self.pool = self.backend.make_pool(self.shapes, num_kv_slots)
+
+    def _slots_within(self, name: str, num_bytes: int, num_slots: int) -> int:
+        """As many of the slots as take so many bytes, in whole pages. Raises: ModelError if not even a page fits."""
+        if (most := num_bytes // self.token_bytes // PAGE * PAGE) < PAGE:
+            raise ModelError(f"{name} is {num_bytes} bytes; a token takes {self.token_bytes}, a page {PAGE}")
+        return min(num_slots, most)
 
     @property
     def token_bytes(self) -> int:

@@ -234,17 +234,28 @@ class SequenceSlots:
 
     `slots[p]` is where logical position p lives, `index[p]` the same as rank of its page in `pages` * 16 + lane. Positions
     [0, length) are kept; slots reserved for a step are kept or given back at its end. Spare slots are indices in own pages,
-    falling: the lowest are taken first. Why arrays as long as the pool: they never move. Memory is taken when
-    it is touched, by huge pages of 2 MiB where the pool has 262,144 slots or more.
+    falling: the lowest are taken first. The arrays have room for the slots of all pages; with more pages they move, `address`
+    stays.
     """
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
-        self._arrays = np.empty((4, pool.num_slots), np.int32)
-        self._slots, self._index, self._spare, self._pages = self._arrays
-        self._state = np.array([address_of(self._arrays), pool.num_slots, 0, 0, 0])
+        self._state = np.zeros(_NUM_COLUMNS, np.int64)
         self.address = address_of(self._state)
+        self._arrays = np.empty((4, 0), np.int32)
         self._num_shared = 0
+        self._make_room(1)
+
+    def _make_room(self, num_pages: int) -> None:
+        """Arrays for so many pages: twice as long as before, or longer."""
+        room = self._arrays.shape[1]
+        if num_pages * PAGE <= room:
+            return
+        arrays = np.empty((4, max(num_pages * PAGE, 2 * room)), np.int32)
+        arrays[:, :room] = self._arrays
+        self._arrays = arrays
+        self._slots, self._index, self._spare, self._pages = arrays
+        self._state[_ADDRESS], self._state[_ROOM] = address_of(arrays), arrays.shape[1]
 
     @property
     def length(self) -> int:
@@ -267,6 +278,7 @@ class SequenceSlots:
         assert self.length == 0 and not len(self.pages)
         self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
+        self._make_room(len(pages))
         self._pages[: len(pages)], self._slots[: len(slots)] = pages, slots
         self._index[: len(slots)] = rank * PAGE + slots % PAGE
         self._state[NUM_PAGES], self._state[LENGTH], self._num_shared = len(pages), len(slots), len(slots)
@@ -281,6 +293,7 @@ class SequenceSlots:
         if needed > self.pool.num_free_pages:
             raise OutOfSlots
         if needed:
+            self._make_room(first + needed)
             self._pages[first : first + needed] = [self.pool.take_page() for _ in range(needed)]
             self._state[NUM_PAGES] += needed
             self._add_spare(np.arange(first * PAGE, (first + needed) * PAGE, dtype=np.int32))

@@ -30,6 +30,7 @@ from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
 import ragspec.drafting
 from ragspec.config import DraftingConfig, SelfDraftConfig
 from ragspec.core import Document, SamplingParams
+from ragspec.drafting import self_draft
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model import ModelDrafter
@@ -41,6 +42,7 @@ from ragspec.engine.loading import make_drafters
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.kv_cache import SequenceSlots
 
 Texts = Sequence[Sequence[int]]
 REPEATED = "the mill and the river and the mill and the river and the mill and"
@@ -140,13 +142,18 @@ def test_all_drafters_at_once_change_no_output(tiny: Tiny, tmp_path: Path) -> No
         ("qwen3", "float32", "top-p"),
     ],
 )
-def test_all_layers_draft_what_the_target_says(tiny: Tiny, kind: str, dtype: str, name: str) -> None:
-    """Positions one off, keys of rejected nodes, a window that counts slots: acceptance fell, and nothing else showed it."""
-    target = tiny(kind, dtype)
+def test_all_layers_draft_what_the_target_says(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, name: str
+) -> None:
+    """Positions one off, keys of rejected nodes, a window that counts slots: acceptance fell, and nothing else showed it. Or each
+    call made its slots anew."""
+    made, target = list[SequenceSlots](), tiny(kind, dtype)
+    monkeypatch.setattr(self_draft, "SequenceSlots", lambda pool: made.append(SequenceSlots(pool)) or made[-1])
     requests = requests_of(target, PARAMS[name], PROMPTS[:5])
     completions = generated(target, [self_drafter(target, 0, 1, tree=("chain", 1, 1, 4))], [requests])
     assert_equal(completions, truth(target, requests, name))
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
+    assert len(made) == 2, "one for each pool of the target, which the engine replaces"
 
 
 def test_targets_and_layers_that_cannot_draft_are_refused(tiny: Tiny) -> None:

@@ -44,9 +44,10 @@ def test_every_tile_of_the_table_has_the_same_bits() -> None:
         weight = torch.randn(*size, dtype=torch.bfloat16, device="cuda")
         linear = TritonLinear(weight, None, torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device="cuda"))
         x = torch.randn(max(tune.CHECKED_ROWS), size[1], dtype=torch.bfloat16, device="cuda")
-        expected = tune.with_tile(linear, x, Tile(16, 16, 4, 3))
-        for start, rows in itertools.product((0, 5), tune.CHECKED_ROWS):
-            assert torch.equal(linear(x[start:][:rows]), expected[start:][:rows]), (size, rows)
+        for product in (linear, linear.gated):
+            expected = tune.with_tile(product, x, Tile(16, 16, 4, 3))
+            for start, rows in itertools.product((0, 5), tune.CHECKED_ROWS):
+                assert torch.equal(product(x[start:][:rows]), expected[start:][:rows]), (size, rows)
 
 
 def test_rows_in_forwards_of_one_to_two_thousand_rows_have_the_same_bits(target: Target) -> None:

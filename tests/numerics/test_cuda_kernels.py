@@ -1,21 +1,22 @@
 """The Triton kernels under Triton's interpreter, against float64, and whether a row sees its neighbours."""
 
+import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from drafters import Half
-from oracle import decode, fresh_forward
-from tiny_target import tiny_engine
+from oracle import fresh_forward
+from tiny_target import SENTENCES, Tiny, save_model, target_config, tiny_engine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ragspec.config import TargetConfig
-from ragspec.core import Request, SamplingParams
 from ragspec.engine import target as target_module
 from ragspec.engine.target import Target
 from ragspec.numerics.attention import PAGE, AttentionShape
@@ -27,7 +28,7 @@ from ragspec.numerics.torch.int8 import TorchInt8Linear
 
 pytest.importorskip("triton", reason="the extra `kernels` is not installed")
 
-from triton.runtime.interpreter import GridExecutor
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from ragspec.numerics.cuda import backend, kernels, tiles
 from ragspec.numerics.cuda.backend import CudaBackend, ResidualTritonNorm, TritonInt8Linear
@@ -48,10 +49,9 @@ def _products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return (x.data.astype(np.uint32) << 16).view(np.float32) if x.data.dtype == np.uint16 else x.data
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        left, right, total = floats(a).astype(d.data.dtype), floats(b).astype(d.data.dtype), d.data.copy()
-        for column, row in zip(left.T, right, strict=True):
-            total += column[:, None] * row
-        return interpreter.TensorHandle(total, d.dtype.scalar)
+        left, right = floats(a).astype(d.data.dtype), floats(b).astype(d.data.dtype)
+        products = left[:, :, None] * right  # [M, K, N]: numpy adds along K row by row
+        return interpreter.TensorHandle(d.data + products.sum(1, dtype=d.data.dtype), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
@@ -92,19 +92,45 @@ def test_products(_parts: None, outputs: int, inputs: int, bias: bool, dtype: st
     assert not BACKEND._arrivals.any()
 
 
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """In bfloat16 as the interpreter rounds, toward zero."""
+    return (x.float().view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
+
+
 def test_products_of_small_whole_numbers_are_exact_in_every_tile(_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: an input left out or taken twice, where one tile ends and the next begins or between two parts."""
     torch.manual_seed(6)
-    weight, rows = (torch.randint(-3, 4, size).bfloat16() for size in ((150, 300), (133, 300)))
-    linear = BACKEND.make_linear(weight)
-    exact = (rows.double() @ weight.double().t()).bfloat16()
+    weight, rows = (torch.randint(-1, 2, size).bfloat16() for size in ((150, 300), (133, 300)))
+    bias = torch.tensor([128.0, 0.0]).repeat_interleave(75).bfloat16()  # gates so great that silu changes none
+    linear, quantised = BACKEND.make_linear(weight, bias), TritonInt8Linear(weight.float())
+    exact = (rows.double() @ weight.double().t() + bias.double()).bfloat16()
+    gate, up = exact.chunk(2, 1)
     every = {
         tiles.Tile(*tile) for device in tiles.tile_table().values() for weight in device.values() for tile in weight
     }
     assert len(every) >= 5
     for tile in every:
         monkeypatch.setattr(backend, "tile_for", lambda *_, tile=tile: tile)
-        assert torch.equal(linear(rows), exact)
+        assert torch.equal(linear(rows), exact) and torch.equal(linear.gated(rows), truncated(gate.float() * up))
+        assert torch.equal(quantised(rows.float()), TorchInt8Linear(weight.float())(rows.float()))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_tile_of_other_bits_is_not_written_however_fast(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+    """Bug guarded: the table gets a tile whose plain or gated products were not compared."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "infra" / "gpu")
+    tune = importlib.import_module("tune")
+    wrong, right, product_by = tiles.Tile(16, 32, 4, 4), tiles.Tile(16, 32, 4, 3), tune.with_tile
+
+    def product(linear: Any, x: torch.Tensor, tile: tiles.Tile) -> torch.Tensor:
+        is_gated = getattr(linear, "__name__", "") == "gated"
+        return product_by(linear, x, tile) + (tile == wrong and is_gated == gated)
+
+    monkeypatch.setattr(tune, "CHECKED_ROWS", (1, 17))
+    monkeypatch.setattr(tune, "candidates", lambda *_: [wrong, right])
+    monkeypatch.setattr(tune, "milliseconds", lambda linear, x, tile: float(tile != wrong))
+    monkeypatch.setattr(tune, "with_tile", product)
+    assert tune.fastest_tile(torch.randn(64, 64).bfloat16(), 1) == right
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 64, False), (40, 96, True), (130, 37, True)])
@@ -208,23 +234,38 @@ def test_a_row_is_the_same_as_text_and_as_a_node(
     assert not backend_of(dtype)._arrivals.any()
 
 
-@pytest.mark.parametrize("context", [127, 128, *(pytest.param(n, marks=slow) for n in (4095, 4097, 5120, 33_000))])
-def test_long_contexts_are_added_up_chunk_by_chunk(_spread: None, context: int) -> None:
-    """Bug guarded: a position between two chunks left out or taken twice. Scores are equal and values small whole numbers, so
-    every order has the same sums."""
-    shape, rng = AttentionShape(4, 2, 16, 0.25, window=0), np.random.default_rng(context)
-    num_slots = -(-(context + 3) // PAGE) * PAGE
-    pool = BACKEND.make_pool([shape], num_slots)
-    slots = SequenceSlots(pool)
-    slots.keep(*slots.reserve(context), list(range(context)))
-    values = torch.from_numpy(rng.integers(0, 2, (context + 1, 2, 16)).astype(np.float32))
-    pool.values[0].view(num_slots + PAGE, 2, -1)[slots.slots] = values[:context]
-    batch = Batch([ScheduledSequence(slots, [0])])
-    qkv = torch.zeros(1, 8, 16)
-    qkv[0, 6:] = values[context]
-    got = attended(shape, pool, batch, qkv)[0]
-    exact = (values.sum(0) / (context + 1)).repeat_interleave(2, 0)
-    assert torch.equal(got, exact)
+@pytest.mark.parametrize(
+    ("context", "sizes"),
+    [
+        *((n, (6, 36, 70)) for n in (127, 128)),
+        *(pytest.param(n, (6, 36, 70), marks=slow) for n in (4095, 4097, 5120)),
+        pytest.param(33_000, (6,), marks=slow),
+    ],
+)
+def test_contexts_are_added_up_position_by_position(_spread: None, context: int, sizes: tuple[int, ...]) -> None:
+    """Bug guarded: a position between two chunks, blocks or tiles, or of a path, left out or taken twice. Scores are equal and
+    values small whole numbers, so every order has the same sums. The rows: a tree's, and a text's in each height of tile."""
+    shape, parents, rng = AttentionShape(4, 2, 16, 0.25), [-1, 0, 0, 1, 1, 3], np.random.default_rng(context)
+    pool, parts, exact, scheduled = BACKEND_16.make_pool([shape], 3 * (context + 9 * PAGE)), [], [], []
+    for num_rows in sizes:
+        slots, is_tree = SequenceSlots(pool), num_rows == len(parents)
+        slots.keep(*slots.reserve(context), list(range(context)))
+        values = torch.from_numpy(rng.integers(0, 2, (context + num_rows, 2, 16)).astype(np.float32))
+        pool.values[0].view(-1, 2, 16)[slots.slots] = values[:context].bfloat16()
+        scheduled.append(ScheduledSequence(slots, [0] * num_rows, parents if is_tree else [-1]))
+        for row in range(num_rows):
+            path = [row]
+            while path[-1]:
+                path.append(parents[path[-1]] if is_tree else path[-1] - 1)
+            total = values[:context].sum(0) + values[[context + node for node in path]].sum(0)
+            exact.append((total / (context + len(path))).repeat_interleave(2, 0))
+        parts.append(values[context:])
+    new = torch.cat(parts)
+    qkv = torch.cat([new.new_zeros(len(new), 6, 16), new], 1).bfloat16()
+    batch = Batch(scheduled)
+    heights = {height for _, height in backend.CudaInputs(batch.metadata, pool).num_tiles}
+    assert heights == set(backend.TILE_PAIRS[: len(sizes)])
+    assert torch.equal(attended(shape, pool, batch, qkv), truncated(torch.stack(exact)).float())
 
 
 def test_chunks_follow_each_other() -> None:
@@ -237,29 +278,52 @@ def test_chunks_follow_each_other() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
 @slow
-def test_the_self_test_passes(interpreted: Callable[..., Target], kind: str, dtype: str) -> None:
+def test_the_self_test_passes(tiny: Tiny, interpreted: Callable[..., Target], kind: str, dtype: str) -> None:
     """Bug guarded: a family whose norm, window or soft cap the kernels take for another."""
     target = interpreted(kind, dtype)
     assert isinstance(target.backend, CudaBackend)
     tested = self_test(target, 18, target.config.numerics_dtype, 1)
     assert tested.passed, tested.failures
-    plain = target_of_torch(kind, dtype)
+    plain = tiny(kind, f"torch-{dtype}")
     tokens = np.arange(20, dtype=np.int32)
     ours, theirs = (fresh_forward(each, tokens)[0] for each in (target, plain))
     np.testing.assert_allclose(ours, theirs, atol=(1e-3 if dtype == "float32" else 0.05) * np.abs(theirs).max())
 
 
+MATRIX = [  # parameters, drafter, dtype, KV slots, tokens a step
+    ("greedy", "half", "float32", 80, 64),
+    ("T=1", "perfect", "bfloat16", 512, 16),
+    ("top-p", "copy", "float32", 512, 23),
+    ("top-k, min-p", "random", "bfloat16", 512, 16),
+    ("penalties", "wrong", "float32", 512, 64),
+    ("T=1", "off", "bfloat16", 64, 23),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype", "num_kv_slots", "num_tokens"), MATRIX)
 @slow
-def test_drafts_change_no_token(interpreted: Callable[..., Target]) -> None:
-    """Bug guarded: the engine over these kernels decides another token for a draft than without."""
-    target = interpreted("llama", "float32")
-    for params in (SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=4)):
-        prompts = [tuple(range(5 + i, 30 + 3 * i)) for i in range(2)]
-        expected = [decode(target, prompt, params).token_ids for prompt in prompts]
-        requests = [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
-        answers = {(request.id, 0): tokens for request, tokens in zip(requests, expected, strict=True)}
-        with tiny_engine(target, [Half(answers)], max_nodes=5) as engine:
-            assert [c.token_ids for c in engine.generate(requests)] == expected
+def test_drafts_batches_chunks_and_preemption_change_no_token(
+    interpreted: Callable[..., Target], name: str, kind: str, dtype: str, num_kv_slots: int, num_tokens: int
+) -> None:
+    """Bug guarded: the engine over these kernels decides another token for a draft, a neighbour, a part of a prompt, or after a
+    preemption."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    target = interpreted("llama", dtype, num_hidden_layers=1, **sizes)
+    params = cases.params_key(replace(cases.PARAMS[name], max_tokens=6, ignore_eos=True))
+    given = cases.requests_of(target, cases.PARAMS[params], SENTENCES[:3])
+    requests = [
+        replace(each, prompt_ids=each.prompt_ids[: 13 + n]) for n, each in enumerate(given)
+    ]  # all outgrow a page
+    expected = cases.truth(target, requests, params)
+    drafter = None if kind == "off" else cases.drafters(target, expected)[kind]
+    with tiny_engine(
+        target, [drafter] if drafter else [], num_kv_slots, max_nodes=5, max_num_batched_tokens=num_tokens
+    ) as engine:
+        completions = engine.generate(requests)
+        cases.assert_equal(completions, expected)
+        cases.assert_pool_is_empty(engine)
+        assert (engine.load().num_preemptions > 0) == (num_kv_slots < 512)
+    assert cases.total(completions, "num_drafted") > 0 or num_kv_slots < 512
 
 
 class Launches(TorchDispatchMode):
@@ -301,20 +365,53 @@ def test_a_layer_takes_eight_launches(interpreted: Callable[..., Target], monkey
     assert layers == [layer] * len(layers) != []
 
 
+@pytest.mark.parametrize("contexts", [(250,), (63, 64, 65, 129)])
+@slow
+def test_a_step_reads_weights_and_keys_once_and_adds_no_sum_by_atomics(
+    interpreted: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, contexts: tuple[int, ...]
+) -> None:
+    """Bug guarded: a tile or a split that reads weights again, a chunk that reads keys beyond its own; sums in any order."""
+    monkeypatch.setattr(tiles, "_LONG", 0)  # all products in two parts
+    target, num_bytes, counters = interpreted("llama", "bfloat16"), dict[str, int](), list[int]()
+    load, add = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_atomic_rmw
+    places = {"weights": [x for name, x in target._model.state_dict().items() if "embed" not in name]}
+
+    def counted(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        at, size = pointers.data[mask.data], pointers.get_element_ty().primitive_bitwidth // 8
+        for name, tensors in places.items():
+            num_read = sum(int(((x.data_ptr() <= at) & (at < x.data_ptr() + x.nbytes)).sum()) for x in tensors)
+            num_bytes[name] = num_bytes.get(name, 0) + num_read * size
+        return load(self, pointers, mask, *others)
+
+    def noted(self: Any, operation: Any, pointers: Any, *others: Any) -> Any:
+        counters.extend(pointers.data.ravel().tolist())
+        return add(self, operation, pointers, *others)
+
+    sequences = []
+    for context in contexts:
+        slots = SequenceSlots(target.pool)
+        slots.keep(*slots.reserve(context), list(range(context)))
+        sequences.append(ScheduledSequence(slots, [7]))
+    batch, places["keys and values"] = Batch(sequences), [*target.pool.keys, *target.pool.values]
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", noted)
+    target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
+    least = {
+        "weights": sum(x.nbytes for x in places["weights"]),
+        "keys and values": sum(n + 1 for n in contexts) * target.token_bytes,
+    }
+    assert all(least[name] <= num_bytes[name] <= 1.05 * least[name] for name in least), (num_bytes, least)
+    arrivals = target.backend._arrivals
+    assert counters and all(0 <= at - arrivals.data_ptr() < arrivals.nbytes for at in counters)
+
+
 @pytest.fixture
-def interpreted(tiny: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
+def interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Target]:
     """`interpreted(kind, dtype)`: a target on the cuda backend, whose kernels the interpreter runs on the CPU."""
 
-    def load(kind: str, dtype: str) -> Target:
-        config: TargetConfig = tiny(kind, f"torch-{dtype}").config
-        with monkeypatch.context() as patch:
-            backend = CudaBackend("cpu", getattr(torch, dtype))
-            patch.setattr(target_module, "make_backend", lambda *_: backend)
-            return Target.load(config, num_kv_slots=512)
+    def load(kind: str, dtype: str, **sizes: int) -> Target:
+        backend, folder = CudaBackend("cpu", getattr(torch, dtype)), save_model(kind, tmp_path / "model", **sizes)
+        monkeypatch.setattr(target_module, "make_backend", lambda *_: backend)
+        return Target.load(target_config(str(folder), f"torch-{dtype}"), num_kv_slots=512)
 
-    global target_of_torch
-    target_of_torch = lambda kind, dtype: tiny(kind, f"torch-{dtype}")  # noqa: E731
-    yield load
-
-
-target_of_torch: Callable[..., Target]
+    return load

@@ -77,6 +77,9 @@ PARAMS = [
         min_tokens=2,
         top_p=0.9,
     ),
+    SamplingParams(temperature=1.0, top_k=500, top_p=1e-9),
+    SamplingParams(temperature=3.0, top_k=90, top_p=0.999, min_p=1e-6),
+    SamplingParams(temperature=1.0, min_p=1.0),
 ]
 
 
@@ -112,6 +115,29 @@ def test_ten_thousand_rows_get_the_same_tokens() -> None:
         some = slice(7, 9)
         assert TorchLogits(torch.from_numpy(rows[some])).sample(draws[some]) == expected[some]
     assert num_rows >= 10_000
+
+
+def test_a_large_vocabulary_is_not_sorted_and_gets_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that differ in the last digit alone, zeros of both signs, excluded tokens, masks, or ties at the border counted
+    twice or not; a sort of 3,000 tokens in every row."""
+    rng, draws, expected, rows = np.random.default_rng(8), [], [], []
+    for number, params in enumerate(PARAMS[3:] * 20):
+        row = rng.normal(size=3000).astype(np.float32) * np.float32(10.0 ** (number % 5 - 2))
+        row[rng.integers(0, 3000, 900)] = (0.0, -0.0, 1.0, -np.inf)[number % 4]
+        row[rng.integers(0, 3000, 400)] = np.nextafter(row[0], np.float32(np.inf))
+        sampler = KeyedSampler(Request("r", (3, 4), params), number, 0, (0, 1), [5])
+        rows.append(row)
+        draws += sampler.draws(DraftTree(root_token=5))
+        expected.append(sampler(row))
+    logits, widths, sort = TorchLogits(torch.from_numpy(np.stack(rows))), list[int](), torch.sort
+    monkeypatch.setattr(torch, "sort", lambda x, **options: widths.append(x.shape[1]) or sort(x, **options))
+    assert logits.sample(draws) == expected
+    best = logits.best(draws, 4).tolist()
+    (found,) = logits.log_probs([2], [7], 6)
+    first_of_finite = [(row[0], token) for row, token in zip(best, expected, strict=True) if row[-1]]
+    assert len(first_of_finite) > 100 and all(first == token for first, token in first_of_finite)
+    assert [v for v, _ in found.top] == [v for v, _ in logprob(rows[2], 7, 6).top]
+    assert widths == [4, 6]
 
 
 def test_rows_without_a_draw_change_no_other_row() -> None:
@@ -422,8 +448,11 @@ def test_the_default_target_runs_unquantised_on_torch() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("torch-bfloat16", 2)])
-def test_the_pool_takes_no_more_than_its_bytes(tiny: Tiny, dtype: str, itemsize: int) -> None:
-    """An index on the same device found no memory left, or half of the memory given was never used."""
+def test_the_pool_takes_no_more_than_its_bytes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, dtype: str, itemsize: int
+) -> None:
+    """An index on the same device found no memory left, or half of the memory given was never used; or the target did not load,
+    because the pool was sized as if FAISS's index and scratch were not there."""
     config = tiny("llama", dtype).config
     slot_bytes = 2 * 2 * 2 * 16 * itemsize  # layers, keys and values, KV heads, head_dim
     target = Target.load(config, 2048, max_kv_bytes=100 * slot_bytes)
@@ -431,3 +460,10 @@ def test_the_pool_takes_no_more_than_its_bytes(tiny: Tiny, dtype: str, itemsize:
     assert Target.load(config, 2048, max_kv_bytes=10**9).pool.num_slots == 2048
     with pytest.raises(ModelError, match="max_kv_bytes"):
         Target.load(config, 2048, max_kv_bytes=15 * slot_bytes)
+    for num_free, num_slots in ((100, 80), (1000, 96)):
+        monkeypatch.setattr(target_module, "free_bytes", lambda device, free=num_free: free * slot_bytes)
+        target.reset_pool(2048)
+        assert target.pool.num_slots == num_slots
+    monkeypatch.setattr(target_module, "free_bytes", lambda device: slot_bytes)
+    with pytest.raises(ModelError, match="free memory"):
+        target.reset_pool(2048)

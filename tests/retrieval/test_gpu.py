@@ -1,6 +1,8 @@
 """Search without selectors gives what exact search gives; on a GPU where there is one."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +98,33 @@ def test_ivf_with_a_filter_or_many_hits_finds_what_it_finds_on_the_cpu(vectors: 
                 gpu_index.search(queries, k, allowed), cpu.search(queries, k, allowed), strict=True
             ):
                 assert found.rows.tolist() == wanted.rows.tolist()
+
+
+@dataclass
+class RoundsByBatch:
+    """Searches as an index whose scores depend on the number of queries, as products on a GPU do."""
+
+    index: Any
+
+    def search(self, queries: FloatArray, k: int) -> Any:
+        noise = np.random.default_rng(len(queries)).standard_normal(queries.shape[1]).astype(np.float32)
+        return self.index.search(queries + 0.05 * noise, k)
+
+
+def test_ivf_candidates_do_not_depend_on_the_batch(vectors: FloatArray) -> None:
+    """A query near the border of two lists found other passages beside others than alone, and the answer was another."""
+    index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    cpu = ApproximateIndex(index, vectors, DenseConfig(kind="ivf", search_width=1))
+    gpu_index, queries = GpuIndex(RoundsByBatch(index), vectors, cpu), unit(np.random.default_rng(3), 100, 64)
+    found = []
+    for size in (1, 7, 16, 100):
+        batches = [gpu_index.search(queries[first : first + size], 10) for first in range(0, 100, size)]
+        found.append([one.rows.tolist() for batch in batches for one in batch])
+    assert found == found[:1] * 4
+    plain = [RoundsByBatch(index).search(queries[first:][:7], 10)[1] for first in range(0, 100, 7)]
+    assert (np.concatenate(plain) != RoundsByBatch(index).search(queries, 10)[1]).any(), "a test that cannot fail"
 
 
 def test_segments_beyond_the_budget_stay_on_the_cpu(vectors: FloatArray, monkeypatch: pytest.MonkeyPatch) -> None:

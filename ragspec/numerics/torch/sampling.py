@@ -1,8 +1,8 @@
 """Keyed sampling of many rows at once, on the device that has their logits: `ragspec.verification.sampling` in torch operators.
 
-The noise has the same 64 bits as on the CPU. Probabilities above a token are added up as whole numbers, so their sum has no
-order. Logarithms and exponentials may differ from the CPU's in the last bit of a float64, which decides a token only at a tie of
-some 16 digits.
+The noise has the same 64 bits as on the CPU. No vocabulary is sorted: a search by digits finds the lowest token that top-k and
+top-p leave. Probabilities above a token are added up as whole numbers, so their sum has no order. Logarithms and exponentials may
+differ from the CPU's in the last bit of a float64, which decides a token only at a tie of some 16 digits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from ragspec.numerics.torch.transfer import column, to_device, to_host
 
 _MASS_BITS = 40
 """A probability of e^0 as a whole number; a vocabulary of 2^22 tokens still fits 63 bits."""
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+"""First bit and number of bits of the digits of a float32, the highest first."""
 _SCRATCH_BYTES = 2**28
 """Rows are sampled in groups whose float64 rows take at most so much memory."""
 
@@ -122,7 +124,7 @@ def _most_probable(values: Tensor, count: int, *own: Tensor) -> tuple[Tensor, Te
     """Columns `own` [W, 1], then those of the greatest logits, and log-probabilities of all. Shapes: float32 [W, V]."""
     wide, maxima = values.double(), values.amax(1, keepdim=True).double()
     norms = maxima + torch.log(tree_sum(torch.exp(wide - maxima)))
-    columns = torch.cat([*own, torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]], 1)
+    columns = torch.cat([*own, _greatest(values, count)], 1)
     return columns, wide.gather(1, columns) - norms
 
 
@@ -142,9 +144,9 @@ def _best(logits: Tensor, draws: Sequence[KeyedDraw], token_ids: Tensor, count: 
     scores = x.double()
     for rows, survivors in _noisy_sums(x, draws, token_ids):
         scores[rows] = survivors
-    ranked = torch.sort(scores, dim=1, descending=True, stable=True)  # equal scores keep the order of their columns
-    scores = ranked.values[:, :count]
-    columns = torch.where(scores > -torch.inf, ranked.indices[:, :count], -1)
+    ranked = _greatest(scores, count)
+    scores = scores.gather(1, ranked)
+    columns = torch.where(scores > -torch.inf, ranked, -1)
     return torch.cat([columns.double(), scores, finite.double()], 1)
 
 
@@ -219,22 +221,57 @@ def _survivors(x: Tensor, draws: Sequence[KeyedDraw]) -> Tensor:
     kept = torch.ones_like(x, dtype=torch.bool)
     if not any(p.truncates for p in params):
         return kept
-    vocab_size, wide = x.shape[1], x.double()
+    wide, keys = x.double(), _in_order(x)
     maxima = wide.amax(1, keepdim=True)
+    if any(p.top_k for p in params):
+        counts = column([p.top_k or x.shape[1] for p in params], x.device)
+        kept = _above_limit(keys, kept.long(), counts)
+    if any(p.top_p < 1.0 for p in params):
+        mass = (torch.exp(wide - maxima) * 2.0**_MASS_BITS).long() * kept
+        shares = column([p.top_p if p.top_p < 1.0 else math.inf for p in params], x.device)
+        kept = kept & _above_limit(keys, mass, shares * mass.sum(1, keepdim=True).double())
     if any(p.min_p for p in params):
         least = column([math.log(p.min_p) if p.min_p else -math.inf for p in params], x.device)
-        kept &= wide >= maxima + least
-    if any(p.top_k or p.top_p < 1.0 for p in params):
-        order = torch.sort(x, dim=1, descending=True, stable=True).indices  # equal logits keep the order of their ids
-        ranked = torch.gather(wide, 1, order)
-        ranks = torch.arange(vocab_size, device=x.device)
-        in_top_k = ranks < column([p.top_k or vocab_size for p in params], x.device)
-        mass = (torch.exp(ranked - maxima) * 2.0**_MASS_BITS).long() * in_top_k
-        above = torch.cumsum(mass, 1) - mass
-        shares = column([p.top_p if p.top_p < 1.0 else math.inf for p in params], x.device)
-        survives = in_top_k & (above.double() < shares * mass.sum(1, keepdim=True).double())
-        kept &= torch.zeros_like(kept).scatter_(1, order, survives)
+        kept = kept & (wide >= maxima + least)
     return kept
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Whole numbers below 2^32 in the order of the floats, equal for both zeros. Shapes: float32 [W, V] -> int64 [W, V]."""
+    bits = (x + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ (2**31 - 1), bits).long() + 2**31
+
+
+def _above_limit(keys: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
+    """Tokens for which all tokens ranked above, by (greater key, lower column), weigh less than the row's limit.
+
+    The digits of the lowest such key are found one after another, from the weights of all tokens by their digit; sums of whole
+    numbers have no order. Shapes: int64 [W, V] twice, float64 [W, 1] -> bool [W, V].
+    """
+    lowest, above = torch.zeros_like(keys[:, :1]), torch.zeros_like(keys[:, :1])  # above: the weight of greater keys
+    for first, size in _DIGITS:
+        is_open = keys >> (first + size) == lowest >> (first + size)
+        digits = (keys >> first) & (2**size - 1)
+        by_digit = weights.new_zeros((len(keys), 2**size)).scatter_add_(1, digits, weights * is_open)
+        greater = above + by_digit.flip(1).cumsum(1).flip(1) - by_digit
+        # Why a greatest digit: the weights of a row without numbers may pass any limit
+        digit = (greater.double() >= limits).sum(1, keepdim=True).clip(max=2**size - 1)
+        lowest, above = lowest + (digit << first), greater.gather(1, digit)
+    tied = weights * (keys == lowest)
+    return (keys > lowest) | ((keys == lowest) & ((above + tied.cumsum(1) - tied).double() < limits))
+
+
+def _greatest(x: Tensor, count: int) -> Tensor:
+    """The columns of each row's `count` greatest numbers, ranked by (greater, lower column). Shapes: [W, V] -> int64 [W, count].
+
+    A device's choice among equal numbers is its own, so the numbers are chosen first, then the columns.
+    """
+    num_columns, ids = x.shape[1], torch.arange(x.shape[1], device=x.device)
+    least = torch.topk(x, min(max(1, count), num_columns), dim=1).values[:, -1:]
+    places = torch.where(x > least, ids - num_columns, torch.where(x == least, ids, num_columns))
+    columns = torch.topk(places, min(count, num_columns), dim=1, largest=False).values % num_columns
+    ranked = torch.sort(x.gather(1, columns), dim=1, descending=True, stable=True).indices
+    return columns.gather(1, ranked)
 
 
 class TorchProbs:

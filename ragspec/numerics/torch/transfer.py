@@ -29,3 +29,12 @@ def queued_to_host(tensor: Tensor) -> Tensor:
 def to_host(tensor: Tensor) -> NDArray[Any]:
     """Waits for the device."""
     return tensor.cpu().numpy()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU that tensors may take now, beside all that it holds already, FAISS's indexes and scratch among it.
+    None: main memory, which is taken when it is touched."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept

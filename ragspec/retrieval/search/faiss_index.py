@@ -9,7 +9,8 @@ builds an index, so the same rows give the same index.
 A GPU gives the hits and scores of the CPU, except that IVF may differ where only rounding tells rows apart. `GpuIndex` works
 around the limits of FAISS on GPUs. Its indexes ignore id selectors, so allowed rows are chosen from extra hits. They are not safe
 even for two readers, so one thread owns them all. They copy a whole matrix twice, so rows go up in blocks. They return 2,048 hits
-at most, so a search for more scans on the CPU. An IVF search with a filter, or for more hits, uses the index on the CPU.
+at most, so a search for more scans on the CPU. An IVF search with a filter, or for more hits, uses the index on the CPU. A GPU
+may round a query's scores otherwise in a batch of another size, and IVF then searches other lists: its batches have one size.
 
     >>> ApproximateIndex.open(folder, segment.vectors, DenseConfig(kind="hnsw")).search(queries, k=10)
     >>> GpuIndex.flat(segment.vectors).search(queries, k=10)
@@ -154,6 +155,9 @@ _MAX_HITS = 2048
 _MARGIN = 1.5
 """Extra hits beyond the share of allowed rows, which need not be spread evenly."""
 
+_IVF_QUERIES = 4
+"""Queries of every IVF search on a GPU. More: batches take fewer searches, a query alone takes longer."""
+
 _SCRATCH_SHARE = 8
 """FAISS computes in this part of the memory that the index may take."""
 
@@ -226,7 +230,11 @@ class GpuIndex:
 
     def _hits(self, queries: FloatArray, num_hits: int) -> Any:
         """Scores and rows, whatever is allowed. Shapes: [B, E] -> float32 [B, num_hits], int64 [B, num_hits]."""
-        return _owner.submit(self._index.search, np.ascontiguousarray(queries), num_hits).result()
+        size = len(queries) if self._on_cpu is None else _IVF_QUERIES
+        padded = np.pad(queries, ((0, -len(queries) % size), (0, 0)), "edge")
+        blocks = [np.ascontiguousarray(padded[first : first + size]) for first in range(0, len(padded), size)]
+        found = _owner.submit(lambda: [self._index.search(block, num_hits) for block in blocks]).result()
+        return tuple(np.concatenate(part)[: len(queries)] for part in zip(*found, strict=True))
 
     def _ranked(
         self, query: FloatArray, scores: FloatArray, rows: Any, k: int, allowed: Mask | None
