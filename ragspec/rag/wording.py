@@ -13,7 +13,7 @@ conversation reads it once. Passages stand before their question, so many questi
 
 The caller's own system message stands before the instruction. A conversation without passages has no instruction.
 
-A target without an adapter answers in the layout "free": one sentence of its own, to which `ragspec.rag.evidence` adds the exact
+A target without an adapter answers in the layout "free": one sentence of its own, to which `ragspec.rag.support` adds the exact
 words of a passage.
 """
 

@@ -27,10 +27,9 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
-from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
-from ragspec.rag.support import find_support
+from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import DOUBT, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
