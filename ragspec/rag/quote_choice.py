@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Passage
-from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
 from ragspec.retrieval_config import AnalyzerConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ragspec.core import Block, BlockKind, Passage, blocks_reaching
-from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.citations import quotable_runs
 
 _BOUNDARY = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(\[0-9`])")
 _ABBREVIATION = re.compile(

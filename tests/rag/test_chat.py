@@ -30,8 +30,7 @@ from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, 
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import WHOLE_INDEX, Chat, PreparedTurn
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
-from ragspec.rag.chat.history import ChatHistory, ChatTurn
-from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
+from ragspec.rag.chat.history import ChatHistory, ChatPrompt, ChatTurn, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.rag.wording import FORMER_RULES, AnswerFit, TextRules

@@ -10,8 +10,7 @@ from rewriting import rewriting
 from ragspec.errors import InputError
 from ragspec.evaluation.metrics import edit_distance
 from ragspec.rag.grammar.edit_filters import EditFilter
-from ragspec.rag.grammar.edit_kinds import classify_edits, edit_message
-from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, word_edits
+from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, classify_edits, edit_message, word_edits
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import TextPart
 

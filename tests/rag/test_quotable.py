@@ -4,7 +4,7 @@ import pytest
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Passage
-from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
 

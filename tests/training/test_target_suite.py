@@ -15,7 +15,7 @@ from ragspec.config import TargetConfig
 from ragspec.core import Message, Passage
 from ragspec.evaluation.metrics import answer_f1
 from ragspec.evaluation.target_scores import QuestionCase, abstention_scores, passage_with, question_scores
-from ragspec.rag.chat.prompt import PastTurn, build_chat_prompt
+from ragspec.rag.chat.history import PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, quoted_answer
 from ragspec.training import conversations

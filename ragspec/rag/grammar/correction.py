@@ -22,8 +22,7 @@ from ragspec.rag.grammar.edit_filters import (
     WithholdReason,
     filter_edits,
 )
-from ragspec.rag.grammar.edit_kinds import classify_edits
-from ragspec.rag.grammar.edits import Edit, apply_edits, split_pieces, word_edits
+from ragspec.rag.grammar.edits import Edit, apply_edits, classify_edits, split_pieces, word_edits
 from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, Span, TextPart, one_line
 from ragspec.speculation import ON, Speculation
 

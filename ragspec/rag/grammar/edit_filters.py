@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragspec.errors import InputError
-from ragspec.rag.grammar.edit_kinds import edit_kind
-from ragspec.rag.grammar.edits import Edit, EditKind
+from ragspec.rag.grammar.edits import Edit, EditKind, edit_kind
 
 Span = tuple[int, int]
 
