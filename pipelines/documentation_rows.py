@@ -31,18 +31,20 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.documentation_rows import (
     WRITTEN,
     PackageFile,
+    QuestionWriter,
+    Reading,
     Row,
     debian_packages,
     document_of,
     package_files,
     read_packed,
+    readings_of,
     restored,
     row_of,
     rule_rows,
     tool_of,
     write_packed,
 )
-from ragspec.training.question_writer import QuestionWriter, Reading, readings_of
 
 PACKED = Path(__file__).parent / "train" / "documentation_rows.jsonl.gz"
 _READINGS_A_FILE = 3

@@ -55,21 +55,19 @@ from ragspec.training.heads.initialisation import (
     start_from,
     trained_head,
 )
-from ragspec.training.heads.target_answers import (
+from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
+from ragspec.training.heads.training_texts import (
     PromptSource,
+    TextSampler,
+    TextSource,
     answer_sampler,
+    dataset_sampler,
+    draft_vocabulary,
     mixed_sampler,
+    probe_batches,
     read_answers,
     texts_fingerprint,
     write_answers,
-)
-from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
-from ragspec.training.heads.training_texts import (
-    TextSampler,
-    TextSource,
-    dataset_sampler,
-    draft_vocabulary,
-    probe_batches,
 )
 from ragspec.training.trainer import WorkerGroup
 

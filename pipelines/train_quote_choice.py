@@ -26,7 +26,7 @@ from ragspec.rag.citations import quotable_runs
 from ragspec.rag.quote_choice import SpanFeatures, span_features
 from ragspec.retrieval.retriever import Retriever
 from ragspec.training.documentation import Neighbours
-from ragspec.training.reference.sources import json_lines, question_paragraphs
+from ragspec.training.reference.mixture import json_lines, question_paragraphs
 
 _NEAREST, _LEAST_SHARED = 4, 0.6
 

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import InputError
-from ragspec.evaluation.collections import WHOLE, WholeTexts, squad_collection
-from ragspec.evaluation.datasets import cached_store, fixed_sample, json_rows
+from ragspec.evaluation.datasets import WHOLE, WholeTexts, cached_store, fixed_sample, json_rows, squad_collection
 from ragspec.evaluation.questions import AskedQuestion, Dialogue, holds_answer, read_lines
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.store import Store

@@ -33,8 +33,7 @@ from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, cas
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.conversations import AnswerEncoder, Conversation, message
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.reference.mixture import LONG, Mixture
-from ragspec.training.reference.sources import json_lines, question_paragraphs
+from ragspec.training.reference.mixture import LONG, Mixture, json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer, Row
 from ragspec.training.trainer import WorkerGroup
 

@@ -29,15 +29,26 @@ from ragspec.core import CopySource, Document, Message, Passage, Request, Sampli
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.collections import WHOLE, Collection, WholeTexts, cranfield_collection, squad_collection
-from ragspec.evaluation.datasets import clean_sentences, fixed_sample, held_out_articles, jfleg_sentences
-from ragspec.evaluation.metrics import edit_distance, jfleg_gleu, perplexity
+from ragspec.evaluation.datasets import (
+    WHOLE,
+    Collection,
+    WholeTexts,
+    clean_sentences,
+    cranfield_collection,
+    fixed_sample,
+    held_out_articles,
+    jfleg_sentences,
+    squad_collection,
+)
 from ragspec.evaluation.target_scores import (
     MAX_NEW_TOKENS,
     Generate,
     answers_to,
     case_scores,
+    edit_distance,
+    jfleg_gleu,
     mean,
+    perplexity,
     question_cases,
     question_scores,
 )

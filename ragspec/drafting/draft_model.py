@@ -24,10 +24,16 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import salt_belongs_to
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, Features, SequenceView
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenNode, OpenRows
+from ragspec.drafting.growing.draft import (
+    DraftBatch,
+    DraftSettings,
+    GrowingDraft,
+    OpenNode,
+    OpenRows,
+    ScheduledDraft,
+    TreeShape,
+)
 from ragspec.drafting.growing.drafter import AttendingDrafter
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.heads.layer import FINAL, DraftTarget
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, Ints

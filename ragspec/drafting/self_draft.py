@@ -16,10 +16,8 @@ from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.draft import DraftBatch, DraftSettings, GrowingDraft, OpenRows, ScheduledDraft, TreeShape
 from ragspec.drafting.growing.drafter import AttendingDrafter
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.heads.layer import DraftTarget
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows

@@ -21,24 +21,22 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.evaluation.measures import rounded
-from ragspec.evaluation.question_scores import (
-    AnsweredQuestion,
-    CorrectedSentence,
-    LineResult,
-    RoutedMessage,
-    p50_s,
-    proposed_threshold,
-    shares,
-)
 from ragspec.evaluation.questions import (
+    AnsweredQuestion,
     AskedQuestion,
     CheckedSentence,
+    CorrectedSentence,
     Dialogue,
     Line,
+    LineResult,
+    RoutedMessage,
     RoutedText,
     judge,
+    p50_s,
+    proposed_threshold,
     questions_of,
     read_lines,
+    shares,
 )
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.history import ChatTurn

@@ -166,8 +166,6 @@ class Utf16Offsets:
         return index + bisect_left(self._wide, index)
 
 
-Span = tuple[int, int]
-
 IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # scripts without spaces: each character counts as a word
 _QUOTED = re.compile(r"“([^“”]+)”|«([^«»]+)»|„([^„“]+)“")
 _MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")

@@ -3,8 +3,8 @@
 Owns the rule. A sentence is `quoted` if it stands in a passage, character for character. It is `supported` if all its words and
 numbers stand in one sentence of a passage, in their order, and nothing between them was left out that could change their
 meaning: negations, numbers, names, conjunctions (`restates`, which knows no grammar, and refuses where it cannot tell). It is
-`related` to the words of a passage that `Evidence` finds for it. Any other sentence is `unsupported`, also one that is true. Never
-calls a sentence a quote that is not string-identical to its source.
+`related` to the words of a passage that `Evidence` finds for it. Any other sentence is `unsupported`, also one that is true.
+Never calls a sentence a quote that is not string-identical to its source.
 
 Evidence is a run of at most `_MAX_UNITS` neighbours that `ragspec.rag.citations` lets an answer quote, chosen by overlap. A word
 counts by how rare it is in the passages; words of the question count less. Evidence is no proof: whether it says the same as the

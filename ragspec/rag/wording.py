@@ -194,9 +194,10 @@ class AnswerFit(NamedTuple):
 class TextRules:
     """What decides texts from passages beside the configuration. Jobs and conversations go on by the rules they were begun with.
 
-    `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the languages
-    that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each message
-    is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier version.
+    `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the
+    languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
+    message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
+    version.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"

@@ -25,16 +25,21 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
 from ragspec.evaluation.asking import Asker
-from ragspec.evaluation.question_scores import (
+from ragspec.evaluation.questions import (
     AnsweredQuestion,
+    AskedQuestion,
+    CheckedSentence,
     CorrectedSentence,
+    Dialogue,
+    Line,
+    judge,
     only_right,
     p50_s,
     proposed_threshold,
+    read_lines,
     shares,
     wilson,
 )
-from ragspec.evaluation.questions import AskedQuestion, CheckedSentence, Dialogue, Line, judge, read_lines
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.prompt import PromptBuilder

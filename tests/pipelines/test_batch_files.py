@@ -13,8 +13,21 @@ from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines
 from openai.types.chat import ChatCompletion
 
 from pipelines.batch.output import JsonLines, OutputFolder
-from pipelines.batch.records import answer_result, correction_result, error_record, output_record, recorded_row
-from pipelines.batch.rows import QUESTIONS, TEXTS, BadRow, JobInput, Row, RowLocation, find_inputs, parse_row
+from pipelines.batch.rows import (
+    QUESTIONS,
+    TEXTS,
+    BadRow,
+    JobInput,
+    Row,
+    RowLocation,
+    answer_result,
+    correction_result,
+    error_record,
+    find_inputs,
+    output_record,
+    parse_row,
+    recorded_row,
+)
 from ragspec.core import FinishReason, GenerationStats, Passage, SamplingParams, TokenLogprob
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed

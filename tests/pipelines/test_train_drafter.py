@@ -25,7 +25,7 @@ from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, start_from, write_trained
-from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
+from ragspec.training.heads.training_texts import AnswerOrigin, TargetAnswer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rewriting import rewriting
 
 from ragspec.errors import InputError
-from ragspec.evaluation.metrics import edit_distance
+from ragspec.evaluation.target_scores import edit_distance
 from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, classify_edits, edit_message, word_edits
 from ragspec.rag.grammar.grammar import Grammar

@@ -10,10 +10,21 @@ from typing import Any
 import pytest
 from service_parts import MODEL, make_backend
 
-from pipelines.benchmarks.load import SUITE, first_tokens, free_pages, leaked_slots, summarise
+from pipelines.benchmarks.load import (
+    MIXED,
+    RAG,
+    SUITE,
+    curve_row,
+    first_tokens,
+    free_pages,
+    leaked_slots,
+    measured,
+    mixes_of,
+    prompts_of,
+    sent_by,
+    summarise,
+)
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
-from pipelines.benchmarks.users.llama_server import prompts_of
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, curve_row, measured, mixes_of, sent_by
 from pipelines.benchmarks.users.service import Service, free_port, run_clients, service_here, started
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams

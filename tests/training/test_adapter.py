@@ -15,8 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.reference.mixture import PackStream
-from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
+from ragspec.training.reference.mixture import PackStream, Paragraph, Question, question_paragraphs
 from ragspec.training.reference.trainer import (
     ALPHA,
     BLOCKS,

@@ -19,25 +19,23 @@ from ragspec.errors import InputError
 from ragspec.evaluation.datasets import held_out_articles
 from ragspec.rag.wording import question_messages
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.heads.target_answers import (
+from ragspec.training.heads.training_texts import (
     ANSWER_TOKENS,
     PROSE_TOKENS,
     AnswerOrigin,
     AnswerPrompt,
     PromptSource,
-    answer_sampler,
-    prompt_of,
-    read_answers,
-    write_answers,
-)
-from ragspec.training.heads.training_texts import (
     TextSource,
+    answer_sampler,
     draft_vocabulary,
     micro_batches,
     num_tokens,
     probe_batches,
     probe_texts,
+    prompt_of,
+    read_answers,
     whole_text,
+    write_answers,
 )
 from ragspec.training.sentences import normalise
 from ragspec.training.trainer import POOL_STEPS, StepData, split_evenly

@@ -13,14 +13,13 @@ from pipelines.benchmarks.cases.follow_ups import follow_up_cases
 from pipelines.benchmarks.harness import Run
 from ragspec.config import TargetConfig
 from ragspec.core import Message, Passage
-from ragspec.evaluation.metrics import answer_f1
-from ragspec.evaluation.target_scores import QuestionCase, abstention_scores, passage_with, question_scores
+from ragspec.evaluation.target_scores import QuestionCase, abstention_scores, answer_f1, passage_with, question_scores
 from ragspec.rag.chat.history import PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, quoted_answer
 from ragspec.training import conversations
 from ragspec.training.documentation import is_for_evaluation
-from ragspec.training.reference.sources import answers_of, canard_pages
+from ragspec.training.reference.mixture import answers_of, canard_pages
 
 CASE = QuestionCase("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])
 

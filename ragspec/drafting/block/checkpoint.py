@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ragspec.drafting.block.network import MASK_HIDDEN, BlockCheckpoint, BlockConfig, BlockHead
 from ragspec.drafting.eagle.checkpoint import check_head, check_tensors_of, official_form, published_form
-from ragspec.drafting.eagle.dialects import AUX_KEY, check_keys, config_of, flat_config
-from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.layout import AUX_KEY, EagleFamily, HeadCheckpoint, check_keys, config_of, flat_config
 from ragspec.drafting.heads.files import (
     CONFIG,
     WEIGHTS,

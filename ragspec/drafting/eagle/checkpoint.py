@@ -12,8 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragspec.drafting.eagle.dialects import AUX_KEY, FEEDBACK_KEY, FIELDS, POSITIONS_KEY, config_of, flat_config
-from ragspec.drafting.eagle.layout import NUM_AUX_LAYERS, EagleFamily, HeadCheckpoint, HeadConfig
+from ragspec.drafting.eagle.layout import (
+    AUX_KEY,
+    FEEDBACK_KEY,
+    FIELDS,
+    NUM_AUX_LAYERS,
+    POSITIONS_KEY,
+    EagleFamily,
+    HeadCheckpoint,
+    HeadConfig,
+    config_of,
+    flat_config,
+)
 from ragspec.drafting.eagle.network import EagleHead
 from ragspec.drafting.heads.files import (
     CONFIG,

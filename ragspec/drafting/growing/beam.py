@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ragspec.drafting.acceptance import MARGINS
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.growing.draft import DRAWN, Children, GrowingDraft, OpenRows
-from ragspec.drafting.growing.shapes import StaticShape
+from ragspec.drafting.growing.draft import DRAWN, Children, GrowingDraft, OpenRows, StaticShape
 from ragspec.numerics.torch.transfer import to_device, to_host
 
 Array = Any

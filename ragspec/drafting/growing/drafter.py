@@ -22,18 +22,19 @@ from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.children import ChildSampler, Coupling, draws_children, most_probable, needs_chain, uses_noise
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.beam import Beam, DeviceBeam, GrownLevel
 from ragspec.drafting.growing.draft import (
     DRAWN,
     GREEDY,
     WITH_NOISE,
     WITHOUT_NOISE,
+    DraftBatch,
     DraftSettings,
     GrowingDraft,
     OpenRows,
+    ScheduledDraft,
+    TreeShape,
 )
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import DeviceLogits, LogitRows

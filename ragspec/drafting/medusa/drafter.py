@@ -19,10 +19,8 @@ from torch import Tensor
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
-from ragspec.drafting.growing.batch import DraftBatch
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
+from ragspec.drafting.growing.draft import DraftBatch, DraftSettings, GrowingDraft, TreeShape
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.medusa.network import PositionNetwork, PrefixNetwork
 
 

@@ -23,7 +23,8 @@ from ragspec.rag.grammar.edit_filters import (
     filter_edits,
 )
 from ragspec.rag.grammar.edits import Edit, apply_edits, classify_edits, split_pieces, word_edits
-from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, Span, TextPart, one_line
+from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, TextPart, one_line
+from ragspec.retrieval.chunking import Span
 from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)

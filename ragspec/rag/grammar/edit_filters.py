@@ -19,8 +19,7 @@ from typing import Any
 
 from ragspec.errors import InputError
 from ragspec.rag.grammar.edits import Edit, EditKind, edit_kind
-
-Span = tuple[int, int]
+from ragspec.retrieval.chunking import Span
 
 _WORD = re.compile(r"[^\W\d_](?:\w|['’](?=\w))*")
 _NAME = re.compile(r"(?<=[^\W\d_A-Z] )[A-Z](?:\w|['’](?=\w))*")

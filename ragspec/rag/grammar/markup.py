@@ -21,10 +21,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ragspec.rag.grammar.edits import Edit
-from ragspec.retrieval.chunking import sentences
+from ragspec.retrieval.chunking import Span, sentences
 from ragspec.retrieval.chunking.chunker import short_spans
-
-Span = tuple[int, int]
 
 _VALUE = r"""(?:"[^"<]*+"|'[^'<]*+'|[^\s"'<>=`]++)"""
 _ATTRIBUTE = (
