@@ -136,9 +136,7 @@ def pack(
 
 @app.command()
 def rebuild(
-    packages: Packages,
-    out: Out,
-    packed: Annotated[Path, typer.Option(help="The committed file.")] = PACKED,
+    packages: Packages, out: Out, packed: Annotated[Path, typer.Option(help="The committed file.")] = PACKED
 ) -> None:
     """Read the texts of the committed rows from the packages."""
     lost, kinds = Counter[str](), Counter[str]()

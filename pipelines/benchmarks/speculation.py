@@ -43,16 +43,7 @@ from pipelines.benchmarks.cases.workloads import (
     rag_cases,
     spec_bench_cases,
 )
-from pipelines.benchmarks.harness import (
-    Metric,
-    Plot,
-    Result,
-    Row,
-    Run,
-    Suite,
-    at_least,
-    equal_to,
-)
+from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
 from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HeadConfig
 from ragspec.engine.engine import Engine

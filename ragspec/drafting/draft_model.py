@@ -214,12 +214,7 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
     name = "draft_model"
 
     def __init__(
-        self,
-        model: DraftTarget,
-        vocab_size: int,
-        shape: TreeShape,
-        costs: CostTable,
-        prefixes: Prefixes,
+        self, model: DraftTarget, vocab_size: int, shape: TreeShape, costs: CostTable, prefixes: Prefixes
     ) -> None:
         draft_ids = np.arange(min(vocab_size, model.vocab_size))
         super().__init__(draft_ids, vocab_size, shape, costs)

@@ -38,12 +38,7 @@ class SelfDraft(GrowingDraft):
     """Its first slot is the last token's, the others are its nodes'."""
 
     def __init__(
-        self,
-        sequence: SequenceView,
-        memory: SelfMemory,
-        settings: DraftSettings,
-        num_levels: int,
-        slots: SequenceSlots,
+        self, sequence: SequenceView, memory: SelfMemory, settings: DraftSettings, num_levels: int, slots: SequenceSlots
     ) -> None:
         super().__init__(sequence, memory, settings, num_levels)
         self.slots, _ = slots.reserve(1 + self.num_nodes)

@@ -92,11 +92,7 @@ class Asker(Closeable):
     """One configuration, loaded. `retriever` None: there are only sentences to correct."""
 
     def __init__(
-        self,
-        retriever: RetrieverLike | None,
-        engine: Engine,
-        prompts: PromptBuilder,
-        config: PipelineConfig,
+        self, retriever: RetrieverLike | None, engine: Engine, prompts: PromptBuilder, config: PipelineConfig
     ) -> None:
         self._retriever, self._engine, self._prompts, self._config = retriever, engine, prompts, config
         self._params = default_params(config.generation)

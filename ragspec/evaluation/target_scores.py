@@ -26,13 +26,7 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages
 from ragspec.training.conversations import Message
-from ragspec.training.reference.mixture import (
-    NUM_EVAL_ARTICLES,
-    NUM_PROBE_ARTICLES,
-    NUM_TRAIN_ARTICLES,
-    json_lines,
-    squad_articles,
-)
+from ragspec.training.reference import mixture
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
 _PERPLEXITY_ROWS = 128
@@ -144,8 +138,8 @@ def _losses(target: Target, tokens: np.ndarray) -> np.ndarray:
 
 MAX_NEW_TOKENS = 192
 PASSAGE_WORDS = 120
-EVAL_ARTICLES = slice(-NUM_EVAL_ARTICLES, None)
-PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES)
+EVAL_ARTICLES = slice(-mixture.NUM_EVAL_ARTICLES, None)
+PROBE_ARTICLES = slice(mixture.NUM_TRAIN_ARTICLES, mixture.NUM_TRAIN_ARTICLES + mixture.NUM_PROBE_ARTICLES)
 
 
 class Generate(Protocol):
@@ -169,7 +163,7 @@ def question_cases(
 ) -> tuple[list[QuestionCase], list[QuestionCase]]:
     """Answerable and half as many unanswerable questions of some SQuAD articles, gold passage + 2 others."""
     rng = random.Random(seed)
-    articles = squad_articles(data_dir)[chosen_articles]
+    articles = mixture.squad_articles(data_dir)[chosen_articles]
     paragraphs = [(a["title"], normalise(p["context"]), p["qas"]) for a in articles for p in a["paragraphs"]]
     by_title: dict[str, list[str]] = {}
     for title, text, _ in paragraphs:
@@ -187,9 +181,10 @@ def question_cases(
 
     asked = [(t, text, q["question"], [a["text"] for a in q["answers"]]) for t, text, qas in paragraphs for q in qas]
     titles = {text: title for title, text, _ in paragraphs}
-    texts = {r["id"]: normalise(r["text"]) for r in json_lines(data_dir / "squad_open/corpus.jsonl")}
+    texts = {r["id"]: normalise(r["text"]) for r in mixture.json_lines(data_dir / "squad_open/corpus.jsonl")}
     unasked = [
-        (texts[r["gold"]], r["question"]) for r in json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
+        (texts[r["gold"]], r["question"])
+        for r in mixture.json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
     ]
     unasked = [(text, question) for text, question in unasked if text in titles]
     answerable = [case(*row) for row in rng.sample(asked, min(num_questions, len(asked)))]

@@ -25,17 +25,7 @@ from ragspec.drafting.eagle.layout import (
     flat_config,
 )
 from ragspec.drafting.eagle.network import EagleHead
-from ragspec.drafting.heads.files import (
-    CONFIG,
-    WEIGHTS,
-    Raw,
-    check_tensors,
-    errors_of,
-    read_json,
-    read_tensors,
-    truth,
-    write_files,
-)
+from ragspec.drafting.heads import files
 from ragspec.errors import ModelError
 
 _NORM = "input_norm.weight"
@@ -66,9 +56,9 @@ def read_head(
     """
     directory = Path(directory)
     overrides = {POSITIONS_KEY: positions_per_layer, FEEDBACK_KEY: norm_output}
-    with errors_of(directory):
-        raw = read_json(directory / CONFIG)
-        checkpoint = official_form(raw, read_tensors(directory), overrides)
+    with files.errors_of(directory):
+        raw = files.read_json(directory / files.CONFIG)
+        checkpoint = official_form(raw, files.read_tensors(directory), overrides)
         check_head(checkpoint.config, checkpoint.tensors)
         return checkpoint
 
@@ -80,7 +70,7 @@ def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:
     """
     check_head(checkpoint.config, checkpoint.tensors)
     raw, tensors = published_form(checkpoint)
-    write_files(Path(directory), raw, WEIGHTS, tensors)
+    files.write_files(Path(directory), raw, files.WEIGHTS, tensors)
 
 
 def check_head(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -104,7 +94,7 @@ def check_tensors_of(config: HeadConfig, needed: Mapping[str, Tensor], tensors: 
             d2t = torch.empty(config.draft_vocab_size, dtype=torch.int64)
             t2d = torch.empty(config.vocab_size, dtype=torch.bool)
             optional = {"embed_tokens.weight": table, "d2t": d2t, "t2d": t2d}
-    check_tensors(tensors, needed, optional)
+    files.check_tensors(tensors, needed, optional)
     if ("d2t" in tensors) != ("t2d" in tensors):
         raise ModelError("the head has only one of d2t and t2d")
     if "d2t" in tensors:
@@ -126,7 +116,7 @@ def _reaches(ids: Tensor, t2d: Tensor) -> bool:
     return int(t2d.sum()) == len(ids) and bool(t2d[ids].all())
 
 
-def official_form(raw: Raw, stored: Mapping[str, Tensor], overrides: Raw) -> HeadCheckpoint:
+def official_form(raw: files.Raw, stored: Mapping[str, Tensor], overrides: files.Raw) -> HeadCheckpoint:
     """Configuration and tensors of a head under the official names; the tensors are not checked.
 
     `overrides`: keys of the config that the user gave beside it. Raises: ModelError for another family, or a config that is
@@ -143,7 +133,9 @@ def official_form(raw: Raw, stored: Mapping[str, Tensor], overrides: Raw) -> Hea
     config = config_of(family, merged, tensors)
     if config.norm_before_fc:
         count = len(config.aux_layers) or NUM_AUX_LAYERS
-        tensors["fc_norm.weight"] = _taken_norm(tensors, _norms_of_taps(count) if truth(merged, "fc_norm") else [_NORM])
+        tensors["fc_norm.weight"] = _taken_norm(
+            tensors, _norms_of_taps(count) if files.truth(merged, "fc_norm") else [_NORM]
+        )
     return HeadCheckpoint(config, tensors | _rising_maps(tensors, config.vocab_size))
 
 
@@ -182,7 +174,7 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
     return raw, tensors
 
 
-def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
+def _family_of(raw: files.Raw, stored: Iterable[str]) -> EagleFamily:
     """The family, from the tensors or, where they are ambiguous, from the speculators keys. Raises: ModelError."""
     names = set(stored)
     for family, pattern in _NOT_EAGLE.items():

@@ -36,6 +36,7 @@ from ragspec.config import ChatConfig, PassageOrder
 from ragspec.core import Citation, Completion, Message, Passage, Request, SamplingOptions, SamplingParams, check_text
 from ragspec.disk import saving, write_atomically
 from ragspec.errors import InputError, RagspecError, RetrievalError, StoreError
+from ragspec.rag import steps
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStream
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.history import (
@@ -49,19 +50,6 @@ from ragspec.rag.chat.history import (
 )
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import (
-    Closeable,
-    EngineLike,
-    PreparedQuestion,
-    RetrieverLike,
-    abstention,
-    all_doubted,
-    build_answer,
-    copy_sources,
-    params_of_each,
-    said_completions,
-    stream_answer,
-)
 from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import DOUBT, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
@@ -84,7 +72,7 @@ _MAX_COPIED_TURNS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedTurn(PreparedQuestion):
+class PreparedTurn(steps.PreparedQuestion):
     """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval. `num_deletions`: of
     the tenant before it. `searched`: whether passages were looked for."""
 
@@ -115,11 +103,11 @@ class Chat:
 
     def __init__(
         self,
-        retriever: RetrieverLike,
+        retriever: steps.RetrieverLike,
         prompts: PromptBuilder,
         conversations: ConversationStore | None,
         config: ChatConfig | None = None,
-        engine: EngineLike | None = None,
+        engine: steps.EngineLike | None = None,
     ) -> None:
         """Without `conversations` nothing is stored. `engine`: generates the answers, and may rewrite questions."""
         self.conversations = conversations
@@ -163,7 +151,7 @@ class Chat:
             turn.id,
             prompt.prompt_ids,
             prompts.biased(turn.params, question, prompt, context.closeness, used, holds_quotes=bool(grammar)),
-            copy_sources(user_question, prompt.passages, earlier, predicted),
+            steps.copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
             grammar=grammar,
@@ -173,7 +161,7 @@ class Chat:
         found = context.generation, context.missing, retrieve_s, prompt_s
         close = None if context.num_carried else context.closeness  # a carried passage may answer
         language = prompts.unknown_language(user_question)
-        said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
+        said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
         build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
@@ -182,7 +170,7 @@ class Chat:
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
-        answers = [build_answer(prepared, completion) for completion in completions]
+        answers = [steps.build_answer(prepared, completion) for completion in completions]
         is_first = bool(completions) and not completions[0].choice
         return answers, is_first and self.remember(prepared, answers[0])
 
@@ -299,7 +287,7 @@ class ChatContext:
 
 
 class ChatRetriever:
-    def __init__(self, retriever: RetrieverLike, config: ChatConfig) -> None:
+    def __init__(self, retriever: steps.RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
     def retrieve(self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory) -> ChatContext:
@@ -392,10 +380,10 @@ class SavedConversation:
             write_atomically(Path(path), json.dumps(TypeAdapter(type(self)).dump_python(self, mode="json"), indent=1))
 
 
-class ChatSession(Closeable):
+class ChatSession(steps.Closeable):
     """Asks one question at a time. `id` names the conversation in its store."""
 
-    def __init__(self, chat: Chat, engine: EngineLike, turn: ChatTurn, *, owns_store: bool = False) -> None:
+    def __init__(self, chat: Chat, engine: steps.EngineLike, turn: ChatTurn, *, owns_store: bool = False) -> None:
         """`turn`: a turn without a question, whose settings all turns share. Without a conversation it begins a new one.
 
         Raises: NotFound, SaveError, StoreCorrupt.
@@ -431,8 +419,8 @@ class ChatSession(Closeable):
 
         Raises: InputError, PromptTooLong, NotFound, RetrievalError, StoreError, EngineError.
         """
-        (prepared,) = all_doubted([self._prepare(question, params, **options)], self._engine)
-        completions = said_completions(prepared) or self._engine.generate([prepared.request])
+        (prepared,) = steps.all_doubted([self._prepare(question, params, **options)], self._engine)
+        completions = steps.said_completions(prepared) or self._engine.generate([prepared.request])
         return self._finish(prepared, completions[0])
 
     def stream(
@@ -441,7 +429,7 @@ class ChatSession(Closeable):
         """As `ask`, in pieces of text as they are decided. A stream that is left early leaves no turn. One choice."""
         options["n"] = 1
         return AnswerStream(
-            stream_answer(self._engine, lambda: self._prepare(question, params, **options), self._finish)
+            steps.stream_answer(self._engine, lambda: self._prepare(question, params, **options), self._finish)
         )
 
     def close(self) -> None:
@@ -460,7 +448,7 @@ class ChatSession(Closeable):
         prediction: str = "",
         **sampling: Any,
     ) -> PreparedTurn:
-        (params,) = params_of_each([question], params, self._turn.params, sampling)
+        (params,) = steps.params_of_each([question], params, self._turn.params, sampling)
         turn = replace(
             self._turn,
             id=uuid.uuid4().hex,

@@ -43,13 +43,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError
 from ragspec.rag.wording import question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, answer_positions, message
-from ragspec.training.reference.mixture import (
-    NUM_PROBE_ARTICLES,
-    NUM_TRAIN_ARTICLES,
-    Mixture,
-    json_lines,
-    squad_articles,
-)
+from ragspec.training.reference import mixture
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
 SHARES = {
@@ -68,9 +62,9 @@ class TextSource:
     """Draws conversations and prose. Raises: InputError if a data file is not there."""
 
     def __init__(self, data_dir: Path) -> None:
-        self._mixture = Mixture(data_dir, [])
+        self._mixture = mixture.Mixture(data_dir, [])
         self._dialogues = list(_dialogues(data_dir, held_back=False))
-        self._books = list(json_lines(data_dir / "books/classic_books.jsonl"))
+        self._books = list(mixture.json_lines(data_dir / "books/classic_books.jsonl"))
 
     def draw(self, rng: random.Random) -> Conversation:
         """One text; a function of the data and the generator."""
@@ -95,7 +89,7 @@ class TextSource:
 
 def _dialogues(data_dir: Path, held_back: bool) -> Iterator[list[tuple[str, str]]]:
     """The dialogues for probes if `held_back`, else those for training."""
-    for number, row in enumerate(json_lines(data_dir / "sgd/train.jsonl")):
+    for number, row in enumerate(mixture.json_lines(data_dir / "sgd/train.jsonl")):
         if (number % PROBE_DIALOGUE_EVERY == 1) == held_back:
             yield [(speaker, normalise(text)) for speaker, text in row["turns"]]
 
@@ -146,7 +140,9 @@ def draft_vocabulary(sample_text: TextSampler, seed: int, size: int, vocab_size:
 def probe_texts(data_dir: Path, per_kind: int, seed: int) -> dict[str, list[Conversation]]:
     """Prose, chat and questions with passages, from texts that neither training nor evaluation reads."""
     rng = random.Random(seed)
-    articles = squad_articles(data_dir)[NUM_TRAIN_ARTICLES : NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES]
+    articles = mixture.squad_articles(data_dir)[
+        mixture.NUM_TRAIN_ARTICLES : mixture.NUM_TRAIN_ARTICLES + mixture.NUM_PROBE_ARTICLES
+    ]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
     kinds = {
         "prose": [Conversation([], text=normalise(p["context"])) for p in paragraphs],

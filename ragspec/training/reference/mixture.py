@@ -24,15 +24,7 @@ from typing import Any, NamedTuple
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.rag.wording import (
-    ABSTENTION,
-    grammar_messages,
-    numbered,
-    question_messages,
-    quoted_answer,
-    system_text,
-    user_text,
-)
+from ragspec.rag import wording
 from ragspec.retrieval.chunking import chunk
 from ragspec.training.conversations import Conversation, message
 from ragspec.training.documentation import Neighbours, documentation_questions, is_for_evaluation
@@ -194,7 +186,9 @@ class Pack(NamedTuple):
 
     def conversations(self, own_system: str = "") -> list[Conversation]:
         """A conversation for each turn; they share the system's text and the passages."""
-        asked = [(question_messages(question, self.passages, own_system), answer) for question, answer in self.turns]
+        asked = [
+            (wording.question_messages(question, self.passages, own_system), answer) for question, answer in self.turns
+        ]
         return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in asked]
 
 
@@ -250,14 +244,14 @@ class PackStream:
         missed = [q for q in missed if not _may_answer(q, everything)]
         chosen = rng.sample(written, min(len(written), count - count // 3))
         chosen += [q.text for q in rng.sample(missed, min(len(missed), 1 + count // 3))]
-        return [(text, ABSTENTION) for text in dict.fromkeys(chosen)]
+        return [(text, wording.ABSTENTION) for text in dict.fromkeys(chosen)]
 
 
 def _answered(shown: list[Shown]) -> Iterator[tuple[str, str]]:
     for number, (paragraph, text) in enumerate(shown, start=1):
         for question in paragraph.questions:
             if question.quote in text:
-                yield question.text, quoted_answer(question.quote, number, question.short_answer)
+                yield question.text, wording.quoted_answer(question.quote, number, question.short_answer)
 
 
 def _may_answer(question: Question, text: str) -> bool:
@@ -310,7 +304,7 @@ class Dialogues:
         orders = orders[:1] * len(turns) if rng.random() < SAME_SHARE else orders
         told = list[tuple[str, str, list[str]]]()
         for turn, passages in zip(turns, orders, strict=True):
-            answer = quoted_answer(turn.quote, passages.index(text) + 1) if turn.quote else ABSTENTION
+            answer = wording.quoted_answer(turn.quote, passages.index(text) + 1) if turn.quote else wording.ABSTENTION
             told.append((turn.follow_up if told else turn.text, answer, passages))
         return _dialogue(told, rng)
 
@@ -326,10 +320,10 @@ def _joined(needed: list[str], texts: list[str], max_words: int, rng: random.Ran
 
 def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Conversation:
     """Questions with answer and passages; the last question is always shown with them."""
-    messages = [message("system", system_text())]
+    messages = [message("system", wording.system_text())]
     for number, (question, answer, passages) in enumerate(turns, start=1):
         is_bare = number < len(turns) and rng.random() < BARE_SHARE
-        asked = question if is_bare else user_text(question, numbered(passages))
+        asked = question if is_bare else wording.user_text(question, wording.numbered(passages))
         messages += [message("user", asked), message("assistant", answer)]
     return Conversation(messages)
 
@@ -380,7 +374,7 @@ class Mixture:
         """Conversations that share a beginning."""
         if kind == "grammar":
             pairs = [self._corrections.draw(rng) for _ in range(NUM_CORRECTIONS)]
-            return [Conversation([*grammar_messages(w), message("assistant", right)]) for w, right in pairs]
+            return [Conversation([*wording.grammar_messages(w), message("assistant", right)]) for w, right in pairs]
         if kind == "follow_ups":
             return self._dialogues.draw(rng)
         if kind == "chat":
