@@ -68,10 +68,9 @@ _TERM_QUESTIONS = {
     "macro": "What is {}?", "exception": "When is {} raised?",
 }  # fmt: skip
 _NO_TERM = re.compile(
-    r"(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax"
-    r"|parameters?|arguments?|returns?"
-    r"|raises|version|changed|new|added|deprecated|default|description|options?|attention|todo|where|or|and"
-    r"|danger|summary)\b.*",
+    r"(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax|"
+    r"parameters?|arguments?|returns?|raises|version|changed|new|added|deprecated|default|description|options?|"
+    r"attention|todo|where|or|and|danger|summary)\b.*",
     re.IGNORECASE,
 )
 _NAME = re.compile(r"(?:class |static |const |async )*(?P<name>[A-Za-z_$@%][\w.$:@%+-]*)(?:\s*(?:[(=\[<{].*)?)")
@@ -162,10 +161,9 @@ def _shares_words(question: str, answer: str) -> bool:
 
 
 _VERBS = (
-    "install|create|add|start|stop|restart|enable|disable|configure|build|compile|remove|delete|list|check|test"
-    "|show|convert|copy|set|set up"
-    "|update|upgrade|mount|open|close|connect|change|restore|verify|generate|export|import|define|declare|load"
-    "|print|initialize|clone|edit"
+    "install|create|add|start|stop|restart|enable|disable|configure|build|compile|remove|delete|list|check|test|show|"
+    "convert|copy|set|set up|update|upgrade|mount|open|close|connect|change|restore|verify|generate|export|import|"
+    "define|declare|load|print|initialize|clone|edit"
 )
 _RUN = (
     r"(?:you (?:can|must|need to|should|have to) )?(?:simply |just |first )?(?:use|run|type|enter|issue|execute|do|add|set|call"
@@ -180,10 +178,9 @@ _ANNOUNCING = (
     rf"(?P<aim>(?:{_VERBS}) [^,.:]{{6,70}}?)(?: (?:with|by|using|like|as follows|as)\b[^.]{{0,50}})?:",
 )
 _ANNOUNCING_LIST = re.compile(
-    r"(?:The )?(?:following|supported|available|possible) (?P<what>[a-z-]+ [a-z -]{3,40}?) (?P<are>are|can be|is"
-    r"|may be) "
-    r"(?P<how>supported|available|allowed|defined|provided|recognized|possible|used|accepted|required|valid"
-    r"|understood)[^.:]{0,50}:"
+    r"(?:The )?(?:following|supported|available|possible) (?P<what>[a-z-]+ [a-z -]{3,40}?) (?P<are>are|can be|is|"
+    r"may be) (?P<how>supported|available|allowed|defined|provided|recognized|possible|used|accepted|required|valid|"
+    r"understood)[^.:]{0,50}:"
 )
 
 
@@ -216,18 +213,16 @@ def _mine(question: str) -> str:
 
 _SUBJECT = r"(?P<subject>(?:(?:[Aa]n?|[Tt]he) )?[\w`*:~.{}<>\" ()=/_-]{3,90}?)"
 _NAMED = (
-    r"(?P<subject>[Tt]he [\w`*.:$/<>_-]{2,40}(?: [\w-]{2,20})? (?:option|command|directive|module|parameter"
-    r"|setting|variable|flag|function|file"
-    r"|attribute|keyword|program|tool|utility|plugin|method|class|filter|section|field|property|argument|script"
-    r"|daemon|server|library|statement)"
-    r"|[`*]*[a-z][\w.-]*[_.(-][\w.()-]*[`*]*|[A-Z][a-z]+[A-Z]\w+)"
+    r"(?P<subject>[Tt]he [\w`*.:$/<>_-]{2,40}(?: [\w-]{2,20})? (?:option|command|directive|module|parameter|setting|"
+    r"variable|flag|function|file|attribute|keyword|program|tool|utility|plugin|method|class|filter|section|field|"
+    r"property|argument|script|daemon|server|library|statement)|[`*]*[a-z][\w.-]*[_.(-][\w.()-]*[`*]*|"
+    r"[A-Z][a-z]+[A-Z]\w+)"
 )
 _DOES = (
-    "specifies|defines|controls|determines|sets|enables|disables|provides|contains|returns|prints|displays|lists"
-    "|creates|removes|converts|reads"
-    "|writes|deletes|starts|stops|checks|generates|shows|adds|limits|tells|causes|allows|describes|stores|turns"
-    "|forces|prevents|manages|handles"
-    "|supports|represents|changes|indicates|holds|runs|sends|takes|implements|restricts|updates"
+    "specifies|defines|controls|determines|sets|enables|disables|provides|contains|returns|prints|displays|lists|"
+    "creates|removes|converts|reads|writes|deletes|starts|stops|checks|generates|shows|adds|limits|tells|causes|"
+    "allows|describes|stores|turns|forces|prevents|manages|handles|supports|represents|changes|indicates|holds|runs|"
+    "sends|takes|implements|restricts|updates"
 )
 _STEP = "you (?:can|must|need|should)|use|run|set|call|add|specify|create|pass|just|simply|do|define|make|type"
 _BEING = "is|are|does|do|has|have|will|can"
@@ -270,15 +265,13 @@ _RULES = (
 """A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
 _CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
 _VAGUE = re.compile(
-    r"^\W|^\w+ing \w"
-    r"|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
-    r"|one|both|such|other|most|many"
-    r"|its|however|also|note|example|but|and|so|to|by|at|as|we|you|i|everything|something|nothing|another|none"
-    r"|only|therefore|thus|since|once|after|before|during)\b"
-    r"|the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)"
-    r"|^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b"
-    r"|\b(?:while|currently|optional|desired|below|above|following|them|this|these|those|it"
-    r"|its|here|previous|respectively|he|she|they|their|such)\b|[][{}<>`\\|]|\(|^.{0,2}$",
+    r"^\W|^\w+ing \w|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|"
+    r"what|here|all|each|another|some|one|both|such|other|most|many|its|however|also|note|example|but|and|so|to|by|at|"
+    r"as|we|you|i|everything|something|nothing|another|none|only|therefore|thus|since|once|after|before|during)\b|"
+    r"the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)|"
+    r"^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b|\b(?:while|currently|optional|desired|"
+    r"below|above|following|them|this|these|those|it|its|here|previous|respectively|he|she|they|their|such)\b|"
+    r"[][{}<>`\\|]|\(|^.{0,2}$",
     re.I,
 )
 _NAMES = re.compile(r"\w[._/:-]\w|[-_/$~]\w|\w[A-Z]|\b[A-Z]{2}|\d|\S [A-Z]|[\"“]")
