@@ -11,16 +11,7 @@ from drafters import Half
 from drafting.block_heads import BLOCK, FORMS, MASK, RANK, TAPS, block_states, network_for, save_block
 from drafting.eagle_reference import eagle3_outputs, head_logits
 from head_parts import differs, features_of, free, noted
-from oracle_cases import (
-    PARAMS,
-    assert_equal,
-    assert_pool_is_empty,
-    generated,
-    names_of,
-    requests_of,
-    total,
-    truth,
-)
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, generated, names_of, requests_of, total, truth
 from safetensors.torch import load_file, save_file
 from tiny_target import Tiny, save_model, tiny_engine
 from torch import Tensor

@@ -8,18 +8,7 @@ import pytest
 import torch
 from drafters import Half
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
-from head_parts import (
-    Near,
-    NotesReads,
-    differs,
-    drafter_for,
-    features_of,
-    free,
-    head_for,
-    naive_outputs,
-    near,
-    noted,
-)
+from head_parts import Near, NotesReads, differs, drafter_for, features_of, free, head_for, naive_outputs, near, noted
 from oracle_cases import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, generated, requests_of, total, truth
 from tiny_target import Tiny, tiny_engine
 

@@ -28,11 +28,7 @@ ZAPPA = [AskedBefore("When was Frank Zappa born?"), AskedBefore("Which group did
         ("Why did he leave it?", ZAPPA, "Frank Zappa"),
         ("And in 1977?", [AskedBefore("How many people lived in Lyon in 1968?")], "Lyon"),
         ("What about France?", [AskedBefore("How does the old mill grind corn?")], "old mill grind corn"),
-        (
-            "How do I read one from a file?",
-            [AskedBefore("What does json.dumps() do?")],
-            "json.dumps()",
-        ),
+        ("How do I read one from a file?", [AskedBefore("What does json.dumps() do?")], "json.dumps()"),
         ("is it thread safe?", [AskedBefore("what is a memory pool?")], "memory pool"),
         ("What is their address?", [AskedBefore("Where can I eat?", ("Sino in San Jose",))], "Sino in San Jose"),
         ("Who wrote it?", [AskedBefore("what did you read?", ("War and Peace",))], "War and Peace"),
