@@ -41,7 +41,6 @@ from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
 from ragspec.retrieval.search.segment_search import SearchScope
-from ragspec.training.conversations import Message as ChatMessage
 from ragspec.training.documentation import (
     DocumentationQuestion,
     documentation_questions,
@@ -101,13 +100,13 @@ def engine_generate(engine: Engine) -> target_scores.Generate:
     prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
     params = SamplingParams(max_tokens=target_scores.MAX_NEW_TOKENS)
 
-    def generate(conversations: list[list[ChatMessage]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
+    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
         shown = [[Passage("", n, text, 0, len(text)) for n, text in enumerate(own)] for own in passages]
         grammars = map(quote_grammar, shown) if passages else itertools.repeat("")
         requests = []
         for number, (said, grammar) in enumerate(zip(conversations, grammars, strict=False)):
-            ids = prompts.tokens([Message(m["role"], m["content"]) for m in said])
-            sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in said)
+            ids = prompts.tokens(said)
+            sources = tuple(CopySource(SourceKind.HISTORY, message.content) for message in said)
             requests.append(Request(f"target-{number}", ids, params, sources, grammar=grammar))
         completions = engine.generate(requests)
         return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]

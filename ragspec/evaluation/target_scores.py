@@ -13,19 +13,19 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ragspec.core import Message
 from ragspec.engine.target import Target
 from ragspec.evaluation.datasets import Sentence
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages
-from ragspec.training.conversations import Message
 from ragspec.training.reference import mixture
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
@@ -224,7 +224,8 @@ def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Ge
     """Greedy decoding with a loaded model, in batches of similar length. Quotes are free: `passages` are not read."""
 
     def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
-        prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
+        asked = [[asdict(message) for message in each] for each in conversations]
+        prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
         ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
         outputs = [""] * len(ids)
         for batch in _length_batches(ids, batch_tokens):

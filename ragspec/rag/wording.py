@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from ragspec.config import DEFAULT_ADAPTER, TargetConfig
+from ragspec.core import Message
 from ragspec.errors import ModelError
 from ragspec.rag.languages import ENGLISH
 
@@ -132,17 +133,14 @@ def user_text(question: str, numbered_passages: str, *, question_first: bool = F
     return "\n\n".join(reversed(parts) if question_first else parts)
 
 
-def question_messages(question: str, passages: Sequence[str], own_system: str = "") -> list[dict[str, str]]:
+def question_messages(question: str, passages: Sequence[str], own_system: str = "") -> list[Message]:
     """The conversation of one question over passages, for the tokenizer's chat template."""
-    return [
-        {"role": "system", "content": system_text(own_system)},
-        {"role": "user", "content": user_text(question, numbered(passages))},
-    ]
+    return [Message("system", system_text(own_system)), Message("user", user_text(question, numbered(passages)))]
 
 
-def grammar_messages(sentence: str) -> list[dict[str, str]]:
+def grammar_messages(sentence: str) -> list[Message]:
     """The conversation that asks for a corrected sentence."""
-    return [{"role": "user", "content": GRAMMAR_REQUEST + sentence}]
+    return [Message("user", GRAMMAR_REQUEST + sentence)]
 
 
 def quoted_answer(quote: str, passage: int, short: str = "") -> str:

@@ -17,7 +17,6 @@ from ragspec.evaluation.target_scores import QuestionCase, abstention_scores, an
 from ragspec.rag.chat.history import PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, quoted_answer
-from ragspec.training import conversations
 from ragspec.training.documentation import is_for_evaluation
 from ragspec.training.reference.mixture import answers_of, canard_pages
 
@@ -93,7 +92,7 @@ def test_follow_ups_are_asked_as_the_chat_asks_them(data: Path) -> None:
         ]
         history = [PastTurn(*pair, tuple(passages)) for pair in [*said, ("Is it old?", ABSTENTION)]]
         chat = build_chat_prompt(prompts, "", history, "Who crosses it?", passages, 8)
-        assert chat.prompt_ids == prompts.tokens([Message(m["role"], m["content"]) for m in dialogue])
+        assert chat.prompt_ids == prompts.tokens(dialogue)
         assert case.answers[0] in case.passages[case.gold - 1]
     assert len(cases) == sum(is_for_evaluation(f"Town{n}") for n in range(20)) >= 3
 
@@ -108,7 +107,7 @@ def test_no_article_is_both_trained_and_evaluated_on(data: Path) -> None:
 def test_a_target_that_ignores_the_dialogue_has_the_whole_gap(data: Path) -> None:
     """A gap of the wrong sign would make the worst target look best."""
 
-    def generate(prompts: list[list[conversations.Message]], passages: object = ()) -> list[str]:
+    def generate(prompts: list[list[Message]], passages: object = ()) -> list[str]:
         golds = [case for case, _ in follow_up_cases(data / "canard/dev.json", 3, 0)]
         right = [quoted_answer(case.answers[0], case.gold) for case in golds]
         return [text if len(prompt) == 2 else "Which one?" for prompt, text in zip(prompts, right, strict=True)]

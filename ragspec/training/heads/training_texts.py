@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from ragspec.core import Request, SamplingParams
+from ragspec.core import Message, Request, SamplingParams
 from ragspec.drafting.heads.learning import MicroBatch, collate
 from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.engine.client import EngineClient
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, ModelError
 from ragspec.rag.wording import question_messages, quoted_answer
-from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, answer_positions, message
+from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, answer_positions
 from ragspec.training.reference import mixture
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
@@ -96,7 +96,7 @@ def _dialogues(data_dir: Path, held_back: bool) -> Iterator[list[tuple[str, str]
 
 def _dialogue(turns: list[tuple[str, str]]) -> Conversation:
     roles = {"USER": "user", "SYSTEM": "assistant"}
-    return Conversation([message(roles[speaker], text) for speaker, text in turns])
+    return Conversation([Message(roles[speaker], text) for speaker, text in turns])
 
 
 def dataset_sampler(source: TextSource, encoder: AnswerEncoder) -> TextSampler:
@@ -173,7 +173,7 @@ def _probe_questions(paragraphs: list[dict[str, Any]]) -> Iterator[Conversation]
         sentences = split_sentences(passage)
         index = best_sentence(asked["question"], answer, sentences)
         if index is not None:
-            reply = message("assistant", quoted_answer(sentences[index], 1, answer))
+            reply = Message("assistant", quoted_answer(sentences[index], 1, answer))
             yield Conversation([*question_messages(normalise(asked["question"]), [passage]), reply])
 
 
@@ -199,13 +199,6 @@ class AnswerOrigin(NamedTuple):
     seed: int
     max_tokens: int
     data: str
-
-
-class TargetAnswer(NamedTuple):
-    """`ids`: prompt and answer; `num_prompt`: the number of prompt tokens."""
-
-    ids: list[int]
-    num_prompt: int
 
 
 class AnswerPrompt(NamedTuple):
@@ -266,8 +259,8 @@ def write_answers(
         requests = [_request(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)]
         with path.open("a", encoding="utf-8") as file:
             for prompt, completion in zip(prompts, engine.generate(requests), strict=True):
-                answer = TargetAnswer([*prompt.ids, *completion.token_ids], len(prompt.ids))
-                file.write(json.dumps(answer._asdict()) + "\n")
+                answer = {"ids": [*prompt.ids, *completion.token_ids], "num_prompt": len(prompt.ids)}
+                file.write(json.dumps(answer) + "\n")
         done += len(numbers)
         yield done
 
@@ -299,7 +292,7 @@ def _open_cache(path: Path, origin: AnswerOrigin) -> int:
     return len(answers)
 
 
-def read_answers(path: Path, count: int | None = None) -> list[TargetAnswer]:
+def read_answers(path: Path, count: int | None = None) -> list[Encoded]:
     """The first `count` answers of a cache, or all. Why not always all: texts drawn from a cache must not change as it grows.
 
     Raises: InputError if the file is no cache.
@@ -307,24 +300,18 @@ def read_answers(path: Path, count: int | None = None) -> list[TargetAnswer]:
     return _read(path)[1][:count]
 
 
-def _read(path: Path) -> tuple[AnswerOrigin, list[TargetAnswer]]:
+def _read(path: Path) -> tuple[AnswerOrigin, list[Encoded]]:
     try:
         first, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        answers = [TargetAnswer(list(row["ids"]), int(row["num_prompt"])) for row in rows]
-        return AnswerOrigin(**first), answers
+        written = [(list(row["ids"]), int(row["num_prompt"])) for row in rows]
+        return AnswerOrigin(**first), [Encoded(ids, [0.0] * n + [1.0] * (len(ids) - n)) for ids, n in written]
     except (OSError, ValueError, KeyError, TypeError) as cause:
         raise InputError(f"{path} holds no answers: {cause}") from cause
 
 
-def answer_sampler(answers: list[TargetAnswer]) -> TextSampler:
+def answer_sampler(answers: list[Encoded]) -> TextSampler:
     """Samples answers with replacement."""
-
-    def sample(rng: random.Random) -> Encoded:
-        answer = rng.choice(answers)
-        num_written = len(answer.ids) - answer.num_prompt
-        return Encoded(answer.ids, [0.0] * answer.num_prompt + [1.0] * num_written)
-
-    return sample
+    return lambda rng: rng.choice(answers)
 
 
 def mixed_sampler(first: TextSampler, second: TextSampler) -> TextSampler:

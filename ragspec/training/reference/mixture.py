@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document
+from ragspec.core import Document, Message
 from ragspec.errors import InputError
 from ragspec.rag import wording
 from ragspec.retrieval.chunking import chunk
-from ragspec.training.conversations import Conversation, message
+from ragspec.training.conversations import Conversation
 from ragspec.training.documentation import Neighbours, documentation_questions, is_for_evaluation
 from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, tokenised
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences, window_around, words_of
@@ -186,10 +186,8 @@ class Pack(NamedTuple):
 
     def conversations(self, own_system: str = "") -> list[Conversation]:
         """A conversation for each turn; they share the system's text and the passages."""
-        asked = [
-            (wording.question_messages(question, self.passages, own_system), answer) for question, answer in self.turns
-        ]
-        return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in asked]
+        asked = [(wording.question_messages(text, self.passages, own_system), answer) for text, answer in self.turns]
+        return [Conversation([*prompt, Message("assistant", answer)]) for prompt, answer in asked]
 
 
 class PackStream:
@@ -320,11 +318,11 @@ def _joined(needed: list[str], texts: list[str], max_words: int, rng: random.Ran
 
 def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Conversation:
     """Questions with answer and passages; the last question is always shown with them."""
-    messages = [message("system", wording.system_text())]
+    messages = [Message("system", wording.system_text())]
     for number, (question, answer, passages) in enumerate(turns, start=1):
         is_bare = number < len(turns) and rng.random() < BARE_SHARE
         asked = question if is_bare else wording.user_text(question, wording.numbered(passages))
-        messages += [message("user", asked), message("assistant", answer)]
+        messages += [Message("user", asked), Message("assistant", answer)]
     return Conversation(messages)
 
 
@@ -374,7 +372,7 @@ class Mixture:
         """Conversations that share a beginning."""
         if kind == "grammar":
             pairs = [self._corrections.draw(rng) for _ in range(NUM_CORRECTIONS)]
-            return [Conversation([*wording.grammar_messages(w), message("assistant", right)]) for w, right in pairs]
+            return [Conversation([*wording.grammar_messages(w), Message("assistant", right)]) for w, right in pairs]
         if kind == "follow_ups":
             return self._dialogues.draw(rng)
         if kind == "chat":
