@@ -29,11 +29,11 @@ from ragspec.core import Message, Request, SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, case_scores, model_generate, question_cases
+from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, case_scores, model_generate, question_cases
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.conversations import AnswerEncoder, Conversation
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.reference.mixture import LONG, Mixture, json_lines, question_paragraphs
+from ragspec.training.reference.mixture import LONG, PROBE_ARTICLES, Mixture, json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer, Row
 from ragspec.training.trainer import WorkerGroup
 

@@ -264,9 +264,8 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     begun = output.begun() if job.resume else {}
     config = task.config_of_begun(backend.config, begun)
     if begun and "passage_order" not in begun.get("generation", {}):  # begun before there was another order, or by rank
-        config = config.model_copy(
-            update={"generation": config.generation.model_copy(update={"passage_order": "rank"})}
-        )
+        by_rank = config.generation.model_copy(update={"passage_order": "rank"})
+        config = config.model_copy(update={"generation": by_rank})
     target = _target_of_begun(config.target, begun)
     if target.dtype == "bfloat16" and not job.backend.cluster:  # job.json names the type that computes
         from ragspec.engine.target import with_available_dtype  # Why here: it imports torch
@@ -406,9 +405,8 @@ class _RowLoop:
     def _output_line(self, row: Row, finished: ItemResult[Any]) -> str:
         """Raises: the row's error."""
         result = self._task.row_result(finished.result())
-        line = json.dumps(
-            output_record(row, result, Path(self._config.target.model).name, int(time.time())), ensure_ascii=False
-        )
+        record = output_record(row, result, Path(self._config.target.model).name, int(time.time()))
+        line = json.dumps(record, ensure_ascii=False)
         self._summary.add_answer(result.stats, result.labels)
         return line
 

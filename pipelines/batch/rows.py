@@ -428,10 +428,8 @@ def recorded_row(record: dict[str, Any]) -> RecordedRow:
     """The inverse of `output_record`, as far as a job needs it to resume."""
     openai = "custom_id" in record
     body = record["response"]["body"] if openai else record
-    details = body["ragspec"] if openai else body
-    return RecordedRow(
-        str(record["custom_id" if openai else "id"]), str(details["row_digest"]), str(body["system_fingerprint"])
-    )
+    details, row_id = (body["ragspec"], record["custom_id"]) if openai else (body, record["id"])
+    return RecordedRow(str(row_id), str(details["row_digest"]), str(body["system_fingerprint"]))
 
 
 def _completion(row: Row, result: RowResult, model: str, created: int) -> dict[str, Any]:

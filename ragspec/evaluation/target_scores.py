@@ -139,7 +139,6 @@ def _losses(target: Target, tokens: np.ndarray) -> np.ndarray:
 MAX_NEW_TOKENS = 192
 PASSAGE_WORDS = 120
 EVAL_ARTICLES = slice(-mixture.NUM_EVAL_ARTICLES, None)
-PROBE_ARTICLES = slice(mixture.NUM_TRAIN_ARTICLES, mixture.NUM_TRAIN_ARTICLES + mixture.NUM_PROBE_ARTICLES)
 
 
 class Generate(Protocol):

@@ -76,9 +76,7 @@ class Word(NamedTuple):
 
 def words_of(text: str) -> list[Word]:
     text = unicodedata.normalize("NFKC", text).replace("’", "'")
-    text = re.sub(
-        r"\b(ca|wo)n't\b", lambda match: {"ca": "can", "wo": "will"}[match[1].lower()] + " not", text, flags=re.I
-    )
+    text = re.sub(r"(?i)\b(ca|wo)n't\b", lambda match: {"ca": "can", "wo": "will"}[match[1].lower()] + " not", text)
     text = re.sub(r"\ba (few|little)\b", r"a-\1", text, flags=re.IGNORECASE)  # Why: few is the opposite of a few
     text = re.sub(r"\bcannot\b", "can not", text.replace("n't", " not"), flags=re.IGNORECASE)
     words = []

@@ -314,9 +314,7 @@ def _is_vague(kind: str, parts: dict[str, str]) -> bool:
 
 
 MAX_SHORT_WORDS = 8
-_DESCRIPTION = re.compile(
-    r"(?:description|meaning|explanation|function|purpose|semantics|what it does)s?", re.IGNORECASE
-)
+_DESCRIPTION = re.compile(r"(?i)(?:description|meaning|explanation|function|purpose|semantics|what it does)s?")
 
 
 def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iterator[RuleMatch]:

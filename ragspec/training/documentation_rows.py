@@ -258,14 +258,12 @@ def write_packed(rows: Iterable[Row], path: Path) -> int:
     """One line of JSON a file of a package, compressed; each question of a file once. Returns the number of rows."""
     files: dict[PackageFile, dict[Any, list[Any]]] = defaultdict(dict)
     for row in rows:
-        files[row.file].setdefault(
-            (row.question, row.kind == UNANSWERABLE), [row.question, row.kind, *row.passage, *row.quote, row.check]
-        )
+        key = (row.question, row.kind == UNANSWERABLE)
+        files[row.file].setdefault(key, [row.question, row.kind, *row.passage, *row.quote, row.check])
     with atomic_writer(path) as out, gzip.GzipFile("", "wb", mtime=0, fileobj=out) as packed:
         for file, found in sorted(files.items()):
-            line = json.dumps(
-                {**file._asdict(), "rows": list(found.values())}, ensure_ascii=False, separators=(",", ":")
-            )
+            content = {**file._asdict(), "rows": list(found.values())}
+            line = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
             packed.write(f"{line}\n".encode())
     return sum(map(len, files.values()))
 

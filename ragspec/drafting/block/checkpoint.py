@@ -166,10 +166,9 @@ def _flash_config(family: BlockFamily, raw: files.Raw, stored: Mapping[str, Tens
     merged = flat_config(_as_eagle(given), {})
     if not merged[AUX_KEY]:
         raise ModelError("config.json has no target_layer_ids")
+    # The other layers are as the first
     first = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in stored.items()}
-    first = {
-        name: tensor for name, tensor in first.items() if not name.startswith("layers.")
-    }  # the others are as the first
+    first = {name: tensor for name, tensor in first.items() if not name.startswith("layers.")}
     shape = replace(config_of(EagleFamily.EAGLE3, merged, first), qk_norm=True)
     if shape.window:
         raise ModelError(f"config.json has sliding_window {shape.window}, which is not served for {family} heads")

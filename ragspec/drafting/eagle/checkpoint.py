@@ -126,22 +126,20 @@ def official_form(raw: files.Raw, stored: Mapping[str, Tensor], overrides: files
         stored = _renamed(stored, {r"^model\.": ""})
     family = _family_of(raw, stored)
     merged = flat_config(raw, overrides)
-    tensors = {
-        name: _official_map(name, tensor.detach()) for name, tensor in stored.items() if not name.endswith(_IGNORED)
-    }
+    tensors = {n: _official_map(n, t.detach()) for n, t in stored.items() if not n.endswith(_IGNORED)}
     tensors = _renamed(_dequantised(tensors), _RENAMED[family])
     config = config_of(family, merged, tensors)
     if config.norm_before_fc:
         count = len(config.aux_layers) or NUM_AUX_LAYERS
-        tensors["fc_norm.weight"] = _taken_norm(
-            tensors, _norms_of_taps(count) if files.truth(merged, "fc_norm") else [_NORM]
-        )
+        names = _norms_of_taps(count) if files.truth(merged, "fc_norm") else [_NORM]
+        tensors["fc_norm.weight"] = _taken_norm(tensors, names)
     return HeadCheckpoint(config, tensors | _rising_maps(tensors, config.vocab_size))
 
 
 def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config.json and the tensors to store, with the keys and names of the published heads."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    dtype = next(tensor.dtype for name, tensor in tensors.items() if name.endswith("up_proj.weight"))
     raw: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
@@ -149,9 +147,7 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
         "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
-        "torch_dtype": next(
-            str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if n.endswith("up_proj.weight")
-        ),
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     raw |= {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()}
     optional = {
@@ -236,13 +232,7 @@ def _rising_maps(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Te
     Maps that name no tokens stay as they are: `check_head` refuses them.
     """
     d2t, output = tensors.get("d2t"), tensors.get("lm_head.weight")
-    if (
-        d2t is None
-        or output is None
-        or d2t.dtype != torch.int64
-        or d2t.ndim != 1
-        or len(d2t) != output.shape[:1].numel()
-    ):
+    if d2t is None or output is None or d2t.dtype != torch.int64 or d2t.ndim != 1 or d2t.shape != output.shape[:1]:
         return {}
     rows = torch.arange(len(d2t))
     ids = rows + d2t

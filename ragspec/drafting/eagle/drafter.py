@@ -227,6 +227,8 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
     """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to; `max_read`: pairs that one draft
     reads. `name`: of the drafter, where there are several of its class."""
 
+    draft_class = HeadDraft
+
     def __init__(
         self,
         network: Network,
@@ -271,9 +273,6 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         if memory is None or memory.slots is not sequence.slots or memory.end != len(sequence.tokens) - 1:
             return None
         return memory if memory.num_waiting > 0 else None
-
-    def _draft(self, sequence: SequenceView, memory: HeadMemory, settings: DraftSettings, num_levels: int) -> HeadDraft:
-        return HeadDraft(sequence, memory, settings, num_levels)
 
     @property
     def num_own_slots(self) -> int:

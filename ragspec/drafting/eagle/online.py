@@ -210,9 +210,7 @@ class HeadLearner:
         embedded = nn.functional.embedding(batch.ids.to(embedding.device), embedding).float()
         features = nn.functional.pad(text.features.float(), (0, 0, 0, 1))[None]  # [1, T, F]; the last row is not read
         states = head.unroll(embedded, features, expected.pairs, _STEPS)
-        return [
-            learning.step_scores(head, _no_projection, expected, i, state, _TOKENS) for i, state in enumerate(states)
-        ]
+        return [learning.step_scores(head, _no_projection, expected, i, own, _TOKENS) for i, own in enumerate(states)]
 
 
 def trainable_head(checkpoint: HeadCheckpoint, device: torch.device | str) -> EagleHead:

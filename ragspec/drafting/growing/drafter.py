@@ -66,6 +66,7 @@ class GrowingDrafter(Drafter, Generic[D]):
     `draft_ids`: the target's id of each token of the draft vocabulary, rising.
     """
 
+    draft_class: type[D]
     nodes_share_rows = False
     """Whether all nodes of one level of a draft have the same children. A level then has one row of logits for each draft."""
 
@@ -85,7 +86,7 @@ class GrowingDrafter(Drafter, Generic[D]):
 
     def _draft(self, sequence: SequenceView, memory: Any, settings: DraftSettings, num_levels: int) -> D | None:
         """A new draft of at most so many levels, or None where there is no room."""
-        raise NotImplementedError
+        return self.draft_class(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[D]) -> Levels:
         """The network's forwards, one for each level."""

@@ -60,7 +60,8 @@ def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoin
         num_blocks = _count(raw, "medusa_num_layers", 1)
         num_heads = max(_num_stored(stored, r"(\d+)\.", "Medusa"), _count(raw, "medusa_num_heads", 1))
         has_output = any(f"{i}.{num_blocks}.weight" in stored for i in range(num_heads))
-        return _checked(PositionFamily.MEDUSA, stored, target, num_heads, num_blocks, has_output=has_output)
+        sizes = (target.hidden_size, target.vocab_size, num_heads, num_blocks)
+        return _checked(PositionConfig(PositionFamily.MEDUSA, *sizes, has_output=has_output), stored, target)
 
 
 def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
@@ -81,17 +82,16 @@ def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint
             raise ModelError(
                 f"a prefix layer for a target with hidden_act {target.text_config.hidden_act!r} is not served; silu is"
             )
-        return _checked(
+        sizes = (target.hidden_size, target.vocab_size, num_heads, num_blocks)
+        config = PositionConfig(
             PositionFamily.HYDRA,
-            stored,
-            target,
-            num_heads,
-            num_blocks,
+            *sizes,
             is_grounded=is_grounded,
             has_prefix=has_prefix,
             has_dropout=has_dropout,
             tap=_tap(raw, target),
         )
+        return _checked(config, stored, target)
 
 
 def write_positions(directory: Path, checkpoint: PositionCheckpoint, target: str) -> None:
@@ -119,19 +119,11 @@ def _read_config(directory: Path) -> files.Raw:
     return raw
 
 
-def _checked(
-    family: PositionFamily,
-    stored: dict[str, Tensor],
-    target: DraftTarget,
-    num_heads: int,
-    num_blocks: int,
-    **fields: Any,
-) -> PositionCheckpoint:
-    config = PositionConfig(family, target.hidden_size, target.vocab_size, num_heads, num_blocks, **fields)
+def _checked(config: PositionConfig, stored: dict[str, Tensor], target: DraftTarget) -> PositionCheckpoint:
     with torch.device("meta"):
         head = PositionHead(config, target.text_config if config.has_prefix else None, are_tied=False)
         table = torch.empty(target.vocab_size, target.hidden_size)
-    optional = {EMBEDDING: table} if family is PositionFamily.HYDRA else {}
+    optional = {EMBEDDING: table} if config.family is PositionFamily.HYDRA else {}
     if config.has_prefix:
         optional["prefix_embeding_layer.embed_tokens.weight"] = table
     files.check_tensors(stored, head.state_dict(), optional)

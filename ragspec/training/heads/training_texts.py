@@ -140,9 +140,7 @@ def draft_vocabulary(sample_text: TextSampler, seed: int, size: int, vocab_size:
 def probe_texts(data_dir: Path, per_kind: int, seed: int) -> dict[str, list[Conversation]]:
     """Prose, chat and questions with passages, from texts that neither training nor evaluation reads."""
     rng = random.Random(seed)
-    articles = mixture.squad_articles(data_dir)[
-        mixture.NUM_TRAIN_ARTICLES : mixture.NUM_TRAIN_ARTICLES + mixture.NUM_PROBE_ARTICLES
-    ]
+    articles = mixture.squad_articles(data_dir)[mixture.PROBE_ARTICLES]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
     kinds = {
         "prose": [Conversation([], text=normalise(p["context"])) for p in paragraphs],

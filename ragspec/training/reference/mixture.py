@@ -33,6 +33,7 @@ from ragspec.training.sentences import best_sentence, common_answer, normalise, 
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
 NUM_TRAIN_ARTICLES, NUM_PROBE_ARTICLES, NUM_EVAL_ARTICLES = 36, 2, 10
+PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES)
 MAX_QUOTE_WORDS, MAX_SHORT_WORDS = 60, 12
 CANARD_QUOTE_WORDS, NO_ANSWER = range(6, 50), "CANNOTANSWER"
 UNTITLED = ("pubmedqa",)
