@@ -155,12 +155,8 @@ def squad(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
 
 def varied(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
     """Paragraphs of encyclopedias, health pages and abstracts, and questions that people asked without seeing them."""
-    rows = [
-        (name, row)
-        for name in _VARIED
-        for _, row in json_rows(data / "qa_more" / f"{name}.jsonl")
-        if not row["is_impossible"]
-    ]
+    found = ((name, row) for name in _VARIED for _, row in json_rows(data / "qa_more" / f"{name}.jsonl"))
+    rows = [(name, row) for name, row in found if not row["is_impossible"]]
     chosen = fixed_sample(rows, count)
     ids = {row["context"]: f"{name}-{number}" for number, (name, row) in enumerate(chosen)}
     documents = [Document(ids[row["context"]], row["context"], title=row["title"]) for _, row in chosen]

@@ -153,16 +153,7 @@ _RAY_WORKING_DIR = "working_dir_files"
 
 _ERRORS_PER_WRITE = 1000
 
-_CHANGES_NO_TEXT = {
-    "adapter",
-    "quantization",
-    "kv_cache_dtype",
-    "cache_dir",
-    "device",
-    "backend",
-    "max_weight_bytes",
-    "kv_dir",
-}
+_CHANGES_NO_TEXT = set("adapter quantization kv_cache_dtype cache_dir device backend max_weight_bytes kv_dir".split())
 """Settings of the target that job.json leaves out. The digest of the files stands for the adapter; numerics and weights have
 entries of their own."""
 

@@ -30,14 +30,8 @@ from ragspec.disk import atomic_writer, saving
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import RagspecError
 
-app = typer.Typer(
-    name="ragspec",
-    help="Answers from your own documents, several times faster than plain decoding, token for token the same.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=options.HELP,
-    rich_markup_mode=None,
+app = options.group(
+    "ragspec", "Answers from your own documents, several times faster than plain decoding, token for token the same."
 )
 feedback = options.group("feedback", "What readers said of answers.")
 for commands in (index, cluster, keys, models, feedback):

@@ -94,13 +94,14 @@ def overrides(**options: Any) -> dict[str, Any]:
 
 
 def group(name: str, help: str, no_args_is_help: bool = True) -> typer.Typer:
-    """A group of commands, such as `ragspec index`."""
+    """`ragspec`, or a group of its commands, such as `ragspec index`."""
     return typer.Typer(
         name=name,
         help=help,
         no_args_is_help=no_args_is_help,
         context_settings=HELP,
         add_completion=False,
+        pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
 

@@ -137,17 +137,14 @@ class Asker(Closeable):
         words = self._config.wording.model_copy(update={"require_support": False})
         config, prompts = self._config.model_copy(update={"prompts": words}), self._prompts
         pipeline = self._pipeline(PromptBuilder.of(prompts.tokenizer, prompts.max_context_tokens, config))
+        num_checked = len(texts) * len(CHECKED_TEMPERATURES)
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)
             for begin in range(0, len(texts), _CHECKED_TOGETHER):
                 some = texts[begin : begin + _CHECKED_TOGETHER]
                 fast, plain = (pipeline.ask_many(some, params, speculation=given) for given in (True, False))
                 changed[temperature] += sum(a.token_ids != b.token_ids for a, b in zip(fast, plain, strict=True))
-                tick(
-                    "comparing with plain decoding",
-                    number * len(texts) + begin + len(some),
-                    len(texts) * len(CHECKED_TEMPERATURES),
-                )
+                tick("comparing with plain decoding", number * len(texts) + begin + len(some), num_checked)
         return changed
 
     def close(self) -> None:

@@ -170,10 +170,8 @@ def question_cases(
     everything = [text for _, text, _ in paragraphs]
 
     def case(title: str, text: str, question: str, answers: list[str]) -> QuestionCase:
-        near, far = (
-            rng.choice([t for t in by_title[title] if t != text]),
-            rng.choice([t for t in everything if t != text]),
-        )
+        near = rng.choice([t for t in by_title[title] if t != text])
+        far = rng.choice([t for t in everything if t != text])
         passages = [passage_with(text, question, answers), _first_passage(near), _first_passage(far)]
         order = rng.sample(range(3), 3)
         return QuestionCase(question, [passages[i] for i in order], order.index(0) + 1, answers)
@@ -256,7 +254,8 @@ def answers_to(generate: Generate, cases: list[QuestionCase]) -> list[str]:
 
 def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
     """Quotes, citations and short answers of answerable questions. EM and F1 as in SQuAD's own script."""
-    exact, has_answer, em, f1, cited = [], [], [], [], []
+    names = ("quote_exact", "quote_has_answer", "em", "f1", "citation_correct")
+    exact, has_answer, em, f1, cited = found = [list[float]() for _ in names]
     for case, output in zip(cases, outputs, strict=True):
         quote, number, short = parse_answer(output) or ("", 0, "")
         sources = [n for n, passage in enumerate(case.passages, start=1) if quote and quote in passage]
@@ -266,13 +265,7 @@ def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, 
         f1.append(best_f1(short, case.answers))
         if sources:
             cited.append(number in sources)
-    return {
-        "quote_exact": mean(exact),
-        "quote_has_answer": mean(has_answer),
-        "em": mean(em),
-        "f1": mean(f1),
-        "citation_correct": mean(cited),
-    }
+    return {name: mean(values) for name, values in zip(names, found, strict=True)}
 
 
 def abstention_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:

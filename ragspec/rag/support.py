@@ -225,11 +225,8 @@ class Evidence:
     """The sentences of some passages, as evidence for answers to one question."""
 
     def __init__(self, passages: Sequence[Passage], question: str = "") -> None:
-        units = [
-            (passage, [(span, _stems(passage.text[slice(*span)])) for span in run])
-            for passage in passages
-            for run in quotable_runs(passage)
-        ]
+        runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
+        units = [(passage, [(span, _stems(passage.text[slice(*span)])) for span in run]) for passage, run in runs]
         holding = Counter(stem for _, run in units for _, stems in run for stem in stems)
         self._num_units = sum(len(run) for _, run in units)
         self._holding, self._weights = holding, dict[str, float]()

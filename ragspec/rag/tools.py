@@ -128,11 +128,8 @@ def call_grammar(
         return "\n".join([f"start: {form.literal(form.opening)} {call}{more}", *calls])
     # Why two forms: a token that the grammar names ends a text by itself, other openings end it as its suffix
     ends = any(map(form.opening.startswith, form.tokens))
-    before = (
-        f"before: TEXT? {form.literal(form.opening)}"
-        if ends
-        else f"before[suffix={json.dumps(form.opening)}]: /(.|\\n)*/"
-    )
+    suffix = f"before[suffix={json.dumps(form.opening)}]: /(.|\\n)*/"
+    before = f"before: TEXT? {form.literal(form.opening)}" if ends else suffix
     return "\n".join([f"start: TEXT | before {call}{more}", before, text, *calls])
 
 

@@ -76,10 +76,10 @@ _NO_TERM = re.compile(
 _NAME = re.compile(r"(?:class |static |const |async )*(?P<name>[A-Za-z_$@%][\w.$:@%+-]*)(?:\s*(?:[(=\[<{].*)?)")
 _NO_DEFINITION = (
     "The *", "If ", "Using ", "Note", "See ", "Deprecated", "For ", "As ", "In ", "When ", "Changed", "New in", "There ",
-    "This is ", "Same as ", "Like ", "Example", "Type:", "By default", "These ", "It ", "You ", "Default", "We ", "(", "Also ",
-    "However",
-    "But ", "Please", "Since ", "Available", "Added", "Possible", "Valid ", "Grammar", "Syntax", "Value", "Context", "Status",
-    "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus", "Therefore", "No ", "Not ",
+    "This is ", "Same as ", "Like ", "Example", "Type:", "By default", "These ", "It ", "You ", "Default", "We ", "(",
+    "Also ", "However", "But ", "Please", "Since ", "Available", "Added", "Possible", "Valid ", "Grammar", "Syntax",
+    "Value", "Context", "Status", "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus",
+    "Therefore", "No ", "Not ",
 )  # fmt: skip
 _DEFAULT = re.compile(
     r"(?:\b[Dd]efaults? (?:[a-z]+ )?(?:is|to)(?: of)?|\b[Dd]efault(?: value)?:|\(default)"

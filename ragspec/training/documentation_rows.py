@@ -312,13 +312,10 @@ def _texts(deb: Path, files: Mapping[str, Sequence[Row]]) -> Iterator[TextRow]:
     for file, content in package_files(deb, files):
         rows = [row for row in files[file.path] if row.file.sha256 == file.sha256]
         document = document_of(file, content) if rows else None
-        leads = (
-            {p.start: embedded_text(p).removesuffix(p.text) for p in chunk(document, ChunkingConfig())}
-            if document
-            else {}
-        )
-        for row in rows if document else ():
-            assert document is not None
+        if document is None:
+            continue
+        leads = {p.start: embedded_text(p).removesuffix(p.text) for p in chunk(document, ChunkingConfig())}
+        for row in rows:
             is_answered = row.quote[0] < row.quote[1]
             shift = _shift(document.text, row.quote if is_answered else row.passage, row.check)
             if shift is not None:
@@ -478,10 +475,8 @@ def _question(text: str) -> str:
 
 def tells_something(question: str, answer: str) -> bool:
     """Whether the answer speaks of the question's things, and says more of them than the question does."""
-    asked, told = (
-        frozenset(word[:5] for word in re.findall(r"[a-z\d]{3,}", text.lower())) - _COMMON
-        for text in (question, answer)
-    )
+    found = (re.findall(r"[a-z\d]{3,}", text.lower()) for text in (question, answer))
+    asked, told = ({word[:5] for word in words} - _COMMON for words in found)
     return bool(asked) and len(asked & told) >= _LEAST_SHARED * len(asked) and len(told - asked) >= _LEAST_NEW
 
 

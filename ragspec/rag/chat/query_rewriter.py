@@ -70,10 +70,8 @@ class QueryRewriter:
         return text if ended and is_line and len(text) <= _MAX_CHARS + len(question) else ""
 
     def _request(self, question: str, asked: Sequence[AskedBefore], salt: str) -> Request:
-        turns = [
-            f"- {'; '.join(text[:_MAX_CHARS] for text in (turn.question, *turn.titles))}"
-            for turn in asked[-_LATEST_TURNS:]
-        ]
+        said = [(turn.question, *turn.titles) for turn in asked[-_LATEST_TURNS:]]
+        turns = [f"- {'; '.join(text[:_MAX_CHARS] for text in texts)}" for texts in said]
         task = "\n".join(["Earlier questions:", *turns, "", f"Last question: {question}", "", _TASK])
         prompt = self._prompts.build([Message("system", _SYSTEM), Message("user", task)], (), MAX_TOKENS)
         params = SamplingParams(max_tokens=MAX_TOKENS)

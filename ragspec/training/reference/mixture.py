@@ -328,14 +328,7 @@ def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Co
 
 
 SHARES = {"questions": 0.46, "documentation": 0.1, "stdlib": 0.08, "grammar": 0.17, "follow_ups": 0.09, "chat": 0.1}
-DOCUMENTATION_SHARES = {
-    **SHARES,
-    "questions": 0.2,
-    "documentation": 0.4,
-    "stdlib": 0.05,
-    "grammar": 0.15,
-    "follow_ups": 0.1,
-}
+DOCUMENTATION_SHARES = dict(SHARES, questions=0.2, documentation=0.4, stdlib=0.05, grammar=0.15, follow_ups=0.1)
 """With rows of documentation packages."""
 LONG = {"follow_ups": 2.5}
 """Kinds whose rows are longer than the others', and how much."""
