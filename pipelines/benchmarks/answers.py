@@ -221,10 +221,8 @@ def _retrieved(collection: datasets.Collection, bench: Answers) -> Row:
                 relevant = {key: grade for key, grade in collection.relevant[query_id].items() if grade > 0}
                 recalls.append(sum(document in relevant for document in ranking) / max(1, len(relevant)))
                 gains.append(ndcg([relevant.get(document, 0) for document in ranking], list(relevant.values())))
-        row |= {
-            f"recall10_{collection.name}_{name}": target_scores.mean(recalls),
-            f"ndcg_{collection.name}_{name}": target_scores.mean(gains),
-        }
+        row[f"recall10_{collection.name}_{name}"] = target_scores.mean(recalls)
+        row[f"ndcg_{collection.name}_{name}"] = target_scores.mean(gains)
     return row
 
 

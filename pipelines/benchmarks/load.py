@@ -346,10 +346,7 @@ def summarise(rows: Sequence[Row]) -> Result:
     """The flat figures of all rows; None where a row is missing."""
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
-    found: Result = {
-        "on_off_min": min(row["on_off"] for row in curve),
-        "on_off_p99_min": min(row["on_off_p99"] for row in curve),
-    }
+    found: Result = {f"{name}_min": min(row[name] for row in curve) for name in ("on_off", "on_off_p99")}
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
         found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]

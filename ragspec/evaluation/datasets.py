@@ -70,11 +70,8 @@ def squad_list(data_dir: Path, count: int = NUM_QUESTIONS) -> RagList:
     """
     open_dir = data_dir / "squad_open"
     held_out = {qa["id"] for a in held_out_articles(data_dir) for p in a["paragraphs"] for qa in p["qas"]}
-    questions = [
-        Question(row["id"], normalise(row["question"]), row["gold"])
-        for _, row in json_rows(open_dir / "questions_dev.jsonl")
-        if row["id"] in held_out
-    ]
+    rows = [row for _, row in json_rows(open_dir / "questions_dev.jsonl") if row["id"] in held_out]
+    questions = [Question(row["id"], normalise(row["question"]), row["gold"]) for row in rows]
     names = ("corpus.jsonl", "corpus_distractors.jsonl")
     documents = [document for name in names for document in read_file(open_dir / name, name)]
     return RagList(documents, fixed_sample(questions, count))

@@ -384,14 +384,10 @@ def shares(results: Sequence[LineResult]) -> list[Share]:
 def _label_shares(asked: Sequence[AnsweredQuestion]) -> list[Share]:
     labels = sum((each.verdict.labels for each in asked), Counter[str]())
     said = [each.verdict.labels for each in asked if each.verdict.labels]
-    return [
-        *(
-            Share(f"sentences_{name}", f"sentences {name}", labels[name], labels.total())
-            for name in ("quoted", "supported", "related")
-        ),
-        Share("sentences_unsupported", "sentences unsupported", labels["unsupported"], labels.total()),
-        Share.over("all_supported", "answers, no sentence unsupported", (not own["unsupported"] for own in said)),
-    ]
+    names = ("quoted", "supported", "related", "unsupported")
+    shares = [Share(f"sentences_{name}", f"sentences {name}", labels[name], labels.total()) for name in names]
+    all_supported = (not own["unsupported"] for own in said)
+    return [*shares, Share.over("all_supported", "answers, no sentence unsupported", all_supported)]
 
 
 _LEAST_CASES = 5

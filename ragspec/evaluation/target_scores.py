@@ -179,11 +179,8 @@ def question_cases(
     asked = [(t, text, q["question"], [a["text"] for a in q["answers"]]) for t, text, qas in paragraphs for q in qas]
     titles = {text: title for title, text, _ in paragraphs}
     texts = {r["id"]: normalise(r["text"]) for r in mixture.json_lines(data_dir / "squad_open/corpus.jsonl")}
-    unasked = [
-        (texts[r["gold"]], r["question"])
-        for r in mixture.json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
-    ]
-    unasked = [(text, question) for text, question in unasked if text in titles]
+    rows = mixture.json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
+    unasked = [(texts[r["gold"]], r["question"]) for r in rows if texts[r["gold"]] in titles]
     answerable = [case(*row) for row in rng.sample(asked, min(num_questions, len(asked)))]
     chosen = rng.sample(unasked, min(num_questions // 2, len(unasked)))
     return answerable, [case(titles[text], text, normalise(question), []) for text, question in chosen]

@@ -310,10 +310,9 @@ _DASHES = ("–", "—", "-")
 _EDGE = " \t\r\n\"'“”„«»‘’「」*–—"
 _BULLET = re.compile(r"(?:[-*•]|\d{1,3}[.)])\s+")
 _FRAME = re.compile(
-    r"(?:according to (?:the |your )?(?:passage|source|document|text)s?(?: \[?\d+\]?)?,"
+    r"(?i)(?:according to (?:the |your )?(?:passage|source|document|text)s?(?: \[?\d+\]?)?,"
     r"|(?:the |your )?(?:passage|source|document|text)s?(?: \[?\d+\]?)? (?:says?|states?|reads?)(?: that\b|:|,)?"
-    r"|the (?:short |correct )?answer (?:is|:)(?: that\b|:)?)\s*",
-    re.IGNORECASE,
+    r"|the (?:short |correct )?answer (?:is|:)(?: that\b|:)?)\s*"
 )
 _OPENING = re.compile(r"(?<!\w)\"|[“„«「『]")  # Why not behind a word: 5" wide
 _CLOSING = {'"': '"', "“": "”", "„": "“”", "«": "»", "「": "」", "『": "』"}

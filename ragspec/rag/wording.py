@@ -62,11 +62,10 @@ _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
 _ABSTAINS = re.compile(
-    r"(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
+    r"(?i)(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
     r"(?:passages?|documents?|sources?|context)(?: \[?\d+\]?)?(?: provided| given)? "
     r"(?:(?:do(?:es)?|did)(?: not|n't)(?: \w+ly)? (?:say|contain|mention|provide|specify|state|include|give|answer|indicate|"
-    r"describe|discuss|address|explain|hold|have|list|cover|define|name|refer)|(?:says?|contains?|mentions?|provides?|states?|answers?)\b)",
-    re.IGNORECASE,
+    r"describe|discuss|address|explain|hold|have|list|cover|define|name|refer)|(?:says?|contains?|mentions?|provides?|states?|answers?)\b)"
 )
 """A model's own words for `ABSTENTION`; "the passage says" counts behind "none of" alone."""
 

@@ -68,10 +68,9 @@ _TERM_QUESTIONS = {
     "macro": "What is {}?", "exception": "When is {} raised?",
 }  # fmt: skip
 _NO_TERM = re.compile(
-    r"(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax|"
+    r"(?i)(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax|"
     r"parameters?|arguments?|returns?|raises|version|changed|new|added|deprecated|default|description|options?|"
-    r"attention|todo|where|or|and|danger|summary)\b.*",
-    re.IGNORECASE,
+    r"attention|todo|where|or|and|danger|summary)\b.*"
 )
 _NAME = re.compile(r"(?:class |static |const |async )*(?P<name>[A-Za-z_$@%][\w.$:@%+-]*)(?:\s*(?:[(=\[<{].*)?)")
 _NO_DEFINITION = (
@@ -265,14 +264,13 @@ _RULES = (
 """A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
 _CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
 _VAGUE = re.compile(
-    r"^\W|^\w+ing \w|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|"
+    r"(?i)^\W|^\w+ing \w|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|"
     r"what|here|all|each|another|some|one|both|such|other|most|many|its|however|also|note|example|but|and|so|to|by|at|"
     r"as|we|you|i|everything|something|nothing|another|none|only|therefore|thus|since|once|after|before|during)\b|"
     r"the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)|"
     r"^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b|\b(?:while|currently|optional|desired|"
     r"below|above|following|them|this|these|those|it|its|here|previous|respectively|he|she|they|their|such)\b|"
-    r"[][{}<>`\\|]|\(|^.{0,2}$",
-    re.I,
+    r"[][{}<>`\\|]|\(|^.{0,2}$"
 )
 _NAMES = re.compile(r"\w[._/:-]\w|[-_/$~]\w|\w[A-Z]|\b[A-Z]{2}|\d|\S [A-Z]|[\"“]")
 """A name of a program, file, option or thing, in distinction to common words."""

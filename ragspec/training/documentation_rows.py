@@ -50,9 +50,8 @@ from ragspec.training.sentences import Part, normalise, quotable_parts
 EVALUATED_SOURCES = ("git", "borgbackup", "debian-faq", "debian-policy")
 _SUFFIXES = frozenset(SUFFIXES) & {".txt", ".md", ".rst", ".adoc", ".asciidoc", ".html", ".htm", ".xhtml"}
 _LEFT_OUT = re.compile(
-    r"\.(?!en)[a-z]{2}(?:[-_][a-zA-Z]+)?\.\w+(?:\.gz)?$|(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
-    r"|credit|todo|index|search|contents|toc|readme\.debian)[^/]*$",
-    re.IGNORECASE,
+    r"(?i)\.(?!en)[a-z]{2}(?:[-_][a-zA-Z]+)?\.\w+(?:\.gz)?$|(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
+    r"|credit|todo|index|search|contents|toc|readme\.debian)[^/]*$"
 )
 _MAX_FILE_BYTES, _MIN_CHARS = 2_000_000, 1500
 _ENGLISH = frozenset("the of to is and in for that this".split())
@@ -63,8 +62,7 @@ _MAX_LICENCE_WORDS = 9
 """Of a licence's name; more are its text."""
 _LICENCE = re.compile(r"^License:\s*(\S[^\n]*)$", re.MULTILINE)
 _NAMED = re.compile(
-    r"common-licenses/(\S*[\w])|(Apache License|GNU Free Documentation License|MIT License|BSD|public domain)",
-    re.IGNORECASE,
+    r"(?i)common-licenses/(\S*[\w])|(Apache License|GNU Free Documentation License|MIT License|BSD|public domain)"
 )
 
 
@@ -369,9 +367,8 @@ _JUDGE = (
 )
 _QUESTION = re.compile(r"\W{0,3}(?P<question>[A-Z][^\n?]{10,160}\?)")
 _VAGUE = re.compile(
-    r"\b(?:this|these|those|that (?:command|option|file|value|section|method|case)|it|its|they|them|passage|text|part|above|below"
-    r"|following|mentioned|described|given|example)\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:this|these|those|that (?:command|option|file|value|section|method|case)|it|its|they|them|passage|text|part|above"
+    r"|below|following|mentioned|described|given|example)\b"
 )
 _LEANS = re.compile(r"(?:He|She|It|They|This|These|That|Those|Such|Here|There|See|Note|However|Also|But|And|So|Then)\b")
 """The first word of a part that cannot stand alone."""

@@ -149,11 +149,8 @@ def _truncations(num_turns: int, num_passages: int) -> Iterator[list[_Truncation
 
 
 def _remaining_turns(history: Sequence[PastTurn], cut: _Truncation) -> list[PastTurn]:
-    return [
-        turn.without_passages() if number < cut.num_without_passages else turn
-        for number, turn in enumerate(history)
-        if number >= cut.num_turns
-    ]
+    bare, whole = history[: cut.num_without_passages], history[cut.num_without_passages :]
+    return [*(turn.without_passages() for turn in bare), *whole][cut.num_turns :]
 
 
 def _messages(

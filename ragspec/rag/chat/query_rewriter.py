@@ -100,10 +100,9 @@ _COMMON = frozenset(
     "wonderful would wouldn't yeah year years yep yes yet you you'd you're your".split()
 )
 _LEANS = re.compile(
-    r"\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
+    r"(?i)\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
     r"one|ones|others?|else|another|same|such|former|latter|more|"
-    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b",
-    re.IGNORECASE,
+    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b"
 )
 _PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
 _GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)

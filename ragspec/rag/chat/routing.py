@@ -11,15 +11,14 @@ import re
 
 _MAX_READ_CHARS = 500
 _COURTESY = re.compile(
-    r"\W*(?:(?:nice to meet you|(?:no|any) (?:more|further|other) questions|hi|hello|hey|hallo|hola|bonjour|salut|"
+    r"(?i)\W*(?:(?:nice to meet you|(?:no|any) (?:more|further|other) questions|hi|hello|hey|hallo|hola|bonjour|salut|"
     r"ciao|servus|moin|welcome|greetings|(?:good|nice) (?:morning|afternoon|evening|night|day)|guten (?:morgen|tag|"
     r"abend)|there|all|folks|everyone|thanks|thank you|thank|thx|ty|cheers|danke(?: schön)?|merci|gracias|grazie|"
     r"obrigad[oa]|tack|beaucoup|a lot|so much|very much|(?:much )?appreciated|much|again|ok|okay|k|yes|yeah|yep|no|"
     r"nope|sure|fine|great|good|nice|cool|perfect|awesome|excellent|wonderful|super|well|right|alright|exactly|got it|"
     r"i see|never ?mind|sorry|lol|haha|hmm|oh|bye|goodbye|tschüss|adieu|see you|later|soon|please|bitte|for now|"
     r"and you|then|so|well done|good luck|happy new year|merry christmas|congratulations|you(?:'re| are) welcome|"
-    r"my friend|today|tomorrow|go on|continue|stop)(?!\w)\W*)+",
-    re.IGNORECASE,
+    r"my friend|today|tomorrow|go on|continue|stop)(?!\w)\W*)+"
 )
 _POLITE = r"^\W*(?:(?:can|could|would|will|please)\s+(?:you\s+)?(?:please\s+)?|please\s+)?(?:help me (?:to )?)?"
 _INTERCEPT = -0.5

@@ -30,10 +30,9 @@ from ragspec.speculation import ON, Speculation
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)
 
 _OPENING = re.compile(
-    r"(?:(?:sure|certainly|of course|okay|ok|yes)\b[,.!:]*\s+)?"
+    r"(?i)(?:(?:sure|certainly|of course|okay|ok|yes)\b[,.!:]*\s+)?"
     r"(?:here(?:['’]s|\s+is|\s+are)\b[^:\n]{0,80}:"
-    r"|(?:(?:the|your)\s+)?(?:grammatically\s+)?(?:correct(?:ed|ion)?|revised|fixed)\b[^:\n\"“]{0,60}(?::|\bis\b(?=\s*[\"“\n])):?)\s*",
-    re.IGNORECASE,
+    r"|(?:(?:the|your)\s+)?(?:grammatically\s+)?(?:correct(?:ed|ion)?|revised|fixed)\b[^:\n\"“]{0,60}(?::|\bis\b(?=\s*[\"“\n])):?)\s*"
 )
 """What chat models say before the corrected sentence."""
 _AROUND = (("**", "**"), ('"', '"'), ("“", "”"), ("`", "`"))

@@ -264,12 +264,8 @@ def write_answers(
 
 
 def _request(number: int, prompt: AnswerPrompt) -> Request:
-    params = SamplingParams(
-        temperature=float(number % 2),
-        max_tokens=PROSE_TOKENS if prompt.is_prose else ANSWER_TOKENS,
-        ignore_eos=prompt.is_prose,
-        seed=number,
-    )
+    most = PROSE_TOKENS if prompt.is_prose else ANSWER_TOKENS
+    params = SamplingParams(temperature=float(number % 2), max_tokens=most, ignore_eos=prompt.is_prose, seed=number)
     return Request(f"answer-{number}", tuple(prompt.ids), params)
 
 
