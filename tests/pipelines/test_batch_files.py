@@ -434,10 +434,8 @@ def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: in
 
 def test_a_correction_has_both_forms() -> None:
     """A corrected text without its edits; a sentence left as it was that nobody is told of."""
-    edit, name = (
-        Edit(3, 5, "go", "goes", EditKind.AGREEMENT),
-        WithheldEdit(Edit(0, 2, "He", "Hed"), WithholdReason.NAME),
-    )
+    edit = Edit(3, 5, "go", "goes", EditKind.AGREEMENT)
+    name = WithheldEdit(Edit(0, 2, "He", "Hed"), WithholdReason.NAME)
     correction = Correction("a", "He go. It", "He goes. It", (edit,), ((7, 9),), STATS, 0.1, (name,))
     result = correction_result(correction)
     plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), result, "tiny", 1)

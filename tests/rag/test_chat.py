@@ -230,11 +230,8 @@ def test_a_conversation_keeps_the_order_of_its_passages(
     asking: Asking, retriever: Retriever, store: ConversationStore, target: Target
 ) -> None:
     """A setting that changed in the course of a conversation made its whole history another prompt."""
-    shared = Asking(
-        Chat(retriever, PromptBuilder(target.tokenizer, CONTEXT, passage_order="shared"), store),
-        asking.engine,
-        asking.switch,
-    )
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, passage_order="shared")
+    shared = Asking(Chat(retriever, prompts, store), asking.engine, asking.switch)
     question, follow_up = "When was the old mill or a bridge rebuilt?", "Where does the river rise?"
     new, answer = shared(turn(question, num_passages=3), "Perhaps.")
     best = new.prompt.passages[new.prompt.ranks.index(1)]

@@ -70,11 +70,8 @@ def test_nothing_is_added_that_the_question_says_already() -> None:
 def test_names_are_runs_of_capitals_and_identifiers() -> None:
     """The first word of a sentence was taken for a name, and a name's small words cut it in two."""
     assert extract_names("Who founded the Bank of England in London?") == ["Bank of England in London"]
-    assert extract_names("What does os.path.join do with HTTPServer's myValue?") == [
-        "os.path.join",
-        "HTTPServer",
-        "myValue",
-    ]
+    identifiers = extract_names("What does os.path.join do with HTTPServer's myValue?")
+    assert identifiers == ["os.path.join", "HTTPServer", "myValue"]
     assert extract_names("where was the mill?") == []
     assert extract_phrases("How does the old water mill grind the corn?") == ["old water mill grind", "corn"]
 
