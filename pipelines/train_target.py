@@ -131,9 +131,8 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     chats = [Conversation([Message(**each) for each in row["messages"]], open_ended=row["is_cut"]) for row in rows]
     mixture = Mixture(run.data_dir, chats, run.documentation)
     draw_row = partial(mixed_row, mixture, AnswerEncoder(target.tokenizer), run.plan.micro_tokens)
-    trainer = AdapterTrainer(
-        target.model, draw_row, run.plan, workers, run.data_workers, BASES.get(run.target, run.target)
-    )
+    base = BASES.get(run.target, run.target)
+    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers, run.data_workers, base)
     if not training_run.resumes(trainer, run) and run.continue_from:
         trainer.start_from(run.continue_from)
     scores = partial(probe, trainer, target.tokenizer, run.data_dir)

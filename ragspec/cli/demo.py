@@ -80,9 +80,8 @@ def run_demo(
     begin = perf_counter()
     terminal.stay_offline(settings.target)
     console = terminal.stderr_console() if as_json else terminal.stdout_console()
-    console.print(
-        Text.assemble(("ragspec demo", "bold"), ("  answers with quotes, drafted by copying, verified", "dim"))
-    )
+    title = Text.assemble(("ragspec demo", "bold"), ("  answers with quotes, drafted by copying, verified", "dim"))
+    console.print(title)
     console.print()
     with terminal.stage(console, "encoder", "loading the encoder") as shown:
         encoder = Encoder.load(settings.encoder)

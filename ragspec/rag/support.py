@@ -249,9 +249,8 @@ class Evidence:
         """By how much of the question's words, by weight, a quote holds more than any other span that may be quoted; -1 to 1."""
         others = (each for each in self._windows if each.num_units == 1)
         texts = ((each.place.text, each.stems) for each in others)
-        best = max(
-            (self._share(stems) for text, stems in texts if text not in quote and quote not in text), default=0.0
-        )
+        shares = (self._share(stems) for text, stems in texts if text not in quote and quote not in text)
+        best = max(shares, default=0.0)
         return self._share(_stems(quote)) - best
 
     def _share(self, stems: frozenset[str]) -> float:

@@ -47,9 +47,8 @@ class CallForm:
     def literal(self, text: str) -> str:
         """A text in a grammar."""
         pieces = re.split(f"({'|'.join(map(re.escape, self.tokens)) or '(?!)'})", text)
-        return " ".join(
-            f"<[{self.tokens[each]}]>" if each in self.tokens else json.dumps(each) for each in pieces if each
-        )
+        terms = (f"<[{self.tokens[each]}]>" if each in self.tokens else json.dumps(each) for each in pieces if each)
+        return " ".join(terms)
 
 
 class ToolCall(NamedTuple):

@@ -437,14 +437,12 @@ class QuestionWriter:
         while some := list(islice(left, READINGS_AT_ONCE)):
             wanted = [(each, part) for each in some for part in each.asked_parts]
             texts = self._replies([(each, each.wish(part)) for each, part in wanted], _SAMPLED)
-            written = [
-                (each, WrittenQuestion(_question(text), part)) for (each, part), text in zip(wanted, texts, strict=True)
-            ]
+            replies = zip(wanted, texts, strict=True)
+            written = [(each, WrittenQuestion(_question(text), part)) for (each, part), text in replies]
             asked = [(each, q) for each, q in written if tells_something(q.question, each.text_of(q.part))]
             found = self._replies([(each, _FIND.format(question=q.question)) for each, q in asked], _NUMBER)
-            agreed = [
-                pair for pair, text in zip(asked, found, strict=True) if _number(text) == pair[0].number(pair[1].part)
-            ]
+            numbers = zip(asked, map(_number, found), strict=True)
+            agreed = [(each, q) for (each, q), number in numbers if number == each.number(q.part)]
             wishes = [_JUDGE.format(question=q.question, answer=each.text_of(q.part)) for each, q in agreed]
             judged = self._replies([(each, wish) for (each, _), wish in zip(agreed, wishes, strict=True)], _YES)
             kept = [pair for pair, text in zip(agreed, judged, strict=True) if text.strip().lower().startswith("yes")]

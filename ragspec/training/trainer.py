@@ -196,9 +196,8 @@ class Trainer(ABC, Generic[PlanT, Item, BatchT]):
         self.progress = TrainingProgress()
         self.history: list[dict[str, float]] = []
         self.probes: list[dict[str, float]] = []
-        self.optimizer = torch.optim.AdamW(
-            groups, plan.peak_lr, (0.9, 0.95), weight_decay=plan.weight_decay, fused=True
-        )
+        decay = plan.weight_decay
+        self.optimizer = torch.optim.AdamW(groups, plan.peak_lr, (0.9, 0.95), weight_decay=decay, fused=True)
         self.average = [p.detach().clone() for p in module.parameters()]
 
     def share_done(self) -> float:

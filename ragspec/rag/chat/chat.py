@@ -428,9 +428,8 @@ class ChatSession(steps.Closeable):
     ) -> AnswerStream:
         """As `ask`, in pieces of text as they are decided. A stream that is left early leaves no turn. One choice."""
         options["n"] = 1
-        return AnswerStream(
-            steps.stream_answer(self._engine, lambda: self._prepare(question, params, **options), self._finish)
-        )
+        pieces = steps.stream_answer(self._engine, lambda: self._prepare(question, params, **options), self._finish)
+        return AnswerStream(pieces)
 
     def close(self) -> None:
         """Close the store, if the session opened it."""
