@@ -1,6 +1,6 @@
 """Sentences of training texts, and the one that answers; the parts of a passage that may answer.
 
-Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.quotable`): a
+Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.citations`): a
 sentence, a list item or a table row, or a sentence with the block that it announces. Code alone is no part.
 
 >>> split_sentences("Dr. Fox ran. It rained.")
