@@ -21,11 +21,9 @@ import typer
 
 from pipelines.batch import options
 from pipelines.batch.backend import BackendSpec, Runtime
-from pipelines.batch.job import Job, Task, check_paths, run_command
+from pipelines.batch.job import Job, Summary, Task, check_paths, run_command
 from pipelines.batch.output import OutputFolder
-from pipelines.batch.records import RowResult, correction_result
-from pipelines.batch.rows import TEXTS, Row
-from pipelines.batch.summary import Summary
+from pipelines.batch.rows import TEXTS, Row, RowResult, correction_result
 from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
 from ragspec.cli.options import Adapter, Address, Config, Replicas, Target, TensorParallel, overrides
 from ragspec.cluster.topology import ClusterConfig

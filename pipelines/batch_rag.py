@@ -19,8 +19,7 @@ import typer
 from pipelines.batch import options
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, Task, run_command
-from pipelines.batch.records import RowResult, answer_result
-from pipelines.batch.rows import QUESTIONS, Row
+from pipelines.batch.rows import QUESTIONS, Row, RowResult, answer_result
 from ragspec.cli.options import Adapter, Address, Config, Replicas, Shards, Target, TensorParallel, overrides
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, RetrieverConfig, load_settings

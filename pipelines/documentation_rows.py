@@ -31,18 +31,20 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.documentation_rows import (
     WRITTEN,
     PackageFile,
+    QuestionWriter,
+    Reading,
     Row,
     debian_packages,
     document_of,
     package_files,
     read_packed,
+    readings_of,
     restored,
     row_of,
     rule_rows,
     tool_of,
     write_packed,
 )
-from ragspec.training.question_writer import QuestionWriter, Reading, readings_of
 
 PACKED = Path(__file__).parent / "train" / "documentation_rows.jsonl.gz"
 _READINGS_A_FILE = 3
@@ -134,9 +136,7 @@ def pack(
 
 @app.command()
 def rebuild(
-    packages: Packages,
-    out: Out,
-    packed: Annotated[Path, typer.Option(help="The committed file.")] = PACKED,
+    packages: Packages, out: Out, packed: Annotated[Path, typer.Option(help="The committed file.")] = PACKED
 ) -> None:
     """Read the texts of the committed rows from the packages."""
     lost, kinds = Counter[str](), Counter[str]()

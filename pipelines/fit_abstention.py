@@ -80,12 +80,8 @@ def case_of(pipeline: Pipeline, asked: AskedQuestion) -> Case | None:
     top = dict(answer.logprobs[0].top)
     least = min(top.values())
     forced = pipeline.ask(asked.question, SamplingParams(max_tokens=96, first_token_bias={first: -100.0}))
-    return Case(
-        top.get(first, least) - top.get(quote, least),
-        answer.closeness,
-        asked.answerable,
-        asked.answerable and judge(asked, forced).right is True,
-    )
+    margin = top.get(first, least) - top.get(quote, least)
+    return Case(margin, answer.closeness, asked.answerable, asked.answerable and judge(asked, forced).right is True)
 
 
 def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestion) -> Case | None:

@@ -44,32 +44,21 @@ from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.training.conversations import AnswerEncoder
+from ragspec.training.heads import initialisation
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.initialisation import (
-    block_config,
-    fresh_head,
-    fresh_look_ahead,
-    fresh_position_head,
-    head_config,
-    spread_aux_layers,
-    start_from,
-    trained_head,
-)
-from ragspec.training.heads.target_answers import (
+from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
+from ragspec.training.heads.training_texts import (
     PromptSource,
+    TextSampler,
+    TextSource,
     answer_sampler,
+    dataset_sampler,
+    draft_vocabulary,
     mixed_sampler,
+    probe_batches,
     read_answers,
     texts_fingerprint,
     write_answers,
-)
-from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
-from ragspec.training.heads.training_texts import (
-    TextSampler,
-    TextSource,
-    dataset_sampler,
-    draft_vocabulary,
-    probe_batches,
 )
 from ragspec.training.trainer import WorkerGroup
 
@@ -264,8 +253,8 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     sample_text = text_sampler(run, encoder)
     head = make_head(config, run.plan, target, sample_text)
     if run.start is not None and isinstance(head, EagleHead | BlockHead):
-        start_from(head, run.start)
-    earlier = [trained_head(directory, target) for directory in run.after]
+        initialisation.start_from(head, run.start)
+    earlier = [initialisation.trained_head(directory, target) for directory in run.after]
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers, run.data_workers, earlier)
     training_run.resumes(trainer, run)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
@@ -288,16 +277,18 @@ def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | BlockConfig
         return PositionConfig(run.family, target.hidden_size, target.vocab_size, num_heads, *others)
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
-    aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
+    aux_layers = run.aux_layers or initialisation.spread_aux_layers(target.num_layers)
     count = -(-run.plan.objective.num_steps // run.positions_per_layer) if run.positions_per_layer else 1
     if isinstance(run.family, EagleFamily):
         layers = count, run.positions_per_layer
-        return head_config(
+        return initialisation.head_config(
             target, run.family, aux_layers, draft_vocab, *layers, intermediate_size=run.intermediate_size
         )
     num_layers, width = run.num_blocks, run.intermediate_size
-    shape = head_config(target, EagleFamily.EAGLE3, aux_layers, draft_vocab, num_layers, intermediate_size=width)
-    return block_config(shape, run.family, run.plan.objective.num_steps, run.markov_rank)
+    shape = initialisation.head_config(
+        target, EagleFamily.EAGLE3, aux_layers, draft_vocab, num_layers, intermediate_size=width
+    )
+    return initialisation.block_config(shape, run.family, run.plan.objective.num_steps, run.markov_rank)
 
 
 def make_head(
@@ -308,11 +299,11 @@ def make_head(
 ) -> Head:
     """A head ready for training."""
     if config is None:
-        return fresh_look_ahead(plan.objective.num_steps, target, plan.seed)
+        return initialisation.fresh_look_ahead(plan.objective.num_steps, target, plan.seed)
     if isinstance(config, PositionConfig):
-        return fresh_position_head(config, target, plan.seed)
+        return initialisation.fresh_position_head(config, target, plan.seed)
     shape = config.shape if isinstance(config, BlockConfig) else config
-    return fresh_head(config, target, vocabulary_of(shape, sample_text, plan.seed), plan.seed)
+    return initialisation.fresh_head(config, target, vocabulary_of(shape, sample_text, plan.seed), plan.seed)
 
 
 def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Tensor | None:

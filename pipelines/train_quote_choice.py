@@ -22,11 +22,11 @@ from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Passage
 from ragspec.evaluation.datasets import fixed_sample
 from ragspec.evaluation.questions import AskedQuestion, holds_answer
-from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.citations import quotable_runs
 from ragspec.rag.quote_choice import SpanFeatures, span_features
 from ragspec.retrieval.retriever import Retriever
 from ragspec.training.documentation import Neighbours
-from ragspec.training.reference.sources import json_lines, question_paragraphs
+from ragspec.training.reference.mixture import json_lines, question_paragraphs
 
 _NEAREST, _LEAST_SHARED = 4, 0.6
 
@@ -76,9 +76,8 @@ def candidates_of(asked: Sequence[Quoted], count: int) -> Candidates:
 def shown_candidates(index: Path, asked: Sequence[AskedQuestion]) -> Candidates:
     """The spans of the passages that a prompt shows for each question."""
     config = RetrieverConfig(index_dir=str(index))
-    found = Retriever.from_config(config, EncoderConfig()).retrieve(
-        [each.question for each in asked], config.num_passages
-    )
+    texts = [each.question for each in asked]
+    found = Retriever.from_config(config, EncoderConfig()).retrieve(texts, config.num_passages)
     features, gold, question = list[np.ndarray](), list[bool](), list[int]()
     for number, (each, passages) in enumerate(zip(asked, found.passages, strict=True)):
         runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]

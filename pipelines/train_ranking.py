@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import InputError
-from ragspec.evaluation.collections import WHOLE, WholeTexts, squad_collection
-from ragspec.evaluation.datasets import cached_store, fixed_sample, json_rows
+from ragspec.evaluation.datasets import WHOLE, WholeTexts, cached_store, fixed_sample, json_rows, squad_collection
 from ragspec.evaluation.questions import AskedQuestion, Dialogue, holds_answer, read_lines
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.store import Store
@@ -156,12 +155,8 @@ def squad(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
 
 def varied(data: Path, count: int) -> tuple[list[Any], list[Asked]]:
     """Paragraphs of encyclopedias, health pages and abstracts, and questions that people asked without seeing them."""
-    rows = [
-        (name, row)
-        for name in _VARIED
-        for _, row in json_rows(data / "qa_more" / f"{name}.jsonl")
-        if not row["is_impossible"]
-    ]
+    found = ((name, row) for name in _VARIED for _, row in json_rows(data / "qa_more" / f"{name}.jsonl"))
+    rows = [(name, row) for name, row in found if not row["is_impossible"]]
     chosen = fixed_sample(rows, count)
     ids = {row["context"]: f"{name}-{number}" for number, (name, row) in enumerate(chosen)}
     documents = [Document(ids[row["context"]], row["context"], title=row["title"]) for _, row in chosen]

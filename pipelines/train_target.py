@@ -15,7 +15,7 @@ the same adapter on the same hardware. `--documentation` adds rows that `pipelin
 import argparse
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ from ragspec.core import Message, Request, SamplingParams
 from ragspec.disk import write_atomically
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, PROBE_ARTICLES, case_scores, model_generate, question_cases
+from ragspec.evaluation.target_scores import MAX_NEW_TOKENS, case_scores, model_generate, question_cases
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.training.conversations import AnswerEncoder, Conversation, message
+from ragspec.training.conversations import AnswerEncoder, Conversation
 from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.reference.mixture import LONG, Mixture
-from ragspec.training.reference.sources import json_lines, question_paragraphs
+from ragspec.training.reference.mixture import LONG, PROBE_ARTICLES, Mixture, json_lines, question_paragraphs
 from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer, Row
 from ragspec.training.trainer import WorkerGroup
 
@@ -87,7 +86,7 @@ class TargetRun(training_run.TrainingRun):
                 asked = [[Message("user", text)] for text in requests[at : at + CHATS_AT_ONCE]]
                 rows = [Request(str(n), prompts.tokens(each), SAMPLING) for n, each in enumerate(asked, start=at)]
                 for (question,), answer in zip(asked, engine.generate(rows), strict=True):
-                    messages = [message("user", question.content), message("assistant", answer.text.strip())]
+                    messages = [asdict(each) for each in (question, Message("assistant", answer.text.strip()))]
                     done.append({"messages": messages, "is_cut": answer.finish_reason == "length"})
                 write_atomically(self.out / CHATS, "".join(f"{json.dumps(row)}\n" for row in done))
 
@@ -128,12 +127,12 @@ def run_of(args: argparse.Namespace) -> TargetRun:
 def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written adapter; the first worker writes."""
     target = run.unadapted(device)
-    chats = [Conversation(row["messages"], open_ended=row["is_cut"]) for row in json_lines(run.out / CHATS)]
+    rows = json_lines(run.out / CHATS)
+    chats = [Conversation([Message(**each) for each in row["messages"]], open_ended=row["is_cut"]) for row in rows]
     mixture = Mixture(run.data_dir, chats, run.documentation)
     draw_row = partial(mixed_row, mixture, AnswerEncoder(target.tokenizer), run.plan.micro_tokens)
-    trainer = AdapterTrainer(
-        target.model, draw_row, run.plan, workers, run.data_workers, BASES.get(run.target, run.target)
-    )
+    base = BASES.get(run.target, run.target)
+    trainer = AdapterTrainer(target.model, draw_row, run.plan, workers, run.data_workers, base)
     if not training_run.resumes(trainer, run) and run.continue_from:
         trainer.start_from(run.continue_from)
     scores = partial(probe, trainer, target.tokenizer, run.data_dir)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ragspec.evaluation.asking import evaluate as evaluate
     from ragspec.rag.answer import Answer as Answer
     from ragspec.rag.answer import AnswerStream as AnswerStream
+    from ragspec.rag.chat.chat import ChatSession as ChatSession
     from ragspec.rag.chat.conversations import ConversationStore as ConversationStore
-    from ragspec.rag.chat.session import ChatSession as ChatSession
     from ragspec.rag.grammar.grammar import Grammar as Grammar
     from ragspec.rag.iterative.pipeline import IterativePipeline as IterativePipeline
     from ragspec.rag.pipeline import AsyncPipeline as AsyncPipeline
@@ -38,7 +38,7 @@ _NAMES = {
     "ragspec.evaluation.asking": "evaluate",
     "ragspec.rag.answer": "Answer AnswerStream",
     "ragspec.rag.chat.conversations": "ConversationStore",
-    "ragspec.rag.chat.session": "ChatSession",
+    "ragspec.rag.chat.chat": "ChatSession",
     "ragspec.rag.grammar.grammar": "Grammar",
     "ragspec.rag.iterative.pipeline": "IterativePipeline",
     "ragspec.rag.pipeline": "AsyncPipeline Pipeline",

@@ -15,8 +15,7 @@ from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.growing.batch import DraftBatch
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import DraftBatch, make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Proposal

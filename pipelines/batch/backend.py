@@ -129,9 +129,7 @@ def _deployed_config(
     deployed = deployment.config
     check_agreement(name, deployed, config, sections, own=("retriever.num_passages", "retriever.pointer"))
     pointer = config.retriever.pointer or deployed.retriever.pointer
-    said = (
-        {"num_passages": config.retriever.num_passages} if "num_passages" in config.retriever.model_fields_set else {}
-    )
+    said = config.retriever.model_dump(include=config.retriever.model_fields_set & {"num_passages"})
     parts = {part: getattr(deployed, part) for part in ("target", "encoder", "engine")}
     retriever = deployed.retriever.model_copy(update={"pointer": pointer, **said})
     return config.model_copy(update={**parts, "retriever": retriever}).suit_target()

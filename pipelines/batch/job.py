@@ -1,8 +1,9 @@
-"""A batch job: rows checked, taken through the stages of a task, and written as they finish; a killed job resumes.
+"""A batch job: rows checked, taken through the stages of a task, and written as they finish; a killed job resumes. And its
+report: counts, speed, cost, and the work of every stage.
 
 Promises: every id is in the output at most once, whenever the job is killed. A row's text depends on the job's seed and the row
 alone. A row without a result has its reason in errors.jsonl. If engines or index are lost for good, the job ends and writes
-nothing wrong.
+nothing wrong. Owns the last line on stdout and the report on stderr.
 
 Why not Ray Data: it would replace the two readers in `rows`, about 20 lines, and little else.
 - Reading: a block has one schema, so one bad line fails its file, and no row has the line number that errors.jsonl names.
@@ -19,24 +20,131 @@ import itertools
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from pipelines.batch.backend import Backend, BackendSpec, Runtime, open_backend
 from pipelines.batch.output import OutputFolder
-from pipelines.batch.records import RowResult, error_record, output_record, recorded_row
-from pipelines.batch.rows import JobInput, Row, RowLocation, RowSchema, find_inputs
-from pipelines.batch.summary import Summary
+from pipelines.batch.rows import (
+    JobInput,
+    Row,
+    RowLocation,
+    RowResult,
+    RowSchema,
+    error_record,
+    find_inputs,
+    output_record,
+    recorded_row,
+)
 from ragspec.cli.terminal import loading, stderr_console
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
-from ragspec.core import SamplingParams, Say
+from ragspec.core import GenerationStats, SamplingParams, Say
 from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.errors import ConfigError, EngineError, InputError, ModelError, PromptTooLong, RagspecError
-from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline
+from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline, StageMetrics
 from ragspec.rag.wording import FORMER_RULES, TextRules
+
+_HOUR_S = 3600.0
+
+
+@dataclass
+class Summary:
+    """Counts of one run; `num_skipped` rows were answered by earlier runs. `row_noun` names the rows: questions, texts.
+
+    `generated`: the sum over this run's rows.
+    `generating_s` begins when engines and index are loaded, the whole run with the command. `price_per_hour`: of one machine.
+    `sentences`: of answers, by label.
+    """
+
+    row_noun: str
+    num_machines: int = 1
+    price_per_hour: float | None = None
+    num_answered: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    generated: GenerationStats = field(default_factory=GenerationStats)
+    started_s: float = field(default_factory=time.monotonic)
+    generating_s: float = 0.0
+    stages: Sequence[StageMetrics] = ()
+    fingerprints: set[str] = field(default_factory=set)
+    ignored_columns: set[str] = field(default_factory=set)
+    sentences: Counter[str] = field(default_factory=Counter)
+
+    def add_answer(self, stats: GenerationStats, labels: Sequence[str] = ()) -> None:
+        self.num_answered += 1
+        self.sentences.update(labels)
+        self.generated.add(stats)
+        self.add_fingerprint(stats.system_fingerprint)
+
+    def add_fingerprint(self, fingerprint: str) -> None:
+        """An empty fingerprint belongs to a row that needed no target."""
+        if fingerprint:
+            self.fingerprints.add(fingerprint)
+
+    def to_dict(self, out: Path) -> dict[str, Any]:
+        """Plain values, for JSON. Machine seconds and cost are None if this run answered no row."""
+        elapsed_s = time.monotonic() - self.started_s
+        tokens, generating_s = self.generated.num_output_tokens, self.generating_s or float("inf")
+        rows_per_s = self.num_answered / generating_s
+        machine_s = cost = None
+        if self.num_answered:
+            machine_s = 1000.0 * self.num_machines * elapsed_s / self.num_answered
+            cost = None if self.price_per_hour is None else round(machine_s / _HOUR_S * self.price_per_hour, 4)
+            machine_s = round(machine_s, 2)
+        return {
+            "out": str(out),
+            "rows": self.num_answered + self.num_failed + self.num_skipped,
+            "answered": self.num_answered,
+            "failed": self.num_failed,
+            "skipped": self.num_skipped,
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / generating_s, 1),
+            "rows_per_s": round(rows_per_s, 3),
+            f"{self.row_noun}_per_hour": round(rows_per_s * _HOUR_S),
+            "acceptance_length": round(self.generated.acceptance_length, 2),
+            "replays": self.generated.num_replays,
+            "near_ties": self.generated.num_near_ties,
+            "sentences": dict(self.sentences),
+            "elapsed_s": round(elapsed_s, 2),
+            "generating_s": round(self.generating_s, 2),
+            "machines": self.num_machines,
+            f"machine_s_per_1k_{self.row_noun}": machine_s,
+            f"cost_per_1k_{self.row_noun}": cost,
+            "stages": [stage.to_dict() for stage in self.stages],
+            "system_fingerprints": sorted(self.fingerprints),
+            "ignored_columns": sorted(self.ignored_columns),
+        }
+
+    def show(self, console: Console, errors: Path) -> None:
+        """The stages as a table, with units in its head, and warnings of one line each."""
+        if self.num_answered:
+            table = Table("stage", "items", "failed", "batches", "busy s", "waiting s", "blocked s", "queue, most")
+            for stage in self.stages:
+                counts = (str(count) for count in (stage.num_items, stage.num_failed, stage.num_batches))
+                times = (f"{seconds:.1f}" for seconds in (stage.busy_s, stage.waiting_s, stage.blocked_s))
+                table.add_row(stage.name, *counts, *times, str(stage.max_depth))
+            console.print(table)
+        warnings = []
+        if self.num_failed:
+            warnings.append(f"{self.num_failed} rows have no answer; the reasons are in {errors}")
+        if self.ignored_columns:
+            columns = ", ".join(sorted(self.ignored_columns))
+            warnings.append(f"these columns are no sampling parameters and were ignored: {columns}")
+        if len(self.fingerprints) > 1:
+            warnings.append(
+                "the numerics of the answers' machines differ; a repetition elsewhere may differ in near ties"
+            )
+        for warning in warnings:
+            console.print(Text(warning, "yellow"), soft_wrap=True)
+
 
 _console = stderr_console()
 
@@ -45,16 +153,7 @@ _RAY_WORKING_DIR = "working_dir_files"
 
 _ERRORS_PER_WRITE = 1000
 
-_CHANGES_NO_TEXT = {
-    "adapter",
-    "quantization",
-    "kv_cache_dtype",
-    "cache_dir",
-    "device",
-    "backend",
-    "max_weight_bytes",
-    "kv_dir",
-}
+_CHANGES_NO_TEXT = set("adapter quantization kv_cache_dtype cache_dir device backend max_weight_bytes kv_dir".split())
 """Settings of the target that job.json leaves out. The digest of the files stands for the adapter; numerics and weights have
 entries of their own."""
 
@@ -156,9 +255,8 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     begun = output.begun() if job.resume else {}
     config = task.config_of_begun(backend.config, begun)
     if begun and "passage_order" not in begun.get("generation", {}):  # begun before there was another order, or by rank
-        config = config.model_copy(
-            update={"generation": config.generation.model_copy(update={"passage_order": "rank"})}
-        )
+        by_rank = config.generation.model_copy(update={"passage_order": "rank"})
+        config = config.model_copy(update={"generation": by_rank})
     target = _target_of_begun(config.target, begun)
     if target.dtype == "bfloat16" and not job.backend.cluster:  # job.json names the type that computes
         from ragspec.engine.target import with_available_dtype  # Why here: it imports torch
@@ -298,9 +396,8 @@ class _RowLoop:
     def _output_line(self, row: Row, finished: ItemResult[Any]) -> str:
         """Raises: the row's error."""
         result = self._task.row_result(finished.result())
-        line = json.dumps(
-            output_record(row, result, Path(self._config.target.model).name, int(time.time())), ensure_ascii=False
-        )
+        record = output_record(row, result, Path(self._config.target.model).name, int(time.time()))
+        line = json.dumps(record, ensure_ascii=False)
         self._summary.add_answer(result.stats, result.labels)
         return line
 

@@ -20,27 +20,14 @@ from statistics import median
 from time import perf_counter
 
 from pipelines.benchmarks.cases.follow_ups import follow_up_cases, read_canard, spread
-from pipelines.benchmarks.cases.labels import (
-    measure_alterations,
-)
+from pipelines.benchmarks.cases.labels import measure_alterations
 from pipelines.benchmarks.harness import Metric, Result, Row, Run, Suite, at_least, at_most, equal_to
 from ragspec.config import DraftingConfig, EngineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import CopySource, Document, Message, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.collections import WHOLE, Collection, WholeTexts, cranfield_collection, squad_collection
-from ragspec.evaluation.datasets import clean_sentences, fixed_sample, held_out_articles, jfleg_sentences
-from ragspec.evaluation.metrics import edit_distance, jfleg_gleu, perplexity
-from ragspec.evaluation.target_scores import (
-    MAX_NEW_TOKENS,
-    Generate,
-    answers_to,
-    case_scores,
-    mean,
-    question_cases,
-    question_scores,
-)
+from ragspec.evaluation import datasets, target_scores
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.rag.chat.query_rewriter import AskedBefore, rewrite_by_rules
 from ragspec.rag.citations import quote_grammar
@@ -54,7 +41,6 @@ from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
 from ragspec.retrieval.search.segment_search import SearchScope
-from ragspec.training.conversations import Message as ChatMessage
 from ragspec.training.documentation import (
     DocumentationQuestion,
     documentation_questions,
@@ -86,7 +72,7 @@ class Answers(ExitStack):
         return Encoder.load(self.run.encoder)
 
     @cached_property
-    def generate(self) -> Generate:
+    def generate(self) -> target_scores.Generate:
         return engine_generate(self.engine)
 
     @cached_property
@@ -96,7 +82,7 @@ class Answers(ExitStack):
     @cached_property
     def passages(self) -> list[Passage]:
         """Passages of SQuAD and of the documentation in turns."""
-        squad = [p["context"] for article in held_out_articles(self.data) for p in article["paragraphs"]]
+        squad = [p["context"] for article in datasets.held_out_articles(self.data) for p in article["paragraphs"]]
         pages = list(dict.fromkeys(question.passage for question in self.asked))
         return mixed_passages({"squad": squad, "docs": pages}, self.run.seed)
 
@@ -105,22 +91,22 @@ class Answers(ExitStack):
         documents = evaluation_documents(self.data / "docs", self.run.quick)
         names = {document.id for document in documents}
         questions = [question for question in self.asked if question.path in names]
-        return self.run.store(documents, self.encoder), fixed_sample(questions, self.run.count(400, 40))
+        return self.run.store(documents, self.encoder), datasets.fixed_sample(questions, self.run.count(400, 40))
 
 
-def engine_generate(engine: Engine) -> Generate:
+def engine_generate(engine: Engine) -> target_scores.Generate:
     """Greedy decoding of whole conversations with verbatim quotes; every message may be copied from."""
     tokenizer = engine.target.tokenizer
     prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
-    params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
+    params = SamplingParams(max_tokens=target_scores.MAX_NEW_TOKENS)
 
-    def generate(conversations: list[list[ChatMessage]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
+    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
         shown = [[Passage("", n, text, 0, len(text)) for n, text in enumerate(own)] for own in passages]
         grammars = map(quote_grammar, shown) if passages else itertools.repeat("")
         requests = []
         for number, (said, grammar) in enumerate(zip(conversations, grammars, strict=False)):
-            ids = prompts.tokens([Message(m["role"], m["content"]) for m in said])
-            sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in said)
+            ids = prompts.tokens(said)
+            sources = tuple(CopySource(SourceKind.HISTORY, message.content) for message in said)
             requests.append(Request(f"target-{number}", ids, params, sources, grammar=grammar))
         completions = engine.generate(requests)
         return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]
@@ -153,8 +139,8 @@ def run_answers(run: Run) -> Iterator[Row]:
         parts: dict[str, Callable[[Answers], Row]] = {
             "labels, altered sentences": _altered,
             "retrieval, documentation": _retrieved_documentation,
-            "retrieval, SQuAD": partial(_retrieved, squad_collection(bench.data)[0]),
-            "retrieval, Cranfield": partial(_retrieved, cranfield_collection(bench.data)),
+            "retrieval, SQuAD": partial(_retrieved, datasets.squad_collection(bench.data)[0]),
+            "retrieval, Cranfield": partial(_retrieved, datasets.cranfield_collection(bench.data)),
             "retrieval, follow-ups of CANARD": _follow_ups,
             "retrieval and target together": _together,
             "target, questions": _questions,
@@ -217,10 +203,10 @@ def rank_of(asked: DocumentationQuestion, passages: Sequence[Passage]) -> int:
     return next((n for n, passage in enumerate(passages) if asked.quote in passage.text), TOP)
 
 
-def _retrieved(collection: Collection, bench: Answers) -> Row:
+def _retrieved(collection: datasets.Collection, bench: Answers) -> Row:
     """`recall10_...`: the share of a question's relevant documents among the first ten; `ndcg_...`: also by rank and grade."""
-    encoder = WholeTexts(bench.encoder)
-    store = bench.run.store(collection.documents, encoder, WHOLE)
+    encoder = datasets.WholeTexts(bench.encoder)
+    store = bench.run.store(collection.documents, encoder, datasets.WHOLE)
     asked = collection.first(bench.run.count(1_000, 200))
     row: Row = {"num_questions": len(asked.queries)}
     for name, mode in _MODES.items():
@@ -235,7 +221,8 @@ def _retrieved(collection: Collection, bench: Answers) -> Row:
                 relevant = {key: grade for key, grade in collection.relevant[query_id].items() if grade > 0}
                 recalls.append(sum(document in relevant for document in ranking) / max(1, len(relevant)))
                 gains.append(ndcg([relevant.get(document, 0) for document in ranking], list(relevant.values())))
-        row |= {f"recall10_{collection.name}_{name}": mean(recalls), f"ndcg_{collection.name}_{name}": mean(gains)}
+        row[f"recall10_{collection.name}_{name}"] = target_scores.mean(recalls)
+        row[f"ndcg_{collection.name}_{name}"] = target_scores.mean(gains)
     return row
 
 
@@ -305,16 +292,18 @@ def _together(bench: Answers) -> Row:
 
 def _questions(bench: Answers) -> Row:
     count = bench.run.count(500, 8)
-    return {"num_questions": count} | case_scores(bench.generate, *question_cases(bench.data, count, bench.run.seed))
+    return {"num_questions": count} | target_scores.case_scores(
+        bench.generate, *target_scores.question_cases(bench.data, count, bench.run.seed)
+    )
 
 
 def _answered_follow_ups(bench: Answers) -> Row:
     """Quotes that hold the answer, of standalone questions and of the same as follow-ups, and the difference in points."""
     asked = follow_up_cases(bench.data / "canard/dev.json", bench.run.count(250, 6), bench.run.seed)
     cases = [case for case, _ in asked]
-    alone = answers_to(bench.generate, cases)
+    alone = target_scores.answers_to(bench.generate, cases)
     followed = bench.generate([dialogue for _, dialogue in asked], [case.passages for case in cases])
-    right, later = (question_scores(cases, each)["quote_has_answer"] for each in (alone, followed))
+    right, later = (target_scores.question_scores(cases, each)["quote_has_answer"] for each in (alone, followed))
     return {
         "num_questions": len(cases),
         "standalone_right": right,
@@ -325,12 +314,12 @@ def _answered_follow_ups(bench: Answers) -> Row:
 
 def _corrections(bench: Answers) -> Row:
     """GLEU on JFLEG dev of the outputs and of the untouched source (0 to 100), and the edit rate on correct sentences."""
-    sentences = jfleg_sentences(bench.data, bench.run.count(754, 8))
-    clean = clean_sentences(bench.data, bench.run.count(200, 8))
+    sentences = datasets.jfleg_sentences(bench.data, bench.run.count(754, 8))
+    clean = datasets.clean_sentences(bench.data, bench.run.count(200, 8))
     outputs = bench.generate([grammar_messages(sentence.text) for sentence in sentences])
-    corrected, untouched = jfleg_gleu(sentences, outputs)
+    corrected, untouched = target_scores.jfleg_gleu(sentences, outputs)
     kept = bench.generate([grammar_messages(sentence) for sentence in clean])
-    edits = sum(edit_distance(a.split(), b.split()) for a, b in zip(clean, kept, strict=True))
+    edits = sum(target_scores.edit_distance(a.split(), b.split()) for a, b in zip(clean, kept, strict=True))
     return {
         "num_sentences": len(sentences),
         "gleu_jfleg_dev": corrected,
@@ -351,7 +340,7 @@ def _documentation(bench: Answers) -> Row:
     prompts = [question_messages(question.question, passages) for question, passages in zip(asked, shown, strict=True)]
     outputs = bench.generate(prompts, shown)
     right = [is_right(question.quote, output) for question, output in zip(asked, outputs, strict=True)]
-    return {"num_questions": len(asked), "documentation_right": mean(right)}
+    return {"num_questions": len(asked), "documentation_right": target_scores.mean(right)}
 
 
 def is_right(quote: str, output: str) -> bool:
@@ -388,7 +377,7 @@ def _perplexities(config: TargetConfig, texts: dict[str, str]) -> dict[str, tupl
         found = {}
         for name, text in texts.items():
             ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            found[name] = perplexity(target, ids, _PERPLEXITY_WINDOW), len(ids)
+            found[name] = target_scores.perplexity(target, ids, _PERPLEXITY_WINDOW), len(ids)
         return found
 
     return run_in_thread(measured, num_processors())

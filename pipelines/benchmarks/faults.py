@@ -177,16 +177,10 @@ def summarise(rows: Sequence[Row]) -> Result:
     """Sums over all faults and answers; times of all faults."""
     faults = [row for row in rows if "fault" in row]
     (answers,) = [row for row in rows if "fault" not in row]
-    found: Result = {
-        "faults": len(faults),
-        "recovered": sum(row["recovered"] for row in faults),
-    }
+    found: Result = {"faults": len(faults), "recovered": sum(row["recovered"] for row in faults)}
     for name in ("answered", "live_again"):
         seconds = [row[f"{name}_s"] for row in faults if row[f"{name}_s"] is not None]
-        found |= {
-            f"{name}_p50_s": median(seconds) if seconds else None,
-            f"{name}_max_s": max(seconds, default=None),
-        }
+        found |= {f"{name}_p50_s": median(seconds) if seconds else None, f"{name}_max_s": max(seconds, default=None)}
     found |= {key: value for key, value in answers.items() if key not in ("row", "commit")}
     return found | {"lost": answers["lost"] + sum(row["lost"] for row in faults)}
 

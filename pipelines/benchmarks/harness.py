@@ -204,14 +204,15 @@ def measure(suite: Suite, run: Run, commit: str) -> tuple[Result, list[Row]]:
         "num_rows": len(rows),
     }
     result |= suite.summarise(rows) | {"peak_pss_mb": run.memory.look()}
-    missed = [
-        name for name, _, goal in suite.metrics if goal and _value(result, name) and not goal.is_reached(result[name])
-    ]
+    missed = [metric.name for metric, is_reached in _measured(suite, result) if not is_reached]
     return rounded(result | {"goals_missed": ", ".join(missed)}), rows
 
 
-def _value(result: Result, name: str) -> bool:
-    return result.get(name) is not None
+def _measured(suite: Suite, result: Result) -> Iterator[tuple[Metric, bool]]:
+    """The metrics with a value, and whether it reaches the goal, if there is one."""
+    for metric in suite.metrics:
+        if result.get(metric.name) is not None:
+            yield metric, metric.goal is None or metric.goal.is_reached(result[metric.name])
 
 
 def machine() -> str:
@@ -227,12 +228,9 @@ def tables(suite: Suite, result: Result, rows: Sequence[Row]) -> Iterator[Table]
     """The metrics with their goals, then all rows, for a terminal."""
     title = f"{suite.name}: {result['target']}, {result['dtype']}, {result['machine']}"
     summary = Table("", "", "", title=title, show_header=False, title_justify="left")
-    for name, meaning, goal in suite.metrics:
-        if _value(result, name):
-            reached = (
-                "" if goal is None else f" (goal: {goal.text}; {'met' if goal.is_reached(result[name]) else 'MISSED'})"
-            )
-            summary.add_row(name, cell(result[name]), meaning + reached)
+    for (name, meaning, goal), is_reached in _measured(suite, result):
+        reached = f" (goal: {goal.text}; {'met' if is_reached else 'MISSED'})" if goal else ""
+        summary.add_row(name, cell(result[name]), meaning + reached)
     yield summary
     for keys, alike in _by_keys(rows).items():
         shown = Table(*keys)

@@ -277,9 +277,7 @@ def _row(
     takes, apart = timed()
     baseline, own = takes[BASELINE], takes[variant]
     same = same_answers(baseline, own)
-    right, wrong, kept, lost = (
-        _total(own, name) for name in ("num_right", "num_wrong", "num_kept_tokens", "num_lost_tokens")
-    )
+    right, wrong = _total(own, "num_right"), _total(own, "num_wrong")
     strides = [stride for stats in _stats(own) for stride in stats.strides]
     row: Row = {
         "retriever": label,
@@ -291,8 +289,8 @@ def _row(
         "speedup": sum(_seconds(baseline)) / sum(_seconds(own)),
         "gamma": right / (right + wrong) if right + wrong else None,
         "mean_stride": mean(strides) if strides else None,
-        "num_kept_tokens": kept,
-        "num_lost_tokens": lost,
+        "num_kept_tokens": _total(own, "num_kept_tokens"),
+        "num_lost_tokens": _total(own, "num_lost_tokens"),
         "num_identical": sum(same),
         "num_compared": len(same),
     }

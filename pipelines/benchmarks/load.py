@@ -1,31 +1,199 @@
 """The suite `load`: one service under users. Throughput and latencies by the number of users, with speculation and without; the
 service's overhead to the first token; and clients that go away half-way.
 
+The load curve: a mix is a list of chat bodies. A run sends each body once, and at least one for each user; every user sends the
+next body after an answer has ended. No run shares a cached prefix with another. llama.cpp's own server runs beside, with the
+same prompts as token ids, by the same clients, one program at a time. It gets prompts ready, retrieval included, so its time
+has no retrieval in it. Both types of weights run, and the faster counts; each slot has room for the longest prompt and its
+answer, so nothing is cut.
+
     python -m pipelines.benchmark --suite load --quick
 """
 
 import asyncio
+import itertools
+import shutil
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, at_most, equal_to
-from pipelines.benchmarks.users.clients import Answer, chat_body
-from pipelines.benchmarks.users.llama_server import llama_row, llama_server
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, Body, curve_row, mixes_of, sent_by
-from pipelines.benchmarks.users.service import Service, backend_of, free_port, run_clients, service_here, started
+from pipelines.benchmarks.peers import llama_files, load_peer
+from pipelines.benchmarks.users.clients import Answer, chat_body, quantile
+from pipelines.benchmarks.users.service import (
+    Service,
+    backend_of,
+    free_port,
+    run_clients,
+    service_here,
+    started,
+    timed_answers,
+)
 from ragspec.config import DEFAULT_TARGET
-from ragspec.core import Request, SamplingParams
+from ragspec.core import Message, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE
-from ragspec.rag.steps import copy_sources
+from ragspec.numerics.threads import num_processors
+from ragspec.rag.chat.history import ChatTurn
+from ragspec.rag.steps import copy_sources, parse_scope
+from ragspec.rag.wording import GRAMMAR_REQUEST
 from services.health import CANARY_SALT
+
+Body = dict[str, Any]
+
+RAG, MIXED = "rag", "mixed"
+GOOD_FIRST_S = 2.0
+"""An answer is good if its first token came within this time, and the others followed within `GOOD_TOKEN_S` each."""
+GOOD_TOKEN_S = 0.1
+"""The time of a token of a good answer."""
+
+_MAX_TOKENS = 64
+_NUM_KINDS = 4
+_SALTS = itertools.count()
+
+
+def mixes_of(model: str, questions: Sequence[str], seed: int) -> dict[str, list[Body]]:
+    """One body of each kind for each question; `MIXED` has all of them."""
+    drawn = {"max_tokens": _MAX_TOKENS, "seed": seed}
+    free = drawn | {"retrieval": False}
+    kinds: dict[str, list[Body]] = {RAG: [], "chat": [], "grammar": [], "creative": []}
+    for question in questions:
+        follow_up = (question, "I do not know. What do you mean?", f"I mean this: {question}")
+        story = f"Write a story that begins like this: {question}"
+        kinds[RAG].append(chat_body(model, question, **drawn))
+        kinds["chat"].append(chat_body(model, *follow_up, **free))
+        kinds["grammar"].append(_correction(model, f"he ask me: {question}", free))
+        kinds["creative"].append(chat_body(model, story, temperature=1.0, **free))
+    return kinds | {MIXED: [body for group in zip(*kinds.values(), strict=True) for body in group]}
+
+
+def _correction(model: str, sentence: str, drawn: Mapping[str, Any]) -> Body:
+    prediction = {"type": "content", "content": sentence}
+    return chat_body(model, GRAMMAR_REQUEST + sentence, prediction=prediction, **drawn)
+
+
+def sent_by(users: int, mix: str, bodies: Sequence[Body], num_questions: int | None = None) -> list[Body]:
+    """The bodies of a run: those of `num_questions` questions (None: all), and at least one for each user.
+
+    A body comes again only where there are more users than bodies.
+    """
+    num_least = len(bodies) if num_questions is None else num_questions * (_NUM_KINDS if mix == MIXED else 1)
+    return list(itertools.islice(itertools.cycle(bodies), max(users, num_least)))
+
+
+def curve_row(service: Service, mix: str, bodies: Sequence[Body], users: int, num_runs: int, tenant: str = "") -> Row:
+    """Medians of runs with speculation (`on_...`) and without (`off_...`). `tenant`: as of `Service.timed`.
+
+    `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th percentile of the time a token without
+    speculation over with. Raises: EngineError.
+    """
+    runs: dict[bool, list[Row]] = {True: [], False: []}
+    for number in range(num_runs):
+        for on in (True, False) if number % 2 == 0 else (False, True):
+            salt = f"run-{next(_SALTS)}"
+            own = [{**body, "speculation": on, "cache_salt": salt} for body in bodies]
+            runs[on].append(measured(service.timed(own, users, tenant=tenant)))
+    on_medians, off_medians = _medians(runs[True]), _medians(runs[False])
+    return {
+        "mix": mix,
+        "users": users,
+        "on_off": on_medians["tokens_per_s"] / off_medians["tokens_per_s"],
+        "on_off_p99": off_medians["token_p99_ms"] / on_medians["token_p99_ms"],
+        **{f"on_{name}": value for name, value in on_medians.items()},
+        **{f"off_{name}": value for name, value in off_medians.items()},
+    }
+
+
+def measured(answers: Sequence[Answer]) -> Row:
+    """Throughput, latencies and goodput of one run. Raises: EngineError for an answer without an end."""
+    if failed := [answer for answer in answers if not answer["ended"]]:
+        raise EngineError(f"{len(failed)} of {len(answers)} answers did not end: {failed[0].get('error')}")
+    first_s, token_s, num_tokens = list[float](), list[float](), 0
+    for answer in answers:
+        count = answer["usage"]["completion_tokens"]
+        num_tokens += count
+        first_s.append(answer["total_s"] if answer["first_s"] is None else answer["first_s"])
+        token_s.append((answer["total_s"] - first_s[-1]) / max(1, count - 1))
+    wall_s = max(a["begin_s"] + a["total_s"] for a in answers) - min(a["begin_s"] for a in answers)
+    good = [first <= GOOD_FIRST_S and token <= GOOD_TOKEN_S for first, token in zip(first_s, token_s, strict=True)]
+    row: Row = {"tokens_per_s": num_tokens / wall_s, "answers_per_s": len(answers) / wall_s}
+    for name, seconds in (("first", sorted(first_s)), ("token", sorted(token_s))):
+        row |= {f"{name}_p{share}_ms": 1e3 * quantile(seconds, share / 100) for share in (50, 99)}
+    return row | {"goodput_per_s": sum(good) / wall_s}
+
+
+def _medians(runs: Sequence[Row]) -> Row:
+    return {name: median(run[name] for run in runs) for name in runs[0]}
+
+
+_PATH = "/v1/completions"
+_START_S = 120.0
+_PAGE = 256
+"""llama.cpp rounds the room of a slot up to so many tokens."""
+_NAME = "llama-server"
+
+
+def llama_server() -> str | None:
+    """The program that `make peers` puts beside Python, or one on the path."""
+    beside = Path(sys.executable).with_name(_NAME)
+    return str(beside) if beside.is_file() else shutil.which(_NAME)
+
+
+def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> Row:
+    """Tokens a second of the faster type of weights, the median over runs. `folder`: keeps the converted weights.
+
+    Raises: ModelError for a target that is no plain Llama, EngineError.
+    """
+    backend = service.backend
+    prompts = prompts_of(service, bodies)
+    room = max(len(prompt["prompt"]) + prompt["max_tokens"] for prompt in prompts)
+    speeds = list[float]()
+    for path in llama_files(load_peer(backend.config.target), folder, backend.target.prompts.tokenizer).values():
+        with serving(path, users, room) as url:
+            runs = [measured(timed_answers(url, "", _PATH, prompts, users)) for _ in range(num_runs)]
+        speeds.append(median(run["tokens_per_s"] for run in runs))
+    return {"users": users, "llama_tokens_per_s": max(speeds)}
+
+
+def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]:
+    """Chats as completions of their prompts' token ids: retrieved, rewritten and laid out as the service does it."""
+    backend, scope = service.backend, parse_scope(next(iter(service.keys)), None)
+    prepared = []
+    for number, body in enumerate(bodies):
+        params = SamplingParams(max_tokens=body["max_tokens"], temperature=body.get("temperature", 0.0), seed=0)
+        turn = ChatTurn(
+            id=f"prompt-{number}",
+            messages=tuple(Message(each["role"], each["content"]) for each in body["messages"]),
+            params=params,
+            scope=scope,
+            num_passages=backend.config.retriever.num_passages,
+            when="never" if body.get("retrieval") is False else backend.config.retriever.when,
+        )
+        prompt = backend.target.chat.prepare(turn).request.prompt_ids
+        options = {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
+        sampling = {"max_tokens": params.max_tokens, "temperature": params.temperature, "seed": body["seed"]}
+        prepared.append({"model": "llama", "prompt": list(prompt), **sampling, **options})
+    return prepared
+
+
+@contextmanager
+def serving(path: Path, users: int, room: int) -> Iterator[str]:
+    """The address of a server with a slot of `room` tokens for each user. Raises: EngineError."""
+    program = llama_server()
+    assert program is not None, "whoever calls this has asked for the program"
+    slot_tokens, port, threads = -(-(room + 1) // _PAGE) * _PAGE, str(free_port()), str(num_processors())
+    options = ["-np", str(users), "-c", str(users * slot_tokens), "-t", threads, "-tb", threads, "--no-webui"]
+    url, command = f"http://127.0.0.1:{port}", [program, "-m", str(path), "--host", "127.0.0.1", "--port", port]
+    with started([*command, *options], f"{url}/health", _START_S):
+        yield url
+
 
 _CROWD = "cleo"
 _TENANTS = ("ann", "bob", _CROWD)
@@ -178,10 +346,7 @@ def summarise(rows: Sequence[Row]) -> Result:
     """The flat figures of all rows; None where a row is missing."""
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
-    found: Result = {
-        "on_off_min": min(row["on_off"] for row in curve),
-        "on_off_p99_min": min(row["on_off_p99"] for row in curve),
-    }
+    found: Result = {f"{name}_min": min(row[name] for row in curve) for name in ("on_off", "on_off_p99")}
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
         found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]

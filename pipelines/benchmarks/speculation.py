@@ -43,16 +43,7 @@ from pipelines.benchmarks.cases.workloads import (
     rag_cases,
     spec_bench_cases,
 )
-from pipelines.benchmarks.harness import (
-    Metric,
-    Plot,
-    Result,
-    Row,
-    Run,
-    Suite,
-    at_least,
-    equal_to,
-)
+from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, equal_to
 from pipelines.benchmarks.peers import LLAMA_TYPES, LOOKUP_TOKENS, peer_decoders
 from ragspec.config import DatastoreConfig, DraftingConfig, EagleConfig, EngineConfig, HeadConfig
 from ragspec.engine.engine import Engine
@@ -345,9 +336,8 @@ def _drafter_row(bench: Speculations, name: str, drafters: Drafters, workload: s
 def summarise(rows: Sequence[Row]) -> Result:
     """The figures of the workload rag under their plain names, of other workloads with a prefix."""
     named = {row["row"]: row for row in rows}
-    greedy, sampled, batch = (
-        named.get(f"{RAG}, {kind}", {}) for kind in ("T=0", "T=1", f"{SIDE_BY_SIDE} side by side")
-    )
+    kinds = ("T=0", "T=1", f"{SIDE_BY_SIDE} side by side")
+    greedy, sampled, batch = (named.get(f"{RAG}, {kind}", {}) for kind in kinds)
     at_zero, at_one = greedy.get("speedup_vs_plain"), sampled.get("speedup_vs_plain")
     left_out = {"row", "commit", "workload", "temperature", "identical", "vs_llama_best"}
     result = {key: value for key, value in greedy.items() if key not in left_out}

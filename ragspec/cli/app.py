@@ -17,30 +17,12 @@ from typing import Annotated
 
 import typer
 
+from ragspec.cli import options
 from ragspec.cli.cluster import cluster
 from ragspec.cli.doctor import doctor
 from ragspec.cli.index import index
 from ragspec.cli.keys import keys
 from ragspec.cli.models import models
-from ragspec.cli.options import (
-    HELP,
-    PASSED_ON,
-    Adapter,
-    Address,
-    AsJson,
-    Config,
-    Data,
-    Debug,
-    IndexOrLibrary,
-    Seed,
-    Speculation,
-    Target,
-    Temperature,
-    group,
-    library_corpus,
-    overrides,
-    pass_on,
-)
 from ragspec.cli.terminal import cache_folder, data_folder, note, one_line, prepare_process, print_error, stderr_console
 from ragspec.config import load_config, load_settings
 from ragspec.core import SamplingParams, check_text
@@ -48,16 +30,10 @@ from ragspec.disk import atomic_writer, saving
 from ragspec.engine.checkpoints.target_files import check_target
 from ragspec.errors import RagspecError
 
-app = typer.Typer(
-    name="ragspec",
-    help="Answers from your own documents, several times faster than plain decoding, token for token the same.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
-    rich_markup_mode=None,
+app = options.group(
+    "ragspec", "Answers from your own documents, several times faster than plain decoding, token for token the same."
 )
-feedback = group("feedback", "What readers said of answers.")
+feedback = options.group("feedback", "What readers said of answers.")
 for commands in (index, cluster, keys, models, feedback):
     app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
@@ -107,7 +83,7 @@ def _show_version(is_given: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Debug = False,
+    debug: options.Debug = False,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -117,19 +93,19 @@ def _options(
 
 @app.command(epilog="Example: ragspec demo")
 def demo(
-    config: Config = None,
-    target: Target = None,
-    adapter: Adapter = None,
+    config: options.Config = None,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
     questions: Annotated[int, typer.Option(help="How many of the fixed questions.", min=0, max=8)] = 8,
-    temperature: Temperature = 0.0,
-    seed: Seed = 7,
-    as_json: AsJson = False,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 7,
+    as_json: options.AsJson = False,
 ) -> None:
     """Questions about Python's standard library, answered with quotes; speculation on against off."""
     from ragspec.training.stdlib_corpus import kept_documents
 
     params = SamplingParams(max_tokens=_DEMO_MAX_TOKENS, temperature=temperature or 0.0, seed=seed)
-    settings = load_config(config, **overrides(target=target, adapter=adapter))
+    settings = load_config(config, **options.overrides(target=target, adapter=adapter))
     check_target(settings.target)
     corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from ragspec.cli.demo import run_demo
@@ -140,12 +116,12 @@ def demo(
 @app.command(epilog='Example: ragspec ask "When is the mill open?" --index my-index')
 def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
-    index: IndexOrLibrary = None,
-    config: Config = None,
-    target: Target = None,
-    adapter: Adapter = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    index: options.IndexOrLibrary = None,
+    config: options.Config = None,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
+    temperature: options.Temperature = None,
+    seed: options.Seed = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     k: Annotated[int | None, typer.Option("--k", "-k", help="Passages to retrieve.")] = None,
     mode: Annotated[
@@ -153,40 +129,38 @@ def ask(
     ] = None,
     tenant: Annotated[str, typer.Option(help="Who asks: documents of others are not seen.", show_default=False)] = "",
     filter: Annotated[
-        str | None,
-        typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.'),
+        str | None, typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.')
     ] = None,
     iterative: Annotated[Iterative | None, typer.Option(help="Retrieve again in the course of the answer.")] = None,
-    speculation: Speculation = True,
-    as_json: AsJson = False,
+    speculation: options.Speculation = True,
+    as_json: options.AsJson = False,
 ) -> None:
     """Ask your documents one question; the answer streams, then come its sources."""
     if question == "-":  # invalid UTF-8 becomes lone surrogates; `check_text` reports their position
         question = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
     check_text(question, "the question")
-    sampling = overrides(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    given = overrides(index=index, k=k, mode=mode, target=target, adapter=adapter)
+    sampling = options.overrides(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    given = options.overrides(index=index, k=k, mode=mode, target=target, adapter=adapter)
     settings = load_config(config, **given, **sampling)
     check_target(settings.target)
-    corpus = library_corpus([settings])
+    corpus = options.library_corpus([settings])
     from ragspec.cli.ask import run_ask
 
-    options = {"speculation": speculation, "tenant": tenant, "filter": filter}
-    run_ask(question, settings, options, num_passages=k, iterative=iterative, as_json=as_json, corpus=corpus)
+    given_options = {"speculation": speculation, "tenant": tenant, "filter": filter}
+    run_ask(question, settings, given_options, num_passages=k, iterative=iterative, as_json=as_json, corpus=corpus)
 
 
 @app.command(epilog="Example: ragspec evaluate questions.jsonl --index my-index")
 def evaluate(
     files: Annotated[list[Path], typer.Argument(metavar="QUESTIONS", help="JSON lines (ragspec/rag/README.md).")],
-    index: IndexOrLibrary = None,
+    index: options.IndexOrLibrary = None,
     config: Annotated[
-        list[Path] | None,
-        typer.Option(help="A YAML configuration; the options win. Twice: two of them side by side."),
+        list[Path] | None, typer.Option(help="A YAML configuration; the options win. Twice: two of them side by side.")
     ] = None,
-    target: Target = None,
-    adapter: Adapter = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
+    temperature: options.Temperature = None,
+    seed: options.Seed = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many lines.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Write every answer here, as JSON lines.")] = None,
     check_drafts: Annotated[
@@ -200,11 +174,11 @@ def evaluate(
     if len(config or ()) > 2:
         raise typer.BadParameter("at most two configurations can be compared")
     lines = read_lines(files)[:limit]
-    given = overrides(index=index, target=target, adapter=adapter, temperature=temperature, seed=seed)
+    given = options.overrides(index=index, target=target, adapter=adapter, temperature=temperature, seed=seed)
     settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **given) for path in config or (None,)}
     for each in settings.values():
         check_target(each.target)
-    corpus = library_corpus(settings.values()) if questions_of(lines) else None
+    corpus = options.library_corpus(settings.values()) if questions_of(lines) else None
     from ragspec.cli.evaluate import run_evaluate
 
     raise typer.Exit(run_evaluate(lines, settings, out, corpus, check_drafts=check_drafts))
@@ -219,8 +193,8 @@ def _feedback() -> None:
 def export(
     out: Annotated[Path | None, typer.Option(help="A file for the lines; default: standard output.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only of this tenant; default: of all.")] = None,
-    data: Data = None,
-    config: Config = None,
+    data: options.Data = None,
+    config: options.Config = None,
 ) -> None:
     """Rated answers of a service, which may be running, as lines that ragspec evaluate reads."""
     from services.settings import ServiceConfig
@@ -244,11 +218,11 @@ def correct(
     files: Annotated[list[str], typer.Argument(help="Text, Markdown or HTML in UTF-8; - reads standard input.")],
     diff: Annotated[bool, typer.Option("--diff", help="Show what would change; exits with 1 if anything.")] = False,
     in_place: Annotated[bool, typer.Option("--in-place", "-i", help="Write the corrections into the files.")] = False,
-    config: Config = None,
-    target: Target = None,
-    adapter: Adapter = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    config: options.Config = None,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
+    temperature: options.Temperature = None,
+    seed: options.Seed = None,
     max_edit_ratio: Annotated[
         float, typer.Option(help="The share of a sentence's words that may change; 1: no limit.", min=0.0, max=1.0)
     ] = 0.5,
@@ -256,13 +230,13 @@ def correct(
         list[str] | None, typer.Option(help="A word or phrase that stays as it is; may be repeated.")
     ] = None,
     ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.")] = None,
-    speculation: Speculation = True,
+    speculation: options.Speculation = True,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
     if diff and in_place:
         raise typer.BadParameter("give --diff or --in-place, not both")
-    sampling = overrides(temperature=temperature, seed=seed)
-    settings = load_config(config, **overrides(target=target, adapter=adapter), **sampling)
+    sampling = options.overrides(temperature=temperature, seed=seed)
+    settings = load_config(config, **options.overrides(target=target, adapter=adapter), **sampling)
     check_target(settings.target)
     from ragspec.cli.correct import Output, edit_filter_of, run_correct
 
@@ -276,47 +250,47 @@ app.command(epilog="Example: ragspec doctor --config ragspec.yaml")(doctor)
 
 @app.command(epilog="Example: ragspec serve --index my-index --port 8001")
 def serve(
-    config: Config = None,
-    index: IndexOrLibrary = None,
+    config: options.Config = None,
+    index: options.IndexOrLibrary = None,
     host: Annotated[str | None, typer.Option(help="Where to listen; default: this machine only.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.", min=0, max=65535)] = None,
-    target: Target = None,
-    adapter: Adapter = None,
-    data: Data = None,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
+    data: options.Data = None,
     keys_file: Annotated[Path | None, typer.Option("--keys", help="Who may ask: a file of ragspec keys.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="A PEM certificate, for HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     on_cluster: Annotated[str | None, typer.Option("--cluster", help="A deployment of ragspec cluster up.")] = None,
-    address: Address = None,
+    address: options.Address = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request, also on a terminal.")] = False,
 ) -> None:
     """Serve chat, grammar and documents over HTTP, as OpenAI's and LanguageTool's clients expect it."""
     from ragspec.cli.serve import run_serve
 
-    given = overrides(index=index, target=target, adapter=adapter, host=host, port=port)
-    given |= overrides(keys_file=keys_file, data_dir=data)
-    given |= overrides(ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
+    given = options.overrides(index=index, target=target, adapter=adapter, host=host, port=port)
+    given |= options.overrides(keys_file=keys_file, data_dir=data)
+    given |= options.overrides(ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
     run_serve(config, given, on_cluster, address, verbose=verbose)
 
 
 @app.command(epilog="Example: ragspec mcp --index my-index --allow-add")
 def mcp(
-    config: Config = None,
-    index: IndexOrLibrary = None,
-    target: Target = None,
-    adapter: Adapter = None,
-    data: Data = None,
+    config: options.Config = None,
+    index: options.IndexOrLibrary = None,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
+    data: options.Data = None,
     tenant: Annotated[str, typer.Option(help="Whose documents are searched, beside those of everybody.")] = "",
     allow_add: Annotated[bool, typer.Option("--allow-add", help="The agent may add documents.")] = False,
 ) -> None:
     """Give an agent tools over MCP's stdio: search, ask, read and list documents. Over HTTP, ragspec serve has /mcp."""
     from ragspec.cli.serve import run_mcp
 
-    given = overrides(index=index, target=target, adapter=adapter, data_dir=data)
+    given = options.overrides(index=index, target=target, adapter=adapter, data_dir=data)
     run_mcp(config, given, tenant, allow_add=allow_add)
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=options.PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure: ragspec bench --suite speculation --quick"""
-    pass_on("pipelines.benchmark", context.args, "ragspec bench")
+    options.pass_on("pipelines.benchmark", context.args, "ragspec bench")

@@ -26,19 +26,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.cli import terminal
 from ragspec.cli.ask import answer_text, print_sources, stream_answer
 from ragspec.cli.models import better_reader_command
 from ragspec.cli.standard_library import DEMO_MODULES, Corpus, cached_library, documents_of
-from ragspec.cli.terminal import (
-    cache_folder,
-    note,
-    one_line,
-    safe,
-    stage,
-    stay_offline,
-    stderr_console,
-    stdout_console,
-)
 from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.core import Document, GenerationStats, SamplingParams, Say
 from ragspec.engine.loading import load_engine
@@ -78,12 +69,7 @@ _NEXT_STEPS = {
 
 
 def run_demo(
-    corpus: Corpus,
-    settings: PipelineConfig,
-    num_questions: int,
-    params: SamplingParams,
-    *,
-    as_json: bool,
+    corpus: Corpus, settings: PipelineConfig, num_questions: int, params: SamplingParams, *, as_json: bool
 ) -> int:
     """Answers from the `DEMO_MODULES` of `corpus`, with encoder, target, drafters and engine of `settings`.
 
@@ -92,21 +78,20 @@ def run_demo(
     Raises: RagspecError.
     """
     begin = perf_counter()
-    stay_offline(settings.target)
-    console = stderr_console() if as_json else stdout_console()
-    console.print(
-        Text.assemble(("ragspec demo", "bold"), ("  answers with quotes, drafted by copying, verified", "dim"))
-    )
+    terminal.stay_offline(settings.target)
+    console = terminal.stderr_console() if as_json else terminal.stdout_console()
+    title = Text.assemble(("ragspec demo", "bold"), ("  answers with quotes, drafted by copying, verified", "dim"))
+    console.print(title)
     console.print()
-    with stage(console, "encoder", "loading the encoder") as shown:
+    with terminal.stage(console, "encoder", "loading the encoder") as shown:
         encoder = Encoder.load(settings.encoder)
         shown.detail = f"{encoder.identity.id}, {encoder.identity.dimension} dimensions"
-    with stage(console, "index", "opening the index") as shown:
+    with terminal.stage(console, "index", "opening the index") as shown:
         documents = documents_of(corpus, DEMO_MODULES)
-        store = open_library(console, documents, encoder, cache_folder(), shown)
+        store = open_library(console, documents, encoder, terminal.cache_folder(), shown)
         retriever = Retriever(encoder, store, _RETRIEVAL, follow=False)
         shown.detail = f"{len(documents)} docstrings of {len(DEMO_MODULES)} modules: {', '.join(sorted(DEMO_MODULES))}"
-    with stage(console, "target", "loading the target") as shown:
+    with terminal.stage(console, "target", "loading the target") as shown:
         config = settings.engine
         if "max_kv_tokens" not in config.model_fields_set:
             config = config.model_copy(update={"max_kv_tokens": _KV_TOKENS})
@@ -116,7 +101,7 @@ def run_demo(
     prompts = PromptBuilder.of(engine.target.tokenizer, engine.target.max_context_tokens, settings)
     with Pipeline(retriever, engine, prompts, abstain_below=_RETRIEVAL.abstain_below) as pipeline:
         demo = _Comparison(console, pipeline, params)
-        with stage(console, "ready", "warming up") as shown:
+        with terminal.stage(console, "ready", "warming up") as shown:
             demo.warm_up()
             shown.detail = "both decoders warmed up"
         pairs = [
@@ -147,7 +132,7 @@ def open_library(console: Console, documents: Sequence[Document], encoder: Encod
     try:
         return cached_library(documents, encoder, cache, say)
     except SaveError as failure:
-        note(console, f"nothing is cached: {one_line(failure)}")
+        terminal.note(console, f"nothing is cached: {terminal.one_line(failure)}")
     with tempfile.TemporaryDirectory(prefix="ragspec-") as scratch:  # open files outlive their names
         return cached_library(documents, encoder, Path(scratch), say)
 
@@ -226,7 +211,7 @@ class _Comparison:
             self._answer(_WARM_UP, speculation)
 
     def ask(self, question: str, label: str, *, plain_first: bool) -> AnswerPair:
-        _print_section(self._console, label, Text(safe(question), "bold"))
+        _print_section(self._console, label, Text(terminal.safe(question), "bold"))
         plain = self._answer(question, False) if plain_first else None
         with _live_text(self._console) as show:
             fast = self._answer(question, True, show)
@@ -247,7 +232,7 @@ def _live_text(console: Console) -> Iterator[Callable[[str], object]]:
         yield lambda _: None
         return
     with Live(Padding(text, _INDENT, expand=False), console=console, transient=True, refresh_per_second=30):
-        yield lambda piece: text.append(safe(piece))
+        yield lambda piece: text.append(terminal.safe(piece))
 
 
 def _print_pair(console: Console, pair: AnswerPair) -> None:
@@ -268,7 +253,7 @@ def _print_pair(console: Console, pair: AnswerPair) -> None:
     if held_out := sorted({c.document_id for c in fast.citations if is_held_out(c.document_id)}):
         console.print(Text(f"  kept out of the adapter's training: {', '.join(held_out)}", "dim italic"))
     if fast.dropped_passages:
-        note(console, f"{len(fast.dropped_passages)} retrieved passages did not fit the context")
+        terminal.note(console, f"{len(fast.dropped_passages)} retrieved passages did not fit the context")
 
 
 def _print_totals(console: Console, totals: Totals, facts: dict[str, Any], params: SamplingParams) -> None:

@@ -25,18 +25,22 @@ from ragspec.disk import saving
 from ragspec.engine.checkpoints.target_files import return_freed
 from ragspec.evaluation.asking import Asker, Evaluation
 from ragspec.evaluation.measures import PeakMemory, commit, rounded
-from ragspec.evaluation.question_scores import (
+from ragspec.evaluation.questions import (
     AnsweredQuestion,
+    CheckedSentence,
     CorrectedSentence,
+    Dialogue,
+    Line,
     LineResult,
     RoutedMessage,
+    RoutedText,
     only_right,
     p50_s,
     proposed_threshold,
+    questions_of,
     shares,
     wilson,
 )
-from ragspec.evaluation.questions import CheckedSentence, Dialogue, Line, RoutedText, questions_of
 from ragspec.retrieval.encoder import Encoder
 from services.settings import ServiceConfig
 

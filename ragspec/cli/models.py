@@ -136,7 +136,7 @@ def measured(target_config: TargetConfig, say: Say) -> Perplexities:
     """Loads the model twice, one after the other. Raises: ModelError."""
     from ragspec.engine.checkpoints.target_files import return_freed
     from ragspec.engine.target import Target
-    from ragspec.evaluation.metrics import perplexity
+    from ragspec.evaluation.target_scores import perplexity
 
     found, tokens = dict[str, float](), list[int]()
     for quantization in ("int8", "none"):

@@ -45,8 +45,7 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
 IndexOrLibrary = Annotated[
-    Path | None,
-    typer.Option("--index", help="The index's folder; default: Python's standard library."),
+    Path | None, typer.Option("--index", help="The index's folder; default: Python's standard library.")
 ]
 Index = Annotated[Path | None, typer.Option(help="The index's folder; default: that of the configuration.")]
 Data = Annotated[Path | None, typer.Option("--data", help="The service's data folder; default: in the user's own.")]
@@ -95,13 +94,14 @@ def overrides(**options: Any) -> dict[str, Any]:
 
 
 def group(name: str, help: str, no_args_is_help: bool = True) -> typer.Typer:
-    """A group of commands, such as `ragspec index`."""
+    """`ragspec`, or a group of its commands, such as `ragspec index`."""
     return typer.Typer(
         name=name,
         help=help,
         no_args_is_help=no_args_is_help,
         context_settings=HELP,
         add_completion=False,
+        pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
 

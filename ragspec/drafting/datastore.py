@@ -150,10 +150,8 @@ class DatastoreDrafter(Drafter):
         return [self._propose(s, budget.max_nodes, depth) for s, depth in zip(sequences, budget.depths, strict=True)]
 
     def _propose(self, sequence: SequenceView, max_nodes: int, depth: int) -> list[Proposal]:
-        views, acceptance = (
-            sequence.prepared.get(self.name) or (),
-            self._acceptance.used(tenant_of(sequence.request.salt)),
-        )
+        views = sequence.prepared.get(self.name) or ()
+        acceptance = self._acceptance.used(tenant_of(sequence.request.salt))
         return CountedDrafts(self.name, views, acceptance).grow(sequence.tokens, max_nodes, depth)[0]
 
     def purge(self, salt: str) -> None:

@@ -24,10 +24,16 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import salt_belongs_to
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, Features, SequenceView
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenNode, OpenRows
+from ragspec.drafting.growing.draft import (
+    DraftBatch,
+    DraftSettings,
+    GrowingDraft,
+    OpenNode,
+    OpenRows,
+    ScheduledDraft,
+    TreeShape,
+)
 from ragspec.drafting.growing.drafter import AttendingDrafter
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.heads.layer import FINAL, DraftTarget
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, Ints
@@ -208,12 +214,7 @@ class ModelDrafter(AttendingDrafter[ModelDraft]):
     name = "draft_model"
 
     def __init__(
-        self,
-        model: DraftTarget,
-        vocab_size: int,
-        shape: TreeShape,
-        costs: CostTable,
-        prefixes: Prefixes,
+        self, model: DraftTarget, vocab_size: int, shape: TreeShape, costs: CostTable, prefixes: Prefixes
     ) -> None:
         draft_ids = np.arange(min(vocab_size, model.vocab_size))
         super().__init__(draft_ids, vocab_size, shape, costs)

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.draft import DraftBatch, DraftSettings, GrowingDraft, OpenRows, ScheduledDraft, TreeShape
 from ragspec.drafting.growing.drafter import AttendingDrafter
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.heads.layer import DraftTarget
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import LogitRows
@@ -40,12 +38,7 @@ class SelfDraft(GrowingDraft):
     """Its first slot is the last token's, the others are its nodes'."""
 
     def __init__(
-        self,
-        sequence: SequenceView,
-        memory: SelfMemory,
-        settings: DraftSettings,
-        num_levels: int,
-        slots: SequenceSlots,
+        self, sequence: SequenceView, memory: SelfMemory, settings: DraftSettings, num_levels: int, slots: SequenceSlots
     ) -> None:
         super().__init__(sequence, memory, settings, num_levels)
         self.slots, _ = slots.reserve(1 + self.num_nodes)

@@ -43,7 +43,7 @@ from ragspec.drafting.eagle.drafter import HEAD_WINDOW, EagleDrafter, Network, P
 from ragspec.drafting.eagle.layout import reachable
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import OnlineEagleDrafter, trainable_head
-from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
+from ragspec.drafting.growing.draft import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter

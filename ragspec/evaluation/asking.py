@@ -21,24 +21,22 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.evaluation.measures import rounded
-from ragspec.evaluation.question_scores import (
-    AnsweredQuestion,
-    CorrectedSentence,
-    LineResult,
-    RoutedMessage,
-    p50_s,
-    proposed_threshold,
-    shares,
-)
 from ragspec.evaluation.questions import (
+    AnsweredQuestion,
     AskedQuestion,
     CheckedSentence,
+    CorrectedSentence,
     Dialogue,
     Line,
+    LineResult,
+    RoutedMessage,
     RoutedText,
     judge,
+    p50_s,
+    proposed_threshold,
     questions_of,
     read_lines,
+    shares,
 )
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.history import ChatTurn
@@ -94,11 +92,7 @@ class Asker(Closeable):
     """One configuration, loaded. `retriever` None: there are only sentences to correct."""
 
     def __init__(
-        self,
-        retriever: RetrieverLike | None,
-        engine: Engine,
-        prompts: PromptBuilder,
-        config: PipelineConfig,
+        self, retriever: RetrieverLike | None, engine: Engine, prompts: PromptBuilder, config: PipelineConfig
     ) -> None:
         self._retriever, self._engine, self._prompts, self._config = retriever, engine, prompts, config
         self._params = default_params(config.generation)
@@ -143,17 +137,14 @@ class Asker(Closeable):
         words = self._config.wording.model_copy(update={"require_support": False})
         config, prompts = self._config.model_copy(update={"prompts": words}), self._prompts
         pipeline = self._pipeline(PromptBuilder.of(prompts.tokenizer, prompts.max_context_tokens, config))
+        num_checked = len(texts) * len(CHECKED_TEMPERATURES)
         for number, temperature in enumerate(CHECKED_TEMPERATURES):
             params = replace(self._params, temperature=temperature, seed=seed)
             for begin in range(0, len(texts), _CHECKED_TOGETHER):
                 some = texts[begin : begin + _CHECKED_TOGETHER]
                 fast, plain = (pipeline.ask_many(some, params, speculation=given) for given in (True, False))
                 changed[temperature] += sum(a.token_ids != b.token_ids for a, b in zip(fast, plain, strict=True))
-                tick(
-                    "comparing with plain decoding",
-                    number * len(texts) + begin + len(some),
-                    len(texts) * len(CHECKED_TEMPERATURES),
-                )
+                tick("comparing with plain decoding", number * len(texts) + begin + len(some), num_checked)
         return changed
 
     def close(self) -> None:

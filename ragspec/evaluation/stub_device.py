@@ -82,11 +82,9 @@ class StepClock:
         if num_rows == num_logits and self._idle_from:
             self.host_s += begun - self._idle_from
             self.device_s += seconds
-            self.num_steps, self.num_rows, self.num_drafted = (
-                self.num_steps + 1,
-                self.num_rows + num_rows,
-                self.num_drafted + num_rows - count,
-            )
+            self.num_steps += 1
+            self.num_rows += num_rows
+            self.num_drafted += num_rows - count
         self._forward_s, self._launched = seconds, time.thread_time()
 
     def land(self) -> None:

@@ -26,10 +26,9 @@ from ragspec.core import Completion, Message, Passage, SamplingOptions, Sampling
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError
 from ragspec.rag.answer import Answer, AnswerStream
-from ragspec.rag.chat.chat import Chat
+from ragspec.rag.chat.chat import Chat, ChatSession, SavedConversation
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.chat.history import ChatTurn
-from ragspec.rag.chat.session import ChatSession, SavedConversation
 from ragspec.rag.pipeline_stages import ItemResult, PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import (

@@ -52,9 +52,8 @@ _LEAST_CONFIDENCE = 0.35
 """In another language than the target's. Of 6,800 English questions none is above it."""
 
 _PLAIN_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role == 'assistant' %}Answer: {% endif %}{{ message.content }}\n\n"
-    "{% endfor %}Answer:"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}Answer: {% endif %}{{ "
+    "message.content }}\n\n{% endfor %}Answer:"
 )
 """For models without a chat template."""
 

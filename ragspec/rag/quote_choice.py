@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Passage
-from ragspec.rag.quotable import quotable_runs
+from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
 from ragspec.retrieval_config import AnalyzerConfig
@@ -62,20 +62,17 @@ _LEAST_PROBABILITY = 0.01
 _MOST_BIAS = 100.0
 
 _ASKS_NUMBER = re.compile(
-    r"\bhow (?:big|deep|far|fast|high|large|long|many|much|often|old|small|soon|tall|wide)\b|\bwhen\b|\b(?:max|min)imum\b|"
+    r"(?i)\bhow (?:big|deep|far|fast|high|large|long|many|much|often|old|small|soon|tall|wide)\b|\bwhen\b|\b(?:max|min)imum\b|"
     r"\bwhat (?:is the )?(?:\w+ )?(?:age|date|length|limit|number|percentage|port|rate|size|timeout|version|year)\b|"
-    r"\bwhich (?:number|port|version|year)\b",
-    re.IGNORECASE,
+    r"\bwhich (?:number|port|version|year)\b"
 )
 _NUMBER = re.compile(
-    r"\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|hundred|thousand|half|once|twice|zero|never|unlimited)\b",
-    re.IGNORECASE,
+    r"(?i)\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|hundred|thousand|half|once|twice|zero|never|unlimited)\b"
 )
 _ASKS_CODE = re.compile(
-    r"\bhow (?:can|do|should|would) i\b|\bwhat (?:do|should) i (?:add|put|run|set|type|use|write)\b|\bwhich\b|"
+    r"(?i)\bhow (?:can|do|should|would) i\b|\bwhat (?:do|should) i (?:add|put|run|set|type|use|write)\b|\bwhich\b|"
     r"\b(?:argument|boot|called|command|config\w*|directive|directory|file|flag|function|keyword|one-?liner|option|package|"
-    r"parameter|script|setting|switch|syntax|tool|variable)s?\b",
-    re.IGNORECASE,
+    r"parameter|script|setting|switch|syntax|tool|variable)s?\b"
 )
 _CODE = re.compile(
     r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
@@ -163,10 +160,8 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
     terms = [_terms(text) for text in texts]
     holding = Counter(chain.from_iterable(map(set, terms)))
     asked = _terms(question)
-    weights = {
-        term: math.log1p((len(texts) - holding[term] + 0.5) / (holding[term] + 0.5))
-        for term in sorted({*asked} - _common())
-    }
+    counts = {term: holding[term] for term in sorted({*asked} - _common())}
+    weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
     whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms))
     pairs = {*pairwise(asked)}
     asks_number, asks_code = (bool(pattern.search(question)) for pattern in (_ASKS_NUMBER, _ASKS_CODE))

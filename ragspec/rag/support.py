@@ -2,15 +2,26 @@
 
 Owns the rule. A sentence is `quoted` if it stands in a passage, character for character. It is `supported` if all its words and
 numbers stand in one sentence of a passage, in their order, and nothing between them was left out that could change their
-meaning: negations, numbers, names, conjunctions. It is `related` to the words of a passage that `ragspec.rag.evidence` finds
-for it. Any other sentence is `unsupported`, also one that is true. Never calls a sentence a quote that is not string-identical
-to its source.
+meaning: negations, numbers, names, conjunctions (`restates`, which knows no grammar, and refuses where it cannot tell). It is
+`related` to the words of a passage that `Evidence` finds for it. Any other sentence is `unsupported`, also one that is true.
+Never calls a sentence a quote that is not string-identical to its source.
+
+Evidence is a run of at most `_MAX_UNITS` neighbours that `ragspec.rag.citations` lets an answer quote, chosen by overlap. A word
+counts by how rare it is in the passages; words of the question count less. Evidence is no proof: whether it says the same as the
+sentence is for the reader to judge.
 
     >>> [each.label for each in label_sentences("The mill opens at nine [1]. It never closes.", passages, citations)]
     ['supported', 'unsupported']
+    >>> restates(words_of("The mill, which is old, opens at nine."), content_words(words_of("The mill opens at nine")))
+    True
+    >>> Evidence(passages, "When does the mill open?").find("At nine o'clock.")
+    Place(passage=..., start=0, end=34)
 """
 
+import math
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +30,274 @@ from typing import NamedTuple
 
 from ragspec.core import Citation, Passage
 from ragspec.rag.answer import AnswerSentence
-from ragspec.rag.citations import find_citations, find_words
-from ragspec.rag.evidence import Evidence
-from ragspec.rag.restatement import Word, content_words, restates, words_of
+from ragspec.rag.citations import IDEOGRAPHS, find_citations, find_words, quotable_runs
 from ragspec.rag.wording import abstains
 from ragspec.retrieval.chunking import Span, sentences
+from ragspec.retrieval.search.analysis import COMMON_WORDS
+
+_TOKEN = re.compile(
+    r"[A-Za-z_][A-Za-z0-9_.]*\([!-'*-~\s]+\)"  # the call of a function: its arguments are no remark in brackets
+    r"|(?:(?<![\w.)])[-−+])?[$€£]?\d+(?:[.,:/]\d+)*(?:st|nd|rd|th\b)?%?"
+    rf"|[{IDEOGRAPHS}]"
+    rf"|(?:(?![{IDEOGRAPHS}])\w)+(?:[.'’_/-]+(?:(?![{IDEOGRAPHS}])\w)+)*[+#]*"
+    r"|[<>=≤≥≠!]+|[%;()]|,"
+)
+_FUNCTION = frozenset(
+    "a an the is are was were be been being it its this that these those there he she they do does did also , ( )".split()
+)
+"""Words that a sentence may hold without its source, and the other way round."""
+_NEGATION_WORDS = (
+    "not no never none nor neither nobody nothing nowhere without cannot hardly scarcely barely rarely seldom false falsely "
+    "untrue incorrect incorrectly wrongly myth deny denies denied denying doubt doubts doubted refuse refuses refused fail "
+    "fails failed failing lack lacks lacked lacking alleged allegedly claimed supposedly if unless except "
+    "nicht kein keine keinen keiner nie niemals ohne ne pas jamais sans aucun aucune nunca sin ningún non mai senza niet geen "
+    "não nem nenhum nenhuma sem не ни нет без никогда inte aldrig utan ikke aldri aldrig uden ei eivät ilman nu nici fără değil "
+    "yok δεν δε μη μην όχι ποτέ χωρίς لا ليس ليست لم لن नहीं 不 没 沒 未 无 無 非 勿 안 못 않"
+)
+"""Words of a clause that no sentence may leave out."""
+_BOUNDARIES = frozenset(
+    "and or but who whom whose which where when while because although though as than then before after until since for from "
+    "to into of by with between ; may might could would should must can will only almost nearly about approximately around "
+    "least most more less fewer up over under partly partially und oder aber et ou mais y o pero".split()
+)
+"""Words that may not be left out between words that both texts have."""
+_CONDITIONS = frozenset(("if", "unless", "because"))
+"""Words of a clause of which no end may be left out: a condition of two is another condition."""
+_CLAUSE_ENDS = frozenset("; but while whereas although though".split())
+_MAX_LEFT_OUT = 2
+
+
+class Word(NamedTuple):
+    """A word in the form that is compared. `is_fact`: a number, or a name in the middle of its sentence."""
+
+    text: str
+    is_fact: bool
+
+
+def words_of(text: str) -> list[Word]:
+    text = unicodedata.normalize("NFKC", text).replace("’", "'")
+    text = re.sub(r"(?i)\b(ca|wo)n't\b", lambda match: {"ca": "can", "wo": "will"}[match[1].lower()] + " not", text)
+    text = re.sub(r"\ba (few|little)\b", r"a-\1", text, flags=re.IGNORECASE)  # Why: few is the opposite of a few
+    text = re.sub(r"\bcannot\b", "can not", text.replace("n't", " not"), flags=re.IGNORECASE)
+    words = []
+    for number, token in enumerate(_TOKEN.findall(text)):
+        token = token.removesuffix("'s").removesuffix("'")
+        is_name = number > 0 and token[:1].isupper() and token != "I"
+        is_number = any(character.isdigit() for character in token)
+        words.append(Word(_form(token), is_name or is_number))
+    return words
+
+
+def _form(token: str) -> str:
+    """Lower case, without the commas of numbers and the s of plurals and verbs."""
+    lower = token.casefold()
+    if lower[:1].isdigit():
+        return lower.replace(",", "")
+    is_plain = len(lower) > 3 and lower.isalpha() and not lower.endswith(("ss", "us", "is"))
+    return lower.removesuffix("s") if is_plain else lower
+
+
+_NEGATIONS = frozenset(words_of(word)[-1].text for word in _NEGATION_WORDS.split())
+"""As they are compared: casefolding and tokens change some of them."""
+
+
+def is_negation(text: str) -> bool:
+    """Why beginnings: Korean verbs carry their negation."""
+    return text in _NEGATIONS or text.startswith(("않", "못"))
+
+
+def content_words(words: Sequence[Word]) -> list[str]:
+    """The words that a source must hold."""
+    return [word.text for word in _said(words)]
+
+
+def restates(source: Sequence[Word], wanted: Sequence[str]) -> bool:
+    """Whether the wanted words stand in the source, in order, and what is left out between them changes nothing."""
+    texts = [word.text for word in source]
+    if not set(wanted) <= set(texts):
+        return False
+    for first in [index for index, text in enumerate(texts) if text == next(iter(wanted), None)]:
+        try:
+            places = _places(texts, wanted, first)
+        except ValueError:
+            return False  # a later first place leaves fewer words behind it
+        # Why twice: the first places of the words, and the last ones, may leave different words out
+        if _is_whole(source, places) or _is_whole(source, _last_places(texts, places)):
+            return True
+    return False
+
+
+def _places(texts: Sequence[str], wanted: Sequence[str], at: int) -> list[int]:
+    """The earliest places of the wanted words, in order. Raises: ValueError if a word is missing."""
+    places = [at]
+    for word in wanted[1:]:
+        places.append(at := texts.index(word, at + 1))
+    return places
+
+
+def _last_places(texts: Sequence[str], places: Sequence[int]) -> list[int]:
+    """The same words as late as possible, before the same last word."""
+    latest = [places[-1]]
+    for place in reversed(places[:-1]):
+        latest.append(next(i for i in range(latest[-1] - 1, -1, -1) if texts[i] == texts[place]))
+    return latest[::-1]
+
+
+def _is_whole(source: Sequence[Word], places: Sequence[int]) -> bool:
+    """Whether the words at these places may stand without the others of their clause."""
+    texts, taken = [word.text for word in source], set(places)
+    left, right = places[0], places[-1] + 1
+    while left > 0 and texts[left - 1] not in _CLAUSE_ENDS:
+        left -= 1
+    while right < len(texts) and texts[right] not in _CLAUSE_ENDS:
+        right += 1
+    if any(is_negation(texts[i]) for i in range(left, right) if i not in taken):
+        return False
+    if any(texts[i] in _CONDITIONS for i in places) and _said(source[places[-1] + 1 : right]):
+        return False
+    return all(_may_be_left_out(source[one + 1 : other]) for one, other in pairwise(places))
+
+
+def _may_be_left_out(gap: Sequence[Word]) -> bool:
+    """A remark in brackets or between commas, or at most two words that join nothing and name nothing."""
+    texts = [word.text for word in gap]
+    if len(gap) > 1 and (texts[0], texts[-1]) in ((",", ","), ("(", ")")):
+        return "," not in texts[1:-1] and "(" not in texts[1:-1]
+    said = _said(gap)
+    return len(said) <= _MAX_LEFT_OUT and not any(word.is_fact or word.text in _BOUNDARIES for word in said)
+
+
+def _said(words: Sequence[Word]) -> list[Word]:
+    return [word for word in words if word.text not in _FUNCTION]
+
+
+_MAX_UNITS = 3
+_QUESTION_WEIGHT = 0.4
+"""Of a word of the question beside one of the answer."""
+_UNIT_COST = 0.5
+"""What another sentence must add to the overlap, in the weight of a word that stands in one sentence only."""
+_LEAST_COVERED = 0.6
+"""The share of the statement's words that the question does not hold, by weight, that evidence holds."""
+_LEAST_SAID_BACK = 0.8
+"""The same of a statement that only says the question's words."""
+_LEAST_BESIDE_NAMES = 0.3
+"""The same of a statement with a number, an option or a path, all of which evidence holds."""
+_STEM_CHARS = 6
+_NAME = re.compile(r"[\d/_]|^-")
+_COMMON = frozenset(word[:_STEM_CHARS] for word in [*COMMON_WORDS["english"].split(), "yes"])
+_OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+
+
+@dataclass(frozen=True)
+class Place:
+    """`passage.text[start:end]`."""
+
+    passage: Passage
+    start: int
+    end: int
+
+    @property
+    def text(self) -> str:
+        return self.passage.text[self.start : self.end]
+
+    @property
+    def span(self) -> tuple[str, int, int]:
+        """As an `AnswerSentence` has it."""
+        return self.passage.id, self.start, self.end
+
+    @cached_property
+    def words(self) -> list[Word]:
+        return words_of(self.text)
+
+    def holds(self, quoted: AnswerSentence) -> bool:
+        """Whether it has words of the quote."""
+        is_same = quoted.passage_id == self.passage.id
+        return is_same and quoted.passage_start < self.end and self.start < quoted.passage_end
+
+
+class _Window(NamedTuple):
+    place: Place
+    stems: frozenset[str]
+    num_units: int
+
+
+class Evidence:
+    """The sentences of some passages, as evidence for answers to one question."""
+
+    def __init__(self, passages: Sequence[Passage], question: str = "") -> None:
+        runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
+        units = [(passage, [(span, _stems(passage.text[slice(*span)])) for span in run]) for passage, run in runs]
+        holding = Counter(stem for _, run in units for _, stems in run for stem in stems)
+        self._num_units = sum(len(run) for _, run in units)
+        self._holding, self._weights = holding, dict[str, float]()
+        self._question = _stems(question)
+        self._windows = [window for passage, run in units for window in _windows(passage, run)]
+
+    def find(self, statement: str) -> Place | None:
+        """The window of greatest overlap that lacks no number, no option and no negation of the statement, and not too many of
+        its words; None if there is none."""
+        stems = _stems(statement)
+        if not stems or not self._windows:
+            return None
+        cost = _UNIT_COST * self._weight("")
+        asked = self._question - stems
+        covering = (each for each in self._windows if self._covers(each, statement, stems))
+        overlap = {each.place: self._overlap(each.stems, stems, asked) - cost * each.num_units for each in covering}
+        return max(overlap, key=overlap.__getitem__, default=None)
+
+    def lead(self, quote: str) -> float:
+        """By how much of the question's words, by weight, a quote holds more than any other span that may be quoted; -1 to 1."""
+        others = (each for each in self._windows if each.num_units == 1)
+        texts = ((each.place.text, each.stems) for each in others)
+        shares = (self._share(stems) for text, stems in texts if text not in quote and quote not in text)
+        best = max(shares, default=0.0)
+        return self._share(_stems(quote)) - best
+
+    def _share(self, stems: frozenset[str]) -> float:
+        return self._total(stems & self._question) / (self._total(self._question) or 1.0)
+
+    def _overlap(self, held: frozenset[str], stems: frozenset[str], asked: frozenset[str]) -> float:
+        return self._total(held & stems) + _QUESTION_WEIGHT * self._total(held & asked)
+
+    def _covers(self, window: _Window, statement: str, stems: frozenset[str]) -> bool:
+        # Why not the question's words: they stand in most windows, and the answer is in the others
+        told = (stems - self._question) or stems
+        is_said_back = stems <= self._question
+        names = {stem for stem in told if _NAME.search(stem)}
+        if not names <= window.stems:
+            return False
+        if _is_negated(statement) != _is_negated(window.place.text):
+            return False
+        least = _LEAST_SAID_BACK if is_said_back else _LEAST_BESIDE_NAMES if names else _LEAST_COVERED
+        return self._total(told & window.stems) >= least * self._total(told)
+
+    def _total(self, stems: frozenset[str]) -> float:
+        """Exact: the order of a set differs by process."""
+        return math.fsum(map(self._weight, stems))
+
+    def _weight(self, stem: str) -> float:
+        if (weight := self._weights.get(stem)) is None:
+            weight = self._weights[stem] = math.log(1 + self._num_units / max(1, self._holding[stem]))
+        return weight
+
+
+def _windows(passage: Passage, units: Sequence[tuple[Span, frozenset[str]]]) -> Iterator[_Window]:
+    for first, ((start, _), _) in enumerate(units):
+        for after in range(first + 1, min(first + _MAX_UNITS, len(units)) + 1):
+            taken = units[first:after]
+            held = frozenset().union(*(stems for _, stems in taken))
+            yield _Window(Place(passage, start, max(end for (_, end), _ in taken)), held, len(taken))
+
+
+def _stems(text: str) -> frozenset[str]:
+    """The words that carry meaning, cut to their beginnings: "encrypts" and "encrypted" are one. And the options of commands."""
+    words = [word[:_STEM_CHARS] if word.isalpha() else word for word in content_words(words_of(text))]
+    return frozenset([*words, *_OPTION.findall(text)])
+
+
+def _is_negated(text: str) -> bool:
+    return any(is_negation(word.text) for word in words_of(text))
+
 
 _MARKERS = re.compile(r"(?:[\s,;]*\[\d{1,3}\])+[.;:]?")
 _NUMBER = re.compile(r"\[(\d{1,3})\]")
@@ -35,30 +309,13 @@ _DASHES = ("–", "—", "-")
 _EDGE = " \t\r\n\"'“”„«»‘’「」*–—"
 _BULLET = re.compile(r"(?:[-*•]|\d{1,3}[.)])\s+")
 _FRAME = re.compile(
-    r"(?:according to (?:the |your )?(?:passage|source|document|text)s?(?: \[?\d+\]?)?,"
+    r"(?i)(?:according to (?:the |your )?(?:passage|source|document|text)s?(?: \[?\d+\]?)?,"
     r"|(?:the |your )?(?:passage|source|document|text)s?(?: \[?\d+\]?)? (?:says?|states?|reads?)(?: that\b|:|,)?"
-    r"|the (?:short |correct )?answer (?:is|:)(?: that\b|:)?)\s*",
-    re.IGNORECASE,
+    r"|the (?:short |correct )?answer (?:is|:)(?: that\b|:)?)\s*"
 )
 _OPENING = re.compile(r"(?<!\w)\"|[“„«「『]")  # Why not behind a word: 5" wide
 _CLOSING = {'"': '"', "“": "”", "„": "“”", "«": "»", "「": "」", "『": "』"}
 _MAX_INNER_MARKS = 16
-
-
-@dataclass(frozen=True)
-class _SourceSentence:
-    passage: Passage
-    start: int
-    end: int
-
-    @cached_property
-    def words(self) -> list[Word]:
-        return words_of(self.passage.text[self.start : self.end])
-
-    def holds(self, quoted: AnswerSentence) -> bool:
-        """Whether it has words of the quote."""
-        is_same = quoted.passage_id == self.passage.id
-        return is_same and quoted.passage_start < self.end and self.start < quoted.passage_end
 
 
 class Support(NamedTuple):
@@ -104,7 +361,8 @@ def label_sentences(
     """
     by_id = {passage.id: passage for passage in passages}
     cited = dict.fromkeys(by_id[citation.passage_id] for citation in citations)
-    sources = [source for passage in dict.fromkeys([*cited, *passages]) for source in _sentences_of(passage)]
+    ordered = dict.fromkeys([*cited, *passages])
+    sources = [Place(each, *span) for each in ordered for span in sentences(each.text)]
     evidence = Evidence(() if question is None else passages, question or "")
     labelled: list[AnswerSentence] = []
     for start, end, numbers, is_short in _statements(answer):
@@ -118,11 +376,11 @@ def label_sentences(
         if quoted := _quoted(answer, left, right, citations, by_id):
             labelled.append(AnswerSentence(start, end, "quoted", *quoted))
         elif found := _supported(answer[left:right], usable):
-            labelled.append(AnswerSentence(start, end, "supported", found.passage.id, found.start, found.end))
+            labelled.append(AnswerSentence(start, end, "supported", *found.span))
         elif abstains(answer[left:right]):
             continue
         elif not is_short and (place := evidence.find(answer[left:right])):
-            labelled.append(AnswerSentence(start, end, "related", place.passage.id, place.start, place.end))
+            labelled.append(AnswerSentence(start, end, "related", *place.span))
         else:
             labelled.append(AnswerSentence(start, end, "unsupported"))
     return labelled
@@ -203,12 +461,7 @@ def _quoted(
     return None
 
 
-def _sentences_of(passage: Passage) -> Iterator[_SourceSentence]:
-    for start, end in sentences(passage.text):
-        yield _SourceSentence(passage, start, end)
-
-
-def _supported(statement: str, sources: Sequence[_SourceSentence]) -> _SourceSentence | None:
+def _supported(statement: str, sources: Sequence[Place]) -> Place | None:
     """The first sentence of a passage that holds the statement's words."""
     wanted = content_words(words_of(_MARKERS.sub(" ", statement)))
     return next((each for each in sources if wanted and restates(each.words, wanted)), None)

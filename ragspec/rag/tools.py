@@ -47,9 +47,8 @@ class CallForm:
     def literal(self, text: str) -> str:
         """A text in a grammar."""
         pieces = re.split(f"({'|'.join(map(re.escape, self.tokens)) or '(?!)'})", text)
-        return " ".join(
-            f"<[{self.tokens[each]}]>" if each in self.tokens else json.dumps(each) for each in pieces if each
-        )
+        terms = (f"<[{self.tokens[each]}]>" if each in self.tokens else json.dumps(each) for each in pieces if each)
+        return " ".join(terms)
 
 
 class ToolCall(NamedTuple):
@@ -128,11 +127,8 @@ def call_grammar(
         return "\n".join([f"start: {form.literal(form.opening)} {call}{more}", *calls])
     # Why two forms: a token that the grammar names ends a text by itself, other openings end it as its suffix
     ends = any(map(form.opening.startswith, form.tokens))
-    before = (
-        f"before: TEXT? {form.literal(form.opening)}"
-        if ends
-        else f"before[suffix={json.dumps(form.opening)}]: /(.|\\n)*/"
-    )
+    suffix = f"before[suffix={json.dumps(form.opening)}]: /(.|\\n)*/"
+    before = f"before: TEXT? {form.literal(form.opening)}" if ends else suffix
     return "\n".join([f"start: TEXT | before {call}{more}", before, text, *calls])
 
 

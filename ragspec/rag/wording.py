@@ -13,7 +13,7 @@ conversation reads it once. Passages stand before their question, so many questi
 
 The caller's own system message stands before the instruction. A conversation without passages has no instruction.
 
-A target without an adapter answers in the layout "free": one sentence of its own, to which `ragspec.rag.evidence` adds the exact
+A target without an adapter answers in the layout "free": one sentence of its own, to which `ragspec.rag.support` adds the exact
 words of a passage.
 """
 
@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from ragspec.config import DEFAULT_ADAPTER, TargetConfig
+from ragspec.core import Message
 from ragspec.errors import ModelError
 from ragspec.rag.languages import ENGLISH
 
@@ -61,11 +62,10 @@ _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
 _ABSTAINS = re.compile(
-    r"(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
+    r"(?i)(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
     r"(?:passages?|documents?|sources?|context)(?: \[?\d+\]?)?(?: provided| given)? "
     r"(?:(?:do(?:es)?|did)(?: not|n't)(?: \w+ly)? (?:say|contain|mention|provide|specify|state|include|give|answer|indicate|"
-    r"describe|discuss|address|explain|hold|have|list|cover|define|name|refer)|(?:says?|contains?|mentions?|provides?|states?|answers?)\b)",
-    re.IGNORECASE,
+    r"describe|discuss|address|explain|hold|have|list|cover|define|name|refer)|(?:says?|contains?|mentions?|provides?|states?|answers?)\b)"
 )
 """A model's own words for `ABSTENTION`; "the passage says" counts behind "none of" alone."""
 
@@ -132,17 +132,14 @@ def user_text(question: str, numbered_passages: str, *, question_first: bool = F
     return "\n\n".join(reversed(parts) if question_first else parts)
 
 
-def question_messages(question: str, passages: Sequence[str], own_system: str = "") -> list[dict[str, str]]:
+def question_messages(question: str, passages: Sequence[str], own_system: str = "") -> list[Message]:
     """The conversation of one question over passages, for the tokenizer's chat template."""
-    return [
-        {"role": "system", "content": system_text(own_system)},
-        {"role": "user", "content": user_text(question, numbered(passages))},
-    ]
+    return [Message("system", system_text(own_system)), Message("user", user_text(question, numbered(passages)))]
 
 
-def grammar_messages(sentence: str) -> list[dict[str, str]]:
+def grammar_messages(sentence: str) -> list[Message]:
     """The conversation that asks for a corrected sentence."""
-    return [{"role": "user", "content": GRAMMAR_REQUEST + sentence}]
+    return [Message("user", GRAMMAR_REQUEST + sentence)]
 
 
 def quoted_answer(quote: str, passage: int, short: str = "") -> str:
@@ -194,9 +191,10 @@ class AnswerFit(NamedTuple):
 class TextRules:
     """What decides texts from passages beside the configuration. Jobs and conversations go on by the rules they were begun with.
 
-    `quotes`: "sentences", as `ragspec.rag.quotable` says, or "words": any run of whole words. `languages`: codes of the languages
-    that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each message
-    is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier version.
+    `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the
+    languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
+    message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
+    version.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"

@@ -2,23 +2,17 @@
 
 Prompts are the tokens that serving makes of them (`PromptBuilder`), so that no target learns a layout it is never given.
 
-    >>> AnswerEncoder(tokenizer).encode(Conversation([message("user", "Who?"), message("assistant", "I.")])).weights
+    >>> AnswerEncoder(tokenizer).encode(Conversation([Message("user", "Who?"), Message("assistant", "I.")])).weights
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ragspec import core
+from ragspec.core import Message
 from ragspec.rag.prompt import PromptBuilder
 
 _ANY_LENGTH = 2**20
-Message = dict[str, str]
-
-
-def message(role: str, content: str) -> Message:
-    """One chat message."""
-    return {"role": role, "content": content}
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class AnswerEncoder:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to the next answer. Raises: InputError unless the last message is the user's."""
-        return list(self._prompts.tokens(_core_messages(messages)))
+        return list(self._prompts.tokens(messages))
 
     def encode(self, conversation: Conversation) -> Encoded:
         """Why tokens are dropped: some templates rewrite earlier answers, so that a later prompt does not begin with the tokens
@@ -76,21 +70,17 @@ class AnswerEncoder:
     def _answer(self, messages: Sequence[Message], prompt: list[int]) -> tuple[list[int], list[int]]:
         """Tokens of the last message and of its end, as the template writes them if it does."""
         if self.tokenizer.chat_template is not None:
-            whole = list(self._prompts.answered(_core_messages(messages)))
+            whole = list(self._prompts.answered(messages))
             rest = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
             for at, token in enumerate(rest):
                 if token in self._eos_ids:
                     return rest[:at], [token]
         lead = " " if self.tokenizer.chat_template is None else ""  # the plain layout has a space here
-        (answer,) = self._prompts.plain_ids([lead + messages[-1]["content"]])
+        (answer,) = self._prompts.plain_ids([lead + messages[-1].content])
         return answer, self._own_end
 
 
 def answer_positions(conversation: Conversation) -> list[int]:
     """Indices of the messages that answer a message of the user."""
-    roles = [message["role"] for message in conversation.messages]
+    roles = [message.role for message in conversation.messages]
     return [n for n in range(1, len(roles)) if roles[n] == "assistant" and roles[n - 1] == "user"]
-
-
-def _core_messages(messages: Sequence[Message]) -> list[core.Message]:
-    return [core.Message(each["role"], each["content"]) for each in messages]

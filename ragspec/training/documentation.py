@@ -68,19 +68,17 @@ _TERM_QUESTIONS = {
     "macro": "What is {}?", "exception": "When is {} raised?",
 }  # fmt: skip
 _NO_TERM = re.compile(
-    r"(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax"
-    r"|parameters?|arguments?|returns?"
-    r"|raises|version|changed|new|added|deprecated|default|description|options?|attention|todo|where|or|and"
-    r"|danger|summary)\b.*",
-    re.IGNORECASE,
+    r"(?i)(?:note|notes|warning|caution|tip|hint|important|example|examples|see|see also|usage|synopsis|syntax|"
+    r"parameters?|arguments?|returns?|raises|version|changed|new|added|deprecated|default|description|options?|"
+    r"attention|todo|where|or|and|danger|summary)\b.*"
 )
 _NAME = re.compile(r"(?:class |static |const |async )*(?P<name>[A-Za-z_$@%][\w.$:@%+-]*)(?:\s*(?:[(=\[<{].*)?)")
 _NO_DEFINITION = (
     "The *", "If ", "Using ", "Note", "See ", "Deprecated", "For ", "As ", "In ", "When ", "Changed", "New in", "There ",
-    "This is ", "Same as ", "Like ", "Example", "Type:", "By default", "These ", "It ", "You ", "Default", "We ", "(", "Also ",
-    "However",
-    "But ", "Please", "Since ", "Available", "Added", "Possible", "Valid ", "Grammar", "Syntax", "Value", "Context", "Status",
-    "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus", "Therefore", "No ", "Not ",
+    "This is ", "Same as ", "Like ", "Example", "Type:", "By default", "These ", "It ", "You ", "Default", "We ", "(",
+    "Also ", "However", "But ", "Please", "Since ", "Available", "Added", "Possible", "Valid ", "Grammar", "Syntax",
+    "Value", "Context", "Status", "That ", "They ", "Its ", "Such ", "Here", "So ", "Then ", "Otherwise", "Thus",
+    "Therefore", "No ", "Not ",
 )  # fmt: skip
 _DEFAULT = re.compile(
     r"(?:\b[Dd]efaults? (?:[a-z]+ )?(?:is|to)(?: of)?|\b[Dd]efault(?: value)?:|\(default)"
@@ -127,18 +125,19 @@ def _asked_of_term(term: re.Match[str], of_tool: str) -> tuple[str, str] | None:
     return _TERM_QUESTIONS.get(term["directive"] or "", "What does {} do?").format(name), name
 
 
+_NUMBER = re.compile(r"^[\W\d]*(?:[A-Z]?\d*[.)]\d*\s+|Q:\s*|Question:\s*)?")
+
+
 def _of_heading(document: Document, passage: Passage, parts: Sequence[Part]) -> Iterator[RuleMatch]:
     """A heading that is a question or names a task, with the part right behind it."""
     for block in blocks_reaching(document.blocks, passage.start, passage.end):
         if block.kind is not BlockKind.HEADING or block.start < passage.start:
             continue
-        heading = re.sub(
-            r"^[\W\d]*(?:[A-Z]?\d*[.)]\d*\s+|Q:\s*|Question:\s*)?", "", _plain(document.text[block.start : block.end])
-        )
+        heading = _NUMBER.sub("", _plain(document.text[block.start : block.end]))
         behind = next((part for part in parts if part.start >= block.end), None)
         if behind is None or document.text[block.end : behind.start].strip() or behind.kind is BlockKind.TABLE:
             continue
-        if _is_vague_question(heading) or not _shares_words(heading, document.text[behind.start : behind.end]):
+        if _POINTS_BACK.search(heading) or not _shares_words(heading, document.text[behind.start : behind.end]):
             continue
         if re.fullmatch(r"(?:How|What|Why|When|Where|Which|Can|Is|Are|Does|Do|Should|Who)\b.{8,110}\?", heading):
             yield RuleMatch(heading, behind.start, behind.end, "how-to" if heading.startswith("How") else "faq")
@@ -147,36 +146,23 @@ def _of_heading(document: Document, passage: Passage, parts: Sequence[Part]) -> 
             yield RuleMatch(f"How do I {aim[0].lower()}{aim[1:]}?", behind.start, behind.end, "how-to")
 
 
+_ASKING_STEMS = frozenset("what when where which does shoul with".split())
+_POINTS_BACK = re.compile(
+    r"\b(?:this|these|it|that|they|them|following|above|below|manual|document|section|chapter|help)\b", re.IGNORECASE
+)
+
+
 def _shares_words(question: str, answer: str) -> bool:
     """Whether most long words of the question, cut to their stems, are in the answer."""
-    stems = {word[:5] for word in re.findall(r"\w{4,}", question.lower())} - {
-        "what",
-        "when",
-        "where",
-        "which",
-        "does",
-        "shoul",
-        "with",
-    }
+    stems = {word[:5] for word in re.findall(r"\w{4,}", question.lower())} - _ASKING_STEMS
     held = sum(stem in answer.lower() for stem in stems)
     return held > len(stems) / 2
 
 
-def _is_vague_question(heading: str) -> bool:
-    return bool(
-        re.search(
-            r"\b(?:this|these|it|that|they|them|following|above|below|manual|document|section|chapter|help)\b",
-            heading,
-            re.I,
-        )
-    )
-
-
 _VERBS = (
-    "install|create|add|start|stop|restart|enable|disable|configure|build|compile|remove|delete|list|check|test"
-    "|show|convert|copy|set|set up"
-    "|update|upgrade|mount|open|close|connect|change|restore|verify|generate|export|import|define|declare|load"
-    "|print|initialize|clone|edit"
+    "install|create|add|start|stop|restart|enable|disable|configure|build|compile|remove|delete|list|check|test|show|"
+    "convert|copy|set|set up|update|upgrade|mount|open|close|connect|change|restore|verify|generate|export|import|"
+    "define|declare|load|print|initialize|clone|edit"
 )
 _RUN = (
     r"(?:you (?:can|must|need to|should|have to) )?(?:simply |just |first )?(?:use|run|type|enter|issue|execute|do|add|set|call"
@@ -191,10 +177,9 @@ _ANNOUNCING = (
     rf"(?P<aim>(?:{_VERBS}) [^,.:]{{6,70}}?)(?: (?:with|by|using|like|as follows|as)\b[^.]{{0,50}})?:",
 )
 _ANNOUNCING_LIST = re.compile(
-    r"(?:The )?(?:following|supported|available|possible) (?P<what>[a-z-]+ [a-z -]{3,40}?) (?P<are>are|can be|is"
-    r"|may be) "
-    r"(?P<how>supported|available|allowed|defined|provided|recognized|possible|used|accepted|required|valid"
-    r"|understood)[^.:]{0,50}:"
+    r"(?:The )?(?:following|supported|available|possible) (?P<what>[a-z-]+ [a-z -]{3,40}?) (?P<are>are|can be|is|"
+    r"may be) (?P<how>supported|available|allowed|defined|provided|recognized|possible|used|accepted|required|valid|"
+    r"understood)[^.:]{0,50}:"
 )
 
 
@@ -203,12 +188,9 @@ def _of_announcement(text: str, part: Part, tool: str) -> Iterator[RuleMatch]:
     line = normalise(text[part.start : part.block_start])
     is_list = text[part.block_start : part.end].lstrip()[:1] in "-*•"
     if is_list and (found := _ANNOUNCING_LIST.fullmatch(line)):
-        by = (
-            f" by {tool}"
-            if tool and found["how"] not in ("available", "possible", "valid", "required")
-            else f" in {tool}" * bool(tool)
-        )
-        yield RuleMatch(f"Which {found['what']} {found['are']} {found['how']}{by}?", part.start, part.end, "command")
+        by = "in" if found["how"] in ("available", "possible", "valid", "required") else "by"
+        asked = f"Which {found['what']} {found['are']} {found['how']}{f' {by} {tool}' * bool(tool)}?"
+        yield RuleMatch(asked, part.start, part.end, "command")
         return
     if is_list:
         return
@@ -230,21 +212,18 @@ def _mine(question: str) -> str:
 
 _SUBJECT = r"(?P<subject>(?:(?:[Aa]n?|[Tt]he) )?[\w`*:~.{}<>\" ()=/_-]{3,90}?)"
 _NAMED = (
-    r"(?P<subject>[Tt]he [\w`*.:$/<>_-]{2,40}(?: [\w-]{2,20})? (?:option|command|directive|module|parameter"
-    r"|setting|variable|flag|function|file"
-    r"|attribute|keyword|program|tool|utility|plugin|method|class|filter|section|field|property|argument|script"
-    r"|daemon|server|library|statement)"
-    r"|[`*]*[a-z][\w.-]*[_.(-][\w.()-]*[`*]*|[A-Z][a-z]+[A-Z]\w+)"
+    r"(?P<subject>[Tt]he [\w`*.:$/<>_-]{2,40}(?: [\w-]{2,20})? (?:option|command|directive|module|parameter|setting|"
+    r"variable|flag|function|file|attribute|keyword|program|tool|utility|plugin|method|class|filter|section|field|"
+    r"property|argument|script|daemon|server|library|statement)|[`*]*[a-z][\w.-]*[_.(-][\w.()-]*[`*]*|"
+    r"[A-Z][a-z]+[A-Z]\w+)"
 )
 _DOES = (
-    "specifies|defines|controls|determines|sets|enables|disables|provides|contains|returns|prints|displays|lists"
-    "|creates|removes|converts|reads"
-    "|writes|deletes|starts|stops|checks|generates|shows|adds|limits|tells|causes|allows|describes|stores|turns"
-    "|forces|prevents|manages|handles"
-    "|supports|represents|changes|indicates|holds|runs|sends|takes|implements|restricts|updates"
+    "specifies|defines|controls|determines|sets|enables|disables|provides|contains|returns|prints|displays|lists|"
+    "creates|removes|converts|reads|writes|deletes|starts|stops|checks|generates|shows|adds|limits|tells|causes|"
+    "allows|describes|stores|turns|forces|prevents|manages|handles|supports|represents|changes|indicates|holds|runs|"
+    "sends|takes|implements|restricts|updates"
 )
 _STEP = "you (?:can|must|need|should)|use|run|set|call|add|specify|create|pass|just|simply|do|define|make|type"
-"|enter|start|first"
 _BEING = "is|are|does|do|has|have|will|can"
 _HOW = r"faster|slower|more \w+|less \w+|simpler|safer|easier|larger|smaller|cheaper"
 _RULES = (
@@ -285,16 +264,13 @@ _RULES = (
 """A text that every match holds; the kind; the beginning of a sentence; the question, made of the named parts."""
 _CLAUSE = re.compile(r"\b(?:that|which|shows|because|when|where|replaces|this|it|if|and|or|has|have|will|can|must)\b")
 _VAGUE = re.compile(
-    r"^\W|^\w+ing \w"
-    r"|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|what|here|all|each|another|some"
-    r"|one|both|such|other|most|many"
-    r"|its|however|also|note|example|but|and|so|to|by|at|as|we|you|i|everything|something|nothing|another|none"
-    r"|only|therefore|thus|since|once|after|before|during)\b"
-    r"|the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)"
-    r"|^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b"
-    r"|\b(?:while|currently|optional|desired|below|above|following|them|this|these|those|it"
-    r"|its|here|previous|respectively|he|she|they|their|such)\b|[][{}<>`\\|]|\(|^.{0,2}$",
-    re.I,
+    r"(?i)^\W|^\w+ing \w|^(?:(?:presumably|although|if|with|for|when|in|on|it|this|that|these|those|they|there|he|which|"
+    r"what|here|all|each|another|some|one|both|such|other|most|many|its|however|also|note|example|but|and|so|to|by|at|"
+    r"as|we|you|i|everything|something|nothing|another|none|only|therefore|thus|since|once|after|before|during)\b|"
+    r"the (?:above|following|latter|former|first|second|third|next|only|same|other|last|previous|resulting|main)\b)|"
+    r"^(?:the|an?) [a-z]+$|\b(?:that problem|do so|doing so|similar tasks)\b|\b(?:while|currently|optional|desired|"
+    r"below|above|following|them|this|these|those|it|its|here|previous|respectively|he|she|they|their|such)\b|"
+    r"[][{}<>`\\|]|\(|^.{0,2}$"
 )
 _NAMES = re.compile(r"\w[._/:-]\w|[-_/$~]\w|\w[A-Z]|\b[A-Z]{2}|\d|\S [A-Z]|[\"“]")
 """A name of a program, file, option or thing, in distinction to common words."""
@@ -310,10 +286,9 @@ def _of_sentence(text: str, part: Part, tool: str) -> Iterator[RuleMatch]:
         parts = {name: _plain(found) for name, found in match.groupdict().items()}
         if _is_vague(kind, {name: found for name, found in parts.items() if name != "value"}):
             continue
-        if parts.get("subject", "").startswith(("The ", "A ", "An ")):
-            parts["subject"] = parts["subject"][:1].lower() + parts["subject"][1:]
-        if parts.get("this", "").startswith(("The ", "A ", "An ")):
-            parts["this"] = parts["this"][:1].lower() + parts["this"][1:]
+        for name in ("subject", "this"):
+            if parts.get(name, "").startswith(("The ", "A ", "An ")):
+                parts[name] = parts[name][:1].lower() + parts[name][1:]
         asked = question.format(**parts)
         asked = _mine(asked) if kind in ("how-to", "condition") else asked
         if re.search(r"\w\w[^su]s$", parts.get("this", "")):
@@ -323,11 +298,8 @@ def _of_sentence(text: str, part: Part, tool: str) -> Iterator[RuleMatch]:
 
 
 def _is_vague(kind: str, parts: dict[str, str]) -> bool:
-    if any(
-        _VAGUE.search(part) or len(part.split()) > MAX_PART_WORDS
-        for name, part in parts.items()
-        if name not in ("is", "case")
-    ):
+    named = [part for name, part in parts.items() if name not in ("is", "case")]
+    if any(_VAGUE.search(part) or len(part.split()) > MAX_PART_WORDS for part in named):
         return True
     if "case" in parts and not (_NAMES.search(parts["case"]) or len(parts["case"].split()) > 8):
         return True
@@ -340,6 +312,7 @@ def _is_vague(kind: str, parts: dict[str, str]) -> bool:
 
 
 MAX_SHORT_WORDS = 8
+_DESCRIPTION = re.compile(r"(?i)(?:description|meaning|explanation|function|purpose|semantics|what it does)s?")
 
 
 def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iterator[RuleMatch]:
@@ -351,35 +324,20 @@ def _of_row(document: Document, part: Part, passage: Passage, tool: str) -> Iter
     headed = re.match(r"([^\n]+)\n[ \t|+]*[-=]{2}[-=+| :]*\n", text)
     titles = [title for title in passage.heading.split(" > ") if " | " not in title] or [passage.title]
     about = re.sub(r"^[\d.]+ ", "", _plain(titles[-1]).split(" --- ")[0].rstrip("?¶ "))
-    if (
-        len(cells) == 2
-        and cells[0].lower().strip(": ") in ("default", "default value")
-        and not cells[1].startswith(("See", "none", "-"))
-    ):
-        name = about.removesuffix(" Directive")
-        if re.search(r"\w", cells[1]) and not _VAGUE.search(name):
+    if len(cells) == 2 and re.fullmatch(r"[: ]*default(?: value)?[: ]*", cells[0].lower()):
+        name, value = about.removesuffix(" Directive"), cells[1]
+        if re.search(r"\w", value) and not value.startswith(("See", "none", "-")) and not _VAGUE.search(name):
             asked = f"What is the default of {name}?"
-            yield RuleMatch(asked, part.start, part.end, "default", _short(cells[1].removeprefix(f"{name} ")))
+            yield RuleMatch(asked, part.start, part.end, "default", _short(value.removeprefix(f"{name} ")))
     columns = _cells(headed[1] if headed else passage.heading.rsplit(" > ", 1)[-1])
-    if (
-        len(columns) != len(cells)
-        or columns == cells
-        or is_repeated
-        or not re.fullmatch(r"[\w$-][\w .$:/()-]{2,40}", cells[0])
-        or not about
-    ):
+    is_named = bool(about) and re.fullmatch(r"[\w$-][\w .$:/()-]{2,40}", cells[0])
+    if len(columns) != len(cells) or columns == cells or is_repeated or not is_named:
         return
     for column, cell in list(zip(columns, cells, strict=True))[1:]:
-        if (
-            not re.fullmatch(r"[A-Za-z][A-Za-z /-]{2,30}", column)
-            or len(cell) > 160
-            or "\\" in cell
-            or cell == cells[0]
-        ):
+        is_clear = re.fullmatch(r"[A-Za-z][A-Za-z /-]{2,30}", column) and len(cell) <= 160
+        if not is_clear or "\\" in cell or cell == cells[0]:
             continue
-        is_description = re.fullmatch(
-            r"(?:description|meaning|explanation|function|purpose|semantics|what it does)s?", column, re.I
-        )
+        is_description = _DESCRIPTION.fullmatch(column)
         if is_description and len(cell.split()) > 3:
             yield RuleMatch(f"What is {cells[0]}{f' of {tool}' * bool(tool)}?", part.start, part.end, "table value")
             return
@@ -402,17 +360,7 @@ def _short(cell: str) -> str:
     return cell if len(cell.split()) <= MAX_SHORT_WORDS else ""
 
 
-ANSWERED_KINDS = (
-    "definition",
-    "how-to",
-    "option",
-    "table value",
-    "comparison",
-    "default",
-    "command",
-    "condition",
-    "faq",
-)
+ANSWERED_KINDS = "definition,how-to,option,table value,comparison,default,command,condition,faq".split(",")
 UNANSWERABLE = "not answerable"
 MAX_QUESTION_WORDS = 28
 SAME_QUOTE = 2
@@ -455,23 +403,22 @@ def documentation_questions(folder: Path, *, evaluation: bool) -> Iterator[Docum
                 yield DocumentationQuestion(found.question, passage.text, quote, found.short_answer, found.kind, name)
 
 
+_PROGRAM = re.compile(r"([a-z][\w.+-]{2,30})(?:\(\d\w*\))?(?: manual page)? [-–—]+ (?!.*documentation)")
+"""A title that names the program."""
+
+
 def rule_questions(document: Document, tool: str, num_asked: Counter[str]) -> Iterator[tuple[Passage, RuleMatch]]:
     """Good questions about a document, each once, with their passages. `num_asked`: how often each quote was asked for so far."""
     asked: set[str] = set()
-    program = re.match(
-        r"([a-z][\w.+-]{2,30})(?:\(\d\w*\))?(?: manual page)? [-–—]+ (?!.*documentation)", document.title
-    )
-    tool = program[1] if program else tool
+    if program := _PROGRAM.match(document.title):
+        tool = program[1]
     for passage in chunk(document, ChunkingConfig()):
         for found in matches(document, passage, tool):
             question, quote = normalise(found.question), document.text[found.start : found.end]
-            is_new = question not in asked and 3 <= len(question.split()) <= MAX_QUESTION_WORDS
-            if (
-                is_new
-                and is_quotable(passage, found.start, found.end)
-                and normalise(quote).rstrip(".?") not in question
-                and _is_whole(question)
-            ):
+            is_new = question not in asked and 3 <= len(question.split()) <= MAX_QUESTION_WORDS and _is_whole(question)
+            if not is_new or normalise(quote).rstrip(".?") in question:
+                continue
+            if is_quotable(passage, found.start, found.end):
                 num_asked[quote] += 1
                 if num_asked[quote] <= SAME_QUOTE or found.kind == "table value":
                     asked.add(question)

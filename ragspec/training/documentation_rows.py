@@ -8,6 +8,13 @@ A row names its file by package, version, path and hash, and holds the spans of 
 reader makes of the file. No text of a document is in it but the question. `restored` finds the spans again: where a reader has
 changed since, it looks for the quote nearby.
 
+A model may write questions too, each answered by one part of its passage. It reads a passage as numbered parts, and writes a
+question for each of some parts. A question is kept if it names its subject, if a second sample of the model, which sees the
+passage but not the number, gives the same number, and if the model then holds the part for a whole answer. So every answer is a
+slice of its passage. All that is asked about a passage shares one reading.
+
+    >>> writer = QuestionWriter(engine, PromptBuilder(engine.target.tokenizer, engine.max_context_tokens))
+    >>> for reading, questions in writer.write(readings): ...
     >>> rows = [row for deb in debian_packages(["apache2-doc"], folder) for row in rule_rows(deb, "apache2", 100)]
     >>> write_packed(rows, Path("rows.jsonl.gz"))
     >>> for text in restored(read_packed(Path("rows.jsonl.gz")), folder): ...
@@ -24,23 +31,27 @@ import tempfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document
+from ragspec.core import BlockKind, Document, Message, Passage, Request, SamplingParams
 from ragspec.disk import atomic_writer
 from ragspec.errors import InputError
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import EngineLike
 from ragspec.retrieval.chunking import Span, chunk, embedded_text
 from ragspec.retrieval.reading import SUFFIXES, read_file
 from ragspec.training.documentation import UNANSWERABLE, Neighbours, is_for_evaluation, may_answer, rule_questions
+from ragspec.training.sentences import Part, normalise, quotable_parts
 
 EVALUATED_SOURCES = ("git", "borgbackup", "debian-faq", "debian-policy")
 _SUFFIXES = frozenset(SUFFIXES) & {".txt", ".md", ".rst", ".adoc", ".asciidoc", ".html", ".htm", ".xhtml"}
 _LEFT_OUT = re.compile(
-    r"\.(?!en)[a-z]{2}(?:[-_][a-zA-Z]+)?\.\w+(?:\.gz)?$|(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
-    r"|credit|todo|index|search|contents|toc|readme\.debian)[^/]*$",
-    re.IGNORECASE,
+    r"(?i)\.(?!en)[a-z]{2}(?:[-_][a-zA-Z]+)?\.\w+(?:\.gz)?$|(?:^|/)(?:_sources|_modules|_static|po|locale|(?!en)[a-z]{2}(?:_[A-Z]{2})?)/|(?:^|/)[^/]*(?:change|news|copy|licen[cs]e|author|thank"
+    r"|credit|todo|index|search|contents|toc|readme\.debian)[^/]*$"
 )
 _MAX_FILE_BYTES, _MIN_CHARS = 2_000_000, 1500
 _ENGLISH = frozenset("the of to is and in for that this".split())
@@ -51,8 +62,7 @@ _MAX_LICENCE_WORDS = 9
 """Of a licence's name; more are its text."""
 _LICENCE = re.compile(r"^License:\s*(\S[^\n]*)$", re.MULTILINE)
 _NAMED = re.compile(
-    r"common-licenses/(\S*[\w])|(Apache License|GNU Free Documentation License|MIT License|BSD|public domain)",
-    re.IGNORECASE,
+    r"(?i)common-licenses/(\S*[\w])|(Apache License|GNU Free Documentation License|MIT License|BSD|public domain)"
 )
 
 
@@ -246,14 +256,12 @@ def write_packed(rows: Iterable[Row], path: Path) -> int:
     """One line of JSON a file of a package, compressed; each question of a file once. Returns the number of rows."""
     files: dict[PackageFile, dict[Any, list[Any]]] = defaultdict(dict)
     for row in rows:
-        files[row.file].setdefault(
-            (row.question, row.kind == UNANSWERABLE), [row.question, row.kind, *row.passage, *row.quote, row.check]
-        )
+        key = (row.question, row.kind == UNANSWERABLE)
+        files[row.file].setdefault(key, [row.question, row.kind, *row.passage, *row.quote, row.check])
     with atomic_writer(path) as out, gzip.GzipFile("", "wb", mtime=0, fileobj=out) as packed:
         for file, found in sorted(files.items()):
-            line = json.dumps(
-                {**file._asdict(), "rows": list(found.values())}, ensure_ascii=False, separators=(",", ":")
-            )
+            content = {**file._asdict(), "rows": list(found.values())}
+            line = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
             packed.write(f"{line}\n".encode())
     return sum(map(len, files.values()))
 
@@ -302,13 +310,10 @@ def _texts(deb: Path, files: Mapping[str, Sequence[Row]]) -> Iterator[TextRow]:
     for file, content in package_files(deb, files):
         rows = [row for row in files[file.path] if row.file.sha256 == file.sha256]
         document = document_of(file, content) if rows else None
-        leads = (
-            {p.start: embedded_text(p).removesuffix(p.text) for p in chunk(document, ChunkingConfig())}
-            if document
-            else {}
-        )
-        for row in rows if document else ():
-            assert document is not None
+        if document is None:
+            continue
+        leads = {p.start: embedded_text(p).removesuffix(p.text) for p in chunk(document, ChunkingConfig())}
+        for row in rows:
             is_answered = row.quote[0] < row.quote[1]
             shift = _shift(document.text, row.quote if is_answered else row.passage, row.check)
             if shift is not None:
@@ -336,3 +341,140 @@ def _shift(text: str, span: Span, check: str) -> int | None:
 def tool_of(package: str) -> str:
     """The program that a documentation package is about, by its name."""
     return re.sub(r"[\d.]*-(?:docs?|handbook|manual)(?:-\w+)?$", "", package).removeprefix("python-")
+
+
+READINGS_AT_ONCE, QUESTIONS_A_READING = 8, 4
+_LEAST_WORDS = 7
+"""Of a part that is asked about."""
+_LEAST_PARTS, _LEAST_PROSE = 3, 25
+"""Parts of a passage that is read, and words of its sentences."""
+_SYSTEM = (
+    "You help to test a search engine for software documentation. You read one passage, cut into numbered parts. Questions are "
+    "such as users type who have never seen the passage: how to do something, what something is or does, a default or limit, "
+    'why or when. A question names the program, option, file or idea that it is about, never says "this", "it" or "the '
+    'passage", and does not repeat the words of the answer.'
+)
+_WRITE = (
+    'The passage is from "{heading}". Write one short question in plain English that part [{number}] alone answers completely. '
+    "Reply with the question alone."
+)
+_FIND = (
+    "Question: {question}\nWhich part answers this question? Reply with its number alone, or with 0 if no part does."
+)
+_JUDGE = (
+    "Question: {question}\nAnswer: {answer}\nIs the question clear to a person who has not seen the passage, and does the answer "
+    "alone answer all of it? Reply with yes or no."
+)
+_QUESTION = re.compile(r"\W{0,3}(?P<question>[A-Z][^\n?]{10,160}\?)")
+_VAGUE = re.compile(
+    r"(?i)\b(?:this|these|those|that (?:command|option|file|value|section|method|case)|it|its|they|them|passage|text|part|above"
+    r"|below|following|mentioned|described|given|example)\b"
+)
+_LEANS = re.compile(r"(?:He|She|It|They|This|These|That|Those|Such|Here|There|See|Note|However|Also|But|And|So|Then)\b")
+"""The first word of a part that cannot stand alone."""
+_LEAST_SHARED, _LEAST_NEW = 0.5, 4
+"""Of a question's stems the share that its answer holds, and the stems that the answer adds."""
+_COMMON = frozenset(
+    "what when where which who why how does did can could shoul the for with and you your are was were has have from that this "
+    "will would into not any all use used using one than then".split()
+)
+_SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40)
+_NUMBER = SamplingParams(temperature=0.3, max_tokens=4)
+_YES = SamplingParams(temperature=0.0, max_tokens=2)
+
+
+class Reading(NamedTuple):
+    """A passage with the parts that may answer."""
+
+    file: PackageFile
+    document: Document
+    passage: Passage
+    parts: Sequence[Part]
+
+    def text_of(self, part: Part) -> str:
+        return self.document.text[part.start : part.end]
+
+    def number(self, part: Part) -> int:
+        """From 1 on."""
+        return self.parts.index(part) + 1
+
+    def wish(self, part: Part) -> str:
+        heading = self.passage.heading or self.passage.title
+        return _WRITE.format(heading=heading, number=self.number(part))
+
+    @property
+    def asked_parts(self) -> list[Part]:
+        """The longest parts, in their order."""
+        long = [part for part in self.parts if part.num_words(self.document.text) >= _LEAST_WORDS]
+        long = [part for part in long if not _LEANS.match(self.document.text, part.start)]
+        most = sorted(long, key=lambda part: part.start - part.end)[:QUESTIONS_A_READING]
+        return sorted(most)
+
+
+class WrittenQuestion(NamedTuple):
+    question: str
+    part: Part
+
+
+def readings_of(file: PackageFile, document: Document) -> Iterator[Reading]:
+    """The passages, as the product cuts them, that have enough to ask about."""
+    for passage in chunk(document, ChunkingConfig()):
+        parts = list(quotable_parts(passage))
+        prose = [part for part in parts if part.kind is not BlockKind.TABLE]
+        if len(parts) >= _LEAST_PARTS and sum(part.num_words(document.text) for part in prose) >= _LEAST_PROSE:
+            yield Reading(file, document, passage, parts)
+
+
+class QuestionWriter:
+    """`seed`: with equal seeds, readings and models, the questions are equal."""
+
+    def __init__(self, engine: EngineLike, prompts: PromptBuilder, seed: int = 0) -> None:
+        self._engine, self._prompts, self._seed = engine, prompts, seed
+
+    def write(self, readings: Iterable[Reading]) -> Iterator[tuple[Reading, list[WrittenQuestion]]]:
+        """Every reading with the questions that were kept. Raises: EngineError."""
+        left = iter(readings)
+        while some := list(islice(left, READINGS_AT_ONCE)):
+            wanted = [(each, part) for each in some for part in each.asked_parts]
+            texts = self._replies([(each, each.wish(part)) for each, part in wanted], _SAMPLED)
+            replies = zip(wanted, texts, strict=True)
+            written = [(each, WrittenQuestion(_question(text), part)) for (each, part), text in replies]
+            asked = [(each, q) for each, q in written if tells_something(q.question, each.text_of(q.part))]
+            found = self._replies([(each, _FIND.format(question=q.question)) for each, q in asked], _NUMBER)
+            numbers = zip(asked, map(_number, found), strict=True)
+            agreed = [(each, q) for (each, q), number in numbers if number == each.number(q.part)]
+            wishes = [_JUDGE.format(question=q.question, answer=each.text_of(q.part)) for each, q in agreed]
+            judged = self._replies([(each, wish) for (each, _), wish in zip(agreed, wishes, strict=True)], _YES)
+            kept = [pair for pair, text in zip(agreed, judged, strict=True) if text.strip().lower().startswith("yes")]
+            for reading in some:
+                yield reading, [question for each, question in kept if each is reading]
+
+    def _replies(self, wishes: Sequence[tuple[Reading, str]], params: SamplingParams) -> list[str]:
+        """Why the passage comes first: all that is asked about it shares one reading of it."""
+        requests = []
+        for reading, wish in wishes:
+            numbered = "\n".join(f"[{n}] {reading.text_of(part)}" for n, part in enumerate(reading.parts, start=1))
+            user = f"Passage:\n{numbered}\n\n{wish}"
+            ids = self._prompts.tokens([Message("system", _SYSTEM), Message("user", user)])
+            key = f"{self._seed} {reading.passage.id} {wish}"
+            seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
+            requests.append(Request(f"{seed:x}", ids, replace(params, seed=seed)))
+        return [completion.text for completion in self._engine.generate(requests)] if requests else []
+
+
+def _question(text: str) -> str:
+    """The question of a reply; empty if it does not name its subject."""
+    match = _QUESTION.match(text.strip())
+    return normalise(match["question"]) if match and not _VAGUE.search(match["question"]) else ""
+
+
+def tells_something(question: str, answer: str) -> bool:
+    """Whether the answer speaks of the question's things, and says more of them than the question does."""
+    found = (re.findall(r"[a-z\d]{3,}", text.lower()) for text in (question, answer))
+    asked, told = ({word[:5] for word in words} - _COMMON for words in found)
+    return bool(asked) and len(asked & told) >= _LEAST_SHARED * len(asked) and len(told - asked) >= _LEAST_NEW
+
+
+def _number(text: str) -> int:
+    found = re.search(r"\d+", text)
+    return int(found[0]) if found else 0

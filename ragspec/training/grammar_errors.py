@@ -52,9 +52,8 @@ class GrammarErrors:
             word = misspell(core, rng) if rng.random() < MISSPELT_TWICE else core
             words[index] = before + misspell(word, rng) + after
         elif lower in ARTICLES and roll < 0.8:
-            words[index : index + 1] = (
-                [] if roll < 0.45 and len(words) > 3 else [before + _other(ARTICLES, lower, rng) + after]
-            )
+            is_left_out = roll < 0.45 and len(words) > 3
+            words[index : index + 1] = [] if is_left_out else [before + _other(ARTICLES, lower, rng) + after]
         elif lower in PREPOSITIONS and roll < 0.5:
             words[index] = before + _other(PREPOSITIONS, lower, rng) + after
         elif (confusion := self.confusions.get(core)) and roll < 0.75:

@@ -52,15 +52,9 @@ class StepData(Dataset[list[list[Item]]], Generic[Item]):
 
     def steps(self, first: int) -> Iterator[list[Item]]:
         """The texts of each step from the step `first` on, without end."""
-        pools: Iterator[list[list[Item]]] = iter(
-            DataLoader(
-                self,
-                batch_size=None,
-                sampler=itertools.count(first // POOL_STEPS),
-                num_workers=self.num_processes,
-                collate_fn=_unchanged,
-            )
-        )
+        numbers = itertools.count(first // POOL_STEPS)
+        loader = DataLoader(self, None, sampler=numbers, num_workers=self.num_processes, collate_fn=_unchanged)
+        pools: Iterator[list[list[Item]]] = iter(loader)
         return itertools.islice(itertools.chain.from_iterable(pools), first % POOL_STEPS, None)
 
     def __getitem__(self, pool: int) -> list[list[Item]]:
@@ -202,9 +196,8 @@ class Trainer(ABC, Generic[PlanT, Item, BatchT]):
         self.progress = TrainingProgress()
         self.history: list[dict[str, float]] = []
         self.probes: list[dict[str, float]] = []
-        self.optimizer = torch.optim.AdamW(
-            groups, plan.peak_lr, (0.9, 0.95), weight_decay=plan.weight_decay, fused=True
-        )
+        decay = plan.weight_decay
+        self.optimizer = torch.optim.AdamW(groups, plan.peak_lr, (0.9, 0.95), weight_decay=decay, fused=True)
         self.average = [p.detach().clone() for p in module.parameters()]
 
     def share_done(self) -> float:

@@ -22,10 +22,10 @@ from ragspec.core import check_text
 from ragspec.errors import InputError
 from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import Correction
-from ragspec.rag.grammar.edit_kinds import edit_message
-from ragspec.rag.grammar.edits import Edit, EditKind
-from ragspec.rag.grammar.markup import MarkedText, Span, TextPart
+from ragspec.rag.grammar.edits import Edit, EditKind, edit_message
+from ragspec.rag.grammar.markup import MarkedText, TextPart
 from ragspec.rag.languages import GuessedLanguage
+from ragspec.retrieval.chunking import Span
 from services.errors import ApiError
 from services.languagetool.corrector import AUTO, DEFAULT, LANGUAGES, Corrected
 from services.limits import check_num_items

@@ -20,8 +20,7 @@ from ragspec.numerics.noise import portable_seed
 from ragspec.rag.citations import Utf16Offsets
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
-from ragspec.rag.grammar.edit_kinds import edit_message
-from ragspec.rag.grammar.edits import Edit, EditKind
+from ragspec.rag.grammar.edits import Edit, EditKind, edit_message
 from ragspec.rag.languages import GuessedLanguage
 from ragspec.speculation import Speculation
 from ragspec.tenants import cache_salt_of

@@ -18,7 +18,7 @@ from tiny_target import Free
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from ragspec.drafting.growing.shapes import MEDUSA_TREE, make_shape
+from ragspec.drafting.growing.draft import MEDUSA_TREE, make_shape
 from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixHydraDrafter
 from ragspec.drafting.medusa.network import PositionNetwork, PrefixNetwork

@@ -17,9 +17,18 @@ from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget
 from ragspec.drafting.growing import beam, drafter
 from ragspec.drafting.growing.beam import GrownLevel
-from ragspec.drafting.growing.draft import DRAWN, Children, DraftSettings, GrowingDraft, OpenRows
+from ragspec.drafting.growing.draft import (
+    DRAWN,
+    MEDUSA_TREE,
+    STATIC_TREE,
+    Children,
+    DraftSettings,
+    GrowingDraft,
+    OpenRows,
+    StaticShape,
+    make_shape,
+)
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
-from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, StaticShape, make_shape
 from ragspec.errors import EngineError
 from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.speculation import ON, AcceptanceRule, Speculation

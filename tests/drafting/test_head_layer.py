@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from ragspec.drafting.eagle.drafter import HeadMemory, SlotMemory
 from ragspec.drafting.eagle.layout import HeadCheckpoint
-from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.growing.draft import DraftBatch, ScheduledDraft
 from ragspec.drafting.heads.layer import DecoderLayer, HeadAttention, HeadLayer, make_layer, prepare
 from ragspec.numerics.attention import AttentionShape
 from ragspec.numerics.backend import LayerModule

@@ -22,7 +22,7 @@ from drafting.medusa_heads import (
 )
 from transformers import LlamaConfig
 
-from ragspec.drafting.growing.shapes import MEDUSA_TREE
+from ragspec.drafting.growing.draft import MEDUSA_TREE
 from ragspec.drafting.medusa.checkpoint import read_hydra, read_medusa
 from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.errors import ModelError

@@ -22,7 +22,7 @@ from ragspec.drafting.block.checkpoint import BlockFamily, read_block
 from ragspec.drafting.block.drafter import BlockDrafter
 from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import make_shape
 from ragspec.drafting.heads.learning import Objective
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target

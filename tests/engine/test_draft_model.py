@@ -28,8 +28,7 @@ from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, En
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting import draft_model as module
 from ragspec.drafting.draft_model import ModelDrafter
-from ragspec.drafting.growing.batch import DraftBatch
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import DraftBatch, make_shape
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import target as targets
 from ragspec.engine.engine import Engine

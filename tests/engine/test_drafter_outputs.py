@@ -35,7 +35,7 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model import ModelDrafter
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine.loading import make_drafters

@@ -16,8 +16,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.layout import EagleFamily
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import DraftBatch, ScheduledDraft, make_shape
 from ragspec.drafting.heads.layer import FINAL
 from ragspec.numerics.cpu.int8 import Int8Layer
 from ragspec.numerics.kv_cache import KvPool

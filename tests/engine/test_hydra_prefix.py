@@ -13,7 +13,7 @@ from oracle import fresh_forward
 from oracle_cases import PARAMS, assert_equal, generated, requests_of, truth
 from tiny_target import Tiny
 
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.growing.draft import DraftBatch, ScheduledDraft
 from ragspec.drafting.medusa.checkpoint import read_hydra
 from ragspec.drafting.medusa.drafter import PrefixHydraDrafter
 from ragspec.drafting.medusa.network import PrefixNetwork

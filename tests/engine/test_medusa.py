@@ -37,7 +37,7 @@ from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadCo
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
 from ragspec.drafting.medusa.network import PositionNetwork

@@ -29,7 +29,7 @@ from ragspec.drafting.eagle.checkpoint import write_head
 from ragspec.drafting.eagle.layout import HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.online import HeadLearner, OnlineEagleDrafter, RecordedText, Recording, trainable_head
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import make_shape
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError

@@ -34,7 +34,7 @@ from ragspec.config import DraftingConfig, DraftModelConfig, DraftTreeConfig, En
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.block.drafter import BlockDrafter
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import make_shape
 from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.parallel import Follower, load_rank
 from ragspec.engine.target import FINAL, Target

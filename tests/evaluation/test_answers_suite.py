@@ -15,9 +15,7 @@ from transformers import AutoTokenizer
 from pipelines.benchmarks import answers
 from pipelines.benchmarks.answers import mixed_passages, ndcg, rank_of
 from pipelines.benchmarks.cases.follow_ups import half_of, read_canard, spread
-from pipelines.benchmarks.cases.labels import (
-    measure_alterations,
-)
+from pipelines.benchmarks.cases.labels import measure_alterations
 from pipelines.benchmarks.harness import Run
 from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Completion, Document, FinishReason, GenerationStats, Passage, Request, SourceKind

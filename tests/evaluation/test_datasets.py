@@ -7,7 +7,7 @@ import pytest
 
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import CLEAN, JFLEG, LONG, grammar_list, squad_list, stdlib_list
-from ragspec.training.reference.sources import NUM_EVAL_ARTICLES, NUM_TRAIN_ARTICLES
+from ragspec.training.reference.mixture import NUM_EVAL_ARTICLES, NUM_TRAIN_ARTICLES
 from ragspec.training.sentences import normalise
 from ragspec.training.stdlib_corpus import is_held_out
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ragspec.config import TargetConfig
 from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ModelError
-from ragspec.evaluation.metrics import perplexity
+from ragspec.evaluation.target_scores import perplexity
 from ragspec.numerics.cpu import int8_weights, thread_pool
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
 from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise

@@ -27,7 +27,7 @@ from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing import beam
 from ragspec.drafting.growing import drafter as growing_drafter
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.draft import make_shape
 from ragspec.drafting.lookahead import LookaheadDrafter
 from ragspec.drafting.self_draft import SelfDrafter
 from ragspec.engine import target as target_module

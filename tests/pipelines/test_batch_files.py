@@ -13,8 +13,21 @@ from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines
 from openai.types.chat import ChatCompletion
 
 from pipelines.batch.output import JsonLines, OutputFolder
-from pipelines.batch.records import answer_result, correction_result, error_record, output_record, recorded_row
-from pipelines.batch.rows import QUESTIONS, TEXTS, BadRow, JobInput, Row, RowLocation, find_inputs, parse_row
+from pipelines.batch.rows import (
+    QUESTIONS,
+    TEXTS,
+    BadRow,
+    JobInput,
+    Row,
+    RowLocation,
+    answer_result,
+    correction_result,
+    error_record,
+    find_inputs,
+    output_record,
+    parse_row,
+    recorded_row,
+)
 from ragspec.core import FinishReason, GenerationStats, Passage, SamplingParams, TokenLogprob
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed
@@ -421,10 +434,8 @@ def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: in
 
 def test_a_correction_has_both_forms() -> None:
     """A corrected text without its edits; a sentence left as it was that nobody is told of."""
-    edit, name = (
-        Edit(3, 5, "go", "goes", EditKind.AGREEMENT),
-        WithheldEdit(Edit(0, 2, "He", "Hed"), WithholdReason.NAME),
-    )
+    edit = Edit(3, 5, "go", "goes", EditKind.AGREEMENT)
+    name = WithheldEdit(Edit(0, 2, "He", "Hed"), WithholdReason.NAME)
     correction = Correction("a", "He go. It", "He goes. It", (edit,), ((7, 9),), STATS, 0.1, (name,))
     result = correction_result(correction)
     plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), result, "tiny", 1)

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from pipelines.batch.backend import BackendSpec, Runtime
 from pipelines.batch.job import Job, run_job
 from pipelines.batch.output import OutputFolder
-from pipelines.batch.records import RowResult
-from pipelines.batch.rows import TEXTS, parse_row
+from pipelines.batch.rows import TEXTS, RowResult, parse_row
 from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
 from pipelines.batch_grammar import GrammarTask, app, with_correction_length
 from ragspec.cluster.topology import ClusterConfig

@@ -58,13 +58,8 @@ def test_a_job_of_wrong_rows_says_so_and_ends_well(place: Path, tmp_path: Path) 
     assert "4 rows have no answer" in result.stderr
     assert called(*usual, "--strict").exit_code == 1
     plain, chat = read_lines(tmp_path / "out" / "errors.jsonl")[::3]
-    assert plain == {
-        "id": "a",
-        "source": "q.jsonl",
-        "row": 1,
-        "code": "invalid_row",
-        "reason": "the row has no question",
-    }
+    place = {"id": "a", "source": "q.jsonl", "row": 1}
+    assert plain == place | {"code": "invalid_row", "reason": "the row has no question"}
     assert (chat["custom_id"], chat["response"]["status_code"], chat["error"]) == ("c", 400, None)
     assert chat["response"]["body"]["error"]["message"] == "the question is empty"
 

@@ -25,7 +25,7 @@ from ragspec.errors import InputError, ModelError
 from ragspec.training.conversations import AnswerEncoder, Encoded
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, start_from, write_trained
-from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
+from ragspec.training.heads.training_texts import AnswerOrigin
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -152,10 +152,7 @@ def test_only_as_many_answers_are_drawn_as_were_asked_for(tmp_path: Path) -> Non
     """A longer cache under the same directory would change every text of a resumed run."""
     where = ["--family", "eagle", "--data", str(tmp_path), "--out", str(tmp_path)]
     run = run_of(parser().parse_args([*where, "--answers", "target", "--num-answers", "3"]))
-    rows = [
-        AnswerOrigin("target", 0, 320, "texts")._asdict(),
-        *(TargetAnswer([n, n, n], 1)._asdict() for n in range(9)),
-    ]
+    rows = [AnswerOrigin("target", 0, 320, "texts")._asdict(), *({"ids": [n] * 3, "num_prompt": 1} for n in range(9))]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw = train_drafter.text_sampler(run, AnswerEncoder(tiny_tokenizer()))
     assert {draw(random.Random(seed)).ids[0] for seed in range(60)} == {0, 1, 2}

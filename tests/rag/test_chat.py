@@ -30,8 +30,7 @@ from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, 
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import WHOLE_INDEX, Chat, PreparedTurn
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
-from ragspec.rag.chat.history import ChatHistory, ChatTurn
-from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
+from ragspec.rag.chat.history import ChatHistory, ChatPrompt, ChatTurn, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.rag.wording import FORMER_RULES, AnswerFit, TextRules
@@ -231,11 +230,8 @@ def test_a_conversation_keeps_the_order_of_its_passages(
     asking: Asking, retriever: Retriever, store: ConversationStore, target: Target
 ) -> None:
     """A setting that changed in the course of a conversation made its whole history another prompt."""
-    shared = Asking(
-        Chat(retriever, PromptBuilder(target.tokenizer, CONTEXT, passage_order="shared"), store),
-        asking.engine,
-        asking.switch,
-    )
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, passage_order="shared")
+    shared = Asking(Chat(retriever, prompts, store), asking.engine, asking.switch)
     question, follow_up = "When was the old mill or a bridge rebuilt?", "Where does the river rise?"
     new, answer = shared(turn(question, num_passages=3), "Perhaps.")
     best = new.prompt.passages[new.prompt.ranks.index(1)]

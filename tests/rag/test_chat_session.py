@@ -18,8 +18,8 @@ from ragspec.core import Passage, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import InputError, NotFound
 from ragspec.rag.answer import Answer
+from ragspec.rag.chat.chat import SavedConversation
 from ragspec.rag.chat.conversations import QaPair, ShownPassages
-from ragspec.rag.chat.session import SavedConversation
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.expansion import JoinedPassage
 from ragspec.retrieval.index.store import Store

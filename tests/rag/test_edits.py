@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from rewriting import rewriting
 
 from ragspec.errors import InputError
-from ragspec.evaluation.metrics import edit_distance
+from ragspec.evaluation.target_scores import edit_distance
 from ragspec.rag.grammar.edit_filters import EditFilter
-from ragspec.rag.grammar.edit_kinds import classify_edits, edit_message
-from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, word_edits
+from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, classify_edits, edit_message, word_edits
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import TextPart
 
@@ -52,13 +51,8 @@ def test_no_more_is_changed_than_must_be(before: str, after: str) -> None:
 def test_a_wrong_word_is_one_edit() -> None:
     """Edits of letters ("es" put behind "go"), or of half the sentence."""
     before, after = "He go to school and and eat a apple .", "He goes to school and eats an apple."
-    assert [(edit.original, edit.replacement) for edit in word_edits(before, after)] == [
-        ("go", "goes"),
-        ("and ", ""),
-        ("eat", "eats"),
-        ("a", "an"),
-        (" ", ""),
-    ]
+    found = [(edit.original, edit.replacement) for edit in word_edits(before, after)]
+    assert found == [("go", "goes"), ("and ", ""), ("eat", "eats"), ("a", "an"), (" ", "")]
     assert word_edits(before, before) == []
     assert word_edits("a mill", "the mill", start=4) == [Edit(4, 5, "a", "the")]
 
@@ -73,9 +67,8 @@ def test_edits_are_of_the_kind_that_people_would_say(before: str, after: str, ki
 
 def test_a_reason_names_what_changes() -> None:
     """A line under a missing comma that says no more than "error"."""
-    assert (
-        edit_message(Edit(0, 1, "a", "an", EditKind.ARTICLE)) == "The article does not fit here: “an” instead of “a”."
-    )
+    message = edit_message(Edit(0, 1, "a", "an", EditKind.ARTICLE))
+    assert message == "The article does not fit here: “an” instead of “a”."
     assert edit_message(Edit(0, 0, "", "the ", EditKind.ARTICLE)).endswith("put in “the”.")
     assert edit_message(Edit(0, 4, "the ", "", EditKind.ARTICLE)).endswith("leave out “the”.")
     assert edit_message(Edit(0, 1, " ", "", EditKind.PUNCTUATION)).endswith("no space here.")

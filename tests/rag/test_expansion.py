@@ -15,8 +15,7 @@ from ragspec.config import ChatConfig, ChunkingConfig, IndexConfig, RetrieverCon
 from ragspec.core import Block, BlockKind, Document, Heading, Message, Passage, SamplingParams, blocks_in
 from ragspec.rag.chat.chat import ChatRetriever
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
-from ragspec.rag.chat.history import ChatHistory, ChatTurn
-from ragspec.rag.chat.prompt import PastTurn, build_chat_prompt
+from ragspec.rag.chat.history import ChatHistory, ChatTurn, PastTurn, build_chat_prompt
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.chunking import chunk

@@ -171,11 +171,8 @@ def test_waiting_for_each_retrieval_is_what_the_definition_says(
         while len(output) < params.max_tokens:
             if len(output) % 4 == 0:
                 ids = [*question_ids, *output][-32:]
-                query = (
-                    question
-                    if not output
-                    else target.tokenizer.decode(ids, skip_special_tokens=True).replace("\0", " ")
-                )
+                written = target.tokenizer.decode(ids, skip_special_tokens=True).replace("\0", " ")
+                query = written if output else question
                 (passages,) = index.retrieve([query], 1).passages
                 prompt = prompts.build(question, passages, params.max_tokens, question_first=True).prompt_ids
             x = warped(next_logits(target, [*prompt, *output]), prompt, output, params, target.eos_ids)
@@ -399,10 +396,8 @@ def test_each_question_may_have_its_own_parameters(engine: Engine, index_dir: Pa
     """One set of parameters was used for all."""
     guessed = pipeline(engine, retriever(index_dir))
     both = guessed.ask_many(QUESTIONS[:2], [GREEDY, SAMPLED])
-    assert [said(a) for a in both] == [
-        said(guessed.ask(QUESTIONS[0], GREEDY)),
-        said(guessed.ask(QUESTIONS[1], SAMPLED)),
-    ]
+    alone = [guessed.ask(*each) for each in zip(QUESTIONS, (GREEDY, SAMPLED), strict=False)]
+    assert [said(a) for a in both] == [said(a) for a in alone]
 
 
 def test_what_did_not_fit_is_no_source(engine: Engine, index_dir: Path) -> None:

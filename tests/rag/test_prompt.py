@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -71,12 +72,12 @@ def test_words_of_a_configuration_replace_those_of_the_adapter(kind: PreTrainedT
 def test_a_prompt_is_the_conversation_that_the_adapter_was_trained_on() -> None:
     """One newline more than in training, and a small target answers nonsense."""
     prompt = PromptBuilder(CHAT, 2048).build("Did it rain?", PASSAGES, max_tokens=96)
-    messages = wording.question_messages("Did it rain?", [p.text for p in PASSAGES])
+    messages = [asdict(m) for m in wording.question_messages("Did it rain?", [p.text for p in PASSAGES])]
     expected = CHAT.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(prompt.prompt_ids) == expected
     assert prompt.passages == tuple(PASSAGES) and prompt.dropped == ()
     grammar = PromptBuilder(CHAT, 2048).grammar_prompt("He go home.")
-    messages = wording.grammar_messages("He go home.")
+    messages = [asdict(m) for m in wording.grammar_messages("He go home.")]
     assert list(grammar.prompt_ids) == CHAT.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 

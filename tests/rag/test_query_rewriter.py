@@ -28,11 +28,7 @@ ZAPPA = [AskedBefore("When was Frank Zappa born?"), AskedBefore("Which group did
         ("Why did he leave it?", ZAPPA, "Frank Zappa"),
         ("And in 1977?", [AskedBefore("How many people lived in Lyon in 1968?")], "Lyon"),
         ("What about France?", [AskedBefore("How does the old mill grind corn?")], "old mill grind corn"),
-        (
-            "How do I read one from a file?",
-            [AskedBefore("What does json.dumps() do?")],
-            "json.dumps()",
-        ),
+        ("How do I read one from a file?", [AskedBefore("What does json.dumps() do?")], "json.dumps()"),
         ("is it thread safe?", [AskedBefore("what is a memory pool?")], "memory pool"),
         ("What is their address?", [AskedBefore("Where can I eat?", ("Sino in San Jose",))], "Sino in San Jose"),
         ("Who wrote it?", [AskedBefore("what did you read?", ("War and Peace",))], "War and Peace"),
@@ -74,11 +70,8 @@ def test_nothing_is_added_that_the_question_says_already() -> None:
 def test_names_are_runs_of_capitals_and_identifiers() -> None:
     """The first word of a sentence was taken for a name, and a name's small words cut it in two."""
     assert extract_names("Who founded the Bank of England in London?") == ["Bank of England in London"]
-    assert extract_names("What does os.path.join do with HTTPServer's myValue?") == [
-        "os.path.join",
-        "HTTPServer",
-        "myValue",
-    ]
+    identifiers = extract_names("What does os.path.join do with HTTPServer's myValue?")
+    assert identifiers == ["os.path.join", "HTTPServer", "myValue"]
     assert extract_names("where was the mill?") == []
     assert extract_phrases("How does the old water mill grind the corn?") == ["old water mill grind", "corn"]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from pipelines.benchmarks.cases.labels import alterations, is_equal, measure_alterations, statements
 from ragspec.core import Passage
-from ragspec.rag.evidence import Evidence
-from ragspec.rag.support import find_support
+from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import abstains
 
 EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))

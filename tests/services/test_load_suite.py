@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from service_parts import MODEL, make_backend
 
-from pipelines.benchmarks.load import SUITE, first_tokens, free_pages, leaked_slots, summarise
+from pipelines.benchmarks import load
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
-from pipelines.benchmarks.users.llama_server import prompts_of
-from pipelines.benchmarks.users.load_curve import MIXED, RAG, curve_row, measured, mixes_of, sent_by
 from pipelines.benchmarks.users.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -39,11 +37,14 @@ def here(letter_index: Path, service_target: Target, tmp_path_factory: pytest.Te
 
 def test_each_of_many_users_sends_a_body_of_its_own() -> None:
     """64 users asked 16 questions, and how many found a cached prompt depended on when others ended."""
-    mixes = mixes_of(MODEL, [f"Why {number}?" for number in range(16)], 0)
-    for users, mix, count in ((1, RAG, 2), (1, MIXED, 8), (12, RAG, 12), (16, MIXED, 16)):
-        sent = sent_by(users, mix, mixes[mix], num_questions=2)
+    mixes = load.mixes_of(MODEL, [f"Why {number}?" for number in range(16)], 0)
+    for users, mix, count in ((1, load.RAG, 2), (1, load.MIXED, 8), (12, load.RAG, 12), (16, load.MIXED, 16)):
+        sent = load.sent_by(users, mix, mixes[mix], num_questions=2)
         assert len({str(body) for body in sent}) == len(sent) == count
-    assert len(sent_by(20, RAG, mixes[RAG])) == 20 and sent_by(1, RAG, mixes[RAG]) == mixes[RAG]
+    assert (
+        len(load.sent_by(20, load.RAG, mixes[load.RAG])) == 20
+        and load.sent_by(1, load.RAG, mixes[load.RAG]) == mixes[load.RAG]
+    )
 
 
 @pytest.mark.slow
@@ -57,7 +58,7 @@ def test_more_users_ask_than_a_key_may_have_requests(here: Service) -> None:
 @pytest.mark.slow
 def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program on shorter prompts, or without the passages, looked faster."""
-    mixes, written = mixes_of(MODEL, QUESTIONS, 0), list[list[int]]()
+    mixes, written = load.mixes_of(MODEL, QUESTIONS, 0), list[list[int]]()
     submit_all = Engine.submit_all
 
     def recorded(self: Engine, requests: Sequence[Request], listener: Any) -> None:
@@ -65,8 +66,8 @@ def test_llama_server_gets_the_prompts_that_the_service_writes(here: Service, mo
         submit_all(self, requests, listener)
 
     monkeypatch.setattr(Engine, "submit_all", recorded)
-    here.timed(mixes[MIXED])
-    given = prompts_of(here, mixes[MIXED])
+    here.timed(mixes[load.MIXED])
+    given = load.prompts_of(here, mixes[load.MIXED])
     assert [body["prompt"] for body in given] == written and len(written) == 8
     assert {body["max_tokens"] for body in given} == {64} and {body["temperature"] for body in given} == {0.0, 1.0}
 
@@ -83,8 +84,11 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
         return answers
 
     monkeypatch.setattr(Service, "timed", recorded)
-    mixes = mixes_of(MODEL, QUESTIONS, 0)
-    rows = [curve_row(here, mix, mixes[mix], users, runs) for mix, users, runs in ((MIXED, 3, 2), (RAG, 2, 1))]
+    mixes = load.mixes_of(MODEL, QUESTIONS, 0)
+    rows = [
+        load.curve_row(here, mix, mixes[mix], users, runs)
+        for mix, users, runs in ((load.MIXED, 3, 2), (load.RAG, 2, 1))
+    ]
     assert all(row[f"{way}_tokens_per_s"] > 0 for row in rows for way in ("on", "off"))
     assert [body["speculation"] for body, _ in sent] == [True, False, False, True, True, False]
     assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
@@ -99,22 +103,22 @@ def test_throughput_and_latencies_of_a_run() -> None:
         {**ended, "begin_s": 5.0, "first_s": 1.0, "total_s": 2.0},
         {**ended, "begin_s": 6.0, "first_s": 3.0, "total_s": 9.0},
     ]
-    run = measured(answers)
+    run = load.measured(answers)
     assert (run["tokens_per_s"], run["answers_per_s"], run["goodput_per_s"]) == (2.2, 0.2, 0.1)
     assert run["first_p50_ms"] == 3000.0 and run["token_p99_ms"] == pytest.approx(600.0)
     with pytest.raises(EngineError, match="1 of 2 answers did not end"):
-        measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
+        load.measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
 
 
 @pytest.mark.slow
 def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
     """A way that answered nothing had the best times."""
-    row = first_tokens(here, QUESTIONS, 2, 1, 0)
+    row = load.first_tokens(here, QUESTIONS, 2, 1, 0)
     assert min(row["engine_ttft_ms"], row["http_ttft_ms"], row["http_with_retrieval_ttft_ms"]) > 0
     assert row["gateway_ttft_ms"] == row["http_ttft_ms"] - row["engine_ttft_ms"]
     nobody = Service(here.url, {"ann": "nobody's"}, here.backend)
     with pytest.raises(EngineError, match="2 of 2 answers had no text"):
-        first_tokens(nobody, QUESTIONS, 2, 1, 0)
+        load.first_tokens(nobody, QUESTIONS, 2, 1, 0)
 
 
 @pytest.mark.slow
@@ -153,15 +157,15 @@ def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> No
     """A mean over mixes that hides the mix which speculation slows; a ratio to a program that never ran."""
     curve = [
         {"row": f"{mix} {users}", "on_off": on_off, "on_off_p99": 1.0, "on_tokens_per_s": 30.0}
-        for mix, users, on_off in ((RAG, 8, 1.6), (RAG, 32, 1.3), (MIXED, 8, 1.2), (MIXED, 32, 0.9))
+        for mix, users, on_off in ((load.RAG, 8, 1.6), (load.RAG, 32, 1.3), (load.MIXED, 8, 1.2), (load.MIXED, 32, 0.9))
     ]
     first = [{"row": f"first token {n}", "gateway_ttft_ms": 1.0, "retrieval_ttft_ms": 2.0} for n in (1, 16)]
     rest = [{"row": "mixed clients", "leaked": 0}, {"row": "start", "ready_again_s": 1.0, "commit": "c"}]
     peer = {"row": "llama-server 8", "users": 8, "llama_tokens_per_s": 10.0}
-    found = summarise([*curve, *first, *rest, peer])
+    found = load.summarise([*curve, *first, *rest, peer])
     assert (found["on_off_min"], found["rag_on_off_8"], found["rag_on_off_32"]) == (0.9, 1.6, 1.3)
     assert (found["vs_llama_server_8"], found["vs_llama_server_32"]) == (3.0, None)
-    assert {metric.name for metric in SUITE.metrics} >= found.keys() - {"retrieval_ttft_ms_c1"}
+    assert {metric.name for metric in load.SUITE.metrics} >= found.keys() - {"retrieval_ttft_ms_c1"}
 
 
 @pytest.mark.slow
@@ -170,11 +174,11 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)
     engine = here.backend.target.engine
     assert isinstance(engine, Engine)
-    begun, num_free = threading.Event(), free_pages(engine, (*here.keys,))
+    begun, num_free = threading.Event(), load.free_pages(engine, (*here.keys,))
     params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)
     engine.submit(Request("held", (5, 6, 7), params, salt="ann"), lambda _: begun.set())
     assert begun.wait(600.0)
-    assert leaked_slots(engine, (*here.keys,), num_free) > 0
+    assert load.leaked_slots(engine, (*here.keys,), num_free) > 0
     engine.cancel("held")
     monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 60.0)
-    assert leaked_slots(engine, (*here.keys,), num_free) == 0
+    assert load.leaked_slots(engine, (*here.keys,), num_free) == 0

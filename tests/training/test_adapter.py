@@ -12,11 +12,11 @@ from tiny_target import chat_tokenizer, tiny_config
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from ragspec.core import Message
 from ragspec.errors import ConfigError
 from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
-from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.reference.mixture import PackStream
-from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
+from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded
+from ragspec.training.reference.mixture import PackStream, Paragraph, Question, question_paragraphs
 from ragspec.training.reference.trainer import (
     ALPHA,
     BLOCKS,
@@ -40,7 +40,7 @@ SENTENCES = ("The grey cat sat on the mat.", "A brown dog ran home to Berlin.", 
 
 def conversations(passages: list[str]) -> list[Conversation]:
     prompts = [question_messages(f"What about {n}?", passages) for n in range(len(passages))]
-    answers = [message("assistant", quoted_answer(text, n)) for n, text in enumerate(passages, 1)]
+    answers = [Message("assistant", quoted_answer(text, n)) for n, text in enumerate(passages, 1)]
     return [Conversation([*prompt, answer]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 

@@ -25,16 +25,19 @@ from ragspec.training.documentation import (
 )
 from ragspec.training.documentation_rows import (
     PackageFile,
+    QuestionWriter,
+    Reading,
     check_package,
     debian_packages,
     package_files,
     read_packed,
+    readings_of,
     restored,
     rule_rows,
+    tells_something,
     write_packed,
 )
 from ragspec.training.grammar_errors import misspell, tokenised
-from ragspec.training.question_writer import QuestionWriter, Reading, readings_of, tells_something
 from ragspec.training.stdlib_corpus import first_doc_sentence
 
 pytestmark = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")

@@ -14,30 +14,28 @@ from hypothesis import strategies as st
 from real_data import DATA, needs_data
 from tiny_target import chat_tokenizer, tiny_tokenizer
 
-from ragspec.core import Request
+from ragspec.core import Message, Request
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import held_out_articles
 from ragspec.rag.wording import question_messages
-from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.heads.target_answers import (
+from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded
+from ragspec.training.heads.training_texts import (
     ANSWER_TOKENS,
     PROSE_TOKENS,
     AnswerOrigin,
     AnswerPrompt,
     PromptSource,
-    answer_sampler,
-    prompt_of,
-    read_answers,
-    write_answers,
-)
-from ragspec.training.heads.training_texts import (
     TextSource,
+    answer_sampler,
     draft_vocabulary,
     micro_batches,
     num_tokens,
     probe_batches,
     probe_texts,
+    prompt_of,
+    read_answers,
     whole_text,
+    write_answers,
 )
 from ragspec.training.sentences import normalise
 from ragspec.training.trainer import POOL_STEPS, StepData, split_evenly
@@ -51,8 +49,8 @@ def encoder() -> AnswerEncoder:
 
 def test_only_tokens_of_answers_and_prose_have_weight() -> None:
     """Draft vocabularies and probes would count questions, which are never generated."""
-    turns = [message("user", "The cat?"), message("assistant", "at noon"), message("user", "mat?")]
-    encoded = encoder().encode(Conversation([*turns, message("assistant", "on the mat")]))
+    turns = [Message("user", "The cat?"), Message("assistant", "at noon"), Message("user", "mat?")]
+    encoded = encoder().encode(Conversation([*turns, Message("assistant", "on the mat")]))
     tokenizer = encoder().tokenizer
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight == 1.0]
     assert tokenizer.decode(learnt) == "at noon<|im_end|>on the mat<|im_end|>"
@@ -145,7 +143,7 @@ def test_answers_go_on_behind_a_kill(tmp_path: Path) -> None:
     assert len(engine.asked) == 150 - 64
     answers_after(whole, EchoEngine())
     assert path.read_bytes() == whole.read_bytes()
-    assert read_answers(path)[65] == ([65 % 7, 2, 3, 65, 5], 3)
+    assert read_answers(path)[65] == ([65 % 7, 2, 3, 65, 5], [0.0, 0.0, 0.0, 1.0, 1.0])
     assert not answers_after(path, EchoEngine())
 
 
@@ -187,9 +185,9 @@ def test_any_target_reads_them_in_its_own_layout(template: str | None) -> None:
     """Only targets with the reference's control tokens could have heads trained; for others there was a KeyError."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    turns = [*question_messages("Who sat?", ["The cat sat."]), message("assistant", '"The cat sat." [1]')]
+    turns = [*question_messages("Who sat?", ["The cat sat."]), Message("assistant", '"The cat sat." [1]')]
     encoded = AnswerEncoder(tokenizer).encode(
-        Conversation([*turns, message("user", "mat?"), message("assistant", "on")])
+        Conversation([*turns, Message("user", "mat?"), Message("assistant", "on")])
     )
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
     text = str(tokenizer.decode(encoded.ids))
@@ -206,7 +204,7 @@ def test_an_answer_ends_as_the_template_ends_it() -> None:
         "{% for m in messages %}{{ m.role }}><s>{{ m.content }}<s>\n{% endfor %}"
         "{% if add_generation_prompt %}assistant><s>{% endif %}"
     )
-    turns = [message("user", "mat?"), message("assistant", "on"), message("user", "noon?"), message("assistant", "at")]
+    turns = [Message("user", "mat?"), Message("assistant", "on"), Message("user", "noon?"), Message("assistant", "at")]
     (end,) = tokenizer.convert_tokens_to_ids(["<s>"])
     encoded = AnswerEncoder(tokenizer, (end, tokenizer.eos_token_id)).encode(Conversation(turns))
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
@@ -215,7 +213,7 @@ def test_an_answer_ends_as_the_template_ends_it() -> None:
 
 def test_a_prompt_ends_where_the_last_answer_begins() -> None:
     """With the answer in the prompt there is nothing left to say."""
-    turns = [message("user", "cat"), message("assistant", "mat"), message("user", "noon"), message("assistant", "sat")]
+    turns = [Message("user", "cat"), Message("assistant", "mat"), Message("user", "noon"), Message("assistant", "sat")]
     prompt = prompt_of(Conversation(turns), encoder(), random.Random(0))
     assert prompt is not None
     assert str(encoder().tokenizer.decode(prompt.ids)).endswith(
@@ -231,7 +229,7 @@ class OneText(TextSource):
         self.word = word
 
     def draw(self, rng: random.Random) -> Conversation:
-        return Conversation([message("user", f"{self.word} {rng.randrange(99)}?"), message("assistant", "Yes.")])
+        return Conversation([Message("user", f"{self.word} {rng.randrange(99)}?"), Message("assistant", "Yes.")])
 
 
 def test_prompts_and_origin_depend_on_data_and_seed_alone() -> None:
@@ -250,7 +248,7 @@ def test_training_and_probes_are_apart_and_evaluation_is_in_neither() -> None:
     source, rng = TextSource(DATA), random.Random(0)
     drawn = [source.draw(rng) for _ in range(1500)]
     assert 0.25 < sum(not text.messages for text in drawn) / len(drawn) < 0.35
-    shown = json.dumps([[text.text, text.messages] for text in drawn], ensure_ascii=False)
+    shown = json.dumps([[text.text, *(m.content for m in text.messages)] for text in drawn], ensure_ascii=False)
     probes = probe_texts(DATA, 30, seed=0)
     assert {kind: len(texts) for kind, texts in probes.items()} == {"prose": 30, "chat": 30, "rag": 30}
     assert not any(text.text[:60] in shown for text in probes["prose"])

@@ -13,14 +13,12 @@ from pipelines.benchmarks.cases.follow_ups import follow_up_cases
 from pipelines.benchmarks.harness import Run
 from ragspec.config import TargetConfig
 from ragspec.core import Message, Passage
-from ragspec.evaluation.metrics import answer_f1
-from ragspec.evaluation.target_scores import QuestionCase, abstention_scores, passage_with, question_scores
-from ragspec.rag.chat.prompt import PastTurn, build_chat_prompt
+from ragspec.evaluation.target_scores import QuestionCase, abstention_scores, answer_f1, passage_with, question_scores
+from ragspec.rag.chat.history import PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, quoted_answer
-from ragspec.training import conversations
 from ragspec.training.documentation import is_for_evaluation
-from ragspec.training.reference.sources import answers_of, canard_pages
+from ragspec.training.reference.mixture import answers_of, canard_pages
 
 CASE = QuestionCase("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])
 
@@ -94,7 +92,7 @@ def test_follow_ups_are_asked_as_the_chat_asks_them(data: Path) -> None:
         ]
         history = [PastTurn(*pair, tuple(passages)) for pair in [*said, ("Is it old?", ABSTENTION)]]
         chat = build_chat_prompt(prompts, "", history, "Who crosses it?", passages, 8)
-        assert chat.prompt_ids == prompts.tokens([Message(m["role"], m["content"]) for m in dialogue])
+        assert chat.prompt_ids == prompts.tokens(dialogue)
         assert case.answers[0] in case.passages[case.gold - 1]
     assert len(cases) == sum(is_for_evaluation(f"Town{n}") for n in range(20)) >= 3
 
@@ -109,7 +107,7 @@ def test_no_article_is_both_trained_and_evaluated_on(data: Path) -> None:
 def test_a_target_that_ignores_the_dialogue_has_the_whole_gap(data: Path) -> None:
     """A gap of the wrong sign would make the worst target look best."""
 
-    def generate(prompts: list[list[conversations.Message]], passages: object = ()) -> list[str]:
+    def generate(prompts: list[list[Message]], passages: object = ()) -> list[str]:
         golds = [case for case, _ in follow_up_cases(data / "canard/dev.json", 3, 0)]
         right = [quoted_answer(case.answers[0], case.gold) for case in golds]
         return [text if len(prompt) == 2 else "Which one?" for prompt, text in zip(prompts, right, strict=True)]

@@ -14,12 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ragspec.core import Document, Heading
+from ragspec.core import Document, Heading, Message
 from ragspec.evaluation.datasets import lines_of, parse_json
 from ragspec.evaluation.target_scores import QuestionCase
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer, system_text, user_text
-from ragspec.training.conversations import Message, message
 from ragspec.training.documentation import is_for_evaluation
 from ragspec.training.sentences import normalise, split_sentences
 
@@ -111,8 +110,8 @@ def _page(turns: list[FollowUp], golds: dict[str, Document], rng: random.Random)
 
 def _dialogue(asked: FollowUp, passages: list[str], gold: int) -> list[Message]:
     """The prompt of the product's chat: each question with its passages, each answer as a quote."""
-    messages = [message("system", system_text())]
+    messages = [Message("system", system_text())]
     for turn in asked.said:
         told = ABSTENTION if NO_ANSWER.match(turn.answer) else quoted_answer(normalise(turn.answer), gold)
-        messages += [message("user", user_text(turn.question, numbered(passages))), message("assistant", told)]
-    return [*messages, message("user", user_text(asked.question, numbered(passages)))]
+        messages += [Message("user", user_text(turn.question, numbered(passages))), Message("assistant", told)]
+    return [*messages, Message("user", user_text(asked.question, numbered(passages)))]

@@ -63,18 +63,16 @@ def alterations(statement: Statement, rng: random.Random) -> Iterator[Alteration
             other = rng.choice(others) if others else {"number": "1066", "name": "Melisande"}[kind]
             yield Alteration(kind, text[: chosen.start()] + other + text[chosen.end() :])
     if negation := _NEGATION.search(text):
-        yield Alteration(
-            "negation", text[: negation.start()] + " " * negation.group().endswith(" ") + text[negation.end() :]
-        )
+        start, end = negation.span()
+        yield Alteration("negation", text[:start] + " " * negation.group().endswith(" ") + text[end:])
     elif verb := _VERB.search(text):
         yield Alteration("negation", f"{text[: verb.end()]} not{text[verb.end() :]}")
     words = list(_NAME.finditer(text)) or list(_WORD.finditer(text))
     first, last = words[0] if words else None, list(_WORD.finditer(text))[-1] if words else None
     if first and last and first.end() < last.start() and first.group().lower() != last.group().lower():
         between = text[first.end() : last.start()]
-        yield Alteration(
-            "exchange", text[: first.start()] + last.group() + between + first.group() + text[last.end() :]
-        )
+        exchanged = last.group() + between + first.group()
+        yield Alteration("exchange", text[: first.start()] + exchanged + text[last.end() :])
 
 
 def measure_alterations(passages: Sequence[Passage], count: int, seed: int) -> Row:

@@ -97,9 +97,8 @@ class EngineDecoder:
         begin = time.perf_counter()
         completions = self._engine.generate(requests)
         wall_s = time.perf_counter() - begin
-        return TimedBatch(
-            [_timed(c, c.stats.queue_s + c.stats.prefill_s, c.stats.decode_s) for c in completions], wall_s
-        )
+        timed = [_timed(c, c.stats.queue_s + c.stats.prefill_s, c.stats.decode_s) for c in completions]
+        return TimedBatch(timed, wall_s)
 
     def _request(self, case: Case) -> Request:
         digest = hashlib.sha256(f"{self._seed}:{case.id}".encode()).digest()

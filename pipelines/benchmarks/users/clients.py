@@ -47,9 +47,8 @@ _COUNTED = ("requests", "given_up", "hangs", "errors_5xx", "num_faults")
 
 def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
     """A chat whose answer is streamed. `texts`: of the user and the assistant in turn."""
-    messages = [
-        {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-    ]
+    said = zip(cycle(("user", "assistant")), texts, strict=False)
+    messages = [{"role": role, "content": text} for role, text in said]
     options = {"stream": True, "stream_options": {"include_usage": True}}
     return {"model": model, "messages": messages, **options, **fields}
 

@@ -21,21 +21,8 @@ from torch import Tensor
 
 from ragspec.drafting.block.network import MASK_HIDDEN, BlockCheckpoint, BlockConfig, BlockHead
 from ragspec.drafting.eagle.checkpoint import check_head, check_tensors_of, official_form, published_form
-from ragspec.drafting.eagle.dialects import AUX_KEY, check_keys, config_of, flat_config
-from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
-from ragspec.drafting.heads.files import (
-    CONFIG,
-    WEIGHTS,
-    Raw,
-    check_tensor,
-    errors_of,
-    integer,
-    read_json,
-    read_tensors,
-    section_of,
-    truth,
-    write_files,
-)
+from ragspec.drafting.eagle.layout import AUX_KEY, EagleFamily, HeadCheckpoint, check_keys, config_of, flat_config
+from ragspec.drafting.heads import files
 from ragspec.errors import ModelError
 
 _SECTION = "dflash_config"
@@ -70,7 +57,7 @@ _ARCHITECTURES = {
 }
 
 
-def family_of(raw: Raw) -> BlockFamily | None:
+def family_of(raw: files.Raw) -> BlockFamily | None:
     """None: no head that drafts blocks."""
     if raw.get("speculators_model_type") in list(BlockFamily):
         return BlockFamily(raw["speculators_model_type"])
@@ -83,8 +70,8 @@ def family_of(raw: Raw) -> BlockFamily | None:
 
 def family_in(directory: str | Path) -> BlockFamily | None:
     """As `family_of`, of the head in a directory. Raises: ModelError where there is no config.json."""
-    with errors_of(directory):
-        return family_of(read_json(Path(directory) / CONFIG))
+    with files.errors_of(directory):
+        return family_of(files.read_json(Path(directory) / files.CONFIG))
 
 
 def read_block(directory: str | Path) -> BlockCheckpoint:
@@ -93,12 +80,12 @@ def read_block(directory: str | Path) -> BlockCheckpoint:
     Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
-    with errors_of(directory):
-        raw = read_json(directory / CONFIG)
+    with files.errors_of(directory):
+        raw = files.read_json(directory / files.CONFIG)
         family = family_of(raw)
         if family in (None, BlockFamily.PASS):
             raise ModelError("config.json names no P-EAGLE, DFlash or DSpark head")
-        stored = read_tensors(directory)
+        stored = files.read_tensors(directory)
         stored = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
         if family is BlockFamily.PEAGLE:
             checkpoint = _read_peagle(raw, stored)
@@ -108,12 +95,12 @@ def read_block(directory: str | Path) -> BlockCheckpoint:
         return checkpoint
 
 
-def _read_peagle(raw: Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
+def _read_peagle(raw: files.Raw, stored: dict[str, Tensor]) -> BlockCheckpoint:
     if MASK_HIDDEN not in stored:
         raise ModelError(f"the head lacks {MASK_HIDDEN}, which a P-EAGLE head has")
     shape, tensors = official_form(_as_eagle(raw), {n: t for n, t in stored.items() if n != MASK_HIDDEN}, {})
     key = "mask_token_id" if raw.get("mask_token_id") is not None else "ptd_token_id"
-    return BlockCheckpoint(BlockConfig(shape, integer(raw, key)), tensors | {MASK_HIDDEN: stored[MASK_HIDDEN]})
+    return BlockCheckpoint(BlockConfig(shape, files.integer(raw, key)), tensors | {MASK_HIDDEN: stored[MASK_HIDDEN]})
 
 
 def write_block(directory: Path, checkpoint: BlockCheckpoint) -> None:
@@ -134,7 +121,7 @@ def write_block(directory: Path, checkpoint: BlockCheckpoint) -> None:
     if config.markov_rank:
         raw |= {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": config.samples_anchor}
         raw |= {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
-    write_files(directory, raw, WEIGHTS, tensors)
+    files.write_files(directory, raw, files.WEIGHTS, tensors)
 
 
 def check_block(checkpoint: BlockCheckpoint) -> None:
@@ -142,7 +129,7 @@ def check_block(checkpoint: BlockCheckpoint) -> None:
     shape, tensors = checkpoint.config.shape, checkpoint.tensors
     if checkpoint.config.is_causal:
         check_head(shape, {name: tensor for name, tensor in tensors.items() if name != MASK_HIDDEN})
-        check_tensor(MASK_HIDDEN, tensors[MASK_HIDDEN], (1, 1, shape.num_features))
+        files.check_tensor(MASK_HIDDEN, tensors[MASK_HIDDEN], (1, 1, shape.num_features))
         return
     with torch.device("meta"):
         needed = BlockHead(checkpoint.config).state_dict()
@@ -153,13 +140,13 @@ def write_look_ahead(directory: Path, embeddings: Tensor) -> None:
     """Shape: [rows, H]. Raises: ModelError for embeddings that `read_look_ahead` would refuse, SaveError."""
     _check(embeddings, embeddings.shape[-1])
     raw = {"architectures": [_LOOK_AHEAD], "hidden_size": embeddings.shape[1]}
-    write_files(directory, raw, WEIGHTS, {_EMBEDDINGS: embeddings})
+    files.write_files(directory, raw, files.WEIGHTS, {_EMBEDDINGS: embeddings})
 
 
 def read_look_ahead(directory: str | Path, hidden_size: int) -> Tensor:
     """Embeddings for a target of this width. Shape: [rows, H]. Raises: ModelError with the reason."""
-    with errors_of(directory):
-        tensors = read_tensors(Path(directory))
+    with files.errors_of(directory):
+        tensors = files.read_tensors(Path(directory))
         if list(tensors) != [_EMBEDDINGS]:
             raise ModelError(f"the head has {', '.join(tensors)}, not {_EMBEDDINGS} alone")
         _check(tensors[_EMBEDDINGS], hidden_size)
@@ -167,39 +154,38 @@ def read_look_ahead(directory: str | Path, hidden_size: int) -> Tensor:
 
 
 def _check(embeddings: Tensor, hidden_size: int) -> None:
-    check_tensor(_EMBEDDINGS, embeddings, (len(embeddings), hidden_size))
+    files.check_tensor(_EMBEDDINGS, embeddings, (len(embeddings), hidden_size))
     if not 1 <= len(embeddings) <= _MAX_EMBEDDINGS:
         raise ModelError(f"the head has {len(embeddings)} embeddings; 1 to {_MAX_EMBEDDINGS} are served")
 
 
-def _flash_config(family: BlockFamily, raw: Raw, stored: Mapping[str, Tensor]) -> BlockConfig:
-    section = section_of(raw, _SECTION)
+def _flash_config(family: BlockFamily, raw: files.Raw, stored: Mapping[str, Tensor]) -> BlockConfig:
+    section = files.section_of(raw, _SECTION)
     check_keys(section, _SECTION_KEYS, f" in {_SECTION}")
     given = {**section, **{key: value for key, value in raw.items() if value is not None}}
     merged = flat_config(_as_eagle(given), {})
     if not merged[AUX_KEY]:
         raise ModelError("config.json has no target_layer_ids")
+    # The other layers are as the first
     first = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in stored.items()}
-    first = {
-        name: tensor for name, tensor in first.items() if not name.startswith("layers.")
-    }  # the others are as the first
+    first = {name: tensor for name, tensor in first.items() if not name.startswith("layers.")}
     shape = replace(config_of(EagleFamily.EAGLE3, merged, first), qk_norm=True)
     if shape.window:
         raise ModelError(f"config.json has sliding_window {shape.window}, which is not served for {family} heads")
     rank, samples_anchor = 0, False
     if family is BlockFamily.DSPARK:
-        rank = integer(given, "markov_rank", 0)
+        rank = files.integer(given, "markov_rank", 0)
         if rank and (kind := given.get("markov_head_type", "vanilla")) != "vanilla":
             raise ModelError(f"config.json has markov_head_type {kind!r}, which is not served; vanilla is")
         is_speculators = "speculators_model_type" in given
-        samples_anchor = truth(
-            given, "sample_from_anchor", not is_speculators and not truth(given, "dspark_bonus_anchor")
+        samples_anchor = files.truth(
+            given, "sample_from_anchor", not is_speculators and not files.truth(given, "dspark_bonus_anchor")
         )
-    sizes = (integer(given, "mask_token_id"), integer(given, "block_size"))
+    sizes = (files.integer(given, "mask_token_id"), files.integer(given, "block_size"))
     return BlockConfig(shape, *sizes, samples_anchor, rank)
 
 
-def _as_eagle(raw: Raw) -> dict[str, Any]:
+def _as_eagle(raw: files.Raw) -> dict[str, Any]:
     """The config without its block: an EAGLE-3 head's."""
     own = {"architectures", "speculators_model_type", _SECTION, *_BLOCK_KEYS, *_TRAINING_KEYS}
     return {key: value for key, value in raw.items() if key not in own}

@@ -17,11 +17,9 @@ from ragspec.drafting.acceptance import MAX_TENANTS, Guess
 from ragspec.drafting.block.network import BlockNetwork
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import NODES, Budget, Drafter, Features, SequenceView
-from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
-from ragspec.drafting.eagle.memory import MOST_DRAFTS
-from ragspec.drafting.growing.batch import DraftBatch, NewRows, ScheduledDraft
+from ragspec.drafting.eagle.drafter import MOST_DRAFTS, HeadDraft, PairDrafter
+from ragspec.drafting.growing.draft import DraftBatch, NewRows, ScheduledDraft, TreeShape
 from ragspec.drafting.growing.drafter import Level, Levels
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.lookahead import MOST_DEPTH, LookaheadAcceptance
 from ragspec.numerics.attention import Ints
 from ragspec.speculation import AcceptanceRule

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragspec.drafting.eagle.dialects import AUX_KEY, FEEDBACK_KEY, FIELDS, POSITIONS_KEY, config_of, flat_config
-from ragspec.drafting.eagle.layout import NUM_AUX_LAYERS, EagleFamily, HeadCheckpoint, HeadConfig
-from ragspec.drafting.eagle.network import EagleHead
-from ragspec.drafting.heads.files import (
-    CONFIG,
-    WEIGHTS,
-    Raw,
-    check_tensors,
-    errors_of,
-    read_json,
-    read_tensors,
-    truth,
-    write_files,
+from ragspec.drafting.eagle.layout import (
+    AUX_KEY,
+    FEEDBACK_KEY,
+    FIELDS,
+    NUM_AUX_LAYERS,
+    POSITIONS_KEY,
+    EagleFamily,
+    HeadCheckpoint,
+    HeadConfig,
+    config_of,
+    flat_config,
 )
+from ragspec.drafting.eagle.network import EagleHead
+from ragspec.drafting.heads import files
 from ragspec.errors import ModelError
 
 _NORM = "input_norm.weight"
@@ -56,9 +56,9 @@ def read_head(
     """
     directory = Path(directory)
     overrides = {POSITIONS_KEY: positions_per_layer, FEEDBACK_KEY: norm_output}
-    with errors_of(directory):
-        raw = read_json(directory / CONFIG)
-        checkpoint = official_form(raw, read_tensors(directory), overrides)
+    with files.errors_of(directory):
+        raw = files.read_json(directory / files.CONFIG)
+        checkpoint = official_form(raw, files.read_tensors(directory), overrides)
         check_head(checkpoint.config, checkpoint.tensors)
         return checkpoint
 
@@ -70,7 +70,7 @@ def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:
     """
     check_head(checkpoint.config, checkpoint.tensors)
     raw, tensors = published_form(checkpoint)
-    write_files(Path(directory), raw, WEIGHTS, tensors)
+    files.write_files(Path(directory), raw, files.WEIGHTS, tensors)
 
 
 def check_head(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -94,7 +94,7 @@ def check_tensors_of(config: HeadConfig, needed: Mapping[str, Tensor], tensors: 
             d2t = torch.empty(config.draft_vocab_size, dtype=torch.int64)
             t2d = torch.empty(config.vocab_size, dtype=torch.bool)
             optional = {"embed_tokens.weight": table, "d2t": d2t, "t2d": t2d}
-    check_tensors(tensors, needed, optional)
+    files.check_tensors(tensors, needed, optional)
     if ("d2t" in tensors) != ("t2d" in tensors):
         raise ModelError("the head has only one of d2t and t2d")
     if "d2t" in tensors:
@@ -116,7 +116,7 @@ def _reaches(ids: Tensor, t2d: Tensor) -> bool:
     return int(t2d.sum()) == len(ids) and bool(t2d[ids].all())
 
 
-def official_form(raw: Raw, stored: Mapping[str, Tensor], overrides: Raw) -> HeadCheckpoint:
+def official_form(raw: files.Raw, stored: Mapping[str, Tensor], overrides: files.Raw) -> HeadCheckpoint:
     """Configuration and tensors of a head under the official names; the tensors are not checked.
 
     `overrides`: keys of the config that the user gave beside it. Raises: ModelError for another family, or a config that is
@@ -126,20 +126,20 @@ def official_form(raw: Raw, stored: Mapping[str, Tensor], overrides: Raw) -> Hea
         stored = _renamed(stored, {r"^model\.": ""})
     family = _family_of(raw, stored)
     merged = flat_config(raw, overrides)
-    tensors = {
-        name: _official_map(name, tensor.detach()) for name, tensor in stored.items() if not name.endswith(_IGNORED)
-    }
+    tensors = {n: _official_map(n, t.detach()) for n, t in stored.items() if not n.endswith(_IGNORED)}
     tensors = _renamed(_dequantised(tensors), _RENAMED[family])
     config = config_of(family, merged, tensors)
     if config.norm_before_fc:
         count = len(config.aux_layers) or NUM_AUX_LAYERS
-        tensors["fc_norm.weight"] = _taken_norm(tensors, _norms_of_taps(count) if truth(merged, "fc_norm") else [_NORM])
+        names = _norms_of_taps(count) if files.truth(merged, "fc_norm") else [_NORM]
+        tensors["fc_norm.weight"] = _taken_norm(tensors, names)
     return HeadCheckpoint(config, tensors | _rising_maps(tensors, config.vocab_size))
 
 
 def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config.json and the tensors to store, with the keys and names of the published heads."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    dtype = next(tensor.dtype for name, tensor in tensors.items() if name.endswith("up_proj.weight"))
     raw: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
@@ -147,9 +147,7 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
         "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
-        "torch_dtype": next(
-            str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if n.endswith("up_proj.weight")
-        ),
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     raw |= {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()}
     optional = {
@@ -172,7 +170,7 @@ def published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str
     return raw, tensors
 
 
-def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
+def _family_of(raw: files.Raw, stored: Iterable[str]) -> EagleFamily:
     """The family, from the tensors or, where they are ambiguous, from the speculators keys. Raises: ModelError."""
     names = set(stored)
     for family, pattern in _NOT_EAGLE.items():
@@ -234,13 +232,7 @@ def _rising_maps(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Te
     Maps that name no tokens stay as they are: `check_head` refuses them.
     """
     d2t, output = tensors.get("d2t"), tensors.get("lm_head.weight")
-    if (
-        d2t is None
-        or output is None
-        or d2t.dtype != torch.int64
-        or d2t.ndim != 1
-        or len(d2t) != output.shape[:1].numel()
-    ):
+    if d2t is None or output is None or d2t.dtype != torch.int64 or d2t.ndim != 1 or d2t.shape != output.shape[:1]:
         return {}
     rows = torch.arange(len(d2t))
     ids = rows + d2t

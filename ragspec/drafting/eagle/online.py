@@ -36,15 +36,7 @@ from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.layout import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.network import EagleHead, EagleNetwork, check_trainable
-from ragspec.drafting.heads.learning import (
-    LossWeights,
-    Objective,
-    StepScores,
-    TokenPredictions,
-    collate,
-    step_scores,
-    total_loss,
-)
+from ragspec.drafting.heads import learning
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.threads import set_num_threads
 from ragspec.tenants import TenantStates
@@ -58,8 +50,8 @@ _MAX_WAITING = 32
 """Texts that wait to be learned; further texts push out the oldest."""
 _MAX_KEPT = 32
 """Learned texts that are kept, to be learned again beside a new text."""
-_STEPS = Objective(num_steps=3)
-_TOKENS = LossWeights(token=1.0)
+_STEPS = learning.Objective(num_steps=3)
+_TOKENS = learning.LossWeights(token=1.0)
 _CLIP = 0.5
 _EARLIER_TEXTS = 2
 _LEAST_SCORED, _MEMORY, _PUBLISH_EVERY = 8, 0.8, 4
@@ -116,7 +108,7 @@ class Score:
     def __init__(self) -> None:
         self.hits = self.rows = 0.0
 
-    def add(self, steps: SequenceOf[StepScores]) -> None:
+    def add(self, steps: SequenceOf[learning.StepScores]) -> None:
         self.hits = _MEMORY * self.hits + sum(step.top1 for step in steps)
         self.rows = _MEMORY * self.rows + sum(step.num_rows for step in steps)
 
@@ -177,7 +169,7 @@ class HeadLearner:
         for each in [text, *self._random.sample(list(self._kept), min(_EARLIER_TEXTS, len(self._kept)))]:
             yield
             steps = self._scores(self._own_head, each)
-            torch.autograd.backward(total_loss(steps, _STEPS, max(1, steps[0].num_rows)))
+            torch.autograd.backward(learning.total_loss(steps, _STEPS, max(1, steps[0].num_rows)))
         nn.utils.clip_grad_norm_(_trained(self._own_head), _CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -211,14 +203,14 @@ class HeadLearner:
             weights = {name: p.detach().clone() for name, p in named if p.requires_grad}
             self.network = self._loaded.relearned(weights)
 
-    def _scores(self, head: EagleHead, text: RecordedText) -> list[StepScores]:
+    def _scores(self, head: EagleHead, text: RecordedText) -> list[learning.StepScores]:
         """Of every draft step."""
-        batch, embedding = collate([text]), self._loaded.embedding
-        expected = TokenPredictions(batch, head.draft_token_ids(), embedding.device)
+        batch, embedding = learning.collate([text]), self._loaded.embedding
+        expected = learning.TokenPredictions(batch, head.draft_token_ids(), embedding.device)
         embedded = nn.functional.embedding(batch.ids.to(embedding.device), embedding).float()
         features = nn.functional.pad(text.features.float(), (0, 0, 0, 1))[None]  # [1, T, F]; the last row is not read
         states = head.unroll(embedded, features, expected.pairs, _STEPS)
-        return [step_scores(head, _no_projection, expected, i, state, _TOKENS) for i, state in enumerate(states)]
+        return [learning.step_scores(head, _no_projection, expected, i, own, _TOKENS) for i, own in enumerate(states)]
 
 
 def trainable_head(checkpoint: HeadCheckpoint, device: torch.device | str) -> EagleHead:

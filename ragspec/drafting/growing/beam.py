@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ragspec.drafting.acceptance import MARGINS
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.growing.draft import DRAWN, Children, GrowingDraft, OpenRows
-from ragspec.drafting.growing.shapes import StaticShape
+from ragspec.drafting.growing.draft import DRAWN, Children, GrowingDraft, OpenRows, StaticShape
 from ragspec.numerics.torch.transfer import to_device, to_host
 
 Array = Any
@@ -237,9 +236,8 @@ class DeviceBeam(Beam):
         rows, first = self._rows, (self._depth - 1) * self._shape.max_width
         own, path_slots = range(first, first + rows.tokens.shape[1]), None
         if self._scratch.shape[1]:
-            rows = rows._replace(
-                path_slots=torch.cat([rows.path_slots, self._scratch[:, own.start : own.stop, None]], 2)
-            )
+            own_slots = self._scratch[:, own.start : own.stop, None]
+            rows = rows._replace(path_slots=torch.cat([rows.path_slots, own_slots], 2))
             self._rows, path_slots = rows, rows.path_slots.flatten()
         level = [(*[own.start] * (self._depth - 1), at) for at in own]
         paths = [level if number in self._growing else [] for number in range(len(self._drafts))]

@@ -22,18 +22,19 @@ from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.children import ChildSampler, Coupling, draws_children, most_probable, needs_chain, uses_noise
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
-from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.beam import Beam, DeviceBeam, GrownLevel
 from ragspec.drafting.growing.draft import (
     DRAWN,
     GREEDY,
     WITH_NOISE,
     WITHOUT_NOISE,
+    DraftBatch,
     DraftSettings,
     GrowingDraft,
     OpenRows,
+    ScheduledDraft,
+    TreeShape,
 )
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.backend import DeviceLogits, LogitRows
@@ -65,6 +66,7 @@ class GrowingDrafter(Drafter, Generic[D]):
     `draft_ids`: the target's id of each token of the draft vocabulary, rising.
     """
 
+    draft_class: type[D]
     nodes_share_rows = False
     """Whether all nodes of one level of a draft have the same children. A level then has one row of logits for each draft."""
 
@@ -84,7 +86,7 @@ class GrowingDrafter(Drafter, Generic[D]):
 
     def _draft(self, sequence: SequenceView, memory: Any, settings: DraftSettings, num_levels: int) -> D | None:
         """A new draft of at most so many levels, or None where there is no room."""
-        raise NotImplementedError
+        return self.draft_class(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[D]) -> Levels:
         """The network's forwards, one for each level."""

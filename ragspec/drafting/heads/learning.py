@@ -212,16 +212,14 @@ def step_scores(
         losses = losses - weights.top * (top.values * log_probs.gather(1, top.indices)).sum(-1)
     if weights.state:
         hidden = expected.last[numbers].float()
-        distance = torch.nn.functional.smooth_l1_loss(chosen.float(), hidden, reduction="none").mean(-1)
+        distance = nn.functional.smooth_l1_loss(chosen.float(), hidden, reduction="none").mean(-1)
         losses = losses + weights.state * distance
     if weights.difference:
         losses = losses + weights.difference * (expected.probs[numbers] - log_probs.exp()).abs().sum(-1)
     total = (losses * (argmax >= 0)).sum()
     if weights.token:
         tokens = expected.draft_tokens[numbers]
-        total = total + weights.token * torch.nn.functional.nll_loss(
-            log_probs, tokens, ignore_index=-1, reduction="sum"
-        )
+        total = total + weights.token * nn.functional.nll_loss(log_probs, tokens, ignore_index=-1, reduction="sum")
     hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == argmax[:, None]
     return StepScores(total, len(numbers), int(hits[:, 0].sum()), int(hits.sum()))
 

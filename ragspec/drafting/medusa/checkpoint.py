@@ -28,18 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragspec.drafting.heads.files import (
-    CONFIG,
-    Raw,
-    check_tensor,
-    check_tensors,
-    errors_of,
-    integer,
-    read_json,
-    read_tensors,
-    truth,
-    write_files,
-)
+from ragspec.drafting.heads import files
 from ragspec.drafting.heads.layer import FINAL, DraftTarget
 from ragspec.drafting.medusa.network import (
     EMBEDDING,
@@ -65,26 +54,27 @@ def read_medusa(directory: str | Path, target: DraftTarget) -> PositionCheckpoin
     Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
-    with errors_of(directory):
-        raw, stored = _read_config(directory), read_tensors(directory, _MEDUSA_FILES, _SECTION)
+    with files.errors_of(directory):
+        raw, stored = _read_config(directory), files.read_tensors(directory, _MEDUSA_FILES, _SECTION)
         stored = {name.removeprefix(_SECTION): tensor for name, tensor in stored.items()}
         num_blocks = _count(raw, "medusa_num_layers", 1)
         num_heads = max(_num_stored(stored, r"(\d+)\.", "Medusa"), _count(raw, "medusa_num_heads", 1))
         has_output = any(f"{i}.{num_blocks}.weight" in stored for i in range(num_heads))
-        return _checked(PositionFamily.MEDUSA, stored, target, num_heads, num_blocks, has_output=has_output)
+        sizes = (target.hidden_size, target.vocab_size, num_heads, num_blocks)
+        return _checked(PositionConfig(PositionFamily.MEDUSA, *sizes, has_output=has_output), stored, target)
 
 
 def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint:
     """As `read_medusa`."""
     directory = Path(directory)
-    with errors_of(directory):
+    with files.errors_of(directory):
         raw = _read_config(directory)
         if (arch := raw.get(_ARCH_KEY, "mlp")) not in ("mlp", _PREFIX_ARCH):
             raise ModelError(f"config.json has {_ARCH_KEY} {arch!r}; mlp and {_PREFIX_ARCH} are served")
-        stored = read_tensors(directory, _HYDRA_FILES)
+        stored = files.read_tensors(directory, _HYDRA_FILES)
         stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
         has_prefix = arch == _PREFIX_ARCH
-        num_blocks, is_grounded = _count(raw, "hydra_num_layers", 1), truth(raw, "grounded_heads")
+        num_blocks, is_grounded = _count(raw, "hydra_num_layers", 1), files.truth(raw, "grounded_heads")
         num_stored = _num_stored(stored, r"hydra_(?:mlp|lm_head)\.(\d+)\.", "Hydra")
         num_heads = max(num_stored, _count(raw, "hydra_num_heads", num_stored))
         has_dropout = has_prefix or any(name.startswith("hydra_lm_head.0.1.") for name in stored)
@@ -92,24 +82,23 @@ def read_hydra(directory: str | Path, target: DraftTarget) -> PositionCheckpoint
             raise ModelError(
                 f"a prefix layer for a target with hidden_act {target.text_config.hidden_act!r} is not served; silu is"
             )
-        return _checked(
+        sizes = (target.hidden_size, target.vocab_size, num_heads, num_blocks)
+        config = PositionConfig(
             PositionFamily.HYDRA,
-            stored,
-            target,
-            num_heads,
-            num_blocks,
+            *sizes,
             is_grounded=is_grounded,
             has_prefix=has_prefix,
             has_dropout=has_dropout,
             tap=_tap(raw, target),
         )
+        return _checked(config, stored, target)
 
 
 def write_positions(directory: Path, checkpoint: PositionCheckpoint, target: str) -> None:
     """Write heads in their published form; `target`: its directory or name. Raises: ModelError, SaveError."""
     config, tensors = checkpoint
     for name, tensor in tensors.items():
-        check_tensor(name, tensor, tuple(tensor.shape))
+        files.check_tensor(name, tensor, tuple(tensor.shape))
     family = config.family.value
     raw: dict[str, Any] = {
         f"{family}_num_heads": config.num_heads,
@@ -119,39 +108,31 @@ def write_positions(directory: Path, checkpoint: PositionCheckpoint, target: str
     if config.family is PositionFamily.HYDRA:
         raw |= {"grounded_heads": config.is_grounded, "hidden_state_offset": 0}
         raw[_ARCH_KEY] = _PREFIX_ARCH if config.has_prefix else "mlp"
-    write_files(directory, raw, f"{family}_lm_head.pt", tensors)
+    files.write_files(directory, raw, f"{family}_lm_head.pt", tensors)
 
 
-def _read_config(directory: Path) -> Raw:
-    raw = read_json(directory / CONFIG)
+def _read_config(directory: Path) -> files.Raw:
+    raw = files.read_json(directory / files.CONFIG)
     for key, value in raw.items():
         if key.startswith(("medusa_", "hydra_")) and key not in _KEYS and value is not None:
             raise ModelError(f"config.json has {key} {value!r}, which is not served")
     return raw
 
 
-def _checked(
-    family: PositionFamily,
-    stored: dict[str, Tensor],
-    target: DraftTarget,
-    num_heads: int,
-    num_blocks: int,
-    **fields: Any,
-) -> PositionCheckpoint:
-    config = PositionConfig(family, target.hidden_size, target.vocab_size, num_heads, num_blocks, **fields)
+def _checked(config: PositionConfig, stored: dict[str, Tensor], target: DraftTarget) -> PositionCheckpoint:
     with torch.device("meta"):
         head = PositionHead(config, target.text_config if config.has_prefix else None, are_tied=False)
         table = torch.empty(target.vocab_size, target.hidden_size)
-    optional = {EMBEDDING: table} if family is PositionFamily.HYDRA else {}
+    optional = {EMBEDDING: table} if config.family is PositionFamily.HYDRA else {}
     if config.has_prefix:
         optional["prefix_embeding_layer.embed_tokens.weight"] = table
-    check_tensors(stored, head.state_dict(), optional)
+    files.check_tensors(stored, head.state_dict(), optional)
     return PositionCheckpoint(config, {name: tensor.detach() for name, tensor in stored.items()})
 
 
-def _count(raw: Raw, key: str, absent: int) -> int:
+def _count(raw: files.Raw, key: str, absent: int) -> int:
     """A key that counts heads or layers. Raises: ModelError naming the key."""
-    count = integer(raw, key, absent)
+    count = files.integer(raw, key, absent)
     if not 1 <= count <= MAX_HEADS:
         raise ModelError(f"config.json has {key} {count}, not 1 to {MAX_HEADS}")
     return count
@@ -167,9 +148,9 @@ def _num_stored(names: Collection[str], pattern: str, family: str) -> int:
     return max(found) + 1
 
 
-def _tap(raw: Raw, target: DraftTarget) -> int:
+def _tap(raw: files.Raw, target: DraftTarget) -> int:
     """`hidden_state_offset` counts layers below the last state; 0 is the output of the final norm."""
-    offset = integer(raw, "hidden_state_offset", 0)
+    offset = files.integer(raw, "hidden_state_offset", 0)
     if not 0 <= offset <= target.num_layers:
         raise ModelError(f"config.json has hidden_state_offset {offset}; the target has {target.num_layers} layers")
     return target.num_layers - offset if offset else FINAL

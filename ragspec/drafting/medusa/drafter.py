@@ -19,10 +19,8 @@ from torch import Tensor
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.drafter import HeadDraft, PairDrafter
-from ragspec.drafting.growing.batch import DraftBatch
-from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
+from ragspec.drafting.growing.draft import DraftBatch, GrowingDraft, TreeShape
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level, Levels
-from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.drafting.medusa.network import PositionNetwork, PrefixNetwork
 
 
@@ -43,6 +41,7 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     """See the module."""
 
     name = "medusa"
+    draft_class = MedusaDraft
 
     def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable) -> None:
         super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs)
@@ -70,11 +69,6 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
         """The state before the sequence's last token."""
         last = self._states.get(sequence.key)
         return last if last is not None and last.end == len(sequence.tokens) - 1 else None
-
-    def _draft(
-        self, sequence: SequenceView, memory: LastState, settings: DraftSettings, num_levels: int
-    ) -> MedusaDraft:
-        return MedusaDraft(sequence, memory, settings, num_levels)
 
     def _levels(self, drafts: list[MedusaDraft]) -> Levels:
         return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)

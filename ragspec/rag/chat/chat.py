@@ -1,41 +1,63 @@
-"""Multi-turn RAG: rewrite a follow-up question, retrieve, and build a prompt with the earlier turns and their passages.
+"""Multi-turn RAG: rewrite a follow-up question, retrieve, and build a prompt with the earlier turns and their passages; and one
+conversation from Python.
 
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
     >>> turn = ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), conversation_id)
     >>> prepared = chat.prepare(turn)
     >>> (answer,), is_kept = chat.answers(prepared, engine.generate([prepared.request]))
 
+    >>> with pipeline.chat() as session:
+    ...     print(session.ask("When was the old mill built?").text)
+    ...     for piece in session.stream("And who built it?"): ...
+    ...     session.save("mill.json")
+    >>> with pipeline.chat(saved="mill.json") as session: ...
+
 A client either names a conversation that the store keeps, or sends all messages every time. In both cases the store finds the
-passages of earlier turns, by a digest of the turns.
+passages of earlier turns, by a digest of the turns. A session prepares and keeps its turns as the service does, so both give the
+same text. The store is the only form of a conversation; `SavedConversation` is its copy in a file.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self, Unpack
+
+from pydantic import TypeAdapter, ValidationError
 
 from ragspec.config import ChatConfig, PassageOrder
-from ragspec.core import Citation, Completion, Passage, Request, check_text
-from ragspec.errors import RagspecError, RetrievalError, StoreError
-from ragspec.rag.answer import Answer, AnswerSentence
-from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
-from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
-from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
+from ragspec.core import Citation, Completion, Message, Passage, Request, SamplingOptions, SamplingParams, check_text
+from ragspec.disk import saving, write_atomically
+from ragspec.errors import InputError, RagspecError, RetrievalError, StoreError
+from ragspec.rag import steps
+from ragspec.rag.answer import Answer, AnswerSentence, AnswerStream
+from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
+from ragspec.rag.chat.history import (
+    ChatHistory,
+    ChatPrompt,
+    ChatTurn,
+    PastTurn,
+    build_chat_prompt,
+    load_history,
+    split_messages,
+)
 from ragspec.rag.chat.query_rewriter import QueryRewriter
-from ragspec.rag.evidence import Evidence
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, abstention, build_answer, copy_sources
-from ragspec.rag.support import find_support
+from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import DOUBT, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval_config import When
+from ragspec.speculation import Speculation, SpeculationGiven
 from ragspec.tenants import TenantCaches
 
 log = logging.getLogger(__name__)
@@ -50,7 +72,7 @@ _MAX_COPIED_TURNS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedTurn(PreparedQuestion):
+class PreparedTurn(steps.PreparedQuestion):
     """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval. `num_deletions`: of
     the tenant before it. `searched`: whether passages were looked for."""
 
@@ -81,11 +103,11 @@ class Chat:
 
     def __init__(
         self,
-        retriever: RetrieverLike,
+        retriever: steps.RetrieverLike,
         prompts: PromptBuilder,
         conversations: ConversationStore | None,
         config: ChatConfig | None = None,
-        engine: EngineLike | None = None,
+        engine: steps.EngineLike | None = None,
     ) -> None:
         """Without `conversations` nothing is stored. `engine`: generates the answers, and may rewrite questions."""
         self.conversations = conversations
@@ -129,7 +151,7 @@ class Chat:
             turn.id,
             prompt.prompt_ids,
             prompts.biased(turn.params, question, prompt, context.closeness, used, holds_quotes=bool(grammar)),
-            copy_sources(user_question, prompt.passages, earlier, predicted),
+            steps.copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
             grammar=grammar,
@@ -139,7 +161,7 @@ class Chat:
         found = context.generation, context.missing, retrieve_s, prompt_s
         close = None if context.num_carried else context.closeness  # a carried passage may answer
         language = prompts.unknown_language(user_question)
-        said = abstention(turn.params, context.passages, close, turn.abstain_below, language)
+        said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
         build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
@@ -148,7 +170,7 @@ class Chat:
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
-        answers = [build_answer(prepared, completion) for completion in completions]
+        answers = [steps.build_answer(prepared, completion) for completion in completions]
         is_first = bool(completions) and not completions[0].choice
         return answers, is_first and self.remember(prepared, answers[0])
 
@@ -265,7 +287,7 @@ class ChatContext:
 
 
 class ChatRetriever:
-    def __init__(self, retriever: RetrieverLike, config: ChatConfig) -> None:
+    def __init__(self, retriever: steps.RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
     def retrieve(self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory) -> ChatContext:
@@ -319,3 +341,125 @@ class ChatRetriever:
             used = [passage for passage in turn.passages if passage.id in shown.cited] or turn.passages[:1]
             carried |= {passage.id: passage for passage in used if passage.id not in carried}
         return [passage.hit if isinstance(passage, JoinedPassage) else passage for passage in carried.values()]
+
+
+class TurnOptions(SamplingOptions, total=False):
+    """`retrieve`: when passages are retrieved; False is "never", left out is the setting. `prediction`: text that the answer may
+    repeat."""
+
+    num_passages: int | None
+    speculation: SpeculationGiven
+    retrieve: When | bool
+    prediction: str
+
+
+@dataclass(frozen=True)
+class SavedConversation:
+    """A conversation in a file: its turns, the passages of each, and the system message before them."""
+
+    turns: tuple[QaPair, ...]
+    shown: tuple[ShownPassages, ...]
+    system: str = ""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Raises: InputError."""
+        try:
+            found = TypeAdapter(cls).validate_json(Path(path).read_bytes())
+        except (OSError, ValidationError) as cause:
+            raise InputError(f"{path} is no saved conversation: {cause}") from cause
+        if len(found.turns) != len(found.shown):
+            raise InputError(
+                f"{path} is no saved conversation: it has {len(found.turns)} turns, {len(found.shown)} shown"
+            )
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Raises: SaveError."""
+        with saving(Path(path)):
+            write_atomically(Path(path), json.dumps(TypeAdapter(type(self)).dump_python(self, mode="json"), indent=1))
+
+
+class ChatSession(steps.Closeable):
+    """Asks one question at a time. `id` names the conversation in its store."""
+
+    def __init__(self, chat: Chat, engine: steps.EngineLike, turn: ChatTurn, *, owns_store: bool = False) -> None:
+        """`turn`: a turn without a question, whose settings all turns share. Without a conversation it begins a new one.
+
+        Raises: NotFound, SaveError, StoreCorrupt.
+        """
+        assert chat.conversations is not None, "a session needs a store"
+        self._chat, self._engine, self._store, self._owns_store = chat, engine, chat.conversations, owns_store
+        self.id = turn.conversation or self._store.create(turn.scope.tenant).id
+        self._store.find(turn.scope.tenant, self.id)
+        self._turn = replace(turn, conversation=self.id)
+        self.kept = True
+        """Whether the store has kept the latest turn; a turn that it could not keep is missing from the next prompt."""
+
+    def restore(self, saved: SavedConversation) -> None:
+        """Append the turns of a file. Raises: NoRoom, SaveError."""
+        tenant, keys = self._turn.scope.tenant, turn_keys(self._turn.visibility, saved.turns, "")
+        self._store.append(tenant, self.id, saved.turns)
+        for key, shown in zip(keys[:-1], saved.shown, strict=True):
+            self._store.save_shown(tenant, key, shown, conversation=self.id)
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation as JSON. Raises: SaveError, StoreCorrupt."""
+        history = load_history(self._store, self._turn, (), "")
+        system = "\n\n".join(message.content for message in self._turn.messages)
+        SavedConversation(history.pairs, history.shown, system).save(path)
+
+    @property
+    def turns(self) -> tuple[PastTurn, ...]:
+        """The turns so far, each with the passages that it was shown. Raises: NotFound, SaveError, StoreCorrupt."""
+        return load_history(self._store, self._turn, (), "").turns
+
+    def ask(self, question: str, params: SamplingParams | None = None, **options: Unpack[TurnOptions]) -> Answer:
+        """The answer to the next question; of several choices the first. Single sampling parameters replace those of `params`.
+
+        Raises: InputError, PromptTooLong, NotFound, RetrievalError, StoreError, EngineError.
+        """
+        (prepared,) = steps.all_doubted([self._prepare(question, params, **options)], self._engine)
+        completions = steps.said_completions(prepared) or self._engine.generate([prepared.request])
+        return self._finish(prepared, completions[0])
+
+    def stream(
+        self, question: str, params: SamplingParams | None = None, **options: Unpack[TurnOptions]
+    ) -> AnswerStream:
+        """As `ask`, in pieces of text as they are decided. A stream that is left early leaves no turn. One choice."""
+        options["n"] = 1
+        pieces = steps.stream_answer(self._engine, lambda: self._prepare(question, params, **options), self._finish)
+        return AnswerStream(pieces)
+
+    def close(self) -> None:
+        """Close the store, if the session opened it."""
+        if self._owns_store:
+            self._store.close()
+
+    def _prepare(
+        self,
+        question: str,
+        params: SamplingParams | None = None,
+        *,
+        num_passages: int | None = None,
+        speculation: SpeculationGiven = True,
+        retrieve: When | bool = True,
+        prediction: str = "",
+        **sampling: Any,
+    ) -> PreparedTurn:
+        (params,) = steps.params_of_each([question], params, self._turn.params, sampling)
+        turn = replace(
+            self._turn,
+            id=uuid.uuid4().hex,
+            messages=(*self._turn.messages, Message("user", question)),
+            params=params,
+            num_passages=self._turn.num_passages if num_passages is None else num_passages,
+            speculation=Speculation.of(speculation),
+            when=retrieve if isinstance(retrieve, str) else self._turn.when if retrieve else "never",
+            prediction=prediction,
+        )
+        return self._chat.prepare(turn)
+
+    def _finish(self, prepared: PreparedTurn, completion: Completion) -> Answer:
+        (answer,), self.kept = self._chat.answers(prepared, [completion])
+        return answer

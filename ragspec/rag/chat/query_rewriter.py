@@ -70,10 +70,8 @@ class QueryRewriter:
         return text if ended and is_line and len(text) <= _MAX_CHARS + len(question) else ""
 
     def _request(self, question: str, asked: Sequence[AskedBefore], salt: str) -> Request:
-        turns = [
-            f"- {'; '.join(text[:_MAX_CHARS] for text in (turn.question, *turn.titles))}"
-            for turn in asked[-_LATEST_TURNS:]
-        ]
+        said = [(turn.question, *turn.titles) for turn in asked[-_LATEST_TURNS:]]
+        turns = [f"- {'; '.join(text[:_MAX_CHARS] for text in texts)}" for texts in said]
         task = "\n".join(["Earlier questions:", *turns, "", f"Last question: {question}", "", _TASK])
         prompt = self._prompts.build([Message("system", _SYSTEM), Message("user", task)], (), MAX_TOKENS)
         params = SamplingParams(max_tokens=MAX_TOKENS)
@@ -102,10 +100,9 @@ _COMMON = frozenset(
     "wonderful would wouldn't yeah year years yep yes yet you you'd you're your".split()
 )
 _LEANS = re.compile(
-    r"\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
+    r"(?i)\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
     r"one|ones|others?|else|another|same|such|former|latter|more|"
-    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b",
-    re.IGNORECASE,
+    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b"
 )
 _PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
 _GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)

@@ -11,38 +11,29 @@ import re
 
 _MAX_READ_CHARS = 500
 _COURTESY = re.compile(
-    r"\W*(?:(?:nice to meet you|(?:no|any) (?:more|further|other) questions|hi|hello|hey|hallo|hola|bonjour|salut|ciao|"
-    r"servus|moin|welcome|greetings|(?:good|nice) (?:morning|"
-    r"afternoon|evening|night|day)|guten (?:morgen|tag|abend)|there|all|folks|everyone|thanks|thank you|thank|thx|ty|cheers|"
-    r"danke(?: schön)?|merci|gracias|grazie|obrigad[oa]|tack|beaucoup|a lot|so much|very much|(?:much )?appreciated|much|"
-    r"again|ok|okay|k|yes|"
-    r"yeah|yep|no|nope|sure|fine|great|good|nice|cool|perfect|awesome|excellent|wonderful|super|well|right|alright|exactly|"
-    r"got it|"
-    r"i see|never ?mind|sorry|lol|haha|hmm|oh|bye|goodbye|tschüss|adieu|see you|later|soon|please|bitte|for now|and you|then|"
-    r"so|"
-    r"well done|good luck|happy new year|merry christmas|congratulations|you(?:'re| are) welcome|my friend|today|tomorrow|"
-    r"go on|"
-    r"continue|stop)(?!\w)\W*)+",
-    re.IGNORECASE,
+    r"(?i)\W*(?:(?:nice to meet you|(?:no|any) (?:more|further|other) questions|hi|hello|hey|hallo|hola|bonjour|salut|"
+    r"ciao|servus|moin|welcome|greetings|(?:good|nice) (?:morning|afternoon|evening|night|day)|guten (?:morgen|tag|"
+    r"abend)|there|all|folks|everyone|thanks|thank you|thank|thx|ty|cheers|danke(?: schön)?|merci|gracias|grazie|"
+    r"obrigad[oa]|tack|beaucoup|a lot|so much|very much|(?:much )?appreciated|much|again|ok|okay|k|yes|yeah|yep|no|"
+    r"nope|sure|fine|great|good|nice|cool|perfect|awesome|excellent|wonderful|super|well|right|alright|exactly|got it|"
+    r"i see|never ?mind|sorry|lol|haha|hmm|oh|bye|goodbye|tschüss|adieu|see you|later|soon|please|bitte|for now|"
+    r"and you|then|so|well done|good luck|happy new year|merry christmas|congratulations|you(?:'re| are) welcome|"
+    r"my friend|today|tomorrow|go on|continue|stop)(?!\w)\W*)+"
 )
 _POLITE = r"^\W*(?:(?:can|could|would|will|please)\s+(?:you\s+)?(?:please\s+)?|please\s+)?(?:help me (?:to )?)?"
 _INTERCEPT = -0.5
 _SIGNS = {
     "conversation": (
         4.7,
-        r"\b(?:my|your) (?:\w+ )?(?:question|answer|reply|response)\b|\byour (?:\w+ )?message|\byou answer\b|\b(?:my|your|"
-        r"our|the|this|that) (?:\w+ )?(?:last|first|previous|"
-        r"earlier|latest) (?:\w+ )?(?:question|answer|reply|response|one|thing I)|\bof my questions|\b(?:this|"
-        r"our) (?:conversation|chat|"
-        r"discussion|talk)\b(?! \w+ed)|\b(?:did|have|do|had) (?:I|we) (?:just )?(?:ask|say|said|discuss|talk|tell|told|"
-        r"mention|cover)|"
-        r"\bwhat (?:I|we|you) (?:\w+ )?(?:said|meant|asked|discussed|told)|\bI (?:said|meant|asked|did ?n.t (?:get|"
-        r"understand))|"
-        r"\b(?:so far|until now|from now on|something else|once more|in other words|bullet points|in one sentence|elaborate|"
-        r"like I(?:'m| am)"
-        r" five|differently|mean by that)\b|^(?!.*\b(?:how|can|does|do|is) )(?:.*\b)(?:shorter|longer|simpler|briefer|"
-        r"politer)\b|"
-        r"\bthat(?:'s| is| makes)(?: \w+)? (?:wrong|right|sense|not (?:true|right|what))|"
+        r"\b(?:my|your) (?:\w+ )?(?:question|answer|reply|response)\b|\byour (?:\w+ )?message|\byou answer\b|\b(?:my|"
+        r"your|our|the|this|that) (?:\w+ )?(?:last|first|previous|earlier|latest) (?:\w+ )?(?:question|answer|reply|"
+        r"response|one|thing I)|\bof my questions|\b(?:this|our) (?:conversation|chat|discussion|talk)\b(?! \w+ed)|"
+        r"\b(?:did|have|do|had) (?:I|we) (?:just )?(?:ask|say|said|discuss|talk|tell|told|mention|cover)|\bwhat (?:I|"
+        r"we|you) (?:\w+ )?(?:said|meant|asked|discussed|told)|\bI (?:said|meant|asked|did ?n.t (?:get|understand))|"
+        r"\b(?:so far|until now|from now on|something else|once more|in other words|bullet points|in one sentence|"
+        r"elaborate|like I(?:'m| am) five|differently|mean by that)\b|^(?!.*\b(?:how|can|does|do|"
+        r"is) )(?:.*\b)(?:shorter|longer|simpler|briefer|politer)\b|\bthat(?:'s| is| makes)(?: \w+)? (?:wrong|right|"
+        r"sense|not (?:true|right|what))|"
         rf"{_POLITE}(?:repeat|say|explain|put|make|phrase|rephrase|summari[sz]e|shorten|simplify|turn|tell me)(?: me)? "
         r"(?:that|it|this|what|your|the (?:first|second|third|last) (?:point|part|one))\b(?! (?:an?|the|is|are|happens|"
         r"\w+ (?:is|are|does)))",
@@ -51,27 +42,23 @@ _SIGNS = {
         4.5,
         rf"{_POLITE}(?:correct|proof-?read|fix|check|improve|rewrite|rephrase|polish|edit|revise|spell-?check|turn|translate|"
         rf"make|add)\b[^:?]{{0,40}}"
-        r"(?::|\b(?:this sentence|this text|following|my|grammar(?! file)|spelling|wording|sentences?|english|paragraph|"
-        r"letter|punctuation|mistakes|"
-        r"commas|this|these)\b|[\"“])|\b(?:sentence|grammar|spelling|phrase|word|english)\b[^:\"“]{0,30}(?:[:\"“]|\?\s)|"
-        r"\b(?:is|which)\b[^?]{0,12}(?:[\"“]|right, ).{1,60}(?:correct|right|[\"”]\W*$)|\b(?:synonym|opposite|rhyme)s?\b|"
-        r"\bhow do I say\b",
+        r"(?::|\b(?:this sentence|this text|following|my|grammar(?! file)|spelling|wording|sentences?|english|"
+        r"paragraph|letter|punctuation|mistakes|commas|this|these)\b|[\"“])|\b(?:sentence|grammar|spelling|phrase|"
+        r"word|english)\b[^:\"“]{0,30}(?:[:\"“]|\?\s)|\b(?:is|which)\b[^?]{0,12}(?:[\"“]|right, ).{1,60}(?:correct|"
+        r"right|[\"”]\W*$)|\b(?:synonym|opposite|rhyme)s?\b|\bhow do I say\b",
     ),
     "personal": (
         5.0,
         r"\b(?:who|what|how|where|how old|why|which model) (?:are|were) you\b(?! (?:able|supposed|allowed))|\b(?:made|"
-        r"created|built) you\b|"
-        r"\b(?:do|did|would|can|could|are|were|will|have) you (?:think|like|feel|live|dream|speak|remember|believe|love|hate|"
-        r"prefer|enjoy|sleep|eat|"
-        r"have (?:feelings|friends|a name|any plans)|hear me|see me|there|sure|real|human|a (?:human|robot|bot|machine|"
-        r"person)|be|sing|play|lie|"
-        r"do all|know (?:me|my)|ever)\b|\byourself\b|\byour (?:favou?rite|name|opinion|hobb|age|birthday|day|help)|"
-        r"\byou(?: already| just)? (?:are|were|told|"
-        r"said|did|sound|seem|made|forgot|helped)\b|\blanguages do you\b|\bcan you do\b|\bwe (?:be|are done)\b|\blet(?:'s|"
-        r" us)\b|\bwhat(?:'s| is) up\b|\byou alright\b|"
-        r"\bhow(?:'s| is) (?:it going|your|life|everything)\b|\bgeht['’]?s\b|\bpretend\b|\banswer in\b|"
-        r"^\W*(?:I(?:'m| am| feel| love| like| hate| miss| had an?| wish)(?: so)? (?!(?:(?!going to (?:bed|sleep|"
-        r"work))\w+ing|on|in|not able|unable)\b))|\b(?:bored|lonely)\b",
+        r"created|built) you\b|\b(?:do|did|would|can|could|are|were|will|have) you (?:think|like|feel|live|dream|"
+        r"speak|remember|believe|love|hate|prefer|enjoy|sleep|eat|have (?:feelings|friends|a name|any plans)|hear me|"
+        r"see me|there|sure|real|human|a (?:human|robot|bot|machine|person)|be|sing|play|lie|do all|know (?:me|my)|"
+        r"ever)\b|\byourself\b|\byour (?:favou?rite|name|opinion|hobb|age|birthday|day|help)|\byou(?: already|"
+        r" just)? (?:are|were|told|said|did|sound|seem|made|forgot|helped)\b|\blanguages do you\b|\bcan you do\b|"
+        r"\bwe (?:be|are done)\b|\blet(?:'s| us)\b|\bwhat(?:'s| is) up\b|\byou alright\b|\bhow(?:'s| is) (?:it going|"
+        r"your|life|everything)\b|\bgeht['’]?s\b|\bpretend\b|\banswer in\b|^\W*(?:I(?:'m| am| feel| love| like| hate|"
+        r" miss| had an?| wish)(?: so)? (?!(?:(?!going to (?:bed|sleep|work))\w+ing|on|in|not able|unable)\b))|"
+        r"\b(?:bored|lonely)\b",
     ),
     "pleased": (
         2.6,
@@ -80,12 +67,10 @@ _SIGNS = {
     ),
     "play": (
         4.1,
-        r"\b(?:jokes?|riddles?|poems?|haikus?|limericks?|rhymes?|songs?|lyrics|(?:short|bedtime|funny) story|fairy ?tales?|"
-        r"puns?|fun facts?|"
-        r"motivation|compliments?|horoscope|something (?:interesting|funny|nice)|day is it|"
-        r"name my|"
-        r"so (?:hot|cold|tired)|tea or coffee|(?:an?|this) (?:e-?mail|letter) to)\b|\b\d+\s*(?:times|plus|minus|divided by|"
-        r"% of|percent of|[-+*/x×÷])\s*\d+\s*\??\s*$",
+        r"\b(?:jokes?|riddles?|poems?|haikus?|limericks?|rhymes?|songs?|lyrics|(?:short|bedtime|funny) story|"
+        r"fairy ?tales?|puns?|fun facts?|motivation|compliments?|horoscope|something (?:interesting|funny|nice)|"
+        r"day is it|name my|so (?:hot|cold|tired)|tea or coffee|(?:an?|this) (?:e-?mail|letter) to)\b|"
+        r"\b\d+\s*(?:times|plus|minus|divided by|% of|percent of|[-+*/x×÷])\s*\d+\s*\??\s*$",
     ),
     "asks": (
         -1.8,
@@ -96,24 +81,19 @@ _SIGNS = {
     ),
     "wants": (
         -1.7,
-        r"^\W*(?:(?:please|can you|could you|would you) )*(?:show|list|explain|describe|compare|find|name|summari[sz]e|give|"
-        r"look up|search|define|convert)\b "
-        r"(?!me some|me (?:three|some) ideas|a name|that|it\b)",
+        r"^\W*(?:(?:please|can you|could you|would you) )*(?:show|list|explain|describe|compare|find|name|"
+        r"summari[sz]e|give|look up|search|define|convert)\b (?!me some|me (?:three|some) ideas|a name|that|it\b)",
     ),
     "identifier": (-0.7, r"(?<![\w.-])(?:--?[a-z][\w-]*|[\w-]*(?:\w[._/]\w|(?-i:[a-z][A-Z]|[A-Za-z]\d))[\w./-]*)"),
     "matter": (
         -3.3,
-        r"\b(?:options?|flags?|files?|ports?|servers?|clients?|install\w*|config\w*|settings?|errors?|commands?|defaults?|"
-        r"version|"
-        r"packages?|logs?|daemons?|services?|pass(?:words?|phrases?)|certificates?|databases?|data|disks?|memory|network|"
-        r"users?|accounts?|"
-        r"parameters?|variables?|documents?|manual|reports?|backups?|archives?|rules?|polic(?:y|ies)|licen[cs]es?|limits?|"
-        r"timeouts?|queues?|"
-        r"scripts?|systems?|hosts?|keys?|modules?|plugins?|restart\w*|supports?|start\w*|programs?|printers?|printing|table|"
-        r"page|pages|chapter|"
-        r"section|values?|sizes?|formats?|syntax|example|functions?|class|method|contract|customers?|employees?|department|"
-        r"invoice|warranty|"
-        r"warnings?|upgrade|downgrade|scan\w*|parser?|calendars?|thread|used?|run|runs|running)\b",
+        r"\b(?:options?|flags?|files?|ports?|servers?|clients?|install\w*|config\w*|settings?|errors?|commands?|"
+        r"defaults?|version|packages?|logs?|daemons?|services?|pass(?:words?|phrases?)|certificates?|databases?|data|"
+        r"disks?|memory|network|users?|accounts?|parameters?|variables?|documents?|manual|reports?|backups?|archives?|"
+        r"rules?|polic(?:y|ies)|licen[cs]es?|limits?|timeouts?|queues?|scripts?|systems?|hosts?|keys?|modules?|"
+        r"plugins?|restart\w*|supports?|start\w*|programs?|printers?|printing|table|page|pages|chapter|section|"
+        r"values?|sizes?|formats?|syntax|example|functions?|class|method|contract|customers?|employees?|department|"
+        r"invoice|warranty|warnings?|upgrade|downgrade|scan\w*|parser?|calendars?|thread|used?|run|runs|running)\b",
     ),
     "exclaims": (2.2, r"^[^?]*!$"),
 }

@@ -22,18 +22,17 @@ from ragspec.rag.grammar.edit_filters import (
     WithholdReason,
     filter_edits,
 )
-from ragspec.rag.grammar.edit_kinds import classify_edits
-from ragspec.rag.grammar.edits import Edit, apply_edits, split_pieces, word_edits
-from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, Span, TextPart, one_line
+from ragspec.rag.grammar.edits import Edit, apply_edits, classify_edits, split_pieces, word_edits
+from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, TextPart, one_line
+from ragspec.retrieval.chunking import Span
 from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)
 
 _OPENING = re.compile(
-    r"(?:(?:sure|certainly|of course|okay|ok|yes)\b[,.!:]*\s+)?"
+    r"(?i)(?:(?:sure|certainly|of course|okay|ok|yes)\b[,.!:]*\s+)?"
     r"(?:here(?:['’]s|\s+is|\s+are)\b[^:\n]{0,80}:"
-    r"|(?:(?:the|your)\s+)?(?:grammatically\s+)?(?:correct(?:ed|ion)?|revised|fixed)\b[^:\n\"“]{0,60}(?::|\bis\b(?=\s*[\"“\n])):?)\s*",
-    re.IGNORECASE,
+    r"|(?:(?:the|your)\s+)?(?:grammatically\s+)?(?:correct(?:ed|ion)?|revised|fixed)\b[^:\n\"“]{0,60}(?::|\bis\b(?=\s*[\"“\n])):?)\s*"
 )
 """What chat models say before the corrected sentence."""
 _AROUND = (("**", "**"), ('"', '"'), ("“", "”"), ("`", "`"))

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragspec.errors import InputError
-from ragspec.rag.grammar.edit_kinds import edit_kind
-from ragspec.rag.grammar.edits import Edit, EditKind
-
-Span = tuple[int, int]
+from ragspec.rag.grammar.edits import Edit, EditKind, edit_kind
+from ragspec.retrieval.chunking import Span
 
 _WORD = re.compile(r"[^\W\d_](?:\w|['’](?=\w))*")
 _NAME = re.compile(r"(?<=[^\W\d_A-Z] )[A-Z](?:\w|['’](?=\w))*")

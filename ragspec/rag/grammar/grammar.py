@@ -146,14 +146,12 @@ class Grammar(Closeable):
         def edit(generated: Sequence[_Generated]) -> list[Correction]:
             return [build_correction(*each) for each in generated]
 
-        return StagedPipeline(
-            (
-                PipelineStage("split", split, max_batch),
-                PipelineStage("generate", generate, num_workers=self._max_in_flight),
-                PipelineStage("edit", edit, max_batch),
-            ),
-            max_waiting=max_waiting,
+        stages = (
+            PipelineStage("split", split, max_batch),
+            PipelineStage("generate", generate, num_workers=self._max_in_flight),
+            PipelineStage("edit", edit, max_batch),
         )
+        return StagedPipeline(stages, max_waiting=max_waiting)
 
     def close(self) -> None:
         """Close the engine. Only for a caller that has no other use for it."""

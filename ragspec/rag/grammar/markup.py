@@ -21,10 +21,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ragspec.rag.grammar.edits import Edit
-from ragspec.retrieval.chunking import sentences
+from ragspec.retrieval.chunking import Span, sentences
 from ragspec.retrieval.chunking.chunker import short_spans
-
-Span = tuple[int, int]
 
 _VALUE = r"""(?:"[^"<]*+"|'[^'<]*+'|[^\s"'<>=`]++)"""
 _ATTRIBUTE = (
@@ -34,11 +32,10 @@ _ATTRIBUTE = (
 )
 _BEGIN = r"(?:\A|(?<=\A\ufeff))"  # or after a byte order mark
 _MARKUP = re.compile(
-    rf"\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
+    rf"(?im)\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
     rf"|(?:^|{_BEGIN})(?P<quoted>[ \t>]*+)(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)?+(?P<fence>`{{3,}}+|~{{3,}}+)(?![^\n`]*+`)"
     r"|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
-    rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d{{1,7}}|\#x[\da-f]{{1,6}}|[a-z]+\d*);",
-    re.MULTILINE | re.IGNORECASE,
+    rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d{{1,7}}|\#x[\da-f]{{1,6}}|[a-z]+\d*);"
 )
 _NAMING = (
     "(?:auto|[cC]|eq|name|page|v)?ref|(?:auto|foot|full|paren|no|short|text)?cite[a-z]*|label|input|include[a-z]*|bibliography[a-z]*|"

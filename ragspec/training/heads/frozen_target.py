@@ -81,10 +81,9 @@ class FrozenTarget:
         """
         dtype = self.model.dtype
         hidden = torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
-        output = self.model.model(
+        states: Tensor = self.model.model(
             inputs_embeds=inputs.to(dtype), attention_mask=hidden, position_ids=positions, use_cache=False
-        )
-        states: Tensor = output.last_hidden_state
+        ).last_hidden_state
         return states
 
     def embed(self, ids: Tensor) -> Tensor:

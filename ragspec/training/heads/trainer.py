@@ -69,14 +69,8 @@ class DrafterTrainer(Trainer[DrafterPlan, Encoded, MicroBatch]):
             {"params": [p for p in parameters if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
-        data = StepData(
-            partial(whole_text, sample_text, plan.max_tokens),
-            num_tokens,
-            num_tokens,
-            plan.step_tokens,
-            f"{plan.seed}/{workers.rank}",
-            num_processes,
-        )
+        draw, seed = partial(whole_text, sample_text, plan.max_tokens), f"{plan.seed}/{workers.rank}"
+        data = StepData(draw, num_tokens, num_tokens, plan.step_tokens, seed, num_processes)
         super().__init__(head, groups, plan, target.device, workers, data)
         self.head, self.target, self._earlier = head, target, earlier
 

@@ -1,48 +1,163 @@
 """The mixture of kinds of text that the adapter learns from, as groups of conversations that share a beginning.
 
+Owns the split of SQuAD dev by article, in the file's order: the first 36 are trained on, two are for probes during training, the
+last ten are for evaluation. No paragraph or title of an article behind the first 36 is trained on, from whatever file.
+
 A pack is one set of numbered passages with many questions about it, so that many answers share one reading. A dialogue is
 questions in a row, each with its passages, as the chat shows them. Paragraphs of the standard library and of documentation are
 made here; no held-out name and no evaluation file is among them. A draw is a function of the data and the generator.
 
+>>> question_paragraphs(Path("../shared/data"))[0].questions[0].quote
 >>> group = Mixture(data_dir, chats).draw("questions", random.Random(0))    # many questions over one set of passages
 """
 
+import json
 import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document
+from ragspec.core import Document, Message
 from ragspec.errors import InputError
-from ragspec.rag.wording import (
-    ABSTENTION,
-    grammar_messages,
-    numbered,
-    question_messages,
-    quoted_answer,
-    system_text,
-    user_text,
-)
+from ragspec.rag import wording
 from ragspec.retrieval.chunking import chunk
-from ragspec.training.conversations import Conversation, message
-from ragspec.training.documentation import Neighbours, documentation_questions
+from ragspec.training.conversations import Conversation
+from ragspec.training.documentation import Neighbours, documentation_questions, is_for_evaluation
 from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, tokenised
-from ragspec.training.reference.sources import (
-    MAX_QUOTE_WORDS,
-    Paragraph,
-    Question,
-    answers_of,
-    canard_pages,
-    canard_paragraph,
-    json_lines,
-    question_paragraphs,
-)
-from ragspec.training.sentences import normalise, split_sentences, window_around, words_of
+from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences, window_around, words_of
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
+
+NUM_TRAIN_ARTICLES, NUM_PROBE_ARTICLES, NUM_EVAL_ARTICLES = 36, 2, 10
+PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES)
+MAX_QUOTE_WORDS, MAX_SHORT_WORDS = 60, 12
+CANARD_QUOTE_WORDS, NO_ANSWER = range(6, 50), "CANNOTANSWER"
+UNTITLED = ("pubmedqa",)
+"""Files whose titles are no words."""
+LEFT_OUT = ("qamr",)
+"""Files that are not trained on: questions about single words of a sentence, which nobody asks of documents ("Which layers?")."""
+
+
+class Question(NamedTuple):
+    """`quote`: words of its paragraph; `short_answer`: empty where none is known. `follow_up`: as asked in its dialogue."""
+
+    text: str
+    quote: str
+    short_answer: str = ""
+    follow_up: str = ""
+
+
+@dataclass
+class Paragraph:
+    """`group`: its article, which hard distractors come from. `absent`: questions that it does not answer. `is_whole`: a
+    passage as the product cuts it, which is not cut again."""
+
+    text: str
+    group: str
+    title: str = ""
+    is_whole: bool = False
+    questions: list[Question] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+
+def question_paragraphs(data_dir: Path) -> list[Paragraph]:
+    """All paragraphs with questions, each once; equal files give equal lists. Raises: OSError."""
+    articles = squad_articles(data_dir)
+    held_out = {_key(p["context"]) for a in articles[NUM_TRAIN_ARTICLES:] for p in a["paragraphs"]}
+    held_out_titles = {a["title"].replace("_", " ") for a in articles[NUM_TRAIN_ARTICLES:]}
+    found: dict[str, Paragraph] = {}
+    for name, row in _rows(data_dir, articles[:NUM_TRAIN_ARTICLES]):
+        text, title = normalise(row["context"]), row["title"].replace("_", " ")
+        if _key(text) not in held_out and (title not in held_out_titles or name in UNTITLED):
+            new = Paragraph(text, f"{name}/{title}", "" if name in UNTITLED else title)
+            _add(found.setdefault(_key(text), new), row)
+    texts = {row["id"]: row["text"] for row in json_lines(data_dir / "squad_open/corpus.jsonl")}
+    for each in json_lines(data_dir / "squad_open/questions_unanswerable.jsonl"):
+        if paragraph := found.get(_key(texts[each["gold"]])):
+            paragraph.absent.append(normalise(each["question"]))
+    return [p for p in found.values() if p.questions or p.absent]
+
+
+def canard_pages(data_dir: Path) -> list[tuple[str, list[Question]]]:
+    """Title and questions of CANARD's pages with at least two questions in a row; a quote is empty where there is no answer.
+
+    A page's questions follow each other, its answers are words of the page, and a person made every question standalone. Articles
+    for evaluation are left out. Raises: OSError.
+    """
+    dialogues: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for row in json.loads((data_dir / "canard/dev.json").read_text(encoding="utf-8")):
+        dialogues[row["QuAC_dialog_id"]][row["Question_no"]] = row
+    pages = []
+    for rows in dialogues.values():
+        title, _, *texts = max((row["History"] for row in rows.values()), key=len)
+        turns = list[Question]()
+        for number, answer in enumerate(map(normalise, texts[1::2]), start=1):
+            if number in rows and (answer == NO_ANSWER or len(answer.split()) in CANARD_QUOTE_WORDS):
+                follow_up, alone = (normalise(rows[number][kind]) for kind in ("Question", "Rewrite"))
+                turns.append(Question(alone, "" if answer == NO_ANSWER else answer, follow_up=follow_up))
+        if len(turns) >= 2 and answers_of(turns) and not is_for_evaluation(title):
+            pages.append((title, turns))
+    return pages
+
+
+def answers_of(turns: list[Question]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(turn.quote for turn in turns if turn.quote))
+
+
+def canard_paragraph(title: str, turns: list[Question]) -> Paragraph:
+    """All answers in an order that the title tells."""
+    answers = answers_of(turns)
+    text = " ".join(random.Random(title).sample(answers, len(answers)))
+    absent = [turn.text for turn in turns if not turn.quote]
+    return Paragraph(text, "canard", is_whole=True, questions=[turn for turn in turns if turn.quote], absent=absent)
+
+
+def squad_articles(data_dir: Path) -> list[dict[str, Any]]:
+    """The articles of SQuAD dev 1.1. Raises: OSError."""
+    articles: list[dict[str, Any]] = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"]
+    return articles
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file. Raises: OSError."""
+    with path.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def _rows(data_dir: Path, articles: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The set's name, and a question with `title` and `context`, of the given articles and of all files in `qa_more`."""
+    for article in articles:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                yield "squad", asked | {"title": article["title"], "context": paragraph["context"]}
+    for path in sorted(path for path in (data_dir / "qa_more").glob("*.jsonl") if path.stem not in LEFT_OUT):
+        yield from ((path.stem, row) for row in json_lines(path))
+
+
+def _add(paragraph: Paragraph, row: dict[str, Any]) -> None:
+    """A question is left out unless a sentence holds its answer and is short enough to quote."""
+    question = normalise(row["question"])
+    if row.get("is_impossible"):
+        paragraph.absent.append(question)
+        return
+    answer = normalise(common_answer([each["text"] for each in row["answers"]]))
+    sentences = split_sentences(paragraph.text)
+    index = best_sentence(question, answer, sentences)
+    quote = "" if index is None else sentences[index]
+    if 2 < len(quote.split()) <= MAX_QUOTE_WORDS and not quote.endswith("?"):
+        is_short = len(answer.split()) <= MAX_SHORT_WORDS and answer.rstrip(".") != quote.rstrip(".")
+        paragraph.questions.append(Question(question, quote, answer if is_short else ""))
+
+
+def _key(text: str) -> str:
+    """Equal for one paragraph in several files."""
+    return re.sub(r"\W", "", text)[:80].lower()
+
 
 ABSENT_SHARE = 0.5
 """Questions without an answer, of a pack's questions."""
@@ -72,8 +187,8 @@ class Pack(NamedTuple):
 
     def conversations(self, own_system: str = "") -> list[Conversation]:
         """A conversation for each turn; they share the system's text and the passages."""
-        asked = [(question_messages(question, self.passages, own_system), answer) for question, answer in self.turns]
-        return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in asked]
+        asked = [(wording.question_messages(text, self.passages, own_system), answer) for text, answer in self.turns]
+        return [Conversation([*prompt, Message("assistant", answer)]) for prompt, answer in asked]
 
 
 class PackStream:
@@ -128,14 +243,14 @@ class PackStream:
         missed = [q for q in missed if not _may_answer(q, everything)]
         chosen = rng.sample(written, min(len(written), count - count // 3))
         chosen += [q.text for q in rng.sample(missed, min(len(missed), 1 + count // 3))]
-        return [(text, ABSTENTION) for text in dict.fromkeys(chosen)]
+        return [(text, wording.ABSTENTION) for text in dict.fromkeys(chosen)]
 
 
 def _answered(shown: list[Shown]) -> Iterator[tuple[str, str]]:
     for number, (paragraph, text) in enumerate(shown, start=1):
         for question in paragraph.questions:
             if question.quote in text:
-                yield question.text, quoted_answer(question.quote, number, question.short_answer)
+                yield question.text, wording.quoted_answer(question.quote, number, question.short_answer)
 
 
 def _may_answer(question: Question, text: str) -> bool:
@@ -188,7 +303,7 @@ class Dialogues:
         orders = orders[:1] * len(turns) if rng.random() < SAME_SHARE else orders
         told = list[tuple[str, str, list[str]]]()
         for turn, passages in zip(turns, orders, strict=True):
-            answer = quoted_answer(turn.quote, passages.index(text) + 1) if turn.quote else ABSTENTION
+            answer = wording.quoted_answer(turn.quote, passages.index(text) + 1) if turn.quote else wording.ABSTENTION
             told.append((turn.follow_up if told else turn.text, answer, passages))
         return _dialogue(told, rng)
 
@@ -204,23 +319,16 @@ def _joined(needed: list[str], texts: list[str], max_words: int, rng: random.Ran
 
 def _dialogue(turns: list[tuple[str, str, list[str]]], rng: random.Random) -> Conversation:
     """Questions with answer and passages; the last question is always shown with them."""
-    messages = [message("system", system_text())]
+    messages = [Message("system", wording.system_text())]
     for number, (question, answer, passages) in enumerate(turns, start=1):
         is_bare = number < len(turns) and rng.random() < BARE_SHARE
-        asked = question if is_bare else user_text(question, numbered(passages))
-        messages += [message("user", asked), message("assistant", answer)]
+        asked = question if is_bare else wording.user_text(question, wording.numbered(passages))
+        messages += [Message("user", asked), Message("assistant", answer)]
     return Conversation(messages)
 
 
 SHARES = {"questions": 0.46, "documentation": 0.1, "stdlib": 0.08, "grammar": 0.17, "follow_ups": 0.09, "chat": 0.1}
-DOCUMENTATION_SHARES = {
-    **SHARES,
-    "questions": 0.2,
-    "documentation": 0.4,
-    "stdlib": 0.05,
-    "grammar": 0.15,
-    "follow_ups": 0.1,
-}
+DOCUMENTATION_SHARES = dict(SHARES, questions=0.2, documentation=0.4, stdlib=0.05, grammar=0.15, follow_ups=0.1)
 """With rows of documentation packages."""
 LONG = {"follow_ups": 2.5}
 """Kinds whose rows are longer than the others', and how much."""
@@ -258,7 +366,7 @@ class Mixture:
         """Conversations that share a beginning."""
         if kind == "grammar":
             pairs = [self._corrections.draw(rng) for _ in range(NUM_CORRECTIONS)]
-            return [Conversation([*grammar_messages(w), message("assistant", right)]) for w, right in pairs]
+            return [Conversation([*wording.grammar_messages(w), Message("assistant", right)]) for w, right in pairs]
         if kind == "follow_ups":
             return self._dialogues.draw(rng)
         if kind == "chat":
