@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_drafter_training import unbroken_and_resumed
 from tiny_target import chat_tokenizer, tiny_config
 from torch import Tensor
+from training_parts import unbroken_and_resumed
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from ragspec.core import Message

@@ -3,15 +3,15 @@
 import functools
 import random
 import re
-from collections.abc import Callable
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from tiny_target import tiny_config, tiny_tokenizer
 from torch import Tensor
+from training_parts import unbroken_and_resumed
 from transformers import LlamaForCausalLM
 
 from pipelines.train.training_run import draw_curves
@@ -34,7 +34,7 @@ from ragspec.training.heads.initialisation import (
     trained_head,
 )
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer, batch_scores
-from ragspec.training.trainer import SINGLE_WORKER, Trainer, WorkerGroup
+from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
 
 TAPS = (0, 1, 2)
 OBJECTIVE = Objective(num_steps=3, noise=0.2)
@@ -74,26 +74,6 @@ def make_trainer(
     target, sizes = tiny_target(), {"step_tokens": 120, "micro_tokens": 80, "warmup_steps": 2}
     plan = DrafterPlan(**{"total_tokens": 3_000, "objective": OBJECTIVE, **sizes, **changes})
     return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
-
-
-T = TypeVar("T", bound=Trainer[Any, Any, Any])
-
-
-def unbroken_and_resumed(
-    make: Callable[[], T], path: Path, before: Callable[[T], object] = lambda trainer: None
-) -> tuple[T, T]:
-    """A run of four steps, and one that goes on from its checkpoint after two; `before` may change the trainer that loads it."""
-    unbroken, broken, resumed = make(), make(), make()
-    for trainer, num_steps in ((unbroken, 4), (broken, 2)):
-        for _ in range(num_steps):
-            trainer.train_step()
-    broken.save(path / "checkpoint.safetensors")
-    before(resumed)
-    resumed.load(path / "checkpoint.safetensors")
-    for _ in range(2):
-        resumed.train_step()
-    assert resumed.progress == unbroken.progress
-    return unbroken, resumed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

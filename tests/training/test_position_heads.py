@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from drafting.medusa_heads import hydra_logits, medusa_logits
-from test_drafter_training import unbroken_and_resumed
 from tiny_target import save_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy, smooth_l1_loss
+from training_parts import unbroken_and_resumed
 from transformers import LlamaModel
 
 from ragspec.config import DraftingConfig, DraftTreeConfig, EngineConfig, HeadConfig, TargetConfig
