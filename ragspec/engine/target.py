@@ -51,8 +51,9 @@ from ragspec.numerics.sharding import without_padding
 from ragspec.numerics.torch.backend import TorchBackend
 from ragspec.numerics.torch.transfer import free_bytes
 
-_POOL_SHARE = 0.9
-"""Of a GPU's free memory; the rest is for activations, captured graphs and sampling."""
+_POOL_SHARE, _POOL_STEP = 0.9, 4096
+"""Of a GPU's free memory, the rest of which is for activations, captured graphs and sampling; and the slots in which a pool is
+counted that has fewer than asked for: some megabytes more or less change neither its size nor the name of kept measurements."""
 log = logging.getLogger(__name__)
 notices = logging.getLogger("ragspec.engine.notices")
 """Warnings about the configured model that its user must see; the command line keeps other warnings off the terminal."""
@@ -155,12 +156,16 @@ class Target:
 
     def reset_pool(self, num_kv_slots: int) -> None:
         """A fresh pool; sequences of the old pool are lost. On a GPU it takes at most its share of the memory that weights,
-        indexes and FAISS's scratch leave. Raises: ModelError if not even a page fits."""
+        indexes and FAISS's scratch leave; of a group, the rank with the least decides. Raises: ModelError if not even a page
+        fits."""
         if self._max_kv_bytes is not None:
             num_kv_slots = self._slots_within("max_kv_bytes", self._max_kv_bytes, num_kv_slots)
+        self.__dict__.pop("pool", None)  # frees the old pool's memory
         free, asked = free_bytes(self.backend.device), num_kv_slots
         if free is not None:
-            num_kv_slots = self._slots_within("a GPU's free memory", int(_POOL_SHARE * free), asked)
+            least = int(self.ranks.all_gather(torch.tensor([[free]])).min())
+            most = self._slots_within("a GPU's free memory", int(_POOL_SHARE * least), asked)
+            num_kv_slots = most if most in (asked, most % _POOL_STEP) else most - most % _POOL_STEP
         if num_kv_slots < asked:
             notices.warning("the GPU has memory for keys and values of %d tokens, not of %d", num_kv_slots, asked)
         self.pool = self.backend.make_pool(self.shapes, num_kv_slots)

@@ -29,9 +29,13 @@ QUICK = {(kind, DTYPES[n % 5]) for n, kind in enumerate(ARCHITECTURES)}
     ],
 )
 def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
-    """Rows that depend on their company; a self-test that leaks slots."""
+    """Rows that depend on their company; a self-test that leaks slots.
+
+    Why fewer rows on the backend torch but for one architecture: where two tests share two cores, its threads wait for each other.
+    """
     target = tiny(kind, dtype)
-    tested = check_numerics(target, 2)
+    longest = 130 if dtype.startswith("torch") and kind != "llama" else target.max_context_tokens
+    tested = self_test(target, longest, target.config.numerics_dtype, 2)
     assert tested.passed, tested.failures
     again = self_test(target, QUICK_ROWS, target.config.numerics_dtype, 2, QUICK_CHUNKS)
     assert tested.numerics_id == again.numerics_id

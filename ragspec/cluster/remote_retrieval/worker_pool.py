@@ -13,6 +13,7 @@ hang for hours before the first is lost.
 
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -55,12 +56,13 @@ class WorkerPool:
         `hang_s`: a worker that answers no health check for so long is killed, and Ray restarts it."""
         self.what = what
         self.turns = itertools.count()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._workers = {replica.name: replica for replica in replicas}
         self._states: dict[str, Literal["up", "away", "warming"]] = dict.fromkeys(self._workers, "up")
         self._warm, self._hang_s = warm, hang_s
         self._lock = threading.Lock()
-        threading.Thread(target=_watch, args=(weakref.ref(self), hang_s), name="ragspec-watch", daemon=True).start()
+        watched = weakref.ref(self), self._closed, hang_s
+        threading.Thread(target=_watch, args=watched, name="ragspec-watch", daemon=True).start()
 
     @property
     def names(self) -> list[str]:
@@ -88,21 +90,29 @@ class WorkerPool:
 
     def close(self) -> None:
         """Calls that run end with a RetrievalError; the actors live on."""
-        self._is_closed = True
+        self._closed.set()
 
     def check_open(self) -> None:
         """Raises: RetrievalError."""
-        if self._is_closed or not ray.is_initialized():
-            why = "was closed" if self._is_closed else "is lost: Ray was shut down"
+        if self._closed.is_set() or not ray.is_initialized():
+            why = "was closed" if self._closed.is_set() else "is lost: Ray was shut down"
             raise RetrievalError(f"{self.what} {why}")
 
     def check_health(self) -> None:
-        """Workers that do not answer within `hang_s` leave. Raises: RetrievalError if the pool is closed."""
-        self.check_open()
+        """Workers that do not answer within `hang_s` leave. Raises: RetrievalError if the pool is closed.
+
+        Why in slices: as `wait_for` of `ragspec.cluster.actors`.
+        """
         calls = {worker.actor.ping.remote(): worker for worker in self.available()}
-        silent = ray.wait(list(calls), num_returns=len(calls), timeout=self._hang_s)[1] if calls else ()
-        for call in silent:
-            self.leave(calls[call], f"it answered no health check for {self._hang_s:g} s")
+        for _ in range(math.ceil(self._hang_s / _LOOK_S)):
+            self.check_open()
+            answered = ray.wait(list(calls), num_returns=len(calls), timeout=_LOOK_S)[0] if calls else []
+            for call in answered:
+                del calls[call]
+            if not calls:
+                return
+        for worker in calls.values():
+            self.leave(worker, f"it answered no health check for {self._hang_s:g} s")
 
     def _recover(self, worker: Replica) -> None:
         """Wait until the worker answers, prepare it, then use it again. A worker that Ray does not restart stays away."""
@@ -121,15 +131,17 @@ class WorkerPool:
                 self._states[worker.name] = "up"
 
 
-def _watch(pool: Callable[[], WorkerPool | None], interval_s: float) -> None:
-    """Until the pool is closed or nobody refers to it. Also ends when Ray is shut down."""
-    try:
-        while (found := pool()) is not None:
+def _watch(pool: Callable[[], WorkerPool | None], closed: threading.Event, interval_s: float) -> None:
+    """Until the pool is closed, nobody refers to it, or Ray is shut down."""
+    while not closed.is_set() and (found := pool()) is not None:
+        try:
             found.check_health()
-            del found
-            time.sleep(interval_s)
-    except (Exception, SystemExit):  # the latter: Ray raises it while it is shut down
-        return
+        except (RetrievalError, SystemExit):  # the latter: Ray raises it while it is shut down
+            return
+        except Exception:
+            _log.exception("%s: a health check failed", found.what)
+        del found
+        closed.wait(interval_s)
 
 
 class RetryPolicy(NamedTuple):

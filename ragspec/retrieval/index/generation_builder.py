@@ -11,7 +11,7 @@ segment that is still being filled. Every method that writes files raises OSErro
 import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -248,7 +248,7 @@ class GenerationBuilder:
                 generation=self._directory.free_number("generation"),
                 content_key=self.documents.content.key(self._encoder, self.config, self._analyzer.id),
                 content_sum=str(self.documents.content),
-                created_by=f"ragspec {version('ragspec')}",
+                created_by=_created_by(),
                 encoder=self._encoder,
                 analyzer=self._analyzer.id,
                 config=self.config,
@@ -322,3 +322,11 @@ def _fitting_store(index_dir: Path, encoder: TextEncoder | None, config: IndexCo
             "add to it with its own settings, or build another one"
         )
     return store
+
+
+def _created_by() -> str:
+    """The version of ragspec that writes a manifest. A source tree on the import path has none."""
+    try:
+        return f"ragspec {version('ragspec')}"
+    except PackageNotFoundError:
+        return "ragspec (not installed)"
