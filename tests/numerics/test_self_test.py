@@ -31,7 +31,7 @@ QUICK = {(kind, DTYPES[n % 5]) for n, kind in enumerate(ARCHITECTURES)}
 def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
     """Rows that depend on their company; a self-test that leaks slots.
 
-    Why fewer rows on the backend torch but for one architecture: where two tests share two cores, its threads wait for each other.
+    Why fewer rows on the backend torch, but for one architecture: its threads wait for each other where tests share the cores.
     """
     target = tiny(kind, dtype)
     longest = 130 if dtype.startswith("torch") and kind != "llama" else target.max_context_tokens
