@@ -164,8 +164,9 @@ class Target:
         free, asked = free_bytes(self.backend.device), num_kv_slots
         if free is not None:
             least = int(self.ranks.all_gather(torch.tensor([[free]])).min())
-            most = self._slots_within("a GPU's free memory", int(_POOL_SHARE * least), asked)
-            num_kv_slots = most if most in (asked, most % _POOL_STEP) else most - most % _POOL_STEP
+            num_kv_slots = self._slots_within("a GPU's free memory", int(_POOL_SHARE * least), asked)
+            if _POOL_STEP < num_kv_slots < asked:
+                num_kv_slots -= num_kv_slots % _POOL_STEP
         if num_kv_slots < asked:
             notices.warning("the GPU has memory for keys and values of %d tokens, not of %d", num_kv_slots, asked)
         self.pool = self.backend.make_pool(self.shapes, num_kv_slots)
