@@ -188,7 +188,8 @@ def random_target(shape: Shape, config: TargetConfig) -> Target:
         torch.manual_seed(0)
         options = {"dtype": getattr(torch, config.dtype), "attn_implementation": "ragspec"}
         model = model_classes().from_config(shape.config(), **options).eval()
-    return Target(model, _byte_tokenizer(), config, KV_SLOTS)
+    tokenizer = _byte_tokenizer()
+    return Target(model, lambda: tokenizer, config, KV_SLOTS)
 
 
 def engine_over(target: Target, config: EngineConfig) -> Engine:

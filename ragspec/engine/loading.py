@@ -105,13 +105,13 @@ def load_engine(
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         say("reading the weights")
         target = load_rank(target_config, config, ranks, say)
+        tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         if target.tokenizer.chat_template is None:
             notices.warning(
                 "%s has no chat template, so prompts are plain text and answers may ramble: it may be a base model, and its "
                 "publisher may have an instruction-tuned one",
                 target_config.model,
             )
-        tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         say("reading compiled samplers")
         compile_samplers()
         quiet()

@@ -12,7 +12,8 @@ layer, both before any norm. Tap `FINAL` is the output of the final norm, which 
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -66,7 +67,8 @@ FINAL = -1
 
 
 class Target:
-    """A loaded model, its tokenizer and its slot pool. Belongs to one engine; not thread-safe.
+    """A loaded model, its tokenizer and its slot pool. Belongs to one engine; not thread-safe. `tokenizer` waits for the thread
+    that reads it, beside the weights and the self-test.
 
     In a tensor-parallel group each rank holds a part of the weights and of every slot. Rank 0 announces each forward to the
     other ranks, which `compute` the same rows. Every method raises RankLost when the group is broken.
@@ -75,14 +77,14 @@ class Target:
     def __init__(
         self,
         model: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Callable[[], PreTrainedTokenizerBase],
         config: TargetConfig,
         num_kv_slots: int,
         shards: WeightShards | None = None,
         arena: WeightArena | None = None,
         max_kv_bytes: int | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.config = config
         self._shards = shards
         self.ranks: Ranks = shards.ranks if shards else ONE_RANK
@@ -94,7 +96,6 @@ class Target:
         self.hidden_size: int = text_config.hidden_size
         self.num_positions = int(text_config.max_position_embeddings)
         self.max_context_tokens = min(config.max_model_len or self.num_positions, self.num_positions)
-        self.eos_ids = eos_ids(model, tokenizer)
         self.shapes = attention_shapes(text_config, self.ranks.size)
         """The attention of this rank's part of each layer."""
         self._transform = LogitTransform.of(text_config)
@@ -124,12 +125,15 @@ class Target:
         if config.max_weight_bytes and ranks.size > 1:
             raise ModelError("target.max_weight_bytes reads weights from disk, which a target on one rank alone does")
         folder = target_folder(config, say)
-        tokenizer = read_tokenizer(folder)
+        beside = ThreadPoolExecutor(1, "ragspec-tokenizer")
+        tokenizer = beside.submit(read_tokenizer, folder).result
+        beside.shutdown(wait=False)
         is_saved = config.is_int8 and config.backend_name == "cpu"
         saved = SavedWeights(folder, config, ranks) if is_saved else None
         arena = saved.load() if saved else None
         model, shards = load_saved(folder, dtype, arena, saved.config) if saved and ranks.size == 1 else None, None
         if model is None and ranks.size == 1 and not (arena and arena.is_saved):
+            tokenizer()  # an error in it is found before the long part
             if saved:
                 say("quantising the weights")
             model = load_whole(folder, dtype)
@@ -176,6 +180,16 @@ class Target:
         if (most := num_bytes // self.token_bytes // PAGE * PAGE) < PAGE:
             raise ModelError(f"{name} is {num_bytes} bytes; a token takes {self.token_bytes}, a page {PAGE}")
         return min(num_slots, most)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises: ModelError if it cannot be read."""
+        return self._tokenizer()
+
+    @functools.cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end an output. Raises: as `tokenizer`."""
+        return eos_ids(self._model, self.tokenizer)
 
     @property
     def token_bytes(self) -> int:

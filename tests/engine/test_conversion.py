@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.engine.checkpoints import conversion
+from ragspec.engine.checkpoints import conversion, target_files
 from ragspec.engine.checkpoints.conversion import convert_target, merge_adapter
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, PACKAGE_REQUIREMENT, target_folder
 from ragspec.engine.target import Target, load_tokenizer
@@ -379,6 +379,29 @@ def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: 
     described = adapter / "adapter_config.json"
     described.write_text(described.read_text().replace("12", "13"))
     assert target_folder(settings) != first
+
+
+def test_a_gguf_file_is_read_whole_again_only_after_it_has_changed(
+    llama: Path, tmp_path: Path, config: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "tiny.gguf", list[Path]()
+    write_gguf(llama, path)
+    digest = target_files.file_digest
+    monkeypatch.setattr(target_files, "file_digest", lambda path: read.append(path) or digest(path))
+    first = target_folder(config(path))
+    assert target_folder(config(path)) == first and read == [path]
+
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\x3f")  # the last weight of the last tensor
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a restored or hostile copy has it
+    changed = target_folder(config(path))
+    assert changed != first and len(read) == 2
+
+    (kept,) = Path(first).parent.glob("*.digest")
+    kept.write_text("[1")  # of a full disk
+    assert target_folder(config(path)) == changed and len(read) == 3
 
 
 def test_an_adapter_of_a_hub_model_is_merged(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.core import Say, log_progress
-from ragspec.disk import TEMPORARY, saving, turn
+from ragspec.disk import TEMPORARY, saving, turn, write_atomically
 from ragspec.engine.checkpoints.catalogue import MODELS, known
 from ragspec.engine.checkpoints.downloads import local_model
 from ragspec.engine.checkpoints.preflight import check_files, check_memory, hub_answers, is_in_hub_cache
@@ -80,7 +80,8 @@ def converted_folder(config: TargetConfig) -> Path | None:
     model, adapter = _model_file(config), _adapter_folder(config)
     folder = Path(model)
     if folder.exists() and (adapter or model.endswith(".gguf")):
-        folder = Path(config.cache_dir).expanduser() / _conversion_key(model, adapter, config.dtype)
+        cache = Path(config.cache_dir).expanduser()
+        folder = cache / _conversion_key(model, adapter, config.dtype, cache)
     return folder if folder.is_dir() else None
 
 
@@ -121,7 +122,7 @@ def _converted(model: str, adapter: Path | None, dtype: str, cache: Path, say: S
     """The folder in the cache that holds the converted target. Folders that nobody used for `MAX_UNUSED_DAYS` are removed."""
     with saving(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        folder = cache / _conversion_key(model, adapter, dtype)
+        folder = cache / _conversion_key(model, adapter, dtype, cache)
         with turn(folder.with_suffix(".lock")):  # several ranks of one machine convert a target once
             if not folder.exists():
                 _convert(model, adapter, dtype, folder, say)
@@ -160,9 +161,10 @@ def return_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
+def _conversion_key(model: str, adapter: Path | None, dtype: str, cache: Path) -> str:
     """A name that depends on the content of every source, the dtype, and the library that dequantises."""
-    base = file_digest(Path(model)) if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
+    is_file = model.endswith(".gguf")
+    base = _kept_digest(Path(model), cache) if is_file else files_digest(Path(model), dtype, of_texts=True)
     if model.endswith(_PACKAGED_FILE) and base != PACKAGED_SHA256:
         raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
     adapted = [(path.name, file_digest(path)) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
@@ -206,6 +208,21 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal. Raises: OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _kept_digest(path: Path, cache: Path) -> str:
+    """As `file_digest`; from `cache` if the file has not changed since an earlier start. Why: a gigabyte takes a second."""
+    state = path.stat()
+    version = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    kept = cache / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.digest"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        *known, digest = json.loads(kept.read_bytes())
+        if known == version:
+            return str(digest)
+    digest = file_digest(path)
+    with contextlib.suppress(OSError):
+        write_atomically(kept, json.dumps([*version, digest]))
+    return digest
 
 
 def is_unused(path: Path) -> bool:
