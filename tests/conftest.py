@@ -124,6 +124,14 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def training_data(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginnings of the files that training reads."""
+    from real_data import beginnings
+
+    return beginnings(shared_data, tmp_path_factory.mktemp("data"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> int:
     """The same random numbers in every test, whatever ran before it. Gives the seed.
