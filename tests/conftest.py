@@ -9,6 +9,7 @@ import os
 import random
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,14 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def training_data(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginnings of the files that training reads."""
+    from real_data import beginnings
+
+    return beginnings(shared_data, tmp_path_factory.mktemp("data"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> int:
     """The same random numbers in every test, whatever ran before it. Gives the seed.
@@ -138,20 +147,18 @@ def seeded() -> int:
     return SEED
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that start Ray come last, and with `--dist loadgroup` one process runs them all: they share one Ray. Every other
-    module is a group of its own, so that its fixtures are made once."""
-    modules = {item.nodeid.partition("::")[0] for item in items if item.get_closest_marker("ray")}
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] in modules)
-    for item in items:
-        module = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("ray" if module in modules else module))
+    """Files that start Ray come last: one Ray serves all that a process runs. Before that, and among them, files whose tests are
+    all slow come first: the light ones then end a run, and no process waits long for the last file of another."""
+    with_ray = {item.path for item in items if item.get_closest_marker("ray")}
+    num_tests = Counter(item.path for item in items)
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path in with_ray, -num_slow[item.path] / num_tests[item.path]))
 
 
 @pytest.fixture(scope="module")
 def local_ray() -> None:
-    """The Ray of this test run, on this machine: started by the first module that asks for it. Its CPUs are only numbers."""
+    """The Ray of this process, on this machine: started by the first module that asks for it. Its CPUs are only numbers."""
     import ray
 
     if not ray.is_initialized():

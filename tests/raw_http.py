@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 300.0
+"""Until a connection that is not closed fails its test; no test waits for it."""
 
 
 class Raw(NamedTuple):

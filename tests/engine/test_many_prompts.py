@@ -1,4 +1,4 @@
-"""300 prompts on targets in int8: the same tokens whatever is drafted, whoever is beside, with two threads, on four ranks."""
+"""Many prompts on targets in int8: the same tokens whatever is drafted, whoever is beside, with two threads, on four ranks."""
 
 import argparse
 import inspect
@@ -20,7 +20,7 @@ from ragspec.speculation import Speculation
 
 pytestmark = pytest.mark.slow
 
-NUM_PROMPTS, NUM_ON_RANKS, NUM_WORDS = 300, 60, 12
+NUM_PROMPTS, NUM_ON_RANKS, NUM_WORDS = 160, 60, 12
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 PARAMS = (GREEDY, replace(GREEDY, temperature=1.0), replace(GREEDY, temperature=1.0, top_p=0.9))
 NUM_SLOTS = 4096
@@ -58,7 +58,7 @@ def test_the_default_target_writes_the_same_tokens_in_every_way() -> None:
     plain, drafted = (requests_of(target, NUM_PROMPTS, speculation=on) for on in (False, True))
     expected = [done.token_ids for done in generated(target, plain, beside=1)]
     assert len(set(expected)) > 0.9 * NUM_PROMPTS
-    for requests, beside, num_threads in ((plain, 8, 1), (plain, 1, 2), (drafted, 1, 1), (drafted, 8, 2)):
+    for requests, beside, num_threads in ((plain, 8, 1), (drafted, 8, 2)):
         copy = CopyDrafter(target.tokenizer, target.eos_ids)
         completions = generated(target, requests, beside, num_threads, [copy])
         assert [done.token_ids for done in completions] == expected
@@ -81,7 +81,7 @@ def test_ranks_write_the_same_tokens_in_every_way(followers: Followers, size: in
     expected = {(done.request_id, done.choice): done.token_ids for done in generated(one, plain, beside=1)}
     settings = EngineConfig(max_kv_tokens=NUM_SLOTS, num_threads=1)
     with followers.target(size, config, settings) as target:
-        for requests, beside in ((plain, 8), (drafted, 1), (drafted, 8)):
+        for requests, beside in ((plain, 8), (drafted, 8)):
             completions = generated(target, requests, beside, drafters=[Half(expected)])
             assert [done.token_ids for done in completions] == [*expected.values()]
             assert (sum(done.stats.num_accepted for done in completions) > NUM_ON_RANKS) == (requests is drafted)

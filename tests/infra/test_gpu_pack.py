@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_data import DATA, needs_data
 from tiny_target import chat_tokenizer, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,9 +131,8 @@ def test_a_part_gets_as_far_as_the_gpu_with_lean_packages(
 
 
 @pytest.mark.slow
-@needs_data
 def test_both_commands_train_from_a_pack_with_lean_packages(
-    check: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    check: Callable[..., subprocess.CompletedProcess[str]], training_data: Path, tmp_path: Path
 ) -> None:
     """A data file that the pack lacks, or an import that a bare machine cannot make: the first run on a GPU ended there."""
     target = save_model("llama", tmp_path / "target", vocab_size=330, max_position_embeddings=2048)
@@ -148,10 +146,18 @@ def test_both_commands_train_from_a_pack_with_lean_packages(
         "licence": "MIT",
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    packed = [sys.executable, "infra/gpu/pack.py", "training", tmp_path / "pack", "--data", DATA, "--books-mib", "1"]
-    subprocess.run(
-        [*packed, "--documentation", tmp_path / "rows.jsonl", "--model", target], cwd=ROOT, check=True, timeout=900
-    )
+    options = [
+        "--data",
+        training_data,
+        "--books-mib",
+        "1",
+        "--documentation",
+        tmp_path / "rows.jsonl",
+        "--model",
+        target,
+    ]
+    packed = [sys.executable, "infra/gpu/pack.py", "training", tmp_path / "pack", *options]
+    subprocess.run(packed, cwd=ROOT, check=True, timeout=900)
     done, work = check("train", PACK=tmp_path / "pack", CHATS=20, MINUTES="0.05", ROWS=1), tmp_path / "work"
     assert done.returncode == 0, done.stderr[-3000:]
     assert (work / "build/gpu/adapter/adapter/adapter_model.safetensors").exists()

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,6 @@ from ragspec.training.heads.initialisation import fresh_head, head_config, start
 from ragspec.training.heads.training_texts import AnswerOrigin
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT.parent / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +186,18 @@ def test_what_cannot_fit_the_target_ends_in_one_line(
         train_drafter.main()
 
 
-def command(out: Path, target: str, *options: str) -> None:
-    arguments = ["--data", str(DATA), "--out", str(out), "--target", target, "--seed", "3", *options]
-    subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
+@pytest.fixture
+def command(target: str, training_data: Path) -> Callable[..., None]:
+    """`command(out, options)` runs the training as a command."""
+
+    def run(out: Path, *options: str) -> None:
+        arguments = ["--data", str(training_data), "--out", str(out), "--target", target, "--seed", "3", *options]
+        subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
+
+    return run
 
 
 @pytest.mark.slow
-@needs_data
 @pytest.mark.parametrize(
     ("options", "probes"),
     [
@@ -202,16 +206,16 @@ def command(out: Path, target: str, *options: str) -> None:
     ],
 )
 def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
-    target: str, tmp_path: Path, options: tuple[str, ...], probes: set[str]
+    command: Callable[..., None], target: str, tmp_path: Path, options: tuple[str, ...], probes: set[str]
 ) -> None:
     """The job as its first docstring line runs it; probes of five steps over four networks; a folder that no engine loads.
 
     The little tokenizer makes 750 tokens of a question behind a passage.
     """
-    options += ("--answers", "both", "--num-answers", "12", "--checkpoint-minutes", "0.01")
-    command(tmp_path, target, *options, "--tokens", "7000", "--data-workers", "0")
+    options += ("--answers", "both", "--num-answers", "12", "--checkpoint-minutes", "0.01", "--data-workers", "0")
+    command(tmp_path, *options, "--tokens", "2000")
     record = json.loads((tmp_path / "history.json").read_text())
-    assert record["history"][-1]["tokens"] >= 7000
+    assert record["history"][-1]["tokens"] >= 2000
     assert probes <= record["probes"][-1].keys()
     assert (tmp_path / "curves.png").stat().st_size > 1000
     if "hydra" in options:
@@ -219,20 +223,21 @@ def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
         assert (heads.config.num_heads, heads.config.num_blocks, heads.config.is_grounded) == (4, 2, True)
     else:
         assert read_head(tmp_path / "head").config.aux_layers == (2, 4, 6)
-    command(tmp_path, target, *options, "--tokens", "9000", "--resume")
+    command(tmp_path, *options, "--tokens", "3000", "--resume")
     history = json.loads((tmp_path / "history.json").read_text())["history"]
-    assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
+    assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 3000
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@needs_data
-@pytest.mark.parametrize("family", ["eagle", "medusa"])
-def test_two_workers_write_the_same_head_twice(family: str, target: str, tmp_path: Path) -> None:
-    """A worker that draws from the clock, or a second writer, would show as another head or a torn one."""
+def test_two_workers_write_the_same_head_twice(command: Callable[..., None], tmp_path: Path) -> None:
+    """A worker that draws from the clock, or a second writer, would show as another head or a torn one.
+
+    Why EAGLE: it draws noise.
+    """
     heads = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        command(out, target, "--family", family, "--tokens", "10000", "--workers", "2")
+        command(out, "--family", "eagle", "--tokens", "3000", "--workers", "2")
         heads.append(read_tensors(out / "head"))
     assert heads[0] and all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_data import DATA, needs_data
 from safetensors.torch import load_file
 from tiny_target import chat_tokenizer, save_model
 
@@ -60,15 +59,14 @@ def test_options_reach_the_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@needs_data
-def test_two_workers_write_the_same_adapter_twice(tmp_path: Path) -> None:
+def test_two_workers_write_the_same_adapter_twice(training_data: Path, tmp_path: Path) -> None:
     """A worker that draws from the clock, or a second writer, would show as another adapter or a torn one."""
     target = save_model("llama", tmp_path / "target", vocab_size=330, max_position_embeddings=2048)
     chat_tokenizer().save_pretrained(target)
     adapters = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        options = f"--target {target} --data {DATA} --out {out} --tokens 5000 --seed 3 --workers 2 --chats 200".split()
-        command = [sys.executable, "-m", "pipelines.train_target", *options]
+        options = f"--target {target} --data {training_data} --out {out} --tokens 5000 --seed 3 --workers 2 --chats 40"
+        command = [sys.executable, "-m", "pipelines.train_target", *options.split()]
         subprocess.run(command, cwd=ROOT, check=True, timeout=800)
         assert (out / "curves.png").stat().st_size > 1000
         assert json.loads((out / "adapter/adapter_config.json").read_text())["r"] == 32

@@ -1,7 +1,6 @@
 """What a client sends: malformed, too large, too slow, not all of it, or random."""
 
 import contextlib
-import time
 from collections import Counter
 from typing import Any
 
@@ -123,11 +122,9 @@ def test_an_odd_address_is_the_client_s_mistake(hasty: Service, path: str) -> No
 
 def test_a_head_that_does_not_come_ends_the_connection(hasty: Service) -> None:
     """Connections on which nothing, or a byte now and then, comes use up all there are."""
-    begin = time.monotonic()
     with opened(hasty.url) as silent, opened(hasty.url) as slow:
         slow.sendall(b"GET /health/live HTTP/1.1\r\nHost: loc")
         assert exchange(silent, ()).status == exchange(slow, ()).status == 0
-    assert time.monotonic() - begin < 20.0
 
 
 @pytest.mark.parametrize("second", [b"GET /health", b"\r\n"])
@@ -205,11 +202,11 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Servic
     assert soon(lambda: not hasty.backend.rate_limiter.running and hasty.aborts("client_gone") == num_gone + 1)
 
 
-NUM_EACH = 60
+NUM_EACH = 25
 
 
 @pytest.mark.slow
-def test_two_thousand_requests_blame_nobody_but_the_client(service: Service) -> None:
+def test_a_thousand_requests_blame_nobody_but_the_client(service: Service) -> None:
     """A generated request met a 500. Of every route, requests that keep to its schema and as many that do not."""
     schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis (extra dev)")
     statuses: Counter[int] = Counter()
@@ -230,7 +227,7 @@ def test_two_thousand_requests_blame_nobody_but_the_client(service: Service) -> 
 
             with contextlib.suppress(Unsatisfiable):  # a route without a body or a parameter cannot be asked wrongly
                 send()
-    assert 200 in statuses and 400 in statuses and sum(statuses.values()) >= 2_000
+    assert 200 in statuses and 400 in statuses and sum(statuses.values()) >= 800
     with service.client() as client:
         body = {"model": MODEL, "prompt": "Who built the bridge?", "max_tokens": 4}
         assert client.post("/v1/completions", json=body).status_code == 200
