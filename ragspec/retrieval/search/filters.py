@@ -70,11 +70,15 @@ _MASKS_KEPT = 32
 class _FilterNode(ConfigSection):
     """Filters are equal if their texts are. Why: filters for 1 and for True would be equal, also as keys of a cache."""
 
+    @functools.cached_property
+    def text(self) -> str:
+        return repr(self)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FilterNode) and repr(self) == repr(other)
+        return isinstance(other, _FilterNode) and self.text == other.text
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self.text)
 
 
 class ComparisonFilter(_FilterNode):
