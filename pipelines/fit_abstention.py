@@ -99,11 +99,12 @@ def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestio
         return None
     plain = Request("plain", prompt.prompt_ids, SamplingParams(max_tokens=96))
     doubted, said = engine.generate([replace(doubt, params=replace(doubt.params, logprobs=20)), plain])
-    top, answer = dict(doubted.logprobs[0].top), replace(answer, text=said.text)
+    top = dict(doubted.logprobs[0].top)
     (no, *_), (yes, *_) = prompts.plain_ids(["No", "Yes"])
     least = min(top.values())
     margin = top.get(no, least) - top.get(yes, least)
-    return Case(margin, answer.closeness, asked.answerable, asked.answerable and judge(asked, answer).right is True)
+    is_right = asked.answerable and judge(asked, replace(answer, text=said.text)).right is True
+    return Case(margin, answer.closeness, asked.answerable, is_right)
 
 
 def fitted(cases: list[Case], most_refused: float = MOST_REFUSED) -> tuple[float, float]:

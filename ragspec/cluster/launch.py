@@ -21,15 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ragspec.cluster.actors import Replica, ragspec_error, remote_class, wait_for_all
 from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
-from ragspec.cluster.registry import (
-    KINDS,
-    NAMESPACE,
-    actor_name,
-    alive_nodes,
-    installed_version,
-    kind_of,
-    replica_names,
-)
+from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, own_version, replica_names
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, DeploymentSpec, Topology
@@ -42,7 +34,7 @@ _PLACED_S = 10.0
 
 
 class NodeCheck(NamedTuple):
-    """A node's `installed_version`, and the paths that do not exist there."""
+    """A node's `own_version`, and the paths that do not exist there."""
 
     version: str
     missing: tuple[str, ...]
@@ -50,7 +42,7 @@ class NodeCheck(NamedTuple):
 
 def check_here(paths: Sequence[str]) -> NodeCheck:
     """The check of this process's node."""
-    return NodeCheck(installed_version(), tuple(path for path in paths if not Path(path).exists()))
+    return NodeCheck(own_version(), tuple(path for path in paths if not Path(path).exists()))
 
 
 def check_nodes(spec: DeploymentSpec) -> None:

@@ -67,12 +67,9 @@ class DeploymentRecord:
     """The actor that holds a deployment's specification. Its name reserves the deployment's name."""
 
     def __init__(self, spec: DeploymentSpec, version: str) -> None:
-        """A restarted record is of a deployment that was up. `version` as from `installed_version`."""
-        self._spec, self._version = spec, version
+        """A restarted record is of a deployment that was up. `version` as from `own_version`."""
+        self._spec, self.version = spec, version
         self._is_up = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-    def version(self) -> str:
-        return self._version
 
     def state(self) -> tuple[DeploymentSpec, bool]:
         """The specification, and whether every replica has been live once."""
@@ -83,7 +80,7 @@ class DeploymentRecord:
 
 
 @functools.cache
-def installed_version() -> str:
+def own_version() -> str:
     """The version of ragspec, and a hash of its source files as this process first found them."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
@@ -99,7 +96,7 @@ def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) ->
     options = {"name": actor_name(deployment, "record"), "namespace": NAMESPACE, "lifetime": lifetime}
     record = remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(DeploymentRecord)
     try:
-        return record.options(scheduling_strategy=here, **options).remote(spec, installed_version())
+        return record.options(scheduling_strategy=here, **options).remote(spec, own_version())
     except ValueError as cause:  # Ray: the name is taken
         raise EngineError(f"there is a deployment {deployment!r} on this cluster; take it down first") from cause
 
@@ -123,12 +120,10 @@ def _recorded(deployment: str) -> tuple[DeploymentSpec, bool]:
         record = ray.get_actor(actor_name(deployment, "record"), namespace=NAMESPACE)
     except ValueError as cause:
         raise EngineError(f"there is no deployment {deployment!r} on this cluster") from cause
-    name, here = f"the record of {deployment}", installed_version()
-    if hasattr(record, "version"):
-        call = record.version.remote()
-    else:  # of a version whose records did not tell theirs
-        call = record.__ray_call__.remote(lambda _: sys.modules["ragspec"].__version__)
-    (there,) = wait_for_all([call], ANSWER_S, name)
+    name, here = f"the record of {deployment}", own_version()
+    # Records of earlier versions hold none
+    asked: Any = record.__ray_call__.remote(lambda own: getattr(own, "version", sys.modules["ragspec"].__version__))
+    (there,) = wait_for_all([asked], ANSWER_S, name)
     if there != here:
         raise EngineError(
             f"the deployment {deployment!r} runs ragspec {there}, and this is ragspec {here}: restart it with "

@@ -138,16 +138,8 @@ class Target:
             model = load_whole(folder, dtype)
         elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
-        target = cls(
-            model.eval(),
-            tokenizer,
-            config,
-            num_kv_slots,
-            shards if ranks.size > 1 else None,
-            arena,
-            max_kv_bytes,
-            reserved_bytes,
-        )
+        own, limits = shards if ranks.size > 1 else None, (max_kv_bytes, reserved_bytes)
+        target = cls(model.eval(), tokenizer, config, num_kv_slots, own, arena, *limits)
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena, target._model.model.rotations, target._model.config)
             if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:

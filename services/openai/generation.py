@@ -120,8 +120,7 @@ class RequestContext:
                     said, doubt_stats = said_after(completion), completion.stats
                     metrics.worked(doubt_stats)
                 engine = KnownAnswer(said) if said else self.model.engine
-                options = {"max_waiting_tokens": max_waiting, "doubt_stats": doubt_stats}
-                streams.append(EngineStream(engine, requests, self.mailbox, metrics, **options))
+                streams.append(EngineStream(engine, requests, self.mailbox, metrics, max_waiting, doubt_stats))
                 async with streams[-1] as stream:
                     yield stream
             finally:
@@ -193,7 +192,6 @@ class EngineStream:
         requests: Sequence[Request],
         mailbox: DeltaMailbox,
         metrics: Metrics,
-        *,
         max_waiting_tokens: int | None = None,
         doubt_stats: GenerationStats | None = None,
     ) -> None:

@@ -222,10 +222,10 @@ def test_a_deployment_of_another_version_is_named_with_its_restart(
         def state(self) -> tuple[DeploymentSpec, bool]:
             return self._spec, True
 
-    here, spec, remote = registry.installed_version(), DeploymentSpec(ENGINES, config), cast(Any, ray.remote)
+    here, spec, remote = registry.own_version(), DeploymentSpec(ENGINES, config), cast(Any, ray.remote)
     earlier = remote(EarlierRecord).options(name="older/record", namespace=NAMESPACE, num_cpus=0).remote(spec)
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "installed_version", lambda: OTHER_VERSION)
+        patch.setattr(registry, "own_version", lambda: OTHER_VERSION)
         records = {"older": earlier, "other": registry.start_record("other", spec, None)}
     for name, there in (("older", ragspec.__version__), ("other", OTHER_VERSION)):
         for ask in (Deployment.find, registry.status_of):
