@@ -5,10 +5,11 @@
 
     python -m pipelines.fit_abstention QUESTIONS.jsonl --index INDEX --target Qwen2.5-Coder-1.5B-Instruct --layout free
 
-The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered without a bias. Its features are the
-log-probability of the abstention's first token over that of the answer's, in the layout "free" that of "No" over "Yes", and the
-logit of `closeness`; what a fit in place refuses there counts as answered wrong. Of a grid, the fit is the
-intercept and slope that refuse most questions that are not answerable, and at most `--most-refused` of the others. Prints JSON.
+The questions are those of `ragspec evaluate`, some of them not answerable. Each is answered as if the target never abstained. Its
+features are the log-probability of the abstention's first token over that of the answer's, in the layout "free" that of "No" over
+"Yes", and the logit of `closeness`. Of a grid, the fit is the intercept and slope that refuse most questions that are not
+answerable, and at most `--most-refused` of the others. Prints JSON; `right_lost`: of the refused questions, how many are answered
+right where they are not refused.
 """
 
 import json
@@ -36,7 +37,8 @@ MOST_REFUSED = 0.07
 
 
 class Case(NamedTuple):
-    """`margin`: log-probability of the abstention's first token, or of "No", over the other's. `is_right`: answered right."""
+    """`margin`: log-probability of the abstention's first token, or of "No", over the other's. `is_right`: answered right where
+    it is not refused."""
 
     margin: float
     closeness: float
@@ -89,18 +91,20 @@ def doubted_case(pipeline: Pipeline, config: PipelineConfig, asked: AskedQuestio
     engine: Any = pipeline.engine
     rules = TextRules(fit=AnswerFit(doubts=True), layout="free")
     prompts = PromptBuilder.of(engine.target.tokenizer, engine.max_context_tokens, config).by(rules)
-    answer = pipeline.ask(asked.question, SamplingParams(max_tokens=96))
+    answer = pipeline.ask(asked.question, SamplingParams(max_tokens=1))  # a fit in place may refuse it
     prompt, request = prompts.build(asked.question, answer.passages, 96), Request("", (), SamplingParams())
     build = partial(prompts.build, asked.question + DOUBT, answer.passages, 1)
     doubt = prompts.doubt(build, prompt, answer.closeness, request)
     if doubt is None or answer.closeness is None:
         return None
-    (completion,) = engine.generate([replace(doubt, params=replace(doubt.params, logprobs=20))])
-    top = dict(completion.logprobs[0].top)
+    plain = Request("plain", prompt.prompt_ids, SamplingParams(max_tokens=96))
+    doubted, said = engine.generate([replace(doubt, params=replace(doubt.params, logprobs=20)), plain])
+    top = dict(doubted.logprobs[0].top)
     (no, *_), (yes, *_) = prompts.plain_ids(["No", "Yes"])
     least = min(top.values())
     margin = top.get(no, least) - top.get(yes, least)
-    return Case(margin, answer.closeness, asked.answerable, asked.answerable and judge(asked, answer).right is True)
+    is_right = asked.answerable and judge(asked, replace(answer, text=said.text)).right is True
+    return Case(margin, answer.closeness, asked.answerable, is_right)
 
 
 def fitted(cases: list[Case], most_refused: float = MOST_REFUSED) -> tuple[float, float]:

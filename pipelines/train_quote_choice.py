@@ -42,7 +42,8 @@ class Quoted(NamedTuple):
 def documentation(rows: Path) -> Iterator[Quoted]:
     for row in json_lines(rows):
         if row["quote"]:
-            title, heading, *_ = [*row["lead"].split("\n"), "", ""]
+            title, _, rest = row["lead"].partition("\n")
+            heading = rest.partition("\n")[0]
             yield Quoted(row["question"], _passage(row["passage"], title, heading), row["quote"])
 
 

@@ -108,7 +108,8 @@ def learned_weights(features: type[Weights], sets: Sequence[Candidates], start: 
         return total.detach()
 
     optimiser.step(loss)
-    return features(*(round(float(weight), 3) for weight in weights.detach()))
+    fitted: Weights = features(*(round(float(weight), 3) for weight in weights.detach()))
+    return fitted
 
 
 def _loss_of(candidates: Candidates, weights: torch.Tensor) -> torch.Tensor:

@@ -286,6 +286,7 @@ class GenerationStats:
     `num_near_ties`: always 0. Earlier versions counted tokens that another rounding could change; the self-test names such a
     machine now. The next version leaves the field out.
     `num_replays`: how often another replica took over. Of steps on a lost replica only accepted nodes count.
+    `doubt`: counters of the question that the target was asked first, whether the passages answer; the same in all choices.
     """
 
     num_prompt_tokens: int = 0
@@ -311,6 +312,7 @@ class GenerationStats:
     num_replays: int = 0
     seed: int = 0
     system_fingerprint: str = ""
+    doubt: GenerationStats | None = None
 
     @property
     def acceptance_length(self) -> float:

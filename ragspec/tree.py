@@ -122,16 +122,14 @@ class Proposals(SequenceOf[SequenceOf[Proposal]]):
 
     @classmethod
     def of(cls, drafter: str, lists: SequenceOf[SequenceOf[Proposal]]) -> Proposals:
-        """Raises: TypeError, ValueError, OverflowError for anything but proposals whose parents precede them."""
+        """Raises: TypeError, ValueError, OverflowError for anything but proposals."""
         rows, feedback, flat = list[tuple[int, ...]](), list[object](), [own for given in lists for own in given]
-        for at, proposal in (each for given in lists for each in enumerate(given)):
+        for proposal in flat:
             if not (isinstance(proposal, Proposal) and isinstance(proposal.origin, Origin)):
                 raise TypeError(f"{drafter} proposed {type(proposal).__name__}, which is no proposal")
-            token_id, parent, path_prob, (_, source, offset, own), _ = proposal
-            if not all(isinstance(number, int | np.integer) for number in (token_id, source, offset)):
-                raise TypeError(f"{drafter} proposed a node whose token or origin is no whole number")
-            if not (-1 <= parent < at and isinstance(path_prob, float | int)):
-                raise ValueError(f"{drafter} proposed a node below {parent!r}, which does not precede it")
+            token_id, parent, _, (_, source, offset, own), _ = proposal
+            if not all(isinstance(number, int | np.integer) for number in (token_id, parent, source, offset)):
+                raise TypeError(f"{drafter} proposed a node whose token, parent or origin is no whole number")
             rows.append((token_id, parent, source, offset, len(rows)))
             feedback.append(own)
         draws = {at: proposal.draw for at, proposal in enumerate(flat) if proposal.draw is not None}

@@ -111,12 +111,6 @@ def test_what_cannot_be_verified_is_left_out_with_all_below() -> None:
     assert len(cut(merged(chain([1, 2], 0.5, A), max_depth=0))) == 1
 
 
-def test_a_parent_that_does_not_exist_is_an_error() -> None:
-    """A malformed list was silently hung somewhere else."""
-    with pytest.raises(ValueError, match="does not precede"):
-        merged([Proposal(1, 5, 0.9, A)])
-
-
 def test_siblings_of_two_drafters_exclude_each_other() -> None:
     """Drafters that disagree were both believed in full, and the budget went to tokens of which one at most is right."""
     second = [Proposal(1, -1, 0.6, B), Proposal(3, 0, 0.4, B), Proposal(4, 0, 0.2, B), Proposal(5, -1, 0.4, B)]

@@ -40,7 +40,7 @@ from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import RetrievalMode, SearchScope
 from ragspec.training.documentation import (
     DocumentationQuestion,
     documentation_questions,
@@ -52,7 +52,7 @@ TOP = 3
 _DEPTH = 10
 _AT_ONCE = 128
 _PERPLEXITY_WINDOW = 512
-_MODES = {"dense": "dense", "bm25": "sparse", "hybrid": "hybrid"}
+_MODES: dict[str, RetrievalMode] = {"dense": "dense", "bm25": "sparse", "hybrid": "hybrid"}
 
 
 class Answers(ExitStack):

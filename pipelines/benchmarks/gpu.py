@@ -175,10 +175,11 @@ def with_and_without_drafts(
     ids = tuple(engine.target.tokenizer(3 * TEXT).input_ids)  # a model of real weights goes on with the text
     cases = [Case(f"{i}", ids[i % 10 :][:_NUM_PROMPT], source, num_tokens) for i in range(num_requests)]
     together = {
-        on: EngineDecoder(engine, speculation=on, seed=0, salt="on", ignore_eos=True).together for on in (True, False)
+        name: EngineDecoder(engine, speculation=name == "on", seed=0, salt="on", ignore_eos=True).together
+        for name in ("on", "off")
     }
     taken = take_turns(together, [cases], _NUM_PAIRS + 1)
-    on, off = ([batch for (batch,) in taken[each][1:]] for each in (True, False))
+    on, off = ([batch for (batch,) in runs[1:]] for runs in taken.values())
     return on, off
 
 

@@ -162,9 +162,9 @@ class Run:
         """With the rows of this suite, commit and machine and of the same choices. A checkout with changes keeps no rows."""
         if commit == "unknown" or commit.endswith("-dirty"):
             return self
-        choices = [self.target.model_dump_json(), self.encoder.model_dump_json(), self.data_dir, self.heads, machine()]
-        choices += [self.quick, self.num_runs, self.num_prompts, self.seed, self.peers, self.device]
-        digest = hashlib.sha256("\n".join(map(str, choices)).encode()).hexdigest()[:12]
+        inputs = self.target.model_dump_json(), self.encoder.model_dump_json(), self.data_dir, self.heads, machine()
+        choices = self.quick, self.num_runs, self.num_prompts, self.seed, self.peers, self.device
+        digest = hashlib.sha256("\n".join(map(str, inputs + choices)).encode()).hexdigest()[:12]
         return replace(self, kept=RowFile(self.cache_dir / "rows" / f"{suite}-{commit[:12]}-{digest}.jsonl"))
 
 

@@ -35,7 +35,7 @@ from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Pol
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.segment_search import Query, SearchResult
+from ragspec.retrieval.search.segment_search import Query, RetrievalMode, SearchResult
 from ragspec.retrieval.speculative.stride import GAMMA_MAX, MAX_STRIDE, StrideCosts, StrideTiming, best_plan
 
 BASELINE, PSA, TABLE = "baseline", "+PSA", "In-Context RALM, T=0"
@@ -50,6 +50,7 @@ VARIANTS: dict[str, SpeculationConfig] = {
 }
 _SYNCHRONOUS = frozenset({"stride 3", "+P", "+S"})
 """Variants that do not decode during a verification."""
+_MODES: dict[str, RetrievalMode] = {"exact dense": "dense", "BM25": "sparse", "hybrid": "hybrid"}
 IN_FLIGHT = 8
 _OPEN_TIMEOUT_S = 600.0
 """Also for `slow_down`: a timeout of searches may be shorter than the call takes."""
@@ -236,8 +237,8 @@ def workloads_of(run: Run, b_over_a: float | None) -> Iterator[Workload]:
         yield replace(pair, name="In-Context RALM, T=1", temperature=1.0)
         yield replace(pair, name="FLARE, T=0", policy=Flare())
         yield replace(pair, name="Iter-RetGen, T=0", policy=IterRetGen())
-        together = {"num_questions": IN_FLIGHT, "num_in_flight": IN_FLIGHT}
-        yield replace(pair, name=f"In-Context RALM, T=0, {IN_FLIGHT} in flight", **together)
+        name = f"In-Context RALM, T=0, {IN_FLIGHT} in flight"
+        yield replace(pair, name=name, num_questions=IN_FLIGHT, num_in_flight=IN_FLIGHT)
 
 
 def run_iterative(run: Run) -> Iterator[Row]:
@@ -249,7 +250,7 @@ def run_iterative(run: Run) -> Iterator[Row]:
     with load_engine(run.target, config, DraftingConfig(), adaptive_threads=False) as engine:
         stopwatch = Stopwatch(run, engine, [question.text for question in listed.questions])
         rows: list[Row] = []
-        for label, mode in (("exact dense", "dense"), ("BM25", "sparse"), ("hybrid", "hybrid")):
+        for label, mode in _MODES.items():
             retriever = Retriever(encoder, store, RetrieverConfig(mode=mode), follow=False)
             rows += timed_rows(stopwatch, label, None, retriever)
         yield from rows
@@ -305,8 +306,8 @@ def _row(
 def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> float:
     """OS3's predicted gain of its best stride, 1 at least. `asynchronous`: verifications may run beside decoding."""
     costs = StrideCosts(timing, gamma)
-    ways = (False, True) if asynchronous else (False,)
-    return max(1.0, *(best_plan(costs, MAX_STRIDE, lambda _, beside=beside: int(beside)).gain for beside in ways))
+    apart = best_plan(costs, MAX_STRIDE, lambda _: 0).gain
+    return max(1.0, apart, best_plan(costs, MAX_STRIDE, lambda _: 1).gain if asynchronous else apart)
 
 
 def same_answers(baseline: Takes, own: Takes) -> list[bool]:

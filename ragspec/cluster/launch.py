@@ -8,11 +8,9 @@ so it may put all encoders on one node. A placement group keeps its bundles apar
 >>> wait_until_loaded(replicas, timeout_s=900.0)
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ragspec.cluster.actors import Replica, ragspec_error, remote_class, wait_for_all
 from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
-from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
+from ragspec.cluster.registry import KINDS, NAMESPACE, actor_name, alive_nodes, kind_of, own_version, replica_names
 from ragspec.cluster.remote_retrieval.encoders import EncoderActor
 from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.cluster.topology import CPUS_PER_ENCODER, CPUS_PER_SHARD, DeploymentSpec, Topology
@@ -36,21 +34,15 @@ _PLACED_S = 10.0
 
 
 class NodeCheck(NamedTuple):
-    """A node's version of ragspec, a hash of its source files, and the paths that do not exist there."""
+    """A node's `own_version`, and the paths that do not exist there."""
 
     version: str
-    code: str
     missing: tuple[str, ...]
 
 
 def check_here(paths: Sequence[str]) -> NodeCheck:
     """The check of this process's node."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *root.rglob("*.toml")]):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    missing = tuple(path for path in paths if not Path(path).exists())
-    return NodeCheck(version("ragspec"), digest.hexdigest()[:12], missing)
+    return NodeCheck(own_version(), tuple(path for path in paths if not Path(path).exists()))
 
 
 def check_nodes(spec: DeploymentSpec) -> None:
@@ -67,9 +59,8 @@ def check_nodes(spec: DeploymentSpec) -> None:
     here = check_here(())
     for node, there in zip(nodes, wait_for_all(calls, _CHECK_S, "a node"), strict=True):
         place = f"node {addresses[node]} ({node[:8]})"
-        if (there.version, there.code) != (here.version, here.code):
-            versions = f"ragspec {here.version} ({here.code}) and {there.version} ({there.code})"
-            raise EngineError(f"versions differ here and on {place}: {versions}")
+        if there.version != here.version:
+            raise EngineError(f"versions differ here and on {place}: ragspec {here.version} and {there.version}")
         if there.missing:
             raise ConfigError(f"{place} has no {roles[there.missing[0]]} {there.missing[0]}")
 

@@ -7,7 +7,12 @@ restarts each of them. Imports neither engines nor indexes.
     >>> teardown("ragspec")        # nothing there: nothing happens
 """
 
+import functools
+import hashlib
+import sys
 import time
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -61,9 +66,9 @@ class Status(NamedTuple):
 class DeploymentRecord:
     """The actor that holds a deployment's specification. Its name reserves the deployment's name."""
 
-    def __init__(self, spec: DeploymentSpec) -> None:
-        """A restarted record is of a deployment that was up."""
-        self._spec = spec
+    def __init__(self, spec: DeploymentSpec, version: str) -> None:
+        """A restarted record is of a deployment that was up. `version` as from `own_version`."""
+        self._spec, self.version = spec, version
         self._is_up = bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def state(self) -> tuple[DeploymentSpec, bool]:
@@ -74,6 +79,16 @@ class DeploymentRecord:
         self._is_up = True
 
 
+@functools.cache
+def own_version() -> str:
+    """The version of ragspec, and a hash of its source files as this process first found them."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.toml")]):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{version('ragspec')} ({digest.hexdigest()[:12]})"
+
+
 def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) -> Any:
     """On this node if possible, which usually is the head. Raises: EngineError if the name is taken."""
     remote: Any = ray.remote
@@ -81,7 +96,7 @@ def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) ->
     options = {"name": actor_name(deployment, "record"), "namespace": NAMESPACE, "lifetime": lifetime}
     record = remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(DeploymentRecord)
     try:
-        return record.options(scheduling_strategy=here, **options).remote(spec)
+        return record.options(scheduling_strategy=here, **options).remote(spec, own_version())
     except ValueError as cause:  # Ray: the name is taken
         raise EngineError(f"there is a deployment {deployment!r} on this cluster; take it down first") from cause
 
@@ -95,13 +110,26 @@ def find_spec(deployment: str) -> DeploymentSpec:
 
 
 def _recorded(deployment: str) -> tuple[DeploymentSpec, bool]:
-    """The specification, and whether every replica has been live once. Raises: EngineError without such a deployment."""
+    """The specification, and whether every replica has been live once.
+
+    Raises: EngineError without such a deployment, and for a deployment of another version. Why: clients and actors exchange
+    records of Python, which another version may not read.
+    """
     check_ray()
     try:
         record = ray.get_actor(actor_name(deployment, "record"), namespace=NAMESPACE)
     except ValueError as cause:
         raise EngineError(f"there is no deployment {deployment!r} on this cluster") from cause
-    ((spec, is_up),) = wait_for_all([record.state.remote()], ANSWER_S, f"the record of {deployment}")
+    name, here = f"the record of {deployment}", own_version()
+    # Records of earlier versions hold none
+    asked: Any = record.__ray_call__.remote(lambda own: getattr(own, "version", sys.modules["ragspec"].__version__))
+    (there,) = wait_for_all([asked], ANSWER_S, name)
+    if there != here:
+        raise EngineError(
+            f"the deployment {deployment!r} runs ragspec {there}, and this is ragspec {here}: restart it with "
+            f"`ragspec cluster down --name {deployment}` and `ragspec cluster up --name {deployment}`"
+        )
+    ((spec, is_up),) = wait_for_all([record.state.remote()], ANSWER_S, name)
     return spec, is_up
 
 

@@ -1,6 +1,6 @@
 """A drafter whose errors cost its draft and nothing else.
 
-Errors are logged and counted, proposals are checked, and a drafter that keeps failing is disabled.
+Errors are counted and, unless they repeat, logged; proposals are checked; and a drafter that keeps failing is disabled.
 """
 
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
+from ragspec.drafting.step_trees import check_proposals
 from ragspec.tree import Proposals
 
 log = logging.getLogger(__name__)
@@ -28,12 +29,14 @@ T = TypeVar("T")
 class SafeDrafter:
     """Has the methods of the drafter that it wraps. None of them raises; a method that fails returns None."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
+        """`num_tokens`: the ids below it may be proposed."""
+        self._drafter, self._num_tokens, self._last_failure = drafter, num_tokens, ""
         self.name, self.taps = drafter.name, drafter.taps
         self.num_failures = self._num_in_a_row = 0
         self.prepare, self.start = self._safe(drafter.prepare), self._safe(drafter.start)
         self.observe, self.learn = self._safe(drafter.observe), self._safe(drafter.learn)
+        self.learn_nodes = self._safe(self._learn_nodes)
         self.finish, self.purge = self._safe(drafter.finish), self._safe(drafter.purge)
         self.note_idle, self.close = self._safe(drafter.note_idle), self._safe(drafter.close)
         self._safe_cost_s, self._safe_propose = self._safe(self._checked_cost_s), self._safe(self._checked_propose)
@@ -67,14 +70,15 @@ class SafeDrafter:
         return max(0.0, float(self._drafter.cost_s(sequences)))
 
     def _checked_propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> Proposals:
-        """Raises: TypeError, ValueError, OverflowError for anything but proposals whose parents precede them."""
+        """Raises: AttributeError, TypeError, ValueError, OverflowError for anything but proposals."""
         proposed = self._drafter.propose(sequences, budget)
-        if isinstance(proposed, Proposals):
-            return proposed
-        lists = [list(own) for own in proposed]
-        return Proposals.of(self.name, [*lists, *([()] * (len(sequences) - len(lists)))])
+        if not isinstance(proposed, Proposals):
+            lists = [list(own) for own in proposed]
+            proposed = Proposals.of(self.name, [*lists, *([()] * (len(sequences) - len(lists)))])
+        check_proposals(proposed, len(sequences), self._num_tokens)
+        return proposed
 
-    def learn_nodes(self, given: Proposals, judged: NDArray[np.int64]) -> None:
+    def _learn_nodes(self, given: Proposals, judged: NDArray[np.int64]) -> None:
         """The fate of proposed nodes. Shape: as `StepTrees.judge` yields."""
         owners, columns, right = judged
         if given.in_arrays:
@@ -88,9 +92,11 @@ class SafeDrafter:
         def safe(*args: P.args, **kwargs: P.kwargs) -> T | None:
             try:
                 return call(*args, **kwargs)
-            except Exception:
+            except Exception as error:
                 self.num_failures += 1
-                log.exception("the drafter %s failed; the step goes on without its draft", self.name)
+                failure, self._last_failure = self._last_failure, repr(error)
+                if failure != self._last_failure:
+                    log.exception("the drafter %s failed; the step goes on without its draft", self.name)
                 return None
 
         return safe

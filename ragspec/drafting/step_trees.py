@@ -44,6 +44,8 @@ from ragspec.tree import (
     Proposals,
 )
 
+_GIVEN_TYPES = np.dtype(np.int64), np.dtype(np.float64), np.dtype(np.int64)
+"""Of nodes, probabilities and starts of proposals."""
 _DEPTH, _DRAFTER, _NUM_COLUMNS = range(NUM_GIVEN, NUM_GIVEN + 3)
 """Columns of a node beside those of a proposal. A node belongs to the first drafter that proposed it."""
 
@@ -307,6 +309,33 @@ class StepTrees:
                 yield drafter, given, judged
 
 
+@compiled(nogil=True)
+def _are_sound(nodes: Any, probs: Any, starts: Any, num_tokens: int) -> bool:
+    """See `check_proposals`."""
+    if starts[0] != 0 or starts[-1] != len(nodes):
+        return False
+    for i in range(len(starts) - 1):
+        if not starts[i] <= starts[i + 1] <= len(nodes):
+            return False
+        for n in range(starts[i], starts[i + 1]):
+            if not (-1 <= nodes[n, PARENT] < n - starts[i] and 0 <= nodes[n, TOKEN] < num_tokens):
+                return False
+            if not 0.0 <= probs[n] < np.inf:
+                return False
+    return True
+
+
+def check_proposals(given: Proposals, num_sequences: int, num_tokens: int) -> None:
+    """Raises: ValueError for anything but proposals for so many sequences, of tokens below `num_tokens`, each behind its parent
+    and with a probability."""
+    arrays = given.nodes, given.probs, given.starts
+    shapes = (len(given.probs), NUM_GIVEN), (len(given.nodes),), (num_sequences + 1,)
+    are_arrays = [(own.shape, own.dtype) for own in arrays] == list(zip(shapes, _GIVEN_TYPES, strict=True))
+    are_draws = all(0 <= n < len(given.nodes) and isinstance(draw, Draw) for n, draw in given.draws.items())
+    if not (are_arrays and are_draws and _are_sound(*arrays, num_tokens)):
+        raise ValueError(f"{given.drafter} proposed a node that is no token behind its parent with a probability")
+
+
 def _origins(drafters: SequenceOf[str], nodes: Ints) -> list[Origin]:
     columns = nodes[:, [_DRAFTER, SOURCE, OFFSET]].tolist()
     return [Origin(drafters[drafter], source, offset) for drafter, source, offset in columns]
@@ -316,7 +345,9 @@ def compile_trees() -> None:
     """Compile now, or read from disk, for the first answer would otherwise wait."""
     trees = StepTrees([0], np.ones((1, 1)))
     limits = np.ones(1, np.int64), 2, np.zeros(1, np.bool_)
-    trees.merge([0], Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]]), 0, limits)
+    given = Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]])
+    check_proposals(given, 1, 2)
+    trees.merge([0], given, 0, limits)
     trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1.0, np.ones(2))
     trees.trees(["any"])
     list(trees.judge([[1]]))

@@ -11,11 +11,11 @@ import logging
 import queue
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Self
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
@@ -25,7 +25,7 @@ from ragspec.errors import Cancelled, EngineError, ReplicaLost
 log = logging.getLogger(__name__)
 
 
-class EngineClient(AbstractContextManager["EngineClient"]):
+class EngineClient(ABC):
     """Thread-safe; as a context manager it closes itself."""
 
     @abstractmethod

@@ -104,7 +104,7 @@ def load_engine(
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         say("reading the weights")
-        target = load_rank(target_config, config, ranks, say)
+        target = load_rank(target_config, config, ranks, say, network_bytes(drafting))
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
         if target.tokenizer.chat_template is None:
             notices.warning(
@@ -196,13 +196,25 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         if name in known:
             raise ConfigError(f"drafting.eagle_heads names {name!r}, the name of another drafter")
         known[name] = partial(make_eagle, target, head, tree, name)
-    names = drafting.drafters
-    if names is None:
-        names = ("copy", *(name for name, section in drafting.networks.items() if section.path))
+    names = _names_of(drafting)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
     return [known[name]() for name in names] if drafting.speculation else []
+
+
+def _names_of(drafting: DraftingConfig) -> SequenceOf[str]:
+    if drafting.drafters is not None:
+        return drafting.drafters
+    return "copy", *(name for name, section in drafting.networks.items() if section.path)
+
+
+def network_bytes(drafting: DraftingConfig) -> int:
+    """Memory that the networks of drafters take: twice their files, for some are held in a wider type than their file's."""
+    names = _names_of(drafting) if drafting.speculation else ()
+    paths = [Path(section.path) for name, section in drafting.networks.items() if section.path and name in names]
+    files = [file for path in paths for file in (path, *path.glob("*")) if file.is_file()]
+    return 2 * sum(file.stat().st_size for file in files)
 
 
 def make_eagle(

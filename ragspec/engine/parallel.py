@@ -56,7 +56,13 @@ def load_follower(target_config: TargetConfig, config: EngineConfig, ranks: Rank
     return Follower(target, BlockStore(target.pool, config.kv_offload_dir, ranks) if config.kv_offload_bytes else None)
 
 
-def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, say: Say = log_progress) -> Target:
+def load_rank(
+    target_config: TargetConfig,
+    config: EngineConfig,
+    ranks: Ranks,
+    say: Say = log_progress,
+    reserved_bytes: int = 0,
+) -> Target:
     """Load this rank's part of the target. All ranks of a group call this together.
 
     Checks that all ranks serve the same target and computes a first forward, which compiles the kernels. Raises: ModelError for
@@ -72,7 +78,7 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks, s
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))
-        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes, say)
+        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes, say, reserved_bytes)
         make_kv_offload(target.pool, config, ranks)  # a budget below a block is reported before forwards are measured
         if ranks.size > 1:
             with ranks.without_timeout():

@@ -83,7 +83,9 @@ class Target:
         shards: WeightShards | None = None,
         arena: WeightArena | None = None,
         max_kv_bytes: int | None = None,
+        reserved_bytes: int = 0,
     ) -> None:
+        """`reserved_bytes`: of a GPU's memory, for what is loaded after the pool."""
         self._tokenizer = tokenizer
         self.config = config
         self._shards = shards
@@ -102,7 +104,7 @@ class Target:
         self.num_parameters = shards.num_parameters if shards else model.num_parameters()
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, self.num_positions, self.backend, self.ranks)
-        self._model, self._max_kv_bytes = model, max_kv_bytes
+        self._model, self._max_kv_bytes, self._reserved_bytes = model, max_kv_bytes, reserved_bytes
         self._decoders: dict[tuple[int, ...], Decoder] = {}
         self.reset_pool(num_kv_slots)
 
@@ -114,6 +116,7 @@ class Target:
         ranks: Ranks = ONE_RANK,
         max_kv_bytes: int | None = None,
         say: Say = log_progress,
+        reserved_bytes: int = 0,
     ) -> Self:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
@@ -139,15 +142,14 @@ class Target:
             model = load_whole(folder, dtype)
         elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
-        target = cls(
-            model.eval(), tokenizer, config, num_kv_slots, shards if ranks.size > 1 else None, arena, max_kv_bytes
-        )
+        own, limits = shards if ranks.size > 1 else None, (max_kv_bytes, reserved_bytes)
+        target = cls(model.eval(), tokenizer, config, num_kv_slots, own, arena, *limits)
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena, target._model.model.rotations, target._model.config)
             if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:
                 del target, model, arena
                 return_freed()  # Why: with the saved weights alone, a target takes half the memory
-                return cls.load(config, num_kv_slots, ranks, max_kv_bytes, say)
+                return cls.load(config, num_kv_slots, ranks, max_kv_bytes, say, reserved_bytes)
         if config.max_weight_bytes and arena and not arena.streams:
             if not isinstance(target._model.model, Int8Decoder):
                 raise ModelError(
@@ -159,15 +161,17 @@ class Target:
         return target
 
     def reset_pool(self, num_kv_slots: int) -> None:
-        """A fresh pool; sequences of the old pool are lost. On a GPU it takes at most its share of the memory that weights,
-        indexes and FAISS's scratch leave; of a group, the rank with the least decides. Raises: ModelError if not even a page
-        fits."""
+        """A fresh pool; sequences of the old pool are lost.
+
+        On a GPU it takes at most its share of the memory that weights, indexes, FAISS's scratch and the reserved bytes leave;
+        of a group, the rank with the least decides. Raises: ModelError if not even a page fits.
+        """
         if self._max_kv_bytes is not None:
             num_kv_slots = self._slots_within("max_kv_bytes", self._max_kv_bytes, num_kv_slots)
         self.__dict__.pop("pool", None)  # frees the old pool's memory
         free, asked = free_bytes(self.backend.device), num_kv_slots
         if free is not None:
-            least = int(self.ranks.all_gather(torch.tensor([[free]])).min())
+            least = int(self.ranks.all_gather(torch.tensor([[max(0, free - self._reserved_bytes)]])).min())
             num_kv_slots = self._slots_within("a GPU's free memory", int(_POOL_SHARE * least), asked)
             if _POOL_STEP < num_kv_slots < asked:
                 num_kv_slots -= num_kv_slots % _POOL_STEP

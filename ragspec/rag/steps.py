@@ -117,7 +117,7 @@ class RetrievedQuestion:
 class PreparedQuestion:
     """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `prompts`
     built the prompt. `said`: the answer where no passage is close to the question, which no engine has to write. `doubt`: asks
-    the target first whether the passages answer the question."""
+    the target first whether the passages answer the question; `doubt_stats`: of that request, once it has ended."""
 
     user_question: str
     prompt: Prompt
@@ -131,6 +131,7 @@ class PreparedQuestion:
     closeness: float | None
     times: RetrievalTimes = field(default=FROM_MEMORY, kw_only=True)
     doubt: Request | None = field(default=None, kw_only=True)
+    doubt_stats: GenerationStats | None = field(default=None, kw_only=True)
 
     @property
     def require_support(self) -> bool:
@@ -197,7 +198,7 @@ def all_doubted(prepared: Sequence[Prepared], engine: EngineLike) -> list[Prepar
     """The questions after their doubts. Raises: EngineError."""
     asked = [each.doubt for each in prepared if each.doubt]
     completions = iter(engine.generate(asked) if asked else ())
-    return [replace(each, said=said_after(next(completions))) if each.doubt else each for each in prepared]
+    return [_after(each, next(completions)) if each.doubt else each for each in prepared]
 
 
 async def doubted(prepared: Prepared, engine: EngineLike) -> Prepared:
@@ -205,7 +206,11 @@ async def doubted(prepared: Prepared, engine: EngineLike) -> Prepared:
     if not prepared.doubt:
         return prepared
     (completion,) = await collect_completions(engine, prepared.doubt)
-    return replace(prepared, said=said_after(completion))
+    return _after(prepared, completion)
+
+
+def _after(prepared: Prepared, doubt: Completion) -> Prepared:
+    return replace(prepared, said=said_after(doubt), doubt_stats=doubt.stats)
 
 
 def abstention(
@@ -278,7 +283,7 @@ def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
         AnswerStats(
             *times,
             prepared.generation,
-            completion.stats,
+            replace(completion.stats, doubt=prepared.doubt_stats),
             missing_segments=prepared.missing,
             encode_s=prepared.times.encode_s,
             search_s=prepared.times.search_s,

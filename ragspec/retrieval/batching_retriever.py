@@ -9,10 +9,11 @@ Owns the two threads that call the index. Results are bit for bit those of separ
 
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
@@ -30,8 +31,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class _Submission(NamedTuple, Generic[Key, Item, Result]):
-    key: Key
+class _Submission(NamedTuple, Generic[Item, Result]):
     items: Sequence[Item]
     future: Future[Result]
 
@@ -39,13 +39,14 @@ class _Submission(NamedTuple, Generic[Key, Item, Result]):
 class RequestBatcher(Generic[Key, Item, Result]):
     """One thread that calls `call(key, parts)` with the items of submissions of equal keys. A call returns one result per part.
 
-    A call holds at most `max_items` items, unless a single submission has more.
+    A call holds at most `max_items` items, unless a single submission has more. Keys take turns, a call each: a key with many
+    submissions delays the others by one call.
     """
 
     def __init__(self, call: Callable[[Key, list[Sequence[Item]]], list[Result]], max_items: int) -> None:
         self._call = call
         self._max_items = max_items
-        self._waiting: list[_Submission[Key, Item, Result]] = []
+        self._waiting: dict[Key, deque[_Submission[Item, Result]]] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ragspec-request-batcher", daemon=True)
@@ -57,7 +58,7 @@ class RequestBatcher(Generic[Key, Item, Result]):
         with self._changed:
             if self._closed:
                 raise EngineClosed("the pipeline is closed")
-            self._waiting.append(_Submission(key, items, future))
+            self._waiting.setdefault(key, deque()).append(_Submission(items, future))
             self._changed.notify()
         return future
 
@@ -68,39 +69,39 @@ class RequestBatcher(Generic[Key, Item, Result]):
             self._changed.notify()
 
     def _run(self) -> None:
-        while parts := self._next_call():
+        while call := self._next_call():
+            key, parts = call
             parts = [part for part in parts if part.future.set_running_or_notify_cancel()]
             if parts:
-                _settle(parts, self._call)
-        for part in self._waiting:
+                _settle(parts, partial(self._call, key))
+        for part in chain.from_iterable(self._waiting.values()):
             if part.future.set_running_or_notify_cancel():
                 part.future.set_exception(EngineClosed("the pipeline was closed"))
 
-    def _next_call(self) -> list[_Submission[Key, Item, Result]]:
-        """Waits for a submission; the oldest and the submissions of its key that fit into one call, in the order of arrival.
-
-        Empty once it is closed.
+    def _next_call(self) -> tuple[Key, list[_Submission[Item, Result]]] | None:
+        """Waits for a submission; the key that waits longest for its turn, and of its submissions the oldest that fit into one
+        call. None once it is closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
-                return []
-            first = self._waiting[0]
-            chosen, num_items = [first], len(first.items)
-            for part in self._waiting[1:]:
-                if part.key == first.key and num_items + len(part.items) <= self._max_items:
-                    chosen.append(part)
-                    num_items += len(part.items)
-            self._waiting = [part for part in self._waiting if part not in chosen]
-            return chosen
+                return None
+            key = next(iter(self._waiting))
+            waiting = self._waiting.pop(key)
+            chosen = [waiting.popleft()]
+            num_items = len(chosen[0].items)
+            while waiting and num_items + len(waiting[0].items) <= self._max_items:
+                num_items += len(waiting[0].items)
+                chosen.append(waiting.popleft())
+            if waiting:
+                self._waiting[key] = waiting
+            return key, chosen
 
 
-def _settle(
-    parts: list[_Submission[Key, Item, Result]], call: Callable[[Key, list[Sequence[Item]]], list[Result]]
-) -> None:
+def _settle(parts: list[_Submission[Item, Result]], call: Callable[[list[Sequence[Item]]], list[Result]]) -> None:
     """Set the results of a call. If the input of one submission fails a call of several, each is called alone."""
     try:
-        results = call(parts[0].key, [part.items for part in parts])
+        results = call([part.items for part in parts])
     except InputError as error:
         for part in parts if len(parts) > 1 else ():
             _settle([part], call)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from fastapi import Request as HttpRequest
@@ -103,23 +103,28 @@ class RequestContext:
         Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
         """
         metrics, limiter = self.model.metrics, self.backend.rate_limiter
-        num_prompt = sum(len(request.prompt_ids) for request in requests)
-        max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
+        reserved = [*requests, doubt] if doubt else requests
+        num_prompt = sum(len(request.prompt_ids) for request in reserved)
+        max_tokens = sum(request.params.max_tokens * request.params.n for request in reserved)
         max_waiting = MAX_WAITING_TOKENS if self.body.stream else None
         with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-            stream: EngineStream | None = None
+            streams: list[EngineStream] = []
+            doubt_stats = None
             try:
                 if doubt:
-                    async with EngineStream(self.model.engine, [doubt], self.mailbox, metrics) as first:
-                        said = said_after((await first.completions())[0])
+                    streams.append(EngineStream(self.model.engine, [doubt], self.mailbox, metrics))
+                    async with streams[0] as first:
+                        (completion,) = await first.completions()
+                    said, doubt_stats = said_after(completion), completion.stats
+                    metrics.worked(doubt_stats)
                 engine = KnownAnswer(said) if said else self.model.engine
-                stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
-                async with stream:
+                streams.append(EngineStream(engine, requests, self.mailbox, metrics, max_waiting, doubt_stats))
+                async with streams[-1] as stream:
                     yield stream
             finally:
-                reservation.used(num_prompt + (stream.num_tokens if stream else 0))
+                reservation.used(sum(stream.num_used for stream in streams))
 
 
 def address_of(request: HttpRequest) -> str:
@@ -187,10 +192,11 @@ class EngineStream:
         requests: Sequence[Request],
         mailbox: DeltaMailbox,
         metrics: Metrics,
-        *,
         max_waiting_tokens: int | None = None,
+        doubt_stats: GenerationStats | None = None,
     ) -> None:
-        """`max_waiting_tokens` None: no limit, for an answer that is sent whole."""
+        """`max_waiting_tokens` None: no limit, for an answer that is sent whole. `doubt_stats` as in `GenerationStats`."""
+        self._doubt_stats = doubt_stats
         self._engine, self._requests, self._mailbox = engine, requests, mailbox
         self._metrics, self._max_waiting = metrics, max_waiting_tokens
         self._deltas: dict[ChoiceKey, list[Delta]] = {(r.id, choice): [] for r in requests for choice in r.choices}
@@ -212,6 +218,11 @@ class EngineStream:
     def said(self) -> str:
         """The answer, if it was known before decoding."""
         return self._engine.text if isinstance(self._engine, KnownAnswer) else ""
+
+    @property
+    def num_used(self) -> int:
+        """Tokens of prompts and outputs; 0 for an answer that was known before decoding."""
+        return 0 if self.said else self.num_tokens + sum(len(request.prompt_ids) for request in self._requests)
 
     @property
     def is_open(self) -> bool:
@@ -264,7 +275,8 @@ class EngineStream:
 
     def completion(self, key: ChoiceKey) -> Completion:
         """The output of a choice that has ended."""
-        return completion_of(self._deltas[key])
+        completion = completion_of(self._deltas[key])
+        return replace(completion, stats=replace(completion.stats, doubt=self._doubt_stats))
 
     def deltas(self, key: ChoiceKey) -> Sequence[Delta]:
         """All deltas of a choice so far."""

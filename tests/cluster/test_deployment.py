@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import ray
@@ -14,7 +15,8 @@ from ray.util.placement_group import placement_group_table
 from stand_ins import until
 from tiny_target import SENTENCES, save_model
 
-from ragspec.cluster import launch
+import ragspec
+from ragspec.cluster import launch, registry
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.launch import check_here, check_nodes
 from ragspec.cluster.registry import NAMESPACE, ReplicaStatus, actors_of, teardown
@@ -32,6 +34,7 @@ from ragspec.retrieval.retriever import Retriever, build_index
 pytestmark = pytest.mark.ray
 
 BOUND_S = 600.0
+OTHER_VERSION = f"0.0.9 ({'0' * 12})"
 PARAMS = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=120, ignore_eos=True, logprobs=1)
 ENGINES = Topology(num_replicas=2, num_shards=0, num_encoders=0, cpus_per_rank=0.1)
 ALL = ENGINES.model_copy(update={"tensor_parallel_size": 2, "num_shards": 1, "shard_replicas": 2, "num_encoders": 1})
@@ -199,12 +202,40 @@ def test_nodes_are_checked_before_anything_starts(local_ray: None, tmp_path: Pat
 
 def test_other_versions_are_refused(local_ray: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of one version are read as those of another, and fail somewhere inside."""
-    other = check_here(())._replace(code="0" * 12)
+    other = check_here(())._replace(version=OTHER_VERSION)
     actual = launch.check_here
     monkeypatch.setattr(launch, "check_here", lambda paths: actual(paths) if paths else other)
     spec = DeploymentSpec(ENGINES, config)
-    with pytest.raises(EngineError, match=r"versions differ here and on node .*: ragspec \S+ \(0{12}\)"):
+    with pytest.raises(EngineError, match=r"versions differ here and on node .*: ragspec 0\.0\.9 \(0{12}\)"):
         check_nodes(spec)
+
+
+def test_a_deployment_of_another_version_is_named_with_its_restart(
+    local_ray: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of the next release failed with an AttributeError, or hung, at a deployment that was still of this."""
+
+    class EarlierRecord:  # as records were before they told their version; Ray's worker cannot import this module
+        def __init__(self, spec: DeploymentSpec) -> None:
+            self._spec = spec
+
+        def state(self) -> tuple[DeploymentSpec, bool]:
+            return self._spec, True
+
+    here, spec, remote = registry.own_version(), DeploymentSpec(ENGINES, config), cast(Any, ray.remote)
+    earlier = remote(EarlierRecord).options(name="older/record", namespace=NAMESPACE, num_cpus=0).remote(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "own_version", lambda: OTHER_VERSION)
+        records = {"older": earlier, "other": registry.start_record("other", spec, None)}
+    for name, there in (("older", ragspec.__version__), ("other", OTHER_VERSION)):
+        for ask in (Deployment.find, registry.status_of):
+            with pytest.raises(EngineError) as refused:
+                ask(name)
+            restart = f"`ragspec cluster down --name {name}` and `ragspec cluster up --name {name}`"
+            versions = f"runs ragspec {there}, and this is ragspec {here}"
+            assert str(refused.value) == f"the deployment {name!r} {versions}: restart it with {restart}"
+        teardown(name)
+    assert len(records) == 2, "Ray ends an actor with its last handle"
 
 
 @pytest.mark.slow

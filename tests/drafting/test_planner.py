@@ -13,7 +13,7 @@ from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter, SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.speculation import AcceptanceRule, Speculation
-from ragspec.tree import Draw, Origin, Proposal, StepResult
+from ragspec.tree import PARENT, TOKEN, Draw, Origin, Proposal, Proposals, StepResult
 
 DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
 EVEN = {64: [1.0, 1.3, 1.6, 1.9]}, (1, 2, 3, 4)
@@ -414,6 +414,50 @@ def test_what_is_no_proposal_and_what_costs_no_number_are_contained() -> None:
         planner = Planner([odd, sound], FREE, 12)
         (tree,) = plan(planner, Running())
         assert tree.token_ids == [3, 10, 11] and planner.num_failures > 0, (given, seconds)
+
+
+@pytest.mark.parametrize("fault", [
+    "token", "negative token", "parent", "later parent", "probability", "infinite", "short", "long", "starts", "type", "draw",
+    "feedback",
+])  # fmt: skip
+def test_arrays_that_are_no_proposals_end_their_drafter_alone(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Arrays were believed: a parent outside read other memory, a draw or feedback that fails ended every request, and a
+    drafter of tokens that the target lacks was asked for ever."""
+
+    class Arrays(Chain):
+        def propose(self, sequences: Sequence[SequenceView], budget: object) -> Proposals:
+            self.asked += 1
+            nodes = np.array([[9, -1, -1, -1, 0], [9, 0, -1, -1, 1]], np.int64)
+            probs, starts, draws = np.array([0.9, 0.8]), np.array([0, 2]), {}
+            if fault in ("token", "negative token"):
+                nodes[1, TOKEN] = 300 if fault == "token" else -1
+            elif fault in ("parent", "later parent"):
+                nodes[1, PARENT] = -7 if fault == "parent" else 10**12
+            elif fault in ("probability", "infinite"):
+                probs[1] = math.nan if fault == "probability" else math.inf
+            elif fault in ("short", "long"):
+                starts = np.array([0]) if fault == "short" else np.array([0, 1, 2])
+            elif fault == "starts":
+                starts = np.array([0, 10**9])
+            elif fault == "type":
+                nodes = nodes.astype(np.float64)
+            elif fault == "draw":
+                draws = {10**6: Draw((9,))}
+            return Proposals("arrays", nodes, probs, starts, {}.__getitem__, draws or None)  # type: ignore[arg-type]
+
+    drafter = Arrays([], 0.0, "arrays")
+    planner = Planner([Chain(range(10, 12), 0.5), drafter], FREE, 12, vocab_size=300)
+    for turn in range(200):
+        sequence = Running(f"{turn}")
+        (tree,) = plan(planner, sequence)
+        assert {10, 11} <= set(tree.token_ids)
+        planner.observe([sequence], [StepResult(tree, [], [50])], [{}])
+        planner.finish(sequence)
+    told = [record.levelname for record in caplog.records]
+    if fault == "feedback":
+        assert planner.num_failures > 1 and told == ["ERROR"]
+    else:
+        assert planner.num_failures == drafter.asked < 30 and told == ["ERROR", "WARNING"]
 
 
 def test_a_drafter_that_goes_on_failing_is_asked_no_more() -> None:

@@ -19,7 +19,7 @@ from ragspec.drafting.heads.layer import FINAL
 from ragspec.drafting.planner import FixedTreePlanner
 from ragspec.engine import loading, measurements
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import load_engine
+from ragspec.engine.loading import load_engine, network_bytes
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.self_test import Failure, self_test
@@ -190,6 +190,17 @@ def test_an_engine_that_failed_its_self_test_promises_nothing(model: Path, monke
             told.append(engine.generate([request])[0].stats)
     assert [stats.exactness for stats in told] == ["path", "none"]
     assert told[1].system_fingerprint == f"{told[0].system_fingerprint}-fast"
+
+
+def test_a_pool_leaves_room_for_the_networks_that_will_draft(tmp_path: Path) -> None:
+    """Heads were loaded after the pool had taken a GPU's memory."""
+    save_head(tmp_path, random_head("eagle3", hidden=32, vocab=VOCAB))
+    num_bytes = sum(file.stat().st_size for file in tmp_path.iterdir())
+    drafting, head = DraftingConfig(eagle=EagleConfig(path=str(tmp_path))), {"other": EagleConfig(path=str(tmp_path))}
+    both = drafting.model_copy(update={"eagle_heads": head})
+    unused = both.model_copy(update={"drafters": ("copy", "other")}), both.model_copy(update={"speculation": False})
+    reserved = [network_bytes(each) / num_bytes for each in (DraftingConfig(), drafting, both, *unused)]
+    assert reserved == [0, 2, 4, 2, 0]
 
 
 def test_a_head_is_named_and_read_or_refused(model: Path, tmp_path: Path) -> None:

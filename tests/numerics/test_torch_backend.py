@@ -464,6 +464,9 @@ def test_the_pool_takes_no_more_than_its_bytes(
         monkeypatch.setattr(target_module, "free_bytes", lambda device, free=num_free: free * slot_bytes)
         target.reset_pool(2048)
         assert target.pool.num_slots == num_slots
+    reserved = 40 * slot_bytes  # heads found no memory after the pool
+    monkeypatch.setattr(target_module, "free_bytes", lambda device: 100 * slot_bytes)
+    assert Target.load(config, 2048, reserved_bytes=reserved).pool.num_slots == 48
     monkeypatch.setattr(target_module, "free_bytes", lambda device: slot_bytes)
     with pytest.raises(ModelError, match="free memory"):
         target.reset_pool(2048)

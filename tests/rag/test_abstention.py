@@ -4,20 +4,37 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_parts import CONTEXT
 
-from pipelines.fit_abstention import Case, counts, fitted
+from pipelines.fit_abstention import Case, counts, doubted_case, fitted
 from ragspec.config import PipelineConfig, PromptConfig, TargetConfig
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.checkpoints.catalogue import known
+from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
+from ragspec.evaluation.questions import AskedQuestion
+from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.wording import ABSTENTION, AnswerFit, TextRules
+from ragspec.retrieval.retriever import Retriever
 
 PASSAGES = [Passage("d", 0, "The mill is old.", 0, 16)]
 PROMPT, WITHOUT = (Prompt.of((), passages, (), "rank") for passages in (PASSAGES, []))
 QUESTION = "How old is the mill?"
 PARAMS = SamplingParams(temperature=1.0)
+
+
+def test_a_right_answer_that_a_fit_refuses_is_lost(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """A fit in place refused the question, whose answer then counted as wrong: no fit seemed to lose a right answer."""
+    config = PipelineConfig(target=target.config, prompts=PromptConfig(layout="free"))
+    rules = TextRules(fit=AnswerFit(intercept=100.0, doubts=True), layout="free")
+    asked = AskedQuestion(question="Which mill is old?", fact=r"\S")
+    with Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT, config.prompts, rules)) as pipeline:
+        assert pipeline.ask(asked.question).text == ABSTENTION
+        case = doubted_case(pipeline, config, asked)
+    assert case and case.is_right
+    assert counts([case], AnswerFit(intercept=100.0))["right_lost"] == 1
 
 
 def test_a_distant_passage_makes_abstaining_likelier_and_a_close_one_unlikelier(target: Target) -> None:

@@ -326,6 +326,9 @@ def test_a_target_says_first_whether_the_passages_answer(
         (of_job,) = of_flow.result()
         assert {each.text == ABSTENTION for each in (whole, streamed_whole, *told, streamed_told, of_job)} == {bias > 0}
         assert whole.text == streamed_whole.text == of_job.text
+        for each in (whole, streamed_whole, *told, streamed_told, of_job):
+            asked = each.stats.generation.doubt
+            assert (asked.num_output_tokens if asked else 0) == bool(bias), "its tokens count in the answer's usage"
         doubts = [request for request in recording.requests if request.grammar]
         assert len(doubts) == (6 if bias else 0) and all(request.affinity for request in doubts)
         assert pipeline.ask(QUESTION, QUOTING, json_schema='{"type": "string"}', max_tokens=4).text != ABSTENTION

@@ -255,6 +255,10 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
             writer.commit()
         store = Store.open(tmp_path / name)
         assert ["dense.faiss" in s.segment.record.files for s in store.segments] == [True, True, False]
+        first = store.segments[0].segment
+        assert kind == "ivf" or first.nearest(on_gpu=True) is first.nearest(), (
+            "searchers of both kinds share what has one form"
+        )
         for shard in (Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])):
             retriever = Retriever(encoder, store, RetrieverConfig(mode="dense"), shard=lambda _, shard=shard: shard)
             queries = [f"Text {n}." for n in range(0, 420, 30)]

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +13,17 @@ import pytest
 from stand_ins import Clock
 from starlette.datastructures import Headers
 
-from ragspec.core import Request, SamplingParams
+from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.errors import EngineError
+from ragspec.rag.openai_fields import usage
+from ragspec.rag.wording import ABSTENTION
 from services import gateway
 from services.errors import ApiError
 from services.gateway import IncomingRequest
 from services.keys import Caller
 from services.limits import RateLimiter
 from services.metrics import Metrics
-from services.openai.generation import RequestContext
+from services.openai.generation import DeltaMailbox, RequestContext
 from services.settings import KeyLimits, Limits
 
 
@@ -112,7 +114,7 @@ def test_tokens_a_minute_are_reserved_and_given_back(clock: Clock) -> None:
 
 async def test_a_first_question_that_fails_gives_the_answers_tokens_back(clock: Clock) -> None:
     """A client that left while the passages were judged had its key's minute used up by an answer that nobody wrote."""
-    limiter = limiter_of(clock, tokens_per_minute=100)
+    limiter = limiter_of(clock, tokens_per_minute=170)
     engine = SimpleNamespace(submit=Mock(side_effect=EngineError("lost")), cancel=Mock())
     model, backend = SimpleNamespace(engine=engine, metrics=Metrics("m")), SimpleNamespace(rate_limiter=limiter)
     context: Any = SimpleNamespace(
@@ -123,6 +125,32 @@ async def test_a_first_question_that_fails_gives_the_answers_tokens_back(clock: 
         with pytest.raises(EngineError):
             async with RequestContext.generate(context, [request], doubt=request):
                 raise AssertionError("it was answered")
+
+
+async def test_a_first_question_counts_in_usage_and_limits(clock: Clock) -> None:
+    """A refused question took a prompt and a token of the target, and neither the answer's usage nor the key's minute had them;
+    the key paid for the prompt of an answer that nobody wrote."""
+
+    def submit(request: Request, listener: Callable[[Delta], None]) -> None:
+        stats = GenerationStats(num_prompt_tokens=len(request.prompt_ids), num_output_tokens=1)
+        listener(Delta(request.id, 0, (7,), "No", (), FinishReason.STOP, stats))
+
+    limiter = limiter_of(clock, tokens_per_minute=100)
+    model = SimpleNamespace(engine=SimpleNamespace(submit=submit, cancel=Mock()), metrics=Metrics("m"))
+    body, backend = SimpleNamespace(stream=False), SimpleNamespace(rate_limiter=limiter)
+    context: Any = SimpleNamespace(
+        model=model, backend=backend, caller=ANN, begin_s=0.0, mailbox=DeltaMailbox(), body=body
+    )
+    request = Request("a", (5,) * 10, SamplingParams(max_tokens=60))
+    doubt = Request("b", (5,) * 14, SamplingParams(max_tokens=1))
+    async with RequestContext.generate(context, [request], doubt=doubt) as stream:
+        (completion,) = await stream.completions()
+    assert completion.text == ABSTENTION
+    told = usage([completion.stats])
+    assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (14, 1, 15)
+    limiter.reserve(ANN, 85, 0)
+    with pytest.raises(ApiError):
+        limiter.reserve(ANN, 1, 0)
 
 
 def test_a_key_s_own_limits_stand_in_place_of_the_service_s(clock: Clock, stack: ExitStack) -> None:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import operator
 import threading
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -40,20 +41,46 @@ KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "number", float: 
 """A value compares only with values of its kind."""
 
 
-Columns: TypeAlias = "dict[tuple[str, str, bool], defaultdict[Any, array[int]]]"
-"""By key, kind, and whether the values stand in lists: the rows of each value, ascending."""
+class Column:
+    """The rows in which each value stands.
+
+    `values` ascend; the rows of value i are `rows[starts[i]:starts[i + 1]]`.
+    Shapes: starts int64 [values + 1], rows int32 [places].
+    """
+
+    def __init__(self, numbers: Mapping[Any, int], found: array[int], rows: array[int]) -> None:
+        """`numbers`: of each value. `found`: the number of the value of each place, in `rows`."""
+        self.values = sorted(numbers)
+        order = np.array([numbers[value] for value in self.values])
+        places = np.frombuffer(found, np.intc)
+        self.starts = np.concatenate([[0], np.bincount(places)[order].cumsum()])
+        self.rows = np.frombuffer(rows, np.intc)[np.argsort(np.argsort(order)[places], kind="stable")]
+
+    def rows_where(self, comparison: str, value: Any) -> NDArray[np.intc]:
+        """`comparison`: gt, gte, lt or lte; equality for all others."""
+        low, high, end = self.starts[[bisect_left(self.values, value), bisect_right(self.values, value), -1]]
+        ranges = {"gt": (high, end), "gte": (low, end), "lt": (0, low), "lte": (0, high)}
+        return self.rows[slice(*ranges.get(comparison, (low, high)))]
+
+
+Columns: TypeAlias = dict[tuple[str, str, bool], Column]
+"""By key, kind, and whether the values stand in lists."""
 
 
 def columns_of(fields: Iterable[Mapping[str, Any]]) -> Columns:
     """The columns of every key of the documents' fields. A key that few documents hold takes little memory."""
-    columns: Columns = defaultdict(lambda: defaultdict(partial(array, "i")))
+    columns: defaultdict[tuple[str, str, bool], tuple[dict[Any, int], array[int], array[int]]]
+    columns = defaultdict(lambda: ({}, array("i"), array("i")))
     for row, own in enumerate(fields):
         for key, found in own.items():
             in_list = isinstance(found, list)
             for value in found if in_list else (found,):
-                if kind := KINDS.get(type(value)):  # null, objects and lists of lists equal nothing
-                    columns[key, kind, in_list][value].append(row)
-    return columns
+                kind = KINDS.get(type(value))
+                if kind and value == value:  # null, NaN, objects and lists of lists equal nothing
+                    numbers, places, rows = columns[key, kind, in_list]
+                    places.append(numbers.setdefault(value, len(numbers)))
+                    rows.append(row)
+    return {name: Column(*columns.pop(name)) for name in [*columns]}
 
 
 MAX_DEPTH = 32
@@ -61,20 +88,25 @@ MAX_NODES = 1_000
 MAX_VALUES = 10_000
 
 _TYPES = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "and", "or", "not")
-_ORDERINGS = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte": operator.le}
+_ORDERINGS = ("gt", "gte", "lt", "lte")
 _NO_FILTER = ("union_tag_invalid", "union_tag_not_found", "model_attributes_type")
 """Types of pydantic's errors for a value that is not an object with a known `type`."""
 _MASKS_KEPT = 32
+_ROWS_AT_ONCE = 4096
 
 
 class _FilterNode(ConfigSection):
     """Filters are equal if their texts are. Why: filters for 1 and for True would be equal, also as keys of a cache."""
 
+    @functools.cached_property
+    def text(self) -> str:
+        return repr(self)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FilterNode) and repr(self) == repr(other)
+        return isinstance(other, _FilterNode) and self.text == other.text
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self.text)
 
 
 class ComparisonFilter(_FilterNode):
@@ -184,7 +216,7 @@ def _is_finite(value: float) -> bool:
 class DocumentColumns:
     """The documents of one segment as columns. Safe to call from several threads.
 
-    Columns are built on first use; a comparison tests each distinct value once; recent masks are cached.
+    Columns are built on first use; a comparison looks up its rows; recent masks are cached.
     """
 
     def __init__(
@@ -213,22 +245,25 @@ class DocumentColumns:
         if isinstance(filter, CompoundFilter):
             combine = np.logical_and if filter.type == "and" else np.logical_or
             return functools.reduce(combine, map(self._evaluate, filter.filters))
-        columns, orders = self._columns(filter.key), _ORDERINGS.get(filter.type)
-        if orders:
-            rows_of: Mapping[Any, array[int]] = columns.get((filter.key, KINDS[type(filter.value)], False), {})
-            found = [rows for value, rows in rows_of.items() if orders(value, filter.value)]
-        else:
-            places = [((filter.key, KINDS[type(v)], in_list), v) for v in filter.values for in_list in (False, True)]
-            found = [columns[place][value] for place, value in places if value in columns.get(place, {})]
-        mask = np.zeros(self._num_documents, np.bool_)
-        mask[np.frombuffer(b"".join(found), np.intc)] = True
+        columns, mask = self._columns(filter.key), np.zeros(self._num_documents, np.bool_)
+        for value in filter.values:
+            for in_list in (False,) if filter.type in _ORDERINGS else (False, True):
+                if column := columns.get((filter.key, KINDS[type(value)], in_list)):
+                    mask[column.rows_where(filter.type, value)] = True
         return ~mask if filter.type in ("ne", "nin") else mask
 
     def _columns(self, key: str) -> Columns:
         name = key if key in self._texts else ""
         with self._lock:
             if name not in self._read:
-                texts = self._texts.get(key, self._metadata_json).to_pylist()
-                fields = ({key: text} for text in texts) if name else map(json.loads, texts)
+                batches = _batches(self._texts.get(key, self._metadata_json))
+                parsed = (json.loads(f"[{','.join(texts)}]") for texts in batches)
+                fields = ({key: text} for texts in batches for text in texts) if name else chain.from_iterable(parsed)
                 self._read[name] = columns_of(fields)
             return self._read[name]
+
+
+def _batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:
+    """Few texts at a time: all of them as Python's strings take several times the memory."""
+    for first in range(0, len(texts), _ROWS_AT_ONCE):
+        yield texts.slice(first, _ROWS_AT_ONCE).to_pylist()
