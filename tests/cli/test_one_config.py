@@ -107,12 +107,8 @@ def test_a_dtype_that_the_processor_lacks_falls_back_and_says_so_once(
 ) -> None:
     """The README's own YAML failed with "no packed bfloat16 product", and named no way out."""
     monkeypatch.setattr(target_module, "packing_available", lambda dtype: dtype == torch.float32)
-    settings: dict[str, Any] = {
-        "model": str(model),
-        "quantization": "none",
-        "cache_dir": str(tmp_path),
-        "max_model_len": 64,
-    }
+    settings: dict[str, Any] = {"model": str(model), "quantization": "none", "cache_dir": str(tmp_path)}
+    settings |= {"max_model_len": 64}
     config, engine_config = TargetConfig(**settings, dtype="bfloat16"), EngineConfig(max_kv_tokens=512)
     with load_engine(config, engine_config, DraftingConfig()) as engine:
         fallen, id_ = engine.target.config, engine.fingerprint

@@ -137,14 +137,8 @@ def test_both_commands_train_from_a_pack_with_lean_packages(
     """A data file that the pack lacks, or an import that a bare machine cannot make: the first run on a GPU ended there."""
     target = save_model("llama", tmp_path / "target", vocab_size=330, max_position_embeddings=2048)
     chat_tokenizer().save_pretrained(target)
-    row = {
-        "question": "Who?",
-        "passage": "It was Ann.",
-        "quote": "It was Ann.",
-        "kind": "written",
-        "path": "a",
-        "licence": "MIT",
-    }
+    row = {"question": "Who?", "passage": "It was Ann.", "quote": "It was Ann."}
+    row |= {"kind": "written", "path": "a", "licence": "MIT"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     options = [
         "--data",

@@ -99,7 +99,7 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[dict[str, str]]:
     """A head of its own, guarded by a token: the environment of a client. Stopped by the ids of its processes."""
     folder = tempfile.mkdtemp(prefix="rs")  # Why not tmp_path: a socket's path may have 107 bytes

@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -186,15 +185,9 @@ def test_what_cannot_fit_the_target_ends_in_one_line(
         train_drafter.main()
 
 
-@pytest.fixture
-def command(target: str, training_data: Path) -> Callable[..., None]:
-    """`command(out, options)` runs the training as a command."""
-
-    def run(out: Path, *options: str) -> None:
-        arguments = ["--data", str(training_data), "--out", str(out), "--target", target, "--seed", "3", *options]
-        subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
-
-    return run
+def command(out: Path, target: str, data: Path, *options: str) -> None:
+    arguments = ["--data", str(data), "--out", str(out), "--target", target, "--seed", "3", *options]
+    subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
 
 
 @pytest.mark.slow
@@ -206,14 +199,14 @@ def command(target: str, training_data: Path) -> Callable[..., None]:
     ],
 )
 def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
-    command: Callable[..., None], target: str, tmp_path: Path, options: tuple[str, ...], probes: set[str]
+    target: str, training_data: Path, tmp_path: Path, options: tuple[str, ...], probes: set[str]
 ) -> None:
     """The job as its first docstring line runs it; probes of five steps over four networks; a folder that no engine loads.
 
     The little tokenizer makes 750 tokens of a question behind a passage.
     """
     options += ("--answers", "both", "--num-answers", "12", "--checkpoint-minutes", "0.01", "--data-workers", "0")
-    command(tmp_path, *options, "--tokens", "2000")
+    command(tmp_path, target, training_data, *options, "--tokens", "2000")
     record = json.loads((tmp_path / "history.json").read_text())
     assert record["history"][-1]["tokens"] >= 2000
     assert probes <= record["probes"][-1].keys()
@@ -223,21 +216,21 @@ def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
         assert (heads.config.num_heads, heads.config.num_blocks, heads.config.is_grounded) == (4, 2, True)
     else:
         assert read_head(tmp_path / "head").config.aux_layers == (2, 4, 6)
-    command(tmp_path, *options, "--tokens", "3000", "--resume")
+    command(tmp_path, target, training_data, *options, "--tokens", "3000", "--resume")
     history = json.loads((tmp_path / "history.json").read_text())["history"]
     assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 3000
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_workers_write_the_same_head_twice(command: Callable[..., None], tmp_path: Path) -> None:
+def test_two_workers_write_the_same_head_twice(target: str, training_data: Path, tmp_path: Path) -> None:
     """A worker that draws from the clock, or a second writer, would show as another head or a torn one.
 
     Why EAGLE: it draws noise.
     """
     heads = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        command(out, "--family", "eagle", "--tokens", "3000", "--workers", "2")
+        command(out, target, training_data, "--family", "eagle", "--tokens", "3000", "--workers", "2")
         heads.append(read_tensors(out / "head"))
     assert heads[0] and all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 
