@@ -66,7 +66,7 @@ class Status(NamedTuple):
 class DeploymentRecord:
     """The actor that holds a deployment's specification. Its name reserves the deployment's name."""
 
-    def __init__(self, spec: DeploymentSpec, version: str) -> None:
+    def __init__(self, spec: DeploymentSpec, version: str = "unknown") -> None:
         """A restarted record is of a deployment that was up. `version` as from `own_version`."""
         self._spec, self.version = spec, version
         self._is_up = bool(ray.get_runtime_context().was_current_actor_reconstructed)

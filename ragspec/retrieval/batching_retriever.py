@@ -102,14 +102,13 @@ def _settle(parts: list[_Submission[Item, Result]], call: Callable[[list[Sequenc
     """Set the results of a call. If the input of one submission fails a call of several, each is called alone."""
     try:
         results = call([part.items for part in parts])
-    except InputError as error:
-        for part in parts if len(parts) > 1 else ():
-            _settle([part], call)
-        if len(parts) == 1:
-            parts[0].future.set_exception(error)
     except Exception as error:
+        is_shared = isinstance(error, InputError) and len(parts) > 1
         for part in parts:
-            part.future.set_exception(error)
+            if is_shared:
+                _settle([part], call)
+            else:
+                part.future.set_exception(error)
     else:
         for part, result in zip(parts, results, strict=True):
             part.future.set_result(result)

@@ -172,9 +172,11 @@ def test_what_comes_during_a_call_shares_the_next(
     assert doubling.seen == [("a", [[1]]), ("a", [[2, 3], [4]]), ("b", [[9]]), ("a", [[5, 6]])]
 
 
-def test_a_key_with_many_submissions_delays_nobody() -> None:
+def test_a_key_with_many_submissions_delays_nobody(
+    calls: RequestBatcher[str, int, list[int]], doubling: Doubling
+) -> None:
     """A tenant's flood stood before all others, and each call compared each waiting query with each chosen one."""
-    num_compared, begun, may_go = 0, threading.Event(), threading.Event()
+    num_compared = 0
 
     class Scope(str):
         __hash__ = str.__hash__
@@ -184,24 +186,14 @@ def test_a_key_with_many_submissions_delays_nobody() -> None:
             num_compared += 1
             return str.__eq__(self, other)
 
-    seen: list[str] = []
-
-    def call(key: str, parts: list[Sequence[int]]) -> list[list[int]]:
-        seen.append(str(key))
-        begun.set()
-        assert may_go.wait(WAIT_S)
-        return [list(part) for part in parts]
-
-    calls = RequestBatcher(call, max_items=4)
     calls.submit("first", [0])
-    assert begun.wait(WAIT_S)
+    assert doubling.began.acquire(timeout=WAIT_S)
     flood = [calls.submit(Scope("flood"), [number]) for number in range(400)]
     calls.submit("other", [0])
-    may_go.set()
-    assert [future.result(WAIT_S) for future in flood] == [[number] for number in range(400)]
-    assert seen[:3] == ["first", "flood", "other"] and len(seen) == 2 + 400 // 4
-    assert num_compared <= 2 * 400
-    calls.close()
+    doubling.may_go.set()
+    assert [future.result(WAIT_S) for future in flood] == [[2 * number] for number in range(400)]
+    assert [str(key) for key, _ in doubling.seen[:3]] == ["first", "flood", "other"]
+    assert len(doubling.seen) == 2 + 400 // 4 and num_compared <= 2 * 400
 
 
 def test_a_submission_larger_than_a_call_is_one_call(

@@ -112,14 +112,17 @@ def test_tokens_a_minute_are_reserved_and_given_back(clock: Clock) -> None:
     limiter.reserve(ANN, 20, 40)
 
 
+def context_of(limiter: RateLimiter, submit: Callable[[Request, Callable[[Delta], None]], None]) -> Any:
+    """Of a request of ANN to an engine."""
+    model = SimpleNamespace(engine=SimpleNamespace(submit=submit, cancel=Mock()), metrics=Metrics("m"))
+    backend, body = SimpleNamespace(rate_limiter=limiter), SimpleNamespace(stream=False)
+    shared = {"caller": ANN, "begin_s": 0.0, "mailbox": DeltaMailbox()}
+    return SimpleNamespace(model=model, backend=backend, body=body, **shared)
+
+
 async def test_a_first_question_that_fails_gives_the_answers_tokens_back(clock: Clock) -> None:
     """A client that left while the passages were judged had its key's minute used up by an answer that nobody wrote."""
-    limiter = limiter_of(clock, tokens_per_minute=170)
-    engine = SimpleNamespace(submit=Mock(side_effect=EngineError("lost")), cancel=Mock())
-    model, backend = SimpleNamespace(engine=engine, metrics=Metrics("m")), SimpleNamespace(rate_limiter=limiter)
-    context: Any = SimpleNamespace(
-        model=model, backend=backend, caller=ANN, begin_s=0.0, mailbox=None, body=SimpleNamespace(stream=False)
-    )
+    context = context_of(limiter_of(clock, tokens_per_minute=170), Mock(side_effect=EngineError("lost")))
     request = Request("a", (5,) * 10, SamplingParams(max_tokens=60))
     for _ in range(4):
         with pytest.raises(EngineError):
@@ -136,14 +139,9 @@ async def test_a_first_question_counts_in_usage_and_limits(clock: Clock) -> None
         listener(Delta(request.id, 0, (7,), "No", (), FinishReason.STOP, stats))
 
     limiter = limiter_of(clock, tokens_per_minute=100)
-    model = SimpleNamespace(engine=SimpleNamespace(submit=submit, cancel=Mock()), metrics=Metrics("m"))
-    body, backend = SimpleNamespace(stream=False), SimpleNamespace(rate_limiter=limiter)
-    context: Any = SimpleNamespace(
-        model=model, backend=backend, caller=ANN, begin_s=0.0, mailbox=DeltaMailbox(), body=body
-    )
     request = Request("a", (5,) * 10, SamplingParams(max_tokens=60))
     doubt = Request("b", (5,) * 14, SamplingParams(max_tokens=1))
-    async with RequestContext.generate(context, [request], doubt=doubt) as stream:
+    async with RequestContext.generate(context_of(limiter, submit), [request], doubt=doubt) as stream:
         (completion,) = await stream.completions()
     assert completion.text == ABSTENTION
     told = usage([completion.stats])

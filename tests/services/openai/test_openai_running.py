@@ -361,7 +361,7 @@ def test_chats_at_once_share_one_call_of_encoder_and_index(service: Service, mon
     def counted(encoder: LetterEncoder, texts: Sequence[str], kind: Any = "document") -> Any:
         sizes.append(len(texts))
         first.set()
-        until(lambda: len(sizes) > 1 or len(encoding._waiting) == 15)
+        until(lambda: len(sizes) > 1 or sum(map(len, list(encoding._waiting.values()))) == 15)
         return encode(encoder, texts, kind)
 
     monkeypatch.setattr(LetterEncoder, "encode", counted)
