@@ -28,7 +28,7 @@ from ragspec.engine.checkpoints.weights import model_classes
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import make_drafters, measure_costs
 from ragspec.engine.measurements import forward_s
-from ragspec.engine.target import Target
+from ragspec.engine.target import PoolSize, Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.torch.backend import TiledLinear
 
@@ -190,7 +190,7 @@ def random_target(shape: Shape, config: TargetConfig) -> Target:
         options = {"dtype": getattr(torch, config.dtype), "attn_implementation": "ragspec"}
         model = model_classes().from_config(shape.config(), **options).eval()
     tokenizer = _byte_tokenizer()
-    return Target(model, lambda: tokenizer, config, KV_SLOTS)
+    return Target(model, lambda: tokenizer, config, PoolSize(KV_SLOTS))
 
 
 def engine_over(target: Target, config: EngineConfig) -> Engine:

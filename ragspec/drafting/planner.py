@@ -58,10 +58,10 @@ class Planner:
         num_embeddings: int = 0,
     ) -> None:
         """`num_embeddings`: of the target, if it has inputs for further tokens than its vocabulary's."""
+        self._drafters = [SafeDrafter(drafter) for drafter in drafters]
         self._names = [drafter.name for drafter in drafters]
         self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
         self._num_embeddings = max(vocab_size, num_embeddings)
-        self._drafters = [SafeDrafter(drafter, self._num_embeddings) for drafter in drafters]
         self._trust = Trust(len(drafters), math.inf) if self.is_fixed else Trust(len(drafters))
         self._watching = frozenset(
             number for number, drafter in enumerate(drafters) if type(drafter).observe is not Drafter.observe

@@ -29,9 +29,8 @@ T = TypeVar("T")
 class SafeDrafter:
     """Has the methods of the drafter that it wraps. None of them raises; a method that fails returns None."""
 
-    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
-        """`num_tokens`: the ids below it may be proposed."""
-        self._drafter, self._num_tokens, self._last_failure = drafter, num_tokens, ""
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self._last_failure = drafter, ""
         self.name, self.taps = drafter.name, drafter.taps
         self.num_failures = self._num_in_a_row = 0
         self.prepare, self.start = self._safe(drafter.prepare), self._safe(drafter.start)
@@ -75,7 +74,7 @@ class SafeDrafter:
         if not isinstance(proposed, Proposals):
             lists = [list(own) for own in proposed]
             proposed = Proposals.of(self.name, [*lists, *([()] * (len(sequences) - len(lists)))])
-        check_proposals(proposed, len(sequences), self._num_tokens)
+        check_proposals(proposed, len(sequences))
         return proposed
 
     def _learn_nodes(self, given: Proposals, judged: NDArray[np.int64]) -> None:

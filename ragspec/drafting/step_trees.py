@@ -310,7 +310,7 @@ class StepTrees:
 
 
 @compiled(nogil=True)
-def _are_sound(nodes: Any, probs: Any, starts: Any, num_tokens: int) -> bool:
+def _are_sound(nodes: Any, probs: Any, starts: Any) -> bool:
     """See `check_proposals`."""
     if starts[0] != 0 or starts[-1] != len(nodes):
         return False
@@ -318,21 +318,23 @@ def _are_sound(nodes: Any, probs: Any, starts: Any, num_tokens: int) -> bool:
         if not starts[i] <= starts[i + 1] <= len(nodes):
             return False
         for n in range(starts[i], starts[i + 1]):
-            if not (-1 <= nodes[n, PARENT] < n - starts[i] and 0 <= nodes[n, TOKEN] < num_tokens):
+            if not (-1 <= nodes[n, PARENT] < n - starts[i] and nodes[n, TOKEN] >= 0):
                 return False
             if not 0.0 <= probs[n] < np.inf:
                 return False
     return True
 
 
-def check_proposals(given: Proposals, num_sequences: int, num_tokens: int) -> None:
-    """Raises: ValueError for anything but proposals for so many sequences, of tokens below `num_tokens`, each behind its parent
-    and with a probability."""
+def check_proposals(given: Proposals, num_sequences: int) -> None:
+    """Tokens that the target lacks are no fault: its tokenizer may write them, and `merge` leaves them out.
+
+    Raises: ValueError for anything but proposals for so many sequences, each behind its parent and with a probability.
+    """
     arrays = given.nodes, given.probs, given.starts
     shapes = (len(given.probs), NUM_GIVEN), (len(given.nodes),), (num_sequences + 1,)
     are_arrays = [(own.shape, own.dtype) for own in arrays] == list(zip(shapes, _GIVEN_TYPES, strict=True))
     are_draws = all(0 <= n < len(given.nodes) and isinstance(draw, Draw) for n, draw in given.draws.items())
-    if not (are_arrays and are_draws and _are_sound(*arrays, num_tokens)):
+    if not (are_arrays and are_draws and _are_sound(*arrays)):
         raise ValueError(f"{given.drafter} proposed a node that is no token behind its parent with a probability")
 
 
@@ -346,7 +348,7 @@ def compile_trees() -> None:
     trees = StepTrees([0], np.ones((1, 1)))
     limits = np.ones(1, np.int64), 2, np.zeros(1, np.bool_)
     given = Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]])
-    check_proposals(given, 1, 2)
+    check_proposals(given, 1)
     trees.merge([0], given, 0, limits)
     trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1.0, np.ones(2))
     trees.trees(["any"])

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -66,6 +66,14 @@ Floats = NDArray[np.float32]
 FINAL = -1
 
 
+class PoolSize(NamedTuple):
+    """Slots asked for, the most bytes that they may take, and a GPU's bytes that are left to what is loaded later."""
+
+    num_slots: int
+    max_bytes: int | None = None
+    reserved_bytes: int = 0
+
+
 class Target:
     """A loaded model, its tokenizer and its slot pool. Belongs to one engine; not thread-safe. `tokenizer` waits for the thread
     that reads it, beside the weights and the self-test.
@@ -79,13 +87,10 @@ class Target:
         model: Any,
         tokenizer: Callable[[], PreTrainedTokenizerBase],
         config: TargetConfig,
-        num_kv_slots: int,
+        pool_size: PoolSize,
         shards: WeightShards | None = None,
         arena: WeightArena | None = None,
-        max_kv_bytes: int | None = None,
-        reserved_bytes: int = 0,
     ) -> None:
-        """`reserved_bytes`: of a GPU's memory, for what is loaded after the pool."""
         self._tokenizer = tokenizer
         self.config = config
         self._shards = shards
@@ -104,9 +109,9 @@ class Target:
         self.num_parameters = shards.num_parameters if shards else model.num_parameters()
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, self.num_positions, self.backend, self.ranks)
-        self._model, self._max_kv_bytes, self._reserved_bytes = model, max_kv_bytes, reserved_bytes
+        self._model, self._pool_size = model, pool_size
         self._decoders: dict[tuple[int, ...], Decoder] = {}
-        self.reset_pool(num_kv_slots)
+        self.reset_pool(pool_size.num_slots)
 
     @classmethod
     def load(
@@ -121,29 +126,30 @@ class Target:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
         The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
-        part. `say` as for `target_folder`. Raises: ModelError, SaveError.
+        part. `say` as for `target_folder`; `reserved_bytes` as in `PoolSize`. Raises: ModelError, SaveError.
         """
         check_dtype(config)
         dtype = getattr(torch, config.dtype)
         if config.max_weight_bytes and ranks.size > 1:
             raise ModelError("target.max_weight_bytes reads weights from disk, which a target on one rank alone does")
         folder = target_folder(config, say)
-        beside = ThreadPoolExecutor(1, "ragspec-tokenizer")
-        tokenizer = beside.submit(read_tokenizer, folder).result
-        beside.shutdown(wait=False)
         is_saved = config.is_int8 and config.backend_name == "cpu"
         saved = SavedWeights(folder, config, ranks) if is_saved else None
         arena = saved.load() if saved else None
         model, shards = load_saved(folder, dtype, arena, saved.config) if saved and ranks.size == 1 else None, None
+        beside = ThreadPoolExecutor(1, "ragspec-tokenizer")
+        tokenizer = beside.submit(read_tokenizer, folder).result
+        beside.shutdown(wait=False)
+        if model is None:
+            tokenizer()  # an error is found before the long part, and no two threads import transformers
         if model is None and ranks.size == 1 and not (arena and arena.is_saved):
-            tokenizer()  # an error in it is found before the long part
             if saved:
                 say("quantising the weights")
             model = load_whole(folder, dtype)
         elif model is None:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
-        own, limits = shards if ranks.size > 1 else None, (max_kv_bytes, reserved_bytes)
-        target = cls(model.eval(), tokenizer, config, num_kv_slots, own, arena, *limits)
+        pool_size = PoolSize(num_kv_slots, max_kv_bytes, reserved_bytes)
+        target = cls(model.eval(), tokenizer, config, pool_size, shards if ranks.size > 1 else None, arena)
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena, target._model.model.rotations, target._model.config)
             if ranks.size == 1 and not arena.is_saved and saved.load().is_saved:
@@ -166,12 +172,12 @@ class Target:
         On a GPU it takes at most its share of the memory that weights, indexes, FAISS's scratch and the reserved bytes leave;
         of a group, the rank with the least decides. Raises: ModelError if not even a page fits.
         """
-        if self._max_kv_bytes is not None:
-            num_kv_slots = self._slots_within("max_kv_bytes", self._max_kv_bytes, num_kv_slots)
+        if (max_bytes := self._pool_size.max_bytes) is not None:
+            num_kv_slots = self._slots_within("max_kv_bytes", max_bytes, num_kv_slots)
         self.__dict__.pop("pool", None)  # frees the old pool's memory
         free, asked = free_bytes(self.backend.device), num_kv_slots
         if free is not None:
-            least = int(self.ranks.all_gather(torch.tensor([[max(0, free - self._reserved_bytes)]])).min())
+            least = int(self.ranks.all_gather(torch.tensor([[max(0, free - self._pool_size.reserved_bytes)]])).min())
             num_kv_slots = self._slots_within("a GPU's free memory", int(_POOL_SHARE * least), asked)
             if _POOL_STEP < num_kv_slots < asked:
                 num_kv_slots -= num_kv_slots % _POOL_STEP

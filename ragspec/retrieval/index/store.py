@@ -93,12 +93,10 @@ class IndexSegment:
     def _opened(self, on_gpu: bool) -> DenseIndex:
         if DENSE not in self.record.files:
             return GpuIndex.flat(self.vectors) if on_gpu else ExactIndex(self.vectors)
-        is_gpu_index = on_gpu and self._dense.kind != "hnsw"
-        return self._approximate.on_gpu() if is_gpu_index else self._approximate
-
-    @cached_property
-    def _approximate(self) -> ApproximateIndex:
-        return ApproximateIndex.open(self.folder, self.vectors, self._dense)
+        if on_gpu and self._dense.kind == "hnsw":
+            return self.nearest()
+        index = ApproximateIndex.open(self.folder, self.vectors, self._dense)
+        return index.on_gpu() if on_gpu else index
 
     @cached_property
     def ids(self) -> list[str]:
