@@ -35,7 +35,8 @@ from ragspec.retrieval_config import AnalyzerConfig
 class SpanFeatures(NamedTuple):
     """Of a span and a question, from 0 to 1, `words` to about 2.
 
-    `words`: BM25 among the spans, over the score of a span that holds every word of the question once; common words do not count.
+    `words`: BM25 among the spans, over the score of a span that holds every word and symbol of the question once; common words do
+    not count.
     `pairs`: the question's pairs of neighbouring words that are neighbours here. `heading`: the question's words in the title and
     headings above, by rarity. `number`: the question asks for a number or a time, and the span names one. `code`: it asks for a
     command or a name, and the span holds code. `row`: the span is a row of a table. `place`: 1 over the rank of its passage.
@@ -78,6 +79,8 @@ _CODE = re.compile(
     r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
+_SYMBOL = re.compile(r"(?<!\w)[-~$%@:/.?\\=+^&#!<]+\w(?:[\w./:+-]*\w)?")
+"""An option, pattern, variable or path, whose signs and letter case count: `-S`, `~N`, `$timeout`, `/etc/hosts`."""
 _SATURATION, _LENGTH_WEIGHT = 1.2, 0.3
 """BM25's k1 and b; sentences are short, so their length counts less than a passage's."""
 
@@ -158,9 +161,12 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
     terms = [_terms(text) for text in texts]
-    holding = Counter(chain.from_iterable(map(set, terms)))
-    asked = _terms(question)
-    counts = {term: holding[term] for term in sorted({*asked} - _common())}
+    symbols = [_SYMBOL.findall(text) for text in texts]
+    holding = Counter(chain.from_iterable({*own, *named} for own, named in zip(terms, symbols, strict=True)))
+    signs = _SYMBOL.findall(question)
+    # Why no letter without its sign: `~n` and any "n" of a text would count as half of `~N`
+    asked = _terms(_SYMBOL.sub(lambda sign: sign[0] if len(sign[0]) > 2 else " ", question))
+    counts = {term: holding[term] for term in sorted({*asked, *signs} - _common())}
     weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
     whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms))
     pairs = {*pairwise(asked)}
@@ -179,7 +185,7 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
     rows = [
         SpanFeatures(
-            words(own),
+            words([*own, *named]),
             len(pairs & {*pairwise(own)}) / max(1, len(pairs)),
             over,
             float(asks_number and _NUMBER.search(text) is not None),
@@ -187,7 +193,7 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
             float("|" in text),
             1.0 / ranks[passage.id],
         )
-        for text, own, over, passage in zip(texts, terms, above, passages, strict=True)
+        for text, own, named, over, passage in zip(texts, terms, symbols, above, passages, strict=True)
     ]
     return np.array(rows).reshape(len(rows), len(SpanFeatures._fields))
 

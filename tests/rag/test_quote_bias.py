@@ -48,6 +48,16 @@ def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Ta
     assert branch[long[at]] > branch[short[at]]
 
 
+def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> None:
+    """A question about `~N` that was answered by the row of `~n`."""
+    prompts = PromptBuilder(target.tokenizer, 512)
+    texts = ("~n: messages with a score.", "~N: new messages.", "N messages have a score.")
+    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
+    biases = quote_bias("What does ~N match?", passages, prompts.plain_ids, 20.0)
+    lower, upper, letter = (total(biases, ids) for ids in prompts.plain_ids([f'"{text}' for text in texts]))
+    assert upper > lower and upper > letter
+
+
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:
     """The places in a prompt of the order "shared" taken for ranks."""
     texts = ("Anna built the mill.", "Carl built the mill. He sold it.")
