@@ -29,11 +29,13 @@ _MEMORY = 0.98
 _FREE_MISSES, _NUM_DOUBLINGS = 6, 3
 """Misses in a row before a drafter is asked less often, and how often the wait doubles. Longer waits lose the beginning of a
 copy: with 4 free misses instead of 6, replayed outputs of Spec-Bench take 2 to 4 % more steps and 5 to 7 % fewer rows."""
+_COMMON_DRAFTS = 25.0
+"""Drafts of a sequence after which its own gain decides as much as that of all sequences of the step."""
 _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
 """Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts. With 1.0 a poor
 head's trials cost eight sequences at once 7 % more; a good one is found sooner."""
 
-_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _BEGUN, _DUE, _NUM_FIGURES = range(10)
+_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _NUM_POOR, _BEGUN, _DUE, _NUM_FIGURES = range(11)
 _NUM_COUNTS = 4
 
 MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
@@ -222,6 +224,22 @@ class Trust:
         """Whether requests and misses allow each drafter to be asked in this step. Shape: [B] -> [B, drafters]."""
         due: Mask = self._state[rows, :, _DUE] <= self.step
         return due
+
+    def not_worth(self, rows: Ints, due: Mask, least_gain: float) -> Mask:
+        """Which due drafters would gain fewer tokens than `least_gain`, after some drafts. They wait 8 steps, the next time 16, and
+        so on to 64. Shape: [B, drafters]."""
+        places, drafters = np.nonzero(due & (self._state[rows, :, _CHANCES] >= self._num_free_misses - 1.0))
+        own = self._state[rows[places], drafters]
+        gained, chances = own[:, _GAINED], own[:, _CHANCES]
+        common = np.bincount(drafters, gained) / np.maximum(1.0, np.bincount(drafters, chances))
+        poor = _COMMON_DRAFTS * common[drafters] + gained < least_gain * (_COMMON_DRAFTS + chances)
+        waits = 2.0 ** (_NUM_DOUBLINGS + np.minimum(own[:, _NUM_POOR], _NUM_DOUBLINGS))
+        own[:, _NUM_POOR] = np.where(poor, own[:, _NUM_POOR] + 1.0, 0.0)
+        own[:, _DUE] = np.where(poor, (self.step // waits + 1.0) * waits, own[:, _DUE])
+        self._state[rows[places], drafters] = own
+        found = np.zeros_like(due)
+        found[places[poor], drafters[poor]] = True
+        return found
 
     def next_due(self) -> float:
         """The first step in which a drafter may be asked for any of the sequences; infinity if there is none."""

@@ -223,6 +223,20 @@ def test_trust_comes_back_by_guesses_that_took_no_row() -> None:
     assert tree.num_drafted == 3
 
 
+def test_where_tokens_are_cheaper_than_asking_a_poor_drafter_is_asked_seldom() -> None:
+    """On a fast device the host's time for drafts that brought little made decoding slower than without them."""
+    asked, sequence = list[int](), Running()
+    for step_s in (1e-8, 1.0):
+        drafter = Chain([5], 0.6)
+        planner = Planner([drafter], CostTable({64: [step_s, 1.2 * step_s]}, rows=(1, 2)), 12)
+        for number in range(200):
+            (tree,) = plan(planner, sequence)
+            path = [1] if number % 2 and tree.num_drafted else []
+            planner.observe([sequence], [StepResult(tree, path, [5, 50] if number % 2 else [51])], [{}])
+        asked.append(drafter.asked)
+    assert asked[1] == 200 and asked[0] < 20
+
+
 def test_guesses_that_took_no_row_are_judged_by_what_the_target_said() -> None:
     """A drafter whose guesses seemed too poor for a row never learned that they were right, or how poor they were."""
     drafter = Chain([10, 11], 0.3)
