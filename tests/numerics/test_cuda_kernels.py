@@ -245,11 +245,17 @@ def test_a_row_is_the_same_as_text_and_as_a_node(
         pytest.param(33_000, (6,), 0, marks=slow),
     ],
 )
-def test_contexts_are_added_up_position_by_position(_spread: None, context: int, sizes: tuple[int, ...], window: int) -> None:
+def test_contexts_are_added_up_position_by_position(
+    _spread: None, context: int, sizes: tuple[int, ...], window: int
+) -> None:
     """Bug guarded: a position between two chunks, blocks or tiles, of a path or at the window's border, left out or taken twice.
     Scores are equal and values small whole numbers, so every order has the same sums. The rows: a tree's, and a text's in each
     height of tile."""
-    shape, parents, rng = AttentionShape(4, 2, 16, 0.25, window=window), [-1, 0, 0, 1, 1, 3], np.random.default_rng(context)
+    shape, parents, rng = (
+        AttentionShape(4, 2, 16, 0.25, window=window),
+        [-1, 0, 0, 1, 1, 3],
+        np.random.default_rng(context),
+    )
     pool, parts, exact, scheduled = BACKEND_16.make_pool([shape], 3 * (context + 9 * PAGE)), [], [], []
     for num_rows in sizes:
         slots, is_tree = SequenceSlots(pool), num_rows == len(parents)
