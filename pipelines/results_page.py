@@ -81,7 +81,13 @@ def measured_part(results: Mapping[str, Mapping[str, Any]], pictures: Sequence[P
             )
     lines: list[str] = []
     if own:
-        lines.append(f"Target {own[0]['target']}, {own[0]['dtype']}, on {own[0]['machine']}; {own[0]['versions']}.\n")
+        short = (
+            " With `--quick`: short lists, so small differences are noise."
+            if any(each["quick"] for each in own)
+            else ""
+        )
+        where = f"{own[0]['dtype']}, on {own[0]['machine']}; {own[0]['versions']}"
+        lines.append(f"Target {own[0]['target']}, {where}.{short}\n")
     lines += ["| suite | figure | value | meaning | goal | commit |", "|---|---|---|---|---|---|"]
     figures = [figure for name, result in results.items() for figure in _figures(name, result)]
     chosen = sorted(figures, key=lambda figure: not figure.has_goal)[:MAX_ROWS]
