@@ -226,8 +226,8 @@ class Trust:
         return due
 
     def not_worth(self, rows: Ints, due: Mask, least_gain: float) -> Mask:
-        """Which due drafters would gain fewer tokens than `least_gain`, after some drafts. They wait 8 steps, the next time 16, and
-        so on to 64. Shape: [B, drafters]."""
+        """Which due drafters would gain fewer tokens than `least_gain`, after some drafts. They wait 8 steps, the next time 16,
+        at most 64. Shape: [B, drafters]."""
         places, drafters = np.nonzero(due & (self._state[rows, :, _CHANCES] >= self._num_free_misses - 1.0))
         own = self._state[rows[places], drafters]
         gained, chances = own[:, _GAINED], own[:, _CHANCES]
