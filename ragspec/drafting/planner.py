@@ -44,7 +44,7 @@ _TOKEN_WORTH = 2.0
 """Seconds that a token saves over the device's for it, since the host has a part. With 1, 64 sequences
 that copy nine tokens in ten fell from 1.3 to 0.9 times the speed without drafts."""
 _FREE_TOKENS = 0.08
-"""A draft's host time that is worth fewer tokens does not count, as on processors: misses alone decide when drafters are asked."""
+"""A draft's host time that is worth fewer tokens does not count, as on processors: misses alone decide then."""
 _SHARE_WEIGHT = 1 / 24
 """Weight of one step in the means of shares (`cost_model`) and of the host's seconds for asking."""
 
