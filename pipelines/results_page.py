@@ -83,7 +83,7 @@ def measured_part(results: Mapping[str, Mapping[str, Any]], pictures: Sequence[P
     if own:
         short = (
             " With `--quick`: short lists, so small differences are noise."
-            if any(each["quick"] for each in own)
+            if any(each.get("quick") for each in own)
             else ""
         )
         where = f"{own[0]['dtype']}, on {own[0]['machine']}; {own[0]['versions']}"
