@@ -271,16 +271,23 @@ def draw(plot: Plot, rows: Sequence[Row], title: str) -> Any:
     axes = figure.subplots()
     chosen = [row for row in rows if plot.shows(row)]
     chosen = sorted(chosen, key=lambda row: row[plot.x]) if plot.is_curve else chosen
-    places, ticks = range(len(chosen)), [cell(row[plot.x]) for row in chosen]
     for number, (column, label) in enumerate(plot.lines.items()):
-        values = [math.nan if row.get(column) is None else row[column] for row in chosen]
+        values = [math.nan if row[column] is None else row[column] for row in chosen]
         if plot.is_curve:
-            axes.plot(places, values, marker="o", label=label)
+            axes.plot([row[plot.x] for row in chosen], values, marker="o", label=label)
         else:
             width = 0.8 / len(plot.lines)
-            bars = axes.bar([place + width * number for place in places], values, width, align="edge", label=label)
-            axes.bar_label(bars, fmt="%.3g")
-    axes.set_xticks([place + (0.0 if plot.is_curve else 0.4) for place in places], ticks)
+            bars = axes.bar(
+                [place + width * number for place in range(len(chosen))], values, width, align="edge", label=label
+            )
+            axes.bar_label(bars, map(cell, values))
+    if plot.is_curve:
+        axes.set_xscale("log")
+    axes.set_xticks(
+        [row[plot.x] if plot.is_curve else place + 0.4 for place, row in enumerate(chosen)],
+        [cell(row[plot.x]) for row in chosen],
+    )
+    axes.minorticks_off()
     axes.set_xlabel(plot.x)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False)

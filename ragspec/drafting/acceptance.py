@@ -29,8 +29,6 @@ _MEMORY = 0.98
 _FREE_MISSES, _NUM_DOUBLINGS = 6, 3
 """Misses in a row before a drafter is asked less often, and how often the wait doubles. Longer waits lose the beginning of a
 copy: with 4 free misses instead of 6, replayed outputs of Spec-Bench take 2 to 4 % more steps and 5 to 7 % fewer rows."""
-_COMMON_DRAFTS = 25.0
-"""Drafts of a sequence after which its own gain decides as much as that of all sequences of the step."""
 _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
 """Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts. With 1.0 a poor
 head's trials cost eight sequences at once 7 % more; a good one is found sooner."""
@@ -226,16 +224,19 @@ class Trust:
         return due
 
     def not_worth(self, rows: Ints, due: Mask, least_gain: float) -> Mask:
-        """Which due drafters would gain fewer tokens than `least_gain`, after some drafts. They wait 8 steps, the next time 16,
-        at most 64. Shape: [B, drafters]."""
-        places, drafters = np.nonzero(due & (self._state[rows, :, _CHANCES] >= self._num_free_misses - 1.0))
+        """Which due drafters gained fewer tokens than `least_gain`. They wait, until the next multiple of 8 steps, then of 16, 32
+        and 64, and forget all but a few drafts; after a wait they are asked once before they are judged. Shape: [B, drafters]."""
+        least = self._num_free_misses - 1.0
+        places, drafters = np.nonzero(due & (self._state[rows, :, _CHANCES] >= least))
         own = self._state[rows[places], drafters]
-        gained, chances = own[:, _GAINED], own[:, _CHANCES]
-        common = np.bincount(drafters, gained) / np.maximum(1.0, np.bincount(drafters, chances))
-        poor = _COMMON_DRAFTS * common[drafters] + gained < least_gain * (_COMMON_DRAFTS + chances)
-        waits = 2.0 ** (_NUM_DOUBLINGS + np.minimum(own[:, _NUM_POOR], _NUM_DOUBLINGS))
-        own[:, _NUM_POOR] = np.where(poor, own[:, _NUM_POOR] + 1.0, 0.0)
-        own[:, _DUE] = np.where(poor, (self.step // waits + 1.0) * waits, own[:, _DUE])
+        times, is_trial = np.abs(own[:, _NUM_POOR]), own[:, _NUM_POOR] > 0.0
+        gains = (_PRIOR_DRAFTS * own[:, _GAIN] + own[:, _GAINED]) / (_PRIOR_DRAFTS + own[:, _CHANCES])
+        poor = ~is_trial & (gains < least_gain)
+        own[:, _NUM_POOR] = np.where(poor, times + 1.0, np.where(is_trial, -times, 0.0))
+        waits = 2.0 ** (_NUM_DOUBLINGS + np.minimum(times, _NUM_DOUBLINGS))
+        next_due = own[:, _BEGUN] + ((self.step - own[:, _BEGUN]) // waits + 1.0) * waits
+        own[:, _DUE] = np.where(poor, next_due, own[:, _DUE])
+        own[:, [_GAINED, _CHANCES]] *= np.where(poor, least / np.maximum(own[:, _CHANCES], least), 1.0)[:, None]
         self._state[rows[places], drafters] = own
         found = np.zeros_like(due)
         found[places[poor], drafters[poor]] = True

@@ -41,10 +41,10 @@ _SUREST = 0.98
 _TRIAL_SHARE = 0.01
 """Share of the time for drafts that do not seem to pay. More: a drafter that has become right is found sooner."""
 _TOKEN_WORTH = 2.0
-"""Seconds that a token saves over the device's for it, since the host has a part. With 1, 64 sequences
-that copy nine tokens in ten fell from 1.3 to 0.9 times the speed without drafts."""
+"""A token saves this many times the device's seconds for it, because it saves the host's time too. With 1, 64 sequences that copy
+nine tokens in ten fell from 1.3 to 0.9 times the speed without drafts."""
 _FREE_TOKENS = 0.08
-"""A draft's host time that is worth fewer tokens does not count, as on processors: misses alone decide then."""
+"""Where the host's time for a draft is worth fewer tokens, it does not count, as on processors."""
 _SHARE_WEIGHT = 1 / 24
 """Weight of one step in the means of shares (`cost_model`) and of the host's seconds for asking."""
 
@@ -120,15 +120,16 @@ class Planner:
             plan.least_prob = 0.0  # a drawn tree is never left out for what it costs
         if plan.least_prob >= _SUREST:
             return _roots(sequences)
-        least_gain = self._ask_s / (_TOKEN_WORTH * plan.token_s())
+        is_free, least_gain = np.array(costs_s) == 0.0, self._ask_s / (_TOKEN_WORTH * plan.token_s())
         if least_gain > _FREE_TOKENS and not self.is_fixed:
-            due &= ~self._trust.not_worth(rows, due & (np.array(costs_s) == 0.0), least_gain)
+            due &= ~self._trust.not_worth(rows, due & is_free, least_gain)
             self._next_number = self._trust.next_due()
         begin = time.thread_time()  # Why not the clock: on busy processors it counts what others do
         costly_s = self._ask(plan, owns, rows, due, costs_s)
-        if count := np.count_nonzero(due.any(1)):
+        if count := np.count_nonzero(due & is_free):
             ask_s = (time.thread_time() - begin - costly_s) / count
-            self._ask_s += _SHARE_WEIGHT * (ask_s - self._ask_s)
+            # Why a bound: a collection of garbage in one step says nothing about the next ones
+            self._ask_s += _SHARE_WEIGHT * (min(ask_s, 1e-5 + 4.0 * self._ask_s) - self._ask_s)
         if plan.trees.counts.max() == 1:
             self._count(plan, rows, plan.trees.figures)
             return _roots(sequences)
