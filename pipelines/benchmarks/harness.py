@@ -280,7 +280,7 @@ def draw(plot: Plot, rows: Sequence[Row], title: str) -> Any:
             bars = axes.bar(
                 [place + width * number for place in range(len(chosen))], values, width, align="edge", label=label
             )
-            axes.bar_label(bars, map(cell, values))
+            axes.bar_label(bars, [cell(value) for value in values])
     if plot.is_curve:
         axes.set_xscale("log")
     axes.set_xticks(
