@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -169,12 +170,12 @@ class Run:
 
 
 class Plot(NamedTuple):
-    """Lines over the column `x` of the rows that `shows` chooses: a column each, with its label."""
+    """Lines or, over names, bars over the column `x` of the rows that `shows` chooses: a column each, with its label."""
 
     x: str
     lines: Mapping[str, str]
     shows: Callable[[Row], bool]
-    has_log_x: bool = False
+    is_curve: bool = False
 
 
 class Suite(NamedTuple):
@@ -269,10 +270,24 @@ def draw(plot: Plot, rows: Sequence[Row], title: str) -> Any:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     chosen = [row for row in rows if plot.shows(row)]
-    chosen = sorted(chosen, key=lambda row: row[plot.x]) if plot.has_log_x else chosen
-    for column, label in plot.lines.items():
-        axes.plot([row[plot.x] for row in chosen], [row[column] for row in chosen], marker="o", label=label)
-    axes.set_xscale("log" if plot.has_log_x else axes.get_xscale())
+    chosen = sorted(chosen, key=lambda row: row[plot.x]) if plot.is_curve else chosen
+    for number, (column, label) in enumerate(plot.lines.items()):
+        values = [math.nan if row[column] is None else row[column] for row in chosen]
+        if plot.is_curve:
+            axes.plot([row[plot.x] for row in chosen], values, marker="o", label=label)
+        else:
+            width = 0.8 / len(plot.lines)
+            bars = axes.bar(
+                [place + width * number for place in range(len(chosen))], values, width, align="edge", label=label
+            )
+            axes.bar_label(bars, [cell(value) for value in values])
+    if plot.is_curve:
+        axes.set_xscale("log")
+    axes.set_xticks(
+        [row[plot.x] if plot.is_curve else place + 0.4 for place, row in enumerate(chosen)],
+        [cell(row[plot.x]) for row in chosen],
+    )
+    axes.minorticks_off()
     axes.set_xlabel(plot.x)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False)

@@ -363,7 +363,7 @@ PLOT = Plot(
     lambda row: (
         row["variant"] == PSA and row["workload"] == TABLE and row["retriever"].startswith(("exact", "elsewhere"))
     ),
-    has_log_x=True,
+    is_curve=True,
 )
 METRICS = (
     Metric(

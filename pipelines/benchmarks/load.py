@@ -386,6 +386,6 @@ PLOT = Plot(
     "users",
     {"on_tokens_per_s": "tokens a second, speculation on", "off_tokens_per_s": "off"},
     lambda row: row.get("mix") == MIXED,
-    has_log_x=True,
+    is_curve=True,
 )
 SUITE = Suite("load", run_load, summarise, METRICS, PLOT)

@@ -33,7 +33,7 @@ _PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 2.0
 """Accepted tokens that a drafter which takes time is first credited with for a draft, and for how many drafts. With 1.0 a poor
 head's trials cost eight sequences at once 7 % more; a good one is found sooner."""
 
-_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _BEGUN, _DUE, _NUM_FIGURES = range(10)
+_EXPECTED, _ACCEPTED, _CHANCES, _GAINED, _RATIO, _GAIN, _NUM_MISSES, _NUM_POOR, _BEGUN, _DUE, _NUM_FIGURES = range(11)
 _NUM_COUNTS = 4
 
 MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
@@ -222,6 +222,25 @@ class Trust:
         """Whether requests and misses allow each drafter to be asked in this step. Shape: [B] -> [B, drafters]."""
         due: Mask = self._state[rows, :, _DUE] <= self.step
         return due
+
+    def not_worth(self, rows: Ints, due: Mask, least_gain: float) -> Mask:
+        """Which due drafters gained fewer tokens than `least_gain`. They wait, until the next multiple of 8 steps, then of 16, 32
+        and 64, and forget all but a few drafts; after a wait they are asked once before they are judged. Shape: [B, drafters]."""
+        least = self._num_free_misses - 1.0
+        places, drafters = np.nonzero(due & (self._state[rows, :, _CHANCES] >= least))
+        own = self._state[rows[places], drafters]
+        times, is_trial = np.abs(own[:, _NUM_POOR]), own[:, _NUM_POOR] > 0.0
+        gains = (_PRIOR_DRAFTS * own[:, _GAIN] + own[:, _GAINED]) / (_PRIOR_DRAFTS + own[:, _CHANCES])
+        poor = ~is_trial & (gains < least_gain)
+        own[:, _NUM_POOR] = np.where(poor, times + 1.0, np.where(is_trial, -times, 0.0))
+        waits = 2.0 ** (_NUM_DOUBLINGS + np.minimum(times, _NUM_DOUBLINGS))
+        next_due = own[:, _BEGUN] + ((self.step - own[:, _BEGUN]) // waits + 1.0) * waits
+        own[:, _DUE] = np.where(poor, next_due, own[:, _DUE])
+        own[:, [_GAINED, _CHANCES]] *= np.where(poor, least / np.maximum(own[:, _CHANCES], least), 1.0)[:, None]
+        self._state[rows[places], drafters] = own
+        found = np.zeros_like(due)
+        found[places[poor], drafters[poor]] = True
+        return found
 
     def next_due(self) -> float:
         """The first step in which a drafter may be asked for any of the sequences; infinity if there is none."""

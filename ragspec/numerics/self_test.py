@@ -35,7 +35,7 @@ _LEAST = float(np.finfo(np.float32).tiny)
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
 """Numbers of rows of the forwards that are compared with the forward of the whole text."""
 _NUM_CHUNKS = 3
-QUICK_ROWS, QUICK_CHUNKS = 33, (1, 16)
+QUICK_ROWS, QUICK_CHUNKS = 17, (1, 16)
 """Length and chunks of a self-test that confirms an earlier one."""
 
 

@@ -34,7 +34,9 @@ class LightActor(WorkerActor):
 @pytest.fixture
 def cluster(without_local_ray: None) -> Iterator[Cluster]:
     """A large node and two small ones."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False})
+    # Why no dashboard port: Ray tries its usual one, and leaks a socket where another Ray has that
+    head = {"num_cpus": 16, "include_dashboard": False, "dashboard_port": None}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         cluster.add_node(num_cpus=1, wait=False)
     cluster.wait_for_nodes()

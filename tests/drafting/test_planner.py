@@ -9,7 +9,17 @@ import pytest
 from planner_parts import FREE, Chain, Running, plan, run
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import ASKED, EXPECTED, NUM_FIGURES, AcceptanceCells, Trust
+from ragspec.drafting.acceptance import (
+    ACCEPTED,
+    ASKED,
+    EXPECTED,
+    NUM_FIGURES,
+    NUM_HITS,
+    NUM_NODES,
+    UNCOVERED,
+    AcceptanceCells,
+    Trust,
+)
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter, SequenceView
 from ragspec.drafting.planner import Planner
@@ -221,6 +231,36 @@ def test_trust_comes_back_by_guesses_that_took_no_row() -> None:
         path = list(range(1, len(tree)))
         planner.observe([sequence], [StepResult(tree, path, [*tree.token_ids[1:], [5, 6, 7, 50][len(path)]])], [{}])
     assert tree.num_drafted == 3
+
+
+def test_where_tokens_are_cheaper_than_asking_a_poor_drafter_is_asked_seldom() -> None:
+    """On a fast device the host's time for drafts that brought little made decoding slower than without them."""
+    asked, sequence = list[int](), Running()
+    for step_s in (1e-8, 1.0):
+        drafter = Chain([5], 0.6)
+        planner = Planner([drafter], CostTable({64: [step_s, 1.2 * step_s]}, rows=(1, 2)), 12)
+        for number in range(200):
+            (tree,) = plan(planner, sequence)
+            path = [1] if number % 2 and tree.num_drafted else []
+            planner.observe([sequence], [StepResult(tree, path, [5, 50] if number % 2 else [51])], [{}])
+        asked.append(drafter.asked)
+    assert asked[1] == 200 and asked[0] < 20
+
+
+def test_a_drafter_that_waited_and_became_right_is_asked_again() -> None:
+    """A drafter was judged by what it had done before its wait, and so never asked again."""
+    trust = Trust(1)
+    rows, asked = np.array([trust.start("", [0])]), list[int]()
+    for trust.step in range(1, 400):
+        due = trust.due(rows)
+        if (due & ~trust.not_worth(rows, due, 0.5)).any():
+            figures = np.zeros((1, 1, NUM_FIGURES))
+            figures[..., [ASKED, UNCOVERED]] = 1.0
+            figures[..., [EXPECTED, ACCEPTED, NUM_NODES, NUM_HITS]] = 4.0 * (trust.step > 200)
+            trust.learn(rows, figures, 0.1)
+            asked.append(trust.step)
+    assert sum(step <= 200 for step in asked) < 20
+    assert min(step for step in asked if step > 200) <= 264 and sum(step > 300 for step in asked) > 80
 
 
 def test_guesses_that_took_no_row_are_judged_by_what_the_target_said() -> None:

@@ -236,17 +236,26 @@ def test_a_row_is_the_same_as_text_and_as_a_node(
 
 
 @pytest.mark.parametrize(
-    ("context", "sizes"),
+    ("context", "sizes", "window"),
     [
-        *((n, (6, 36, 70)) for n in (127, 128)),
-        *(pytest.param(n, (6, 36, 70), marks=slow) for n in (4095, 4097, 5120)),
-        pytest.param(33_000, (6,), marks=slow),
+        (127, (6, 36, 70), 0),
+        (128, (6, 36, 70), 62),
+        *(pytest.param(n, (6, 36, 70), 0, marks=slow) for n in (4095, 4097, 5120)),
+        *(pytest.param(n, (6, 36), n, marks=slow) for n in (63, 128, 257)),
+        pytest.param(33_000, (6,), 0, marks=slow),
     ],
 )
-def test_contexts_are_added_up_position_by_position(_spread: None, context: int, sizes: tuple[int, ...]) -> None:
-    """Bug guarded: a position between two chunks, blocks or tiles, or of a path, left out or taken twice. Scores are equal and
-    values small whole numbers, so every order has the same sums. The rows: a tree's, and a text's in each height of tile."""
-    shape, parents, rng = AttentionShape(4, 2, 16, 0.25), [-1, 0, 0, 1, 1, 3], np.random.default_rng(context)
+def test_contexts_are_added_up_position_by_position(
+    _spread: None, context: int, sizes: tuple[int, ...], window: int
+) -> None:
+    """Bug guarded: a position between two chunks, blocks or tiles, of a path or at the window's border, left out or taken twice.
+    Scores are equal and values small whole numbers, so every order has the same sums. The rows: a tree's, and a text's in each
+    height of tile."""
+    shape, parents, rng = (
+        AttentionShape(4, 2, 16, 0.25, window=window),
+        [-1, 0, 0, 1, 1, 3],
+        np.random.default_rng(context),
+    )
     pool, parts, exact, scheduled = BACKEND_16.make_pool([shape], 3 * (context + 9 * PAGE)), [], [], []
     for num_rows in sizes:
         slots, is_tree = SequenceSlots(pool), num_rows == len(parents)
@@ -258,8 +267,8 @@ def test_contexts_are_added_up_position_by_position(_spread: None, context: int,
             path = [row]
             while path[-1]:
                 path.append(parents[path[-1]] if is_tree else path[-1] - 1)
-            total = values[:context].sum(0) + values[[context + node for node in path]].sum(0)
-            exact.append((total / (context + len(path))).repeat_interleave(2, 0))
+            seen = [*range(context), *(context + node for node in reversed(path))][-window:]
+            exact.append((values[seen].sum(0) / len(seen)).repeat_interleave(2, 0))
         parts.append(values[context:])
     new = torch.cat(parts)
     qkv = torch.cat([new.new_zeros(len(new), 6, 16), new], 1).bfloat16()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ragspec.core import Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.quote_choice import quote_bias
+from ragspec.rag.quote_choice import quote_bias, span_features
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules
 
@@ -46,6 +46,19 @@ def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Ta
     at = next(n for n, (a, b) in enumerate(zip(short, long, strict=False)) if a != b)
     branch = biases[tuple(short[:at])]
     assert branch[long[at]] > branch[short[at]]
+
+
+def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> None:
+    """A question about `~N` that was answered by the row of `~n`."""
+    prompts = PromptBuilder(target.tokenizer, 512)
+    texts = ("~n: messages with a score.", "~N: new messages.", "N messages have a score.")
+    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
+    biases = quote_bias("What does ~N match?", passages, prompts.plain_ids, 20.0)
+    lower, upper, letter = (total(biases, ids) for ids in prompts.plain_ids([f'"{text}' for text in texts]))
+    assert upper > lower and upper > letter
+    for question, text in (("What does -S do?", "-S/--size: sorts by size."), ("Who pays $5?", "Anna pays 5 dollars.")):
+        passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Rain falls for days."))]
+        assert span_features(question, [(each, [(0, len(each.text))]) for each in passages])[0, 0] > 0.2
 
 
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:

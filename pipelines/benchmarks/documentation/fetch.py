@@ -51,7 +51,7 @@ def fetch(entry: dict[str, Any], out: Path) -> list[str]:
             data = (root / path).read_bytes()
             if hashlib.sha256(data).hexdigest() != item["sha256"]:
                 notes.append(f"{package}: {path} differs")
-            copy = out / target(package, path, unzip)
+            copy = out / item.get("name", target(package, path, unzip))
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(gzip.decompress(data) if unzip else data)
     print(f"{package} {entry['version']}: {len(entry['files'])} files, {len(notes)} notes")
