@@ -6,8 +6,7 @@ Where quotes part, behind the quotation mark, each branch gets the probability o
 biases: a grammar lets a target write a word in other tokens than the tokenizer's, and those would escape them. The bias is a
 sampling parameter, so drafts change no token.
 
-The weights were learned by `pipelines/train_quote_choice.py`, before symbols counted as words.
-Source: Robertson and Zaragoza, The Probabilistic Relevance
+The weights were learned by `pipelines/train_quote_choice.py`. Source: Robertson and Zaragoza, The Probabilistic Relevance
 Framework (2009), for BM25; Yih et al., Question Answering Using Enhanced Lexical Semantic Models (2013), for the scoring of
 sentences by features.
 
@@ -36,9 +35,8 @@ from ragspec.retrieval_config import AnalyzerConfig
 class SpanFeatures(NamedTuple):
     """Of a span and a question, from 0 to 1, `words` to about 2.
 
-    `words`: BM25 among the spans, over the score of a span that holds every word and symbol of the question once; common words do
-    not count. `pairs`: the question's pairs of neighbouring words that are neighbours here.
-    `heading`: the question's words in the title and
+    `words`: BM25 among the spans, over the score of a span that holds every word of the question once; common words do not count.
+    `pairs`: the question's pairs of neighbouring words that are neighbours here. `heading`: the question's words in the title and
     headings above, by rarity. `number`: the question asks for a number or a time, and the span names one. `code`: it asks for a
     command or a name, and the span holds code. `row`: the span is a row of a table. `place`: 1 over the rank of its passage.
     """
@@ -80,9 +78,6 @@ _CODE = re.compile(
     r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
-_SYMBOL = re.compile(r"(?<![\w~$%@:/.?\\=+^&#!<-])[~$%@:/.?\\=+^&#!<-]+\w(?:(?!/-)[\w./:+-]*\w)?")
-"""An option, pattern, variable or path, whose signs and letter case count: `-S`, `~N`, `$timeout`, `/etc/hosts`."""
-_ONE_LETTER = re.compile(r"[^\w]+[^\W\d]")
 _SATURATION, _LENGTH_WEIGHT = 1.2, 0.3
 """BM25's k1 and b; sentences are short, so their length counts less than a passage's."""
 
@@ -162,11 +157,9 @@ def _tree_bias(
 def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
-    terms = [_words(text) for text in texts]
+    terms = [_terms(text) for text in texts]
     holding = Counter(chain.from_iterable(map(set, terms)))
-    # Why no letter without its sign: `~n` and any "n" of a text would count as half of `~N`
-    letters = {sign[-1].lower() for sign in _SYMBOL.findall(question) if _ONE_LETTER.fullmatch(sign)}
-    asked = [term for term in _words(question) if term not in letters]
+    asked = _terms(question)
     counts = {term: holding[term] for term in sorted({*asked} - _common())}
     weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
     whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms)) or 1.0
@@ -182,7 +175,7 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
         return math.fsum(weight for term, weight in weights.items() if term in above) / whole
 
     passages = [passage for passage, run in runs for _ in run]
-    above = [held(frozenset(_words(f"{passage.title}\n{passage.heading}"))) for passage in passages]
+    above = [held(frozenset(_terms(f"{passage.title}\n{passage.heading}"))) for passage in passages]
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
     rows = [
         SpanFeatures(
@@ -211,8 +204,3 @@ def _common() -> frozenset[str]:
 
 def _terms(text: str) -> list[str]:
     return _analyzer().terms(text, own_only=True)
-
-
-def _words(text: str) -> list[str]:
-    """The terms and symbols of a text."""
-    return [*_terms(text), *_SYMBOL.findall(text)]

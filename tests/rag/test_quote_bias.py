@@ -48,19 +48,6 @@ def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Ta
     assert branch[long[at]] > branch[short[at]]
 
 
-def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> None:
-    """A question about `~N` that was answered by the row of `~n`."""
-    prompts = PromptBuilder(target.tokenizer, 512)
-    texts = ("~n: messages with a score.", "~N: new messages.", "N messages have a score.")
-    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
-    biases = quote_bias("What does ~N match?", passages, prompts.plain_ids, 20.0)
-    lower, upper, letter = (total(biases, ids) for ids in prompts.plain_ids([f'"{text}' for text in texts]))
-    assert upper > lower and upper > letter
-    for question, text in (("What does -S do?", "-S/--size: sorts by size."), ("Who pays $5?", "Anna pays 5 dollars.")):
-        passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Rain falls for days."))]
-        assert span_features(question, [(each, [(0, len(each.text))]) for each in passages])[0, 0] > 0.2
-
-
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:
     """The places in a prompt of the order "shared" taken for ranks."""
     texts = ("Anna built the mill.", "Carl built the mill. He sold it.")
@@ -110,6 +97,13 @@ def test_texts_that_are_left_out_get_no_bias(target: Target) -> None:
 def test_no_passage_makes_no_bias(target: Target) -> None:
     """A softmax over nothing."""
     assert quote_bias(QUESTION, (), PromptBuilder(target.tokenizer, 512).plain_ids, 20.0) == {}
+
+
+def test_passages_without_a_word_make_no_features() -> None:
+    """A division by the average length of spans, which was zero."""
+    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(("***", "..."))]
+    features = span_features("Who built the mill?", [(each, [(0, len(each.text))]) for each in passages])
+    assert features.shape == (2, 7) and not features[:, 0].any()
 
 
 def test_only_held_quotes_are_biased_and_only_by_a_fit(target: Target) -> None:
