@@ -12,6 +12,15 @@ from ragspec.engine.target import Target
 
 pytestmark = pytest.mark.browser
 
+SLOW_REFUSALS = """() => {
+  const send = window.fetch;
+  window.fetch = async (url, ...rest) => {
+    const response = await send(url, ...rest);
+    if (response.status === 401 && `${url}`.endsWith("/v1/conversations")) await new Promise((done) => setTimeout(done, 500));
+    return response;
+  };
+}"""
+
 
 def test_a_key_in_the_address_is_taken_from_it(chat: ChatPage, service: Service) -> None:
     """A key that stays in the address bar, in the history and in every link that is copied from it."""
@@ -65,8 +74,9 @@ def test_texts_of_other_passages_are_no_fault(chat: ChatPage) -> None:
 
 
 def test_without_a_key_the_page_asks_for_one_and_then_goes_on(open_page: Opening, service: Service) -> None:
-    """A dead end at 401; a wrong key that is kept; a question that is lost while the key is looked for."""
+    """A dead end at 401; a wrong key that is kept; a question that a refusal on its way at the next key loses."""
     chat = open_page(service, "")
+    chat.page.evaluate(SLOW_REFUSALS)
     dialog = chat.page.locator("#key-dialog")
     dialog.wait_for()
     chat.page.keyboard.press("Escape")

@@ -1,17 +1,17 @@
 // The chat page: its parts, tied together.
 
-import { Failure, call, hasKey, setKey, stopped, takeKeyFromAddress } from "./api.js";
+import { Failure, call, stopped, takeKeyFromAddress } from "./api.js";
 import { ask, compare, requestOf } from "./asking.js";
 import { Conversations } from "./conversations.js";
 import { Documents } from "./documents.js";
 import { announce, byId, el, scrolling } from "./dom.js";
 import { Drawer } from "./drawer.js";
-import { askForKey } from "./key.js";
+import { enterKey, refused, withKey } from "./key.js";
 import { TurnView } from "./turn.js";
 import { welcome } from "./welcome.js";
 
 takeKeyFromAddress();
-addEventListener("hashchange", () => takeKeyFromAddress(connect));
+addEventListener("hashchange", () => takeKeyFromAddress(() => connect()));
 
 const TELEMETRY = "ragspec.telemetry";
 const drawer = new Drawer(byId("side"), byId("side-open"));
@@ -22,19 +22,24 @@ const turns = byId("turns");
 let model = "";
 let running = null; // the AbortController of what is being written
 
-/** What the page must know of the server. A wrong key is asked for, at once. */
-async function connect() {
-  try {
-    const [served] = (await call("GET", "/v1/models")).data;
-    model = served?.id ?? "";
-    if (served?.max_model_len) limitAnswers(served.max_model_len);
-    byId("model").textContent = model;
-  } catch (cause) {
-    if (!(cause instanceof Failure)) throw cause;
-    if (cause.kind === "unauthorized") return enterKey(hasKey() ? "This key is not accepted." : "");
-    byId("model").textContent = "not connected";
-    return;
-  }
+/** What the page must know of the server, and then `then`. A wrong key is asked for, at once. */
+function connect(then = () => undefined) {
+  return withKey(async () => {
+    try {
+      await open();
+    } catch (cause) {
+      if (!(cause instanceof Failure) || cause.kind === "unauthorized") throw cause;
+      byId("model").textContent = "not connected";
+    }
+    then();
+  });
+}
+
+async function open() {
+  const [served] = (await call("GET", "/v1/models")).data;
+  model = served?.id ?? "";
+  if (served?.max_model_len) limitAnswers(served.max_model_len);
+  byId("model").textContent = model;
   await Promise.all([
     documents.load(), orSay("kept", conversations.load()), orSay("indexed", welcome(askExample))]);
 }
@@ -53,14 +58,6 @@ async function orSay(id, work) {
 function limitAnswers(maxTokens) {
   const field = byId("max-tokens");
   field.max = Math.max(1, Math.min(field.max, Math.floor(maxTokens / 2)));
-}
-
-function enterKey(remark, then = () => undefined) {
-  askForKey(remark, async (key) => {
-    setKey(key);
-    await connect();
-    then();
-  });
 }
 
 const views = {
@@ -96,13 +93,13 @@ async function run(view, work = answer) {
     }
   }
   if (failure?.kind === "absent") conversations.lost(conversation);
-  if (failure?.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "", () => run(view));
+  if (failure?.kind === "unauthorized") refused(() => connect(() => run(view)));
 }
 
 function answer(view, signal) {
   const conversation = conversations.current;
   return ask(view, signal, async () => {
-    if (!model) await connect();
+    if (!model) await open();
     if (signal.aborted) throw stopped();
     const id = await conversations.idFor(conversation, view.turn.question);
     const { turns: all } = conversation;
@@ -163,7 +160,7 @@ function fit() {
 byId("ask").addEventListener("submit", (event) => (event.preventDefault(), submit()));
 byId("stop").addEventListener("click", () => (running?.abort(), question.focus()));
 byId("telemetry").addEventListener("change", () => showTelemetry(byId("telemetry").checked));
-byId("key-open").addEventListener("click", () => enterKey(""));
+byId("key-open").addEventListener("click", () => enterKey("", () => connect()));
 question.addEventListener("input", fit);
 question.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

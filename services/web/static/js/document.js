@@ -1,14 +1,14 @@
 // The page of one source: the document as the server draws it, with a quote marked, in a frame that runs no scripts.
 
-import { Failure, hasKey, page, setKey, takeKeyFromAddress } from "./api.js";
+import { Failure, page, takeKeyFromAddress } from "./api.js";
 import { byId } from "./dom.js";
-import { askForKey } from "./key.js";
+import { enterKey, refused } from "./key.js";
 
 const SAID = { absent: "There is no such document, or it is not for this key." };
 
 takeKeyFromAddress();
 addEventListener("hashchange", () => takeKeyFromAddress(show));
-byId("key-open").addEventListener("click", () => enterKey(""));
+byId("key-open").addEventListener("click", () => enterKey("", show));
 
 async function show() {
   const frame = byId("source");
@@ -23,15 +23,8 @@ async function show() {
     frame.hidden = true;
     byId("said").hidden = false;
     byId("said").textContent = SAID[cause.kind] ?? cause.message;
-    if (cause.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "");
+    if (cause.kind === "unauthorized") refused(show);
   }
-}
-
-function enterKey(remark) {
-  askForKey(remark, (key) => {
-    setKey(key);
-    show();
-  });
 }
 
 show();

@@ -1,12 +1,12 @@
 // The grammar page: a text, its suggested edits, and what becomes of them.
 
-import { Failure, call, hasKey, setKey, takeKeyFromAddress } from "./api.js";
+import { Failure, call, takeKeyFromAddress } from "./api.js";
 import { Comparison } from "./compare.js";
 import { corrected, drawSeed } from "./correcting.js";
 import { announce, byId, el, plural, scrolling, seconds } from "./dom.js";
 import { afterApplying, applied, editsOf, nameOf } from "./edits.js";
 import { Editor } from "./editor.js";
-import { askForKey } from "./key.js";
+import { enterKey, refused, withKey } from "./key.js";
 import { noticeOf } from "./notice.js";
 
 takeKeyFromAddress();
@@ -34,7 +34,7 @@ async function correct() {
   } catch (cause) {
     if (!(cause instanceof Failure)) throw cause;
     byId("outcome").replaceChildren(noticeOf(cause, { again: correct, fresh: () => editor.focus() }));
-    if (cause.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "", correct);
+    if (cause.kind === "unauthorized") refused(() => connect().then(correct));
   } finally {
     byId("correct").disabled = false;
   }
@@ -131,20 +131,11 @@ function showWithheld(withheld) {
       el("span", { class: "detail" }, WITHHELD[edit.withheld] ?? edit.withheld))));
 }
 
-function enterKey(remark, then = () => undefined) {
-  askForKey(remark, async (key) => {
-    setKey(key);
-    await connect();
-    then();
-  });
-}
-
 async function connect() {
   try {
     byId("model").textContent = (await call("GET", "/v1/models")).data[0]?.id ?? "";
   } catch (cause) {
-    if (!(cause instanceof Failure)) throw cause;
-    if (cause.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "");
+    if (!(cause instanceof Failure) || cause.kind === "unauthorized") throw cause;
   }
 }
 
@@ -153,7 +144,7 @@ byId("undo").addEventListener("click", () => editor.undo());
 byId("redo").addEventListener("click", () => editor.redo());
 byId("accept-all").addEventListener("click", () => decide([...editor.edits], true));
 byId("reject-all").addEventListener("click", () => decide([...editor.edits], false));
-byId("key-open").addEventListener("click", () => enterKey(""));
+byId("key-open").addEventListener("click", () => enterKey("", connect));
 byId("copy").addEventListener("click", async () => {
   const copied = await navigator.clipboard.writeText(editor.text).then(() => true, () => false);
   announce(copied ? "Copied." : "The browser did not allow copying.");
@@ -167,6 +158,6 @@ byId("text").addEventListener("keydown", (event) => {
   }
 });
 
-connect();
+withKey(connect);
 showEdits();
 byId("text").focus();

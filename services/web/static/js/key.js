@@ -1,5 +1,6 @@
 // The dialog that asks for a key. A key stays in this tab's session storage and goes nowhere but to this server.
 
+import { hasKey, setKey } from "./api.js";
 import { byId } from "./dom.js";
 
 let done = () => undefined;
@@ -13,9 +14,27 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 byId("key-close").addEventListener("click", () => byId("key-dialog").close());
 
-/** `then(key)` once one was entered; Escape leaves it. */
-export function askForKey(remark, then) {
-  done = then;
+/** `work` runs with the key that is entered, and again until the server accepts a key; Escape leaves it. */
+export function enterKey(remark, work) {
+  done = (key) => {
+    setKey(key);
+    withKey(work);
+  };
   byId("key-remark").textContent = remark;
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
+}
+
+/** Runs `work`; where the server refuses the key, once more with each key that is entered. */
+export async function withKey(work) {
+  try {
+    await work();
+  } catch (cause) {
+    if (cause.kind !== "unauthorized") throw cause;
+    refused(work);
+  }
+}
+
+/** Asks for another key after the server refused the last. */
+export function refused(work) {
+  enterKey(hasKey() ? "This key is not accepted." : "", work);
 }
