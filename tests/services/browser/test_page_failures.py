@@ -12,14 +12,9 @@ from ragspec.engine.target import Target
 
 pytestmark = pytest.mark.browser
 
-SLOW_REFUSALS = """() => {
-  const send = window.fetch;
-  window.fetch = async (url, ...rest) => {
-    const response = await send(url, ...rest);
-    if (response.status === 401 && `${url}`.endsWith("/v1/conversations")) await new Promise((done) => setTimeout(done, 500));
-    return response;
-  };
-}"""
+SLOW_REFUSALS = """() => { const send = window.fetch; window.fetch = async (url, ...rest) => {
+  const response = await send(url, ...rest), isSlow = response.status === 401 && `${url}`.endsWith("/v1/conversations");
+  return isSlow ? new Promise((done) => setTimeout(() => done(response), 500)) : response; } }"""
 
 
 def test_a_key_in_the_address_is_taken_from_it(chat: ChatPage, service: Service) -> None:
