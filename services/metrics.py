@@ -50,6 +50,7 @@ _STATS_COUNTERS = (
     ("num_steps", "vllm:spec_decode_num_drafts", "Decode steps, with or without a draft."),
     ("num_drafted", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
     ("num_accepted", "vllm:spec_decode_num_accepted_tokens", "Tokens drafted and accepted."),
+    ("draft_s", "ragspec_draft_seconds", "Time of the drafters."),
     ("num_replays", "ragspec_replays", "Answers taken up again on another replica."),
     ("num_near_ties", "ragspec_near_ties", "Tokens that other roundings could have decided otherwise."),
 )

@@ -1,17 +1,22 @@
 """The suite `load`: one service under users. Throughput and latencies by the number of users, with speculation and without; the
 service's overhead to the first token; and clients that go away half-way.
 
-The load curve: a mix is a list of chat bodies. A run sends each body once, and at least one for each user; every user sends the
-next body after an answer has ended. No run shares a cached prefix with another. llama.cpp's own server runs beside, with the
-same prompts as token ids, by the same clients, one program at a time. It gets prompts ready, retrieval included, so its time
-has no retrieval in it. Both types of weights run, and the faster counts; each slot has room for the longest prompt and its
-answer, so nothing is cut.
+The load curve: a mix is a list of chat bodies, and a cell is a mix with a number of users. A pair of runs is one with speculation
+and one without, in turns. A run sends bodies for 20 seconds, two for each user at least; every user sends the next body after
+an answer has ended. No run shares a cached prefix with another. Further pairs follow until the ratio of a cell is known to 0.02
+(standard error); with --quick there are two short pairs. A cell is slower with speculation where its ratio and two standard
+errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where its mean and two standard errors are under 1.
+
+llama.cpp's own server runs beside, with the same prompts as token ids, by the same clients, one program at a time. It gets
+prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster counts; each slot
+has room for the longest prompt and its answer, so nothing is cut.
 
     python -m pipelines.benchmark --suite load --quick
 """
 
 import asyncio
 import itertools
+import math
 import shutil
 import sys
 import time
@@ -19,9 +24,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
+from operator import sub
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, cast
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from pipelines.benchmarks.harness import Metric, Plot, Result, Row, Run, Suite, at_least, at_most, equal_to
 from pipelines.benchmarks.peers import llama_files, load_peer
@@ -55,8 +63,17 @@ GOOD_TOKEN_S = 0.1
 """The time of a token of a good answer."""
 
 _MAX_TOKENS = 64
-_NUM_KINDS = 4
 _SALTS = itertools.count()
+_LEAST_S, _QUICK_PAIRS, _LEAST_PAIRS, _MOST_PAIRS, _SURE_ERROR = 20.0, 2, 3, 16, 0.02
+_RATIOS = (("on_off", "on_tokens_per_s", "off_tokens_per_s"), ("on_off_p95", "off_token_p95_ms", "on_token_p95_ms"))
+_SLOWER = {"on_off": 0.98, "on_off_p95": 0.95}
+_COUNTERS = (
+    "vllm:generation_tokens",
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+    "ragspec_draft_seconds",
+)
 
 
 def mixes_of(model: str, questions: Sequence[str], seed: int) -> dict[str, list[Body]]:
@@ -79,36 +96,77 @@ def _correction(model: str, sentence: str, drawn: Mapping[str, Any]) -> Body:
     return chat_body(model, GRAMMAR_REQUEST + sentence, prediction=prediction, **drawn)
 
 
-def sent_by(users: int, mix: str, bodies: Sequence[Body], num_questions: int | None = None) -> list[Body]:
-    """The bodies of a run: those of `num_questions` questions (None: all), and at least one for each user.
+def sent_by(bodies: Sequence[Body], count: int) -> list[Body]:
+    """So many bodies, from the first again where there are fewer; each further turn has a cache of its own."""
+    turns = -(-count // len(bodies))
+    return [{**body, "cache_salt": f"turn-{turn}"} for turn in range(turns) for body in bodies][:count]
 
-    A body comes again only where there are more users than bodies.
+
+def cell_row(run: Run, service: Service, mix: str, bodies: Sequence[Body], users: int, tenant: str = "") -> Row:
+    """A cell of the load curve: `joined` of its pairs, which are kept one by one. Raises: EngineError."""
+    count, pairs = len(bodies), list[Row]()
+    if not run.quick:
+        first = run.row(
+            f"{mix} {users}: first", lambda: _timed(service, sent_by(bodies, 2 * users), users, True, tenant)
+        )
+        count = max(2 * users, math.ceil(_LEAST_S * first["answers_per_s"]))
+    while not _is_enough(run, pairs):
+        sent = sent_by(bodies, max(users, count))
+        pairs.append(
+            run.row(f"{mix} {users}: pair {len(pairs)}", partial(pair_row, service, sent, users, len(pairs), tenant))
+        )
+    return {"mix": mix, "users": users} | joined(pairs)
+
+
+def _is_enough(run: Run, pairs: Sequence[Row]) -> bool:
+    if run.quick:
+        return len(pairs) >= _QUICK_PAIRS
+    return len(pairs) >= _LEAST_PAIRS and (len(pairs) >= _MOST_PAIRS or joined(pairs)["on_off_error"] <= _SURE_ERROR)
+
+
+def pair_row(service: Service, bodies: Sequence[Body], users: int, number: int, tenant: str = "") -> Row:
+    """Figures of a run with speculation (`on_...`) and of one without (`off_...`); in even pairs the first comes first.
+
+    `tenant`: as of `Service.timed`. Raises: EngineError.
     """
-    num_least = len(bodies) if num_questions is None else num_questions * (_NUM_KINDS if mix == MIXED else 1)
-    return list(itertools.islice(itertools.cycle(bodies), max(users, num_least)))
+    ways = (True, False) if number % 2 == 0 else (False, True)
+    found = {on: _timed(service, bodies, users, on, tenant) for on in ways}
+    return {f"{way}_{name}": value for way, on in (("on", True), ("off", False)) for name, value in found[on].items()}
 
 
-def curve_row(service: Service, mix: str, bodies: Sequence[Body], users: int, num_runs: int, tenant: str = "") -> Row:
-    """Medians of runs with speculation (`on_...`) and without (`off_...`). `tenant`: as of `Service.timed`.
-
-    `on_off`: tokens a second with speculation over without; `on_off_p99`: the 99th percentile of the time a token without
-    speculation over with. Raises: EngineError.
-    """
-    runs: dict[bool, list[Row]] = {True: [], False: []}
-    for number in range(num_runs):
-        for on in (True, False) if number % 2 == 0 else (False, True):
-            salt = f"run-{next(_SALTS)}"
-            own = [{**body, "speculation": on, "cache_salt": salt} for body in bodies]
-            runs[on].append(measured(service.timed(own, users, tenant=tenant)))
-    on_medians, off_medians = _medians(runs[True]), _medians(runs[False])
-    return {
-        "mix": mix,
-        "users": users,
-        "on_off": on_medians["tokens_per_s"] / off_medians["tokens_per_s"],
-        "on_off_p99": off_medians["token_p99_ms"] / on_medians["token_p99_ms"],
-        **{f"on_{name}": value for name, value in on_medians.items()},
-        **{f"off_{name}": value for name, value in off_medians.items()},
+def _timed(service: Service, bodies: Sequence[Body], users: int, speculation: bool, tenant: str) -> Row:
+    salt = f"run-{next(_SALTS)}-"
+    own = [{**body, "speculation": speculation, "cache_salt": salt + body.get("cache_salt", "")} for body in bodies]
+    before = _counted(service)
+    found = measured(service.timed(own, users, tenant=tenant))
+    tokens, steps, drafted, accepted, draft_s, processor_s = map(sub, _counted(service), before)
+    counts = {
+        "drafted_a_step": drafted / steps,
+        "accepted_a_step": accepted / steps,
+        "draft_us_a_step": 1e6 * draft_s / steps,
     }
+    return found | counts | {"processor_ms_a_token": 1e3 * processor_s / tokens}
+
+
+def _counted(service: Service) -> list[float]:
+    """The service's counters `_COUNTERS`, and the processor seconds of this process."""
+    families = text_string_to_metric_families(service.backend.metrics.text().decode())
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    return [values[f"{name}_total"] for name in _COUNTERS] + [time.process_time()]
+
+
+def joined(pairs: Sequence[Row]) -> Row:
+    """Medians of all figures, and the ratios of the pairs: geometric means, with their standard errors.
+
+    `on_off`: tokens a second with speculation over without; `on_off_p95`: the 95th percentile of the time a token without
+    speculation over with.
+    """
+    row: Row = {"num_pairs": len(pairs)}
+    for name, above, below in _RATIOS:
+        logs = [math.log(pair[above] / pair[below]) for pair in pairs]
+        row[name] = math.exp(fmean(logs))
+        row[f"{name}_error"] = row[name] * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return row | {name: median(pair[name] for pair in pairs) for name in pairs[0] if name.startswith("o")}
 
 
 def measured(answers: Sequence[Answer]) -> Row:
@@ -125,12 +183,8 @@ def measured(answers: Sequence[Answer]) -> Row:
     good = [first <= GOOD_FIRST_S and token <= GOOD_TOKEN_S for first, token in zip(first_s, token_s, strict=True)]
     row: Row = {"tokens_per_s": num_tokens / wall_s, "answers_per_s": len(answers) / wall_s}
     for name, seconds in (("first", sorted(first_s)), ("token", sorted(token_s))):
-        row |= {f"{name}_p{share}_ms": 1e3 * quantile(seconds, share / 100) for share in (50, 99)}
+        row |= {f"{name}_p{share}_ms": 1e3 * quantile(seconds, share / 100) for share in (50, 95)}
     return row | {"goodput_per_s": sum(good) / wall_s}
-
-
-def _medians(runs: Sequence[Row]) -> Row:
-    return {name: median(run[name] for run in runs) for name in runs[0]}
 
 
 _PATH = "/v1/completions"
@@ -199,8 +253,6 @@ _CROWD = "cleo"
 _TENANTS = ("ann", "bob", _CROWD)
 _NUM_CLIENTS = 32
 _PEER_USERS = (8, 32)
-_LEAST_RUNS = 2
-"""With speculation first, then without speculation first."""
 _FIRST_TOKENS = 8
 _SETTLE_S = 10.0
 _READY_S = 300.0
@@ -208,17 +260,15 @@ _READY_S = 300.0
 
 def run_load(run: Run) -> Iterator[Row]:
     """Raises: ConfigError, ModelError, StoreError, EngineError."""
-    users = (1, 8, 32) if run.quick else (1, 2, 4, 8, 16, 32, 64)
     with backend_of(run) as (backend, listed), service_here(backend, _TENANTS, (_CROWD,)) as service:
         asked = [question.text for question in listed.questions]
         questions = asked[: run.count(32, 8)]
-        mixes = mixes_of(backend.model, asked[: max(*users, len(questions))], run.seed)
-        sent = partial(_sent, mixes, len(questions))
-        yield from _curve_rows(run, service, sent, (RAG, MIXED) if run.quick else tuple(mixes), users)
+        mixes = mixes_of(backend.model, asked if not run.quick else questions, run.seed)
+        yield from _curve_rows(run, service, mixes)
         if run.peers and llama_server() is not None:
             for number in _PEER_USERS:
                 folder = run.cache_dir / "llama_cpp"
-                measure = partial(llama_row, service, sent(MIXED, number), number, run.num_runs, folder)
+                measure = partial(llama_row, service, mixes[MIXED][: 4 * len(questions)], number, run.num_runs, folder)
                 yield run.row(f"llama-server {number}", measure)
         for at_once in (1, 16):
             measure = partial(first_tokens, service, questions, at_once, run.num_runs, run.seed)
@@ -227,22 +277,15 @@ def run_load(run: Run) -> Iterator[Row]:
         yield run.row("start", lambda: _start(run, backend.config.retriever.index_dir))
 
 
-def _sent(mixes: Mapping[str, Sequence[Body]], num_questions: int, mix: str, users: int) -> list[Body]:
-    return sent_by(users, mix, mixes[mix], num_questions)
-
-
-def _curve_rows(
-    run: Run, service: Service, sent: Callable[[str, int], list[Body]], mixes: Sequence[str], users: Sequence[int]
-) -> Iterator[Row]:
+def _curve_rows(run: Run, service: Service, mixes: Mapping[str, Sequence[Body]]) -> Iterator[Row]:
     """Every mix by every number of users."""
-    num_runs = max(run.num_runs, _LEAST_RUNS)
     # The first of a kind compiles kernels and teaches the drafters
-    curve_row(service, MIXED, sent(MIXED, max(users)), max(users), 1, _CROWD)
-    for i, mix in enumerate(mixes):
-        for j, number in enumerate(users, 1):
-            measure = partial(curve_row, service, mix, sent(mix, number), number, num_runs, _CROWD)
-            yield run.row(f"{mix} {number}", measure)
-            run.tick("users", i * len(users) + j, len(mixes) * len(users))
+    pair_row(service, sent_by(mixes[MIXED], _NUM_CLIENTS), _NUM_CLIENTS, 0, _CROWD)
+    cells = [(mix, users) for mix in ((RAG, MIXED) if run.quick else mixes) for users in (1, 8, 32)]
+    cells += [] if run.quick else [(MIXED, 64)]
+    for number, (mix, users) in enumerate(cells, 1):
+        yield run.row(f"{mix} {users}", partial(cell_row, run, service, mix, mixes[mix], users, _CROWD))
+        run.tick("users", number, len(cells))
 
 
 def first_tokens(service: Service, questions: Sequence[str], at_once: int, num_runs: int, seed: int) -> Row:
@@ -346,7 +389,12 @@ def summarise(rows: Sequence[Row]) -> Result:
     """The flat figures of all rows; None where a row is missing."""
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
-    found: Result = {f"{name}_min": min(row[name] for row in curve) for name in ("on_off", "on_off_p99")}
+    found: Result = {f"{name}_min": min(row[name] for row in curve) for name in _SLOWER}
+    for name, least in _SLOWER.items():
+        found[f"{name}_slower"] = sum(row[name] + 2 * row[f"{name}_error"] < least for row in curve)
+    found["mixes_slower"] = sum(
+        _is_slower([row for row in curve if row["mix"] == mix]) for mix in {row["mix"] for row in curve}
+    )
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
         found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]
@@ -359,9 +407,18 @@ def summarise(rows: Sequence[Row]) -> Result:
     return found
 
 
+def _is_slower(cells: Sequence[Row]) -> bool:
+    """Whether the mean of a mix's cells is surely under 1."""
+    error = math.hypot(*(cell["on_off_error"] for cell in cells)) / len(cells)
+    return fmean(cell["on_off"] for cell in cells) + 2 * error < 1.0
+
+
 METRICS = (
     Metric("on_off_min", "tokens a second with speculation over without, closed loops, the least", at_least(0.97)),
-    Metric("on_off_p99_min", "99th percentile of the time a token, without speculation over with, the least"),
+    Metric("on_off_slower", "cells slower with speculation", equal_to(0)),
+    Metric("mixes_slower", "mixes slower with speculation", equal_to(0)),
+    Metric("on_off_p95_min", "95th percentile of the time a token, without speculation over with, the least"),
+    Metric("on_off_p95_slower", "cells where it is slower with speculation", equal_to(0)),
     Metric("rag_on_off_8", "tokens a second with speculation over without, RAG, 8 users", at_least(1.5)),
     Metric("rag_on_off_32", "the same, 32 users", at_least(1.2)),
     Metric("vs_llama_server_8", "tokens a second over llama-server's best, mix of all kinds, 8 users", at_least(2)),
