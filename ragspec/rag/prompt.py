@@ -180,7 +180,8 @@ class PromptBuilder:
         if params.json_schema or not self.quotes_first or not prompt.passages:
             return params
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
-            biases = quote_bias(question, prompt.best_first(), self.plain_ids, fit.quote_weight, left_out)
+            best = prompt.best_first()
+            biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, self.rules.symbols)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):
             return params

@@ -36,9 +36,10 @@ class SpanFeatures(NamedTuple):
     """Of a span and a question, from 0 to 1, `words` to about 2.
 
     `words`: BM25 among the spans, over the score of a span that holds every word of the question once; common words do not count.
-    `pairs`: the question's pairs of neighbouring words that are neighbours here. `heading`: the question's words in the title and
-    headings above, by rarity. `number`: the question asks for a number or a time, and the span names one. `code`: it asks for a
-    command or a name, and the span holds code. `row`: the span is a row of a table. `place`: 1 over the rank of its passage.
+    Symbols are words where the rules say so. `pairs`: the question's pairs of neighbouring words that are neighbours here.
+    `heading`: the question's words in the title and headings above, by rarity. `number`: it asks for a number or a time,
+    and the span names one. `code`: it asks for a command or a name, and the span holds code. `row`: the span is a row of a table.
+    `place`: 1 over the rank of its passage.
     """
 
     words: float
@@ -78,6 +79,9 @@ _CODE = re.compile(
     r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
+_SYMBOL = re.compile(r"(?<![\w~$%@:/.?\\=+^&#!<-])[~$%@:/.?\\=+^&#!<-]+\w(?:(?!/-)[\w./:+-]*\w)?")
+"""An option, pattern, variable or path, whose signs and letter case count: `-S`, `~N`, `$timeout`, `/etc/hosts`."""
+_ONE_LETTER = re.compile(r"[^\w]+[^\W\d]")
 _SATURATION, _LENGTH_WEIGHT = 1.2, 0.3
 """BM25's k1 and b; sentences are short, so their length counts less than a passage's."""
 
@@ -88,14 +92,16 @@ def quote_bias(
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
     weight: float,
     left_out: Collection[str] = (),
+    symbols: bool = True,
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
-    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`.
+    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`. `symbols`: as in
+    `TextRules`.
     """
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out)]
     quotes: dict[str, float] = {}
-    for passage, run, values in _with_probabilities(question, runs):
+    for passage, run, values in _with_probabilities(question, runs, symbols):
         for first, last, probability in _best_quotes(run, values):
             if probability >= _LEAST_PROBABILITY:
                 text = passage.text[run[first][0] : run[last][1]]
@@ -109,9 +115,9 @@ def quote_bias(
 
 
 def _with_probabilities(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]]
+    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
-    scores = span_features(question, runs) @ np.array(WEIGHTS)  # [spans]
+    scores = span_features(question, runs, symbols) @ np.array(WEIGHTS)  # [spans]
     chances = np.exp(scores - scores.max(initial=-math.inf))
     # Why rounded: the last bits of sums differ between processors
     values = iter((chances / max(chances.sum(), 1e-9)).round(6).tolist())
@@ -154,12 +160,17 @@ def _tree_bias(
     return dict(biases)
 
 
-def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> NDArray[np.float64]:
+def span_features(
+    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool = True
+) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
-    terms = [_terms(text) for text in texts]
+    words_of = _words if symbols else _terms
+    terms = [words_of(text) for text in texts]
     holding = Counter(chain.from_iterable(map(set, terms)))
-    asked = _terms(question)
+    # Why no letter without its sign: `~n` and any "n" of a text would count as half of `~N`
+    letters = {sign[-1].lower() for sign in _SYMBOL.findall(question) if symbols and _ONE_LETTER.fullmatch(sign)}
+    asked = [term for term in words_of(question) if term not in letters]
     counts = {term: holding[term] for term in sorted({*asked} - _common())}
     weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
     whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms)) or 1.0
@@ -175,7 +186,7 @@ def span_features(question: str, runs: Sequence[tuple[Passage, list[Span]]]) -> 
         return math.fsum(weight for term, weight in weights.items() if term in above) / whole
 
     passages = [passage for passage, run in runs for _ in run]
-    above = [held(frozenset(_terms(f"{passage.title}\n{passage.heading}"))) for passage in passages]
+    above = [held(frozenset(words_of(f"{passage.title}\n{passage.heading}"))) for passage in passages]
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
     rows = [
         SpanFeatures(
@@ -204,3 +215,8 @@ def _common() -> frozenset[str]:
 
 def _terms(text: str) -> list[str]:
     return _analyzer().terms(text, own_only=True)
+
+
+def _words(text: str) -> list[str]:
+    """The terms and symbols of a text."""
+    return [*_terms(text), *_SYMBOL.findall(text)]

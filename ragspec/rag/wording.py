@@ -194,7 +194,7 @@ class TextRules:
     `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the
     languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
     message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
-    version.
+    version. `symbols`: whether a question's options, variables and paths count as written where likely quotes are chosen.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
@@ -203,6 +203,7 @@ class TextRules:
     routing: Literal["signs", "none"] = "signs"
     target: str = ""
     layout: str = ""
+    symbols: bool = False
 
     @classmethod
     def of(cls, target: TargetConfig, layout: str) -> Self:
@@ -210,13 +211,13 @@ class TextRules:
         adapter = target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
-        return cls(fit=AnswerFit.read(target.fit_file), languages=languages, target=name, layout=layout)
+        return cls(fit=AnswerFit.read(target.fit_file), languages=languages, target=name, layout=layout, symbols=True)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
         if self.target == own.target or self == FORMER_RULES:
             return self
-        return replace(own, quotes=self.quotes, routing=self.routing)
+        return replace(own, quotes=self.quotes, routing=self.routing, symbols=self.symbols)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:

@@ -48,6 +48,20 @@ def test_the_next_sentence_is_quoted_too_where_it_is_likely_to_answer(target: Ta
     assert branch[long[at]] > branch[short[at]]
 
 
+def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> None:
+    """A question about `~N` that was answered by the row of `~n`; and a job begun before that, answered otherwise."""
+    ids = PromptBuilder(target.tokenizer, 512).plain_ids
+    texts = ("~n: messages with a score.", "~N: new messages.", "N messages have a score.")
+    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
+    for symbols, best in ((True, 1), (False, 0)):
+        biases = quote_bias("What does ~N match?", passages, ids, 20.0, symbols=symbols)
+        found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
+        assert found[best] == max(found) and found.count(found[best]) == 1
+    for question, text in (("What does -S do?", "-S/--size: sorts by size."), ("Who pays $5?", "Anna pays 5 dollars.")):
+        passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Rain falls for days."))]
+        assert span_features(question, [(each, [(0, len(each.text))]) for each in passages])[0, 0] > 0.2
+
+
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:
     """The places in a prompt of the order "shared" taken for ranks."""
     texts = ("Anna built the mill.", "Carl built the mill. He sold it.")
