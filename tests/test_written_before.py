@@ -252,10 +252,13 @@ def test_half_a_job_of_questions_is_finished_by_its_rules(
     run_job(replace(job, resume=False), RagTask())
     assert not words.items() & texts_of(job.out).items()
     settings = json.loads((job.out / "job.json").read_text())
-    assert settings["rules"] == TextRules(target="target, adapter auto", layout="quote", symbols=True).to_json()
-    fewer = {name: value for name, value in settings["rules"].items() if name not in ("layout", "symbols")} | {
-        "fit": [0.0, 0.0, 0.0]
-    }
+    assert (
+        settings["rules"]
+        == TextRules(target="target, adapter auto", layout="quote", symbols=True, carried="documents").to_json()
+    )
+    fewer = {
+        name: value for name, value in settings["rules"].items() if name not in ("layout", "symbols", "carried")
+    } | {"fit": [0.0, 0.0, 0.0]}
     (job.out / "job.json").write_text(json.dumps(settings | {"rules": fewer}))  # as an earlier version wrote them
     assert run_job(job, RagTask()).num_skipped == 4
     (job.out / "job.json").write_text(json.dumps(settings | {"rules": {"quotes": "pages"}}))

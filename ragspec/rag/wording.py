@@ -61,6 +61,8 @@ LEAST_FOUND = 0.5
 _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
+Carried = Literal["passages", "documents"]
+
 _ABSTAINS = re.compile(
     r"(?i)(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
     r"(?:passages?|documents?|sources?|context)(?: \[?\d+\]?)?(?: provided| given)? "
@@ -194,7 +196,9 @@ class TextRules:
     `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the
     languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
     message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
-    version. `symbols`: whether a question's options, variables and paths count as written where likely quotes are chosen.
+    version. `carried`: what a follow-up question keeps of the latest answers: the "passages" that they cite, or the passages that
+    its own words find in the "documents" that the latest cites. `symbols`: whether a question's options, variables and paths count
+    as written where likely quotes are chosen.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
@@ -204,6 +208,7 @@ class TextRules:
     target: str = ""
     layout: str = ""
     symbols: bool = False
+    carried: Carried = "passages"
 
     @classmethod
     def of(cls, target: TargetConfig, layout: str) -> Self:
@@ -211,13 +216,14 @@ class TextRules:
         adapter = target.adapter_dir
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
-        return cls(fit=AnswerFit.read(target.fit_file), languages=languages, target=name, layout=layout, symbols=True)
+        fit = AnswerFit.read(target.fit_file)
+        return cls(fit=fit, languages=languages, target=name, layout=layout, symbols=True, carried="documents")
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
         if self.target == own.target or self == FORMER_RULES:
             return self
-        return replace(own, quotes=self.quotes, routing=self.routing, symbols=self.symbols)
+        return replace(own, quotes=self.quotes, routing=self.routing, symbols=self.symbols, carried=self.carried)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:

@@ -166,6 +166,25 @@ def test_documents_of_the_turn_before_are_carried_over_once(asking: Asking) -> N
     assert ids(same.prompt.passages) == ["mill"]
 
 
+def test_a_follow_up_finds_another_passage_of_the_cited_document(
+    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
+) -> None:
+    """The passage that had just answered was shown again, and the next paragraph was missed; a begun conversation goes on so."""
+    mill = Document(
+        "mill", "The old mill was built in 1874 by the people of the valley. It grinds on Sundays at nine.", "The mill"
+    )
+    build_index([mill, *DOCUMENTS[1:]], tmp_path, retriever.encoder, IndexConfig(chunking=ChunkingConfig(max_chars=64)))
+    index = Retriever(retriever.encoder, Store.open(tmp_path, retriever.encoder.identity))
+    for carried, found in (("documents", "grinds"), ("passages", "built")):
+        rules = replace(prompts.rules, carried=carried)
+        chat = Chat(index, prompts.by(rules), store)
+        first = chat.prepare(turn(QUESTION))
+        assert chat.remember(first, _answer(first))
+        follow_up = "Where does the river rise, in which hills, and who grinds?"
+        *own, last = chat.prepare(turn(QUESTION, QUOTE, follow_up)).prompt.passages
+        assert ids(own) == ["river"] and last.document_id == "mill" and found in last.text
+
+
 def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: Asking) -> None:
     """After a change of subject the passage of the old one stood in the prompt, and was quoted again."""
     asking(turn(QUESTION), QUOTE)

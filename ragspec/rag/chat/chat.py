@@ -51,7 +51,7 @@ from ragspec.rag.chat.history import (
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.support import Evidence, find_support
-from ragspec.rag.wording import DOUBT, parse_answer
+from ragspec.rag.wording import DOUBT, Carried, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -136,7 +136,7 @@ class Chat:
         if searched and history.pairs:
             question = self._rewriter.standalone(user_question, history.asked, turn.salt)
         if searched or turn.when == "never":
-            context = self._retriever.retrieve(turn, user_question, question, history)
+            context = self._retriever.retrieve(turn, user_question, question, history, prompts.rules.carried)
         else:  # Why without passages: they bring the instruction to answer from them
             context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
@@ -290,8 +290,11 @@ class ChatRetriever:
     def __init__(self, retriever: steps.RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
-    def retrieve(self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory) -> ChatContext:
-        """Passages for `question`, the rewritten form of `user_question`; none if the turn does not retrieve.
+    def retrieve(
+        self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory, carried: Carried = "documents"
+    ) -> ChatContext:
+        """Passages for `question`, the rewritten form of `user_question`, and for a follow-up question those that it keeps of
+        the latest answers; none if the turn does not retrieve.
 
         Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
@@ -300,6 +303,8 @@ class ChatRetriever:
                 return ChatContext(history=self._confirmed(history, turn.scope))
             result = self._retriever.retrieve([question], turn.num_passages, turn.scope)
             turns = self._confirmed(history, turn.scope, result.generation)
+            is_follow_up = question != user_question or self._config.rewriter == "off"
+            kept = self._kept(turn, user_question, history, turns, carried) if is_follow_up else []
         except (RetrievalError, StoreError):
             if not self._config.answer_without_index:
                 raise
@@ -307,12 +312,10 @@ class ChatRetriever:
             return ChatContext(history=tuple(each.without_passages() for each in history.turns), missing=(WHOLE_INDEX,))
         own = result.passages[0]
         own_ids = {passage.id for passage in own}
-        is_follow_up = question != user_question or self._config.rewriter == "off"
-        carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
-        carried = carried[: self._config.max_carried]
+        kept = [passage for passage in kept if passage.id not in own_ids][: self._config.max_carried]
         closeness = result.closeness[0] if result.closeness else None
-        more = closeness, len(carried), result.times
-        return ChatContext((*own, *carried), turns, result.generation, result.missing, *more)
+        more = closeness, len(kept), result.times
+        return ChatContext((*own, *kept), turns, result.generation, result.missing, *more)
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index, the others at their places there.
@@ -323,24 +326,35 @@ class ChatRetriever:
         stale = history.passages_of_other_generations(generation)
         if not stale:
             return history.turns
-        documents = tuple(sorted({passage.document_id for passage in stale}))
-        same = ComparisonFilter(type="in", key="document.id", value=documents)
-        both = same if scope.filter is None else CompoundFilter(type="and", filters=(scope.filter, same))
         query = " ".join(dict.fromkeys(passage.text[:_MAX_QUERY_CHARS] for passage in stale[-_MAX_QUERY_PASSAGES:]))
-        result = self._retriever.retrieve([query], _MAX_CONFIRMED, SearchScope(scope.tenant, both))
+        result = self._retriever.retrieve([query], _MAX_CONFIRMED, _within(scope, stale))
         existing = {(passage.id, passage.text): passage for passage in result.passages[0]}
         wholes = next(widths(result.passages[0]))
         gone = [passage for passage in stale if not is_part(passage, wholes)]
         return history.turns_without({(passage.id, passage.text) for passage in gone} - existing.keys(), existing)
 
-    def _carried(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Passage]:
-        """The passages that the latest answers cite, or else their best passage; the latest first, without their neighbours."""
-        carried: dict[str, Passage] = {}
+    def _kept(
+        self, turn: ChatTurn, user_question: str, history: ChatHistory, turns: Sequence[PastTurn], carried: Carried
+    ) -> list[Passage]:
+        """See `TextRules.carried`. The passages that an answer cites, or else its best passage, count as cited."""
         latest = list(zip(turns, history.shown, strict=True))[: -_CARRIED_TURNS - 1 : -1]
-        for turn, shown in latest:
-            used = [passage for passage in turn.passages if passage.id in shown.cited] or turn.passages[:1]
-            carried |= {passage.id: passage for passage in used if passage.id not in carried}
-        return [passage.hit if isinstance(passage, JoinedPassage) else passage for passage in carried.values()]
+        cited = [[p for p in past.passages if p.id in shown.cited] or past.passages[:1] for past, shown in latest]
+        if carried == "passages":
+            kept = {passage.id: passage for used in cited for passage in used}
+            return [passage.hit if isinstance(passage, JoinedPassage) else passage for passage in kept.values()]
+        used = next(filter(None, cited), ())
+        if not used or not self._config.max_carried:
+            return []
+        most = turn.num_passages + self._config.max_carried
+        return [*self._retriever.retrieve([user_question], most, _within(turn.scope, used)).passages[0]]
+
+
+def _within(scope: SearchScope, passages: Sequence[Passage]) -> SearchScope:
+    """The documents of these passages, as far as they are in the scope."""
+    documents = tuple(sorted({passage.document_id for passage in passages}))
+    same = ComparisonFilter(type="in", key="document.id", value=documents)
+    both = same if scope.filter is None else CompoundFilter(type="and", filters=(scope.filter, same))
+    return SearchScope(scope.tenant, both)
 
 
 class TurnOptions(SamplingOptions, total=False):
