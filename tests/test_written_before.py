@@ -254,10 +254,10 @@ def test_half_a_job_of_questions_is_finished_by_its_rules(
     settings = json.loads((job.out / "job.json").read_text())
     assert (
         settings["rules"]
-        == TextRules(target="target, adapter auto", layout="quote", symbols=True, carried="documents").to_json()
+        == TextRules(target="target, adapter auto", layout="quote", symbols=True, follow_ups="cited").to_json()
     )
     fewer = {
-        name: value for name, value in settings["rules"].items() if name not in ("layout", "symbols", "carried")
+        name: value for name, value in settings["rules"].items() if name not in ("layout", "symbols", "follow_ups")
     } | {"fit": [0.0, 0.0, 0.0]}
     (job.out / "job.json").write_text(json.dumps(settings | {"rules": fewer}))  # as an earlier version wrote them
     assert run_job(job, RagTask()).num_skipped == 4

@@ -61,7 +61,7 @@ LEAST_FOUND = 0.5
 _DASH = "–"
 """Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
 
-Carried = Literal["passages", "documents"]
+FollowUps = Literal["carried", "cited"]
 
 _ABSTAINS = re.compile(
     r"(?i)(?:(?:sorry|unfortunately|i'm sorry),? )?(?:(?:none|neither) of )?(?:the |these |your )?(?:given |provided |numbered )?"
@@ -196,9 +196,9 @@ class TextRules:
     `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the
     languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
     message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
-    version. `carried`: what a follow-up question keeps of the latest answers: the "passages" that they cite, or the passages that
-    its own words find in the "documents" that the latest cites. `symbols`: whether a question's options, variables and paths count
-    as written where likely quotes are chosen.
+    version. `symbols`: whether a question's options, variables and paths count as written where likely quotes are chosen.
+    `follow_ups`: "cited": a follow-up's own words find a further passage in the documents that the latest answer cites, and
+    choose the likely quotes; "carried": it keeps a passage that the latest answers cite, and the names that it lacks choose too.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
@@ -208,7 +208,7 @@ class TextRules:
     target: str = ""
     layout: str = ""
     symbols: bool = False
-    carried: Carried = "passages"
+    follow_ups: FollowUps = "carried"
 
     @classmethod
     def of(cls, target: TargetConfig, layout: str) -> Self:
@@ -217,13 +217,13 @@ class TextRules:
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
         fit = AnswerFit.read(target.fit_file)
-        return cls(fit=fit, languages=languages, target=name, layout=layout, symbols=True, carried="documents")
+        return cls(fit=fit, languages=languages, target=name, layout=layout, symbols=True, follow_ups="cited")
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
         if self.target == own.target or self == FORMER_RULES:
             return self
-        return replace(own, quotes=self.quotes, routing=self.routing, symbols=self.symbols, carried=self.carried)
+        return replace(own, quotes=self.quotes, routing=self.routing, symbols=self.symbols, follow_ups=self.follow_ups)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:

@@ -4,6 +4,7 @@ import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ragspec.rag.chat.chat import WHOLE_INDEX, Chat, PreparedTurn
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatPrompt, ChatTurn, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.quote_choice import quote_bias
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.rag.wording import FORMER_RULES, AnswerFit, TextRules
 from ragspec.retrieval.index.store import Store
@@ -166,23 +168,28 @@ def test_documents_of_the_turn_before_are_carried_over_once(asking: Asking) -> N
     assert ids(same.prompt.passages) == ["mill"]
 
 
-def test_a_follow_up_finds_another_passage_of_the_cited_document(
+def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
     tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
 ) -> None:
-    """The passage that had just answered was shown again, and the next paragraph was missed; a begun conversation goes on so."""
-    mill = Document(
-        "mill", "The old mill was built in 1874 by the people of the valley. It grinds on Sundays at nine.", "The mill"
-    )
-    build_index([mill, *DOCUMENTS[1:]], tmp_path, retriever.encoder, IndexConfig(chunking=ChunkingConfig(max_chars=64)))
+    """The passage that had just answered was shown again, the next paragraph missed, and the topic's name was quoted; a begun
+    conversation goes on so."""
+    text = "The old mill was built in 1874 by the people of the valley. It grinds on Sundays at nine."
+    config = IndexConfig(chunking=ChunkingConfig(max_chars=64))
+    build_index([Document("mill", text, "The mill"), *DOCUMENTS[1:]], tmp_path, retriever.encoder, config)
     index = Retriever(retriever.encoder, Store.open(tmp_path, retriever.encoder.identity))
-    for carried, found in (("documents", "grinds"), ("passages", "built")):
-        rules = replace(prompts.rules, carried=carried)
+    follow_up = "Where does the river rise, in which hills, and who grinds?"
+    for follow_ups, found in (("cited", "grinds"), ("carried", "built")):
+        rules = replace(prompts.rules, follow_ups=follow_ups, fit=AnswerFit(quote_weight=20.0))
         chat = Chat(index, prompts.by(rules), store)
         first = chat.prepare(turn(QUESTION))
         assert chat.remember(first, _answer(first))
-        follow_up = "Where does the river rise, in which hills, and who grinds?"
-        *own, last = chat.prepare(turn(QUESTION, QUOTE, follow_up)).prompt.passages
+        ready = chat.prepare(turn(QUESTION, QUOTE, follow_up))
+        *own, last = ready.prompt.passages
         assert ids(own) == ["river"] and last.document_id == "mill" and found in last.text
+        asked = {"cited": follow_up, "carried": ready.question}[follow_ups]
+        bias = partial(quote_bias, passages=(*own, last), encode=prompts.plain_ids, weight=20.0, symbols=False)
+        assert ready.request.params.prefix_bias == bias(asked, left_out=[QUOTE.split('"')[1]])
+    assert bias(follow_up) != bias(ready.question)
 
 
 def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: Asking) -> None:

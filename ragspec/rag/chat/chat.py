@@ -51,7 +51,7 @@ from ragspec.rag.chat.history import (
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.support import Evidence, find_support
-from ragspec.rag.wording import DOUBT, Carried, parse_answer
+from ragspec.rag.wording import DOUBT, FollowUps, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -136,7 +136,7 @@ class Chat:
         if searched and history.pairs:
             question = self._rewriter.standalone(user_question, history.asked, turn.salt)
         if searched or turn.when == "never":
-            context = self._retriever.retrieve(turn, user_question, question, history, prompts.rules.carried)
+            context = self._retriever.retrieve(turn, user_question, question, history, prompts.rules.follow_ups)
         else:  # Why without passages: they bring the instruction to answer from them
             context = ChatContext(history=tuple(each.without_passages() for each in history.turns))
         retrieve_s = time.perf_counter() - begin
@@ -147,10 +147,11 @@ class Chat:
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
         used, passages = _used_quotes(user_question, history.pairs[-1:], prompt.passages), prompt.passages
         grammar = prompts.answer_grammar(turn.params, turn.speculation, passages, used)
+        asked = user_question if prompts.rules.follow_ups == "cited" else question
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(turn.params, question, prompt, context.closeness, used, holds_quotes=bool(grammar)),
+            prompts.biased(turn.params, asked, prompt, context.closeness, used, holds_quotes=bool(grammar)),
             steps.copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
@@ -291,7 +292,7 @@ class ChatRetriever:
         self._retriever, self._config = retriever, config
 
     def retrieve(
-        self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory, carried: Carried = "documents"
+        self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory, follow_ups: FollowUps = "cited"
     ) -> ChatContext:
         """Passages for `question`, the rewritten form of `user_question`, and for a follow-up question those that it keeps of
         the latest answers; none if the turn does not retrieve.
@@ -304,7 +305,7 @@ class ChatRetriever:
             result = self._retriever.retrieve([question], turn.num_passages, turn.scope)
             turns = self._confirmed(history, turn.scope, result.generation)
             is_follow_up = question != user_question or self._config.rewriter == "off"
-            kept = self._kept(turn, user_question, history, turns, carried) if is_follow_up else []
+            kept = self._kept(turn, user_question, history, turns, follow_ups) if is_follow_up else []
         except (RetrievalError, StoreError):
             if not self._config.answer_without_index:
                 raise
@@ -334,12 +335,12 @@ class ChatRetriever:
         return history.turns_without({(passage.id, passage.text) for passage in gone} - existing.keys(), existing)
 
     def _kept(
-        self, turn: ChatTurn, user_question: str, history: ChatHistory, turns: Sequence[PastTurn], carried: Carried
+        self, turn: ChatTurn, user_question: str, history: ChatHistory, turns: Sequence[PastTurn], follow_ups: FollowUps
     ) -> list[Passage]:
-        """See `TextRules.carried`. The passages that an answer cites, or else its best passage, count as cited."""
+        """See `TextRules.follow_ups`. The passages that an answer cites, or else its best passage, count as cited."""
         latest = list(zip(turns, history.shown, strict=True))[: -_CARRIED_TURNS - 1 : -1]
         cited = [[p for p in past.passages if p.id in shown.cited] or past.passages[:1] for past, shown in latest]
-        if carried == "passages":
+        if follow_ups == "carried":
             kept = {passage.id: passage for used in cited for passage in used}
             return [passage.hit if isinstance(passage, JoinedPassage) else passage for passage in kept.values()]
         used = next(filter(None, cited), ())
