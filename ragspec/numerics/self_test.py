@@ -35,7 +35,9 @@ _LEAST = float(np.finfo(np.float32).tiny)
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
 """Numbers of rows of the forwards that are compared with the forward of the whole text."""
 _NUM_CHUNKS = 3
-QUICK_ROWS, QUICK_CHUNKS = 17, (1, 16)
+_DECOYS, _QUICK_DECOYS = (0, 8, 40), (8,)
+"""Nodes beside the true path, of each tree."""
+QUICK_ROWS, QUICK_CHUNKS = 17, (1,)
 """Length and chunks of a self-test that confirms an earlier one."""
 
 
@@ -85,7 +87,8 @@ def self_test(
 ) -> SelfTest:
     """Compare the bits of a text of at most `longest` tokens. With all `chunks`, computes some seven times as many rows.
 
-    Both thread counts are compared with the text computed by all threads. With fewer chunks, one thread alone is.
+    Both thread counts are compared with the text computed by all threads. With fewer chunks, one thread alone is, in a few
+    forwards.
     """
     length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
     rng = np.random.default_rng(20)
@@ -113,9 +116,10 @@ def _compare_all(
     tick: Callable[[int, int], object],
 ) -> list[Failure]:
     """Compare every way of computing the end of the text with one forward of the whole text. Leaves the text in `slots`."""
-    length = len(text)
-    slots.release()  # the pages of an earlier round's trees
-    failures = _compare("whole", _end(target, slots, text, 0, [length]), whole)
+    length, is_whole, failures = len(text), chunks == CHUNKS, list[Failure]()
+    if is_whole:
+        slots.release()  # the pages of an earlier round's trees
+        failures += _compare("whole", _end(target, slots, text, 0, [length]), whole)
     sizes = [size for size in chunks if size < length]
     for number, size in enumerate(sizes):
         tick(number, len(sizes))
@@ -124,7 +128,8 @@ def _compare_all(
         failures += _compare(f"chunks of {size}", _end(target, slots, text, start, [size] * count), whole[start:])
     num_own = min(40, length // 2)
     failures += _compare("another sequence beside", _beside(target, slots, text, num_own, rng), whole[-num_own:])
-    return failures + _compare("trees with decoys", *_trees(target, slots, text, whole, rng))
+    trees = _trees(target, slots, text, whole, rng, _DECOYS if is_whole else _QUICK_DECOYS)
+    return failures + _compare("trees with decoys", *trees)
 
 
 def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:
@@ -150,14 +155,14 @@ def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
 
 
 def _trees(
-    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, rng: np.random.Generator
+    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, rng: np.random.Generator, decoys: tuple[int, ...]
 ) -> tuple[Floats, Floats]:
     """The last tokens as a path hidden in random trees; returns their rows and the same rows of the whole text."""
     hidden = min(24, len(text) // 2)
     root = len(text) - hidden
     slots.truncate(root - 1)
     got = []
-    for size in (hidden, hidden + 8, hidden + 40):
+    for size in (hidden + count for count in decoys):
         true_path = [0, *sorted(1 + rng.permutation(size)[: hidden - 1])]
         tokens = rng.integers(0, target.vocab_size, size + 1).astype(np.int32)
         tokens[true_path] = text[root - 1 : root - 1 + hidden]
@@ -173,7 +178,7 @@ def _trees(
         got.append(logits[true_path])
         batch.drop()
     _extend(target, slots, text[root - 1 :])
-    return np.concatenate(got), np.concatenate([whole[root - 1 : -1]] * 3)
+    return np.concatenate(got), np.concatenate([whole[root - 1 : -1]] * len(decoys))
 
 
 def _beside(target: Forward, slots: SequenceSlots, text: Ints, num_own: int, rng: np.random.Generator) -> Floats:
