@@ -5,7 +5,7 @@ The load curve: a mix is a list of chat bodies, and a cell is a mix with a numbe
 and one without, in turns. A run sends bodies for 20 seconds, two for each user at least; every user sends the next body after
 an answer has ended. No run shares a cached prefix with another. Further pairs follow until the ratio of a cell is known to 0.02
 (standard error); with --quick there are two short pairs. A cell is slower with speculation where its ratio and two standard
-errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where its mean and two standard errors are under 1.
+errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where its mean and two of its errors are under 1.
 
 llama.cpp's own server runs beside, with the same prompts as token ids, by the same clients, one program at a time. It gets
 prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster counts; each slot

@@ -218,6 +218,6 @@ def test_passages_are_carried_over_without_their_neighbours(tmp_path: Path) -> N
     index = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode="dense", expand_passages=1))
     turn = ChatTurn("id", (Message("user", "secret"),), SamplingParams(), num_passages=1)
     chat = ChatRetriever(index, ChatConfig(max_carried=9))
-    own, *carried = chat.retrieve(turn, "And it?", "One sentence alone.", history_of(shown)).passages
+    own, *carried = chat.retrieve(turn, "And it?", "One sentence alone.", history_of(shown), "carried").passages
     assert own.document_id == "short" and len(carried) > 1
     assert set(plain(carried)) <= set(plain(hits))
