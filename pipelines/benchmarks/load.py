@@ -4,8 +4,9 @@ service's overhead to the first token; and clients that go away half-way.
 The load curve: a mix is a list of chat bodies, and a cell is a mix with a number of users. A pair of runs is one with speculation
 and one without, in turns. A run sends bodies for 20 seconds, two for each user at least; every user sends the next body after
 an answer has ended. No run shares a cached prefix with another. Further pairs follow until the ratio of a cell is known to 0.02
-(standard error); with --quick there are two short pairs. A cell is slower with speculation where its ratio and two standard
-errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where its mean and two of its errors are under 1.
+(standard error) or surely at least 1; with --quick there are two short pairs. A cell is slower with speculation where its ratio
+and two standard errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where its mean and two of its
+errors are under 1.
 
 llama.cpp's own server runs beside, with the same prompts as token ids, by the same clients, one program at a time. It gets
 prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster counts; each slot
@@ -119,9 +120,11 @@ def cell_row(run: Run, service: Service, mix: str, bodies: Sequence[Body], users
 
 
 def _is_enough(run: Run, pairs: Sequence[Row]) -> bool:
-    if run.quick:
-        return len(pairs) >= _QUICK_PAIRS
-    return len(pairs) >= _LEAST_PAIRS and (len(pairs) >= _MOST_PAIRS or joined(pairs)["on_off_error"] <= _SURE_ERROR)
+    if run.quick or len(pairs) < _LEAST_PAIRS:
+        return run.quick and len(pairs) >= _QUICK_PAIRS
+    cell = joined(pairs)
+    is_known = cell["on_off_error"] <= _SURE_ERROR or cell["on_off"] - 2 * cell["on_off_error"] >= 1.0
+    return is_known or len(pairs) >= _MOST_PAIRS
 
 
 def pair_row(service: Service, bodies: Sequence[Body], users: int, number: int, tenant: str = "") -> Row:
