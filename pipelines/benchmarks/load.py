@@ -169,7 +169,7 @@ def joined(pairs: Sequence[Row]) -> Row:
         logs = [math.log(pair[above] / pair[below]) for pair in pairs]
         row[name] = math.exp(fmean(logs))
         row[f"{name}_error"] = row[name] * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-    return row | {name: median(pair[name] for pair in pairs) for name in pairs[0] if name.startswith("o")}
+    return row | {name: median(pair[name] for pair in pairs) for name in pairs[0] if name.startswith(("on_", "off_"))}
 
 
 def measured(answers: Sequence[Answer]) -> Row:

@@ -26,7 +26,7 @@ let running = null; // the AbortController of what is being written
 function connect(then = () => undefined) {
   return withKey(async () => {
     try {
-      await open();
+      await readServer();
     } catch (cause) {
       if (!(cause instanceof Failure) || cause.kind === "unauthorized") throw cause;
       byId("model").textContent = "not connected";
@@ -35,7 +35,7 @@ function connect(then = () => undefined) {
   });
 }
 
-async function open() {
+async function readServer() {
   const [served] = (await call("GET", "/v1/models")).data;
   model = served?.id ?? "";
   if (served?.max_model_len) limitAnswers(served.max_model_len);
@@ -99,7 +99,7 @@ async function run(view, work = answer) {
 function answer(view, signal) {
   const conversation = conversations.current;
   return ask(view, signal, async () => {
-    if (!model) await open();
+    if (!model) await readServer();
     if (signal.aborted) throw stopped();
     const id = await conversations.idFor(conversation, view.turn.question);
     const { turns: all } = conversation;
