@@ -333,7 +333,7 @@ class ChatConfig(ConfigSection):
     history: Literal["auto", "shown", "hidden"] = "auto"
     """Whether prompts show earlier turns; "auto": shown. Hidden: shorter prompts, and answers know only the question."""
     max_carried: int = Field(1, ge=0, le=16)
-    """Further passages of a follow-up question, from what the latest answer cites. More: less is lost, longer prompts."""
+    """Further passages of a follow-up question, from documents of the latest citations. More: less is lost, longer prompts."""
     answer_without_index: bool = False
     """If the index does not answer, answer without passages and say so; else that is an error."""
 

@@ -71,12 +71,8 @@ def test_renamed_keys_keep_their_values(tmp_path: Path, caplog: pytest.LogCaptur
     engine, tree = config.engine, config.drafting.tree
     assert config.target.max_model_len == 512
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.enable_prefix_caching) == (8, 64, False)
-    assert (tree.kind, tree.top_k, tree.max_depth, tree.max_nodes) == (
-        "confidence",
-        10,
-        8,
-        59,
-    )  # the first that differs
+    found = tree.kind, tree.top_k, tree.max_depth, tree.max_nodes
+    assert found == ("confidence", 10, 8, 59)  # the first that differs
     assert config.speculation.stride == 3
     assert (config.service.served_model_name, config.service.allowed_origins) == ("mine", ("https://app.example",))
     assert config.service.timeouts.client_s == 20.0

@@ -261,6 +261,7 @@ def test_half_a_job_of_questions_is_finished_by_its_rules(
     } | {"fit": [0.0, 0.0, 0.0]}
     (job.out / "job.json").write_text(json.dumps(settings | {"rules": fewer}))  # as an earlier version wrote them
     assert run_job(job, RagTask()).num_skipped == 4
-    (job.out / "job.json").write_text(json.dumps(settings | {"rules": {"quotes": "pages"}}))
-    with pytest.raises(ConfigError, match=r"pages.*does not know: finish it with the version that began it"):
-        run_job(job, RagTask())
+    for later in ({"quotes": "pages"}, {"pages": "quotes"}):
+        (job.out / "job.json").write_text(json.dumps(settings | {"rules": later}))
+        with pytest.raises(ConfigError, match=r"pages.*does not know: finish it with the version that began it"):
+            run_job(job, RagTask())

@@ -3,10 +3,10 @@ service's overhead to the first token; and clients that go away half-way.
 
 The load curve: a mix is a list of chat bodies, and a cell is a mix with a number of users. A pair of runs is one with speculation
 and one without, in turns. A run sends bodies for 20 seconds, two for each user at least; every user sends the next body after
-an answer has ended. No run shares a cached prefix with another. Further pairs follow until the ratio of a cell is known to 0.02
-(standard error) or surely at least 1; with --quick there are two short pairs. A cell is slower with speculation where its ratio
-and two standard errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where its mean and two of its
-errors are under 1.
+an answer has ended. No run shares a cached prefix with another. A cell has 3 to 12 pairs: it ends when the standard errors of
+both its ratios are at most 2 % of them. A cell is slower with speculation where its ratio and two standard errors are under 0.98
+(0.95 for the 95th percentile of the time a token), a mix where its mean and two of its errors are under 1. With --quick there
+are two short pairs and no such verdicts. --runs does not count here.
 
 llama.cpp's own server runs beside, with the same prompts as token ids, by the same clients, one program at a time. It gets
 prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster counts; each slot
@@ -65,7 +65,7 @@ GOOD_TOKEN_S = 0.1
 
 _MAX_TOKENS = 64
 _SALTS = itertools.count()
-_LEAST_S, _QUICK_PAIRS, _LEAST_PAIRS, _MOST_PAIRS, _SURE_ERROR = 20.0, 2, 3, 16, 0.02
+_LEAST_S, _QUICK_PAIRS, _LEAST_PAIRS, _MOST_PAIRS, _KNOWN_ERROR = 20.0, 2, 3, 12, 0.02
 _RATIOS = (("on_off", "on_tokens_per_s", "off_tokens_per_s"), ("on_off_p95", "off_token_p95_ms", "on_token_p95_ms"))
 _SLOWER = {"on_off": 0.98, "on_off_p95": 0.95}
 _COUNTERS = (
@@ -104,7 +104,7 @@ def sent_by(bodies: Sequence[Body], count: int) -> list[Body]:
 
 
 def cell_row(run: Run, service: Service, mix: str, bodies: Sequence[Body], users: int, tenant: str = "") -> Row:
-    """A cell of the load curve: `joined` of its pairs, which are kept one by one. Raises: EngineError."""
+    """A cell of the load curve: `pooled` from its pairs, which are kept one by one. Raises: EngineError."""
     count, pairs = len(bodies), list[Row]()
     if not run.quick:
         first = run.row(
@@ -116,14 +116,14 @@ def cell_row(run: Run, service: Service, mix: str, bodies: Sequence[Body], users
         pairs.append(
             run.row(f"{mix} {users}: pair {len(pairs)}", partial(pair_row, service, sent, users, len(pairs), tenant))
         )
-    return {"mix": mix, "users": users} | joined(pairs)
+    return {"mix": mix, "users": users, "num_bodies": max(users, count)} | pooled(pairs)
 
 
 def _is_enough(run: Run, pairs: Sequence[Row]) -> bool:
     if run.quick or len(pairs) < _LEAST_PAIRS:
         return run.quick and len(pairs) >= _QUICK_PAIRS
-    cell = joined(pairs)
-    is_known = cell["on_off_error"] <= _SURE_ERROR or cell["on_off"] - 2 * cell["on_off_error"] >= 1.0
+    cell = pooled(pairs)
+    is_known = all(cell[f"{name}_error"] <= _KNOWN_ERROR * cell[name] for name in _SLOWER)
     return is_known or len(pairs) >= _MOST_PAIRS
 
 
@@ -158,7 +158,7 @@ def _counted(service: Service) -> list[float]:
     return [values[f"{name}_total"] for name in _COUNTERS] + [time.process_time()]
 
 
-def joined(pairs: Sequence[Row]) -> Row:
+def pooled(pairs: Sequence[Row]) -> Row:
     """Medians of all figures, and the ratios of the pairs: geometric means, with their standard errors.
 
     `on_off`: tokens a second with speculation over without; `on_off_p95`: the 95th percentile of the time a token without
@@ -194,13 +194,12 @@ _PATH = "/v1/completions"
 _START_S = 120.0
 _PAGE = 256
 """llama.cpp rounds the room of a slot up to so many tokens."""
-_NAME = "llama-server"
 
 
 def llama_server() -> str | None:
     """The program that `make peers` puts beside Python, or one on the path."""
-    beside = Path(sys.executable).with_name(_NAME)
-    return str(beside) if beside.is_file() else shutil.which(_NAME)
+    beside = Path(sys.executable).with_name("llama-server")
+    return str(beside) if beside.is_file() else shutil.which(beside.name)
 
 
 def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> Row:
@@ -266,12 +265,13 @@ def run_load(run: Run) -> Iterator[Row]:
     with backend_of(run) as (backend, listed), service_here(backend, _TENANTS, (_CROWD,)) as service:
         asked = [question.text for question in listed.questions]
         questions = asked[: run.count(32, 8)]
-        mixes = mixes_of(backend.model, asked if not run.quick else questions, run.seed)
-        yield from _curve_rows(run, service, mixes)
+        mixes = mixes_of(backend.model, asked[: run.count(len(asked), 8)], run.seed)
+        curve = {row["row"]: row for row in _curve_rows(run, service, mixes)}
+        yield from curve.values()
         if run.peers and llama_server() is not None:
             for number in _PEER_USERS:
-                folder = run.cache_dir / "llama_cpp"
-                measure = partial(llama_row, service, mixes[MIXED][: 4 * len(questions)], number, run.num_runs, folder)
+                sent = sent_by(mixes[MIXED], curve[f"{MIXED} {number}"]["num_bodies"])
+                measure = partial(llama_row, service, sent, number, run.num_runs, run.cache_dir / "llama_cpp")
                 yield run.row(f"llama-server {number}", measure)
         for at_once in (1, 16):
             measure = partial(first_tokens, service, questions, at_once, run.num_runs, run.seed)
@@ -345,12 +345,7 @@ async def _engine_first_s(service: Service, questions: Sequence[str], at_once: i
 def _mixed_clients(run: Run, service: Service, questions: Sequence[str]) -> Row:
     """Outcomes of mixed clients, and everything that they left: KV slots, requests counted as running."""
     backend = service.backend
-    orders: Row = {
-        "url": service.url,
-        "keys": list(service.keys.values()),
-        "model": backend.model,
-        "questions": questions,
-    }
+    orders: Row = {"url": service.url, "keys": [*service.keys.values()], "model": backend.model, "questions": questions}
     orders |= {"seconds": 10.0 if run.quick else 60.0, "num_clients": _NUM_CLIENTS, "seed": run.seed}
     engine = backend.target.engine
     assert isinstance(engine, Engine)
@@ -393,11 +388,11 @@ def summarise(rows: Sequence[Row]) -> Result:
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
     found: Result = {f"{name}_min": min(row[name] for row in curve) for name in _SLOWER}
-    for name, least in _SLOWER.items():
-        found[f"{name}_slower"] = sum(row[name] + 2 * row[f"{name}_error"] < least for row in curve)
-    found["mixes_slower"] = sum(
-        _is_slower([row for row in curve if row["mix"] == mix]) for mix in {row["mix"] for row in curve}
-    )
+    if all(row["num_pairs"] >= _LEAST_PAIRS for row in curve):
+        for name, least in _SLOWER.items():
+            found[f"{name}_slower"] = sum(row[name] + 2 * row[f"{name}_error"] < least for row in curve)
+        mixes = {row["mix"] for row in curve}
+        found["mixes_slower"] = sum(_is_slower([row for row in curve if row["mix"] == mix]) for mix in mixes)
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
         found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]

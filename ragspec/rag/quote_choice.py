@@ -79,8 +79,10 @@ _CODE = re.compile(
     r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
-_SYMBOL = re.compile(r"(?<![\w~$%@:/.?\\=+^&#!<-])[~$%@:/.?\\=+^&#!<-]+\w(?:(?!/-)[\w./:+-]*\w)?")
-"""An option, pattern, variable or path, whose signs and letter case count: `-S`, `~N`, `$timeout`, `/etc/hosts`."""
+_SYMBOL = re.compile(
+    r"(?:(?<![\w~$%@:/.?\\=+^&#!<-])|(?<=\w/)(?=-))(?!\.\.)[~$%@:/.?\\=+^&#!<-]+\w(?:(?:[\w.:+-]|/(?!-))*\w)?"
+)
+"""An option, pattern, variable or path, whose signs and letter case count: `~N`, `$timeout`, `/etc/hosts`; in `-S/--size` two."""
 _ONE_LETTER = re.compile(r"[^\w]+[^\W\d]")
 _SATURATION, _LENGTH_WEIGHT = 1.2, 0.3
 """BM25's k1 and b; sentences are short, so their length counts less than a passage's."""
@@ -92,7 +94,7 @@ def quote_bias(
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
     weight: float,
     left_out: Collection[str] = (),
-    symbols: bool = True,
+    symbols: bool = False,
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
@@ -161,20 +163,20 @@ def _tree_bias(
 
 
 def span_features(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool = True
+    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool = False
 ) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
-    words_of = _words if symbols else _terms
-    terms = [words_of(text) for text in texts]
-    holding = Counter(chain.from_iterable(map(set, terms)))
+    terms, asked = [_terms(text) for text in texts], _terms(question)
+    pairs, words_of = {*pairwise(asked)}, _words if symbols else _terms
+    own_words = [words_of(text) for text in texts]
+    holding = Counter(chain.from_iterable(map(set, own_words)))
     # Why no letter without its sign: `~n` and any "n" of a text would count as half of `~N`
-    letters = {sign[-1].lower() for sign in _SYMBOL.findall(question) if symbols and _ONE_LETTER.fullmatch(sign)}
-    asked = [term for term in words_of(question) if term not in letters]
-    counts = {term: holding[term] for term in sorted({*asked} - _common())}
+    signs = _SYMBOL.findall(question) if symbols else []
+    letters = {sign[-1].lower() for sign in signs if _ONE_LETTER.fullmatch(sign)}
+    counts = {term: holding[term] for term in sorted({*asked, *signs} - letters - _common())}
     weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
-    whole, average = sum(weights.values()) or 1.0, sum(map(len, terms)) / max(1, len(terms)) or 1.0
-    pairs = {*pairwise(asked)}
+    whole, average = sum(weights.values()) or 1.0, sum(map(len, own_words)) / max(1, len(own_words)) or 1.0
     asks_number, asks_code = (bool(pattern.search(question)) for pattern in (_ASKS_NUMBER, _ASKS_CODE))
 
     def words(own: Sequence[str]) -> float:
@@ -190,7 +192,7 @@ def span_features(
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
     rows = [
         SpanFeatures(
-            words(own),
+            words(held_words),
             len(pairs & {*pairwise(own)}) / max(1, len(pairs)),
             over,
             float(asks_number and _NUMBER.search(text) is not None),
@@ -198,7 +200,7 @@ def span_features(
             float("|" in text),
             1.0 / ranks[passage.id],
         )
-        for text, own, over, passage in zip(texts, terms, above, passages, strict=True)
+        for text, own, held_words, over, passage in zip(texts, terms, own_words, above, passages, strict=True)
     ]
     return np.array(rows).reshape(len(rows), len(SpanFeatures._fields))
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from ragspec.config import DEFAULT_ADAPTER, TargetConfig
@@ -189,7 +189,7 @@ class AnswerFit(NamedTuple):
         return max(-100.0, min(100.0, self.intercept + self.slope * odds))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class TextRules:
     """What decides texts from passages beside the configuration. Jobs and conversations go on by the rules they were begun with.
 

@@ -94,11 +94,8 @@ def test_one_file_has_the_pipeline_and_its_topology(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("topology:\n  num_replicas: 2\n  num_shards: 3\nretriever:\n  index_dir: here\n", encoding="utf-8")
     settings = load_settings(ClusterConfig, path, **{"topology.num_replicas": 4})
-    assert (settings.topology.num_replicas, settings.topology.num_shards, settings.retriever.index_dir) == (
-        4,
-        3,
-        "here",
-    )
+    topology = settings.topology
+    assert (topology.num_replicas, topology.num_shards, settings.retriever.index_dir) == (4, 3, "here")
     with pytest.raises(ConfigError, match=r"topology\.num_replicas"):
         load_settings(ClusterConfig, path, **{"topology.num_replicas": "many"})
 

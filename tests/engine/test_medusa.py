@@ -174,11 +174,8 @@ def merge(model: Path, tensors: Tensors) -> Path:
     config = json.loads((model / "config.json").read_text()) | {"medusa_num_heads": 5, "medusa_num_layers": 1}
     (model / "config.json").write_text(json.dumps(config))
     weights = model / "model.safetensors"
-    save_file(
-        load_file(weights) | {f"medusa_head.{name}": t for name, t in tensors.items()},
-        weights,
-        metadata={"format": "pt"},
-    )
+    every = load_file(weights) | {f"medusa_head.{name}": t for name, t in tensors.items()}
+    save_file(every, weights, metadata={"format": "pt"})
     return model
 
 

@@ -306,17 +306,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield counted
 
 
-DRAFTERS = (
-    "copy",
-    "eagle",
-    "eagle3",
-    "medusa",
-    "hydra",
-    "hydra++",
-    "draft_model",
-    "lookahead",
-    "confidence",
-)
+DRAFTERS = ("copy", "eagle", "eagle3", "medusa", "hydra", "hydra++", "draft_model", "lookahead", "confidence")
 RULES = ("chain", "traversal", "typical", "top_beta")
 KINDS = ("greedy", "top-p", "penalties", "log-probabilities", "schema", "quotes", *RULES)
 PAIRS = [

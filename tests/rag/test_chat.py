@@ -186,6 +186,8 @@ def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
         ready = chat.prepare(turn(QUESTION, QUOTE, follow_up))
         *own, last = ready.prompt.passages
         assert ids(own) == ["river"] and last.document_id == "mill" and found in last.text
+        refused = chat.prepare(turn(QUESTION, QUOTE, follow_up, abstain_below=1.0)).said
+        assert bool(refused) is (follow_ups == "cited")  # a passage that was carried over has no score
         asked = {"cited": follow_up, "carried": ready.question}[follow_ups]
         bias = partial(quote_bias, passages=(*own, last), encode=prompts.plain_ids, weight=20.0, symbols=False)
         assert ready.request.params.prefix_bias == bias(asked, left_out=[QUOTE.split('"')[1]])

@@ -208,7 +208,7 @@ def test_earlier_passages_are_confirmed_after_a_change(tmp_path: Path, later: in
     with IndexWriter(tmp_path, LetterEncoder()) as writer:
         writer.upsert(Document("river", "The river was moved. Nothing of it is left."))
         writer.commit()
-    (kept,) = ChatRetriever(index, ChatConfig()).retrieve(turn, "Who?", "Who?", history_of(shown)).history
+    (kept,) = ChatRetriever(index, ChatConfig()).retrieve(turn, "Who?", "Who?", history_of(shown), "cited").history
     assert list(kept.passages) == [passage for passage in shown.passages if passage.document_id != "river"]
 
 

@@ -180,10 +180,8 @@ async def test_computing_stages_leave_the_loop_free() -> None:
         yield from numbers(2)
 
     asyncio.get_running_loop().call_later(0.01, in_loop.set)
-    assert [each.error for each in (await collected(StagedPipeline((PipelineStage("compute", waits),)), reads()))] == [
-        None,
-        None,
-    ]
+    results = await collected(StagedPipeline((PipelineStage("compute", waits),)), reads())
+    assert [each.error for each in results] == [None, None]
 
 
 async def test_what_waits_is_worked_on_together() -> None:

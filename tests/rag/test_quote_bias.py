@@ -57,9 +57,17 @@ def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> No
         biases = quote_bias("What does ~N match?", passages, ids, 20.0, symbols=symbols)
         found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
         assert found[best] == max(found) and found.count(found[best]) == 1
-    for question, text in (("What does -S do?", "-S/--size: sorts by size."), ("Who pays $5?", "Anna pays 5 dollars.")):
-        passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Rain falls for days."))]
-        assert span_features(question, [(each, [(0, len(each.text))]) for each in passages])[0, 0] > 0.2
+    option = "-S/--size: sorts files by it."
+    for asked, text in (
+        ("What does -S do?", option),
+        ("What does --size do?", option),
+        ("Who pays $5?", "Anna pays 5."),
+    ):
+        passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Size of rain: --Size."))]
+        runs = [(each, [(0, len(each.text))]) for each in passages]
+        features = span_features(asked, runs, symbols=True)
+        assert features[0, 0] > max(0.2, features[1, 0])
+        assert (features[:, 1] == span_features(asked, runs)[:, 1]).all()  # signs are no neighbours of words
 
 
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
 
@@ -124,15 +125,12 @@ class Chat:
         self.caches.note(turn.salt)
         num_deletions = self._num_deletions[turn.scope.tenant]
         history = load_history(self.conversations, turn, given, user_question)
-        latest = history.latest
-        prompts = self._prompts
+        latest, prompts = history.latest, self._prompts
         if latest is not None:
             prompts = prompts.by(latest.rules.with_target_of(prompts.rules))
         if prompts.rules.routing == "none" and turn.when == "auto":
             turn = replace(turn, when="always")
-        begin = time.perf_counter()
-        question = user_question
-        searched = turn.searches(user_question)
+        begin, question, searched = time.perf_counter(), user_question, turn.searches(user_question)
         if searched and history.pairs:
             question = self._rewriter.standalone(user_question, history.asked, turn.salt)
         if searched or turn.when == "never":
@@ -145,9 +143,11 @@ class Chat:
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
-        used, passages = _used_quotes(user_question, history.pairs[-1:], prompt.passages), prompt.passages
-        grammar = prompts.answer_grammar(turn.params, turn.speculation, passages, used)
-        asked = user_question if prompts.rules.follow_ups == "cited" else question
+        used = _used_quotes(user_question, history.pairs[-1:], prompt.passages)
+        grammar = prompts.answer_grammar(turn.params, turn.speculation, prompt.passages, used)
+        # Why the whole question where earlier turns are hidden: the prompt names nothing else
+        own_words = prompts.rules.follow_ups == "cited" and self._config.history != "hidden"
+        asked = user_question if own_words else question
         request = Request(
             turn.id,
             prompt.prompt_ids,
@@ -160,7 +160,7 @@ class Chat:
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s, prompt_s
-        close = None if context.num_carried else context.closeness  # a carried passage may answer
+        close = None if context.is_unscored else context.closeness  # a carried passage may answer
         language = prompts.unknown_language(user_question)
         said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
@@ -276,14 +276,14 @@ _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
 @dataclass(frozen=True, slots=True)
 class ChatContext:
     """The passages of a turn, and the earlier turns without passages that no longer exist. `closeness`: the calibrated score of
-    the best passage; None but in mode hybrid. `num_carried`: passages of earlier turns."""
+    the best passage; None but in mode hybrid. `is_unscored`: some passages were carried over and have no score here."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
     generation: str = ""
     missing: tuple[str, ...] = ()
     closeness: float | None = None
-    num_carried: int = 0
+    is_unscored: bool = False
     times: RetrievalTimes = FROM_MEMORY
 
 
@@ -292,31 +292,44 @@ class ChatRetriever:
         self._retriever, self._config = retriever, config
 
     def retrieve(
-        self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory, follow_ups: FollowUps = "cited"
+        self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory, follow_ups: FollowUps
     ) -> ChatContext:
-        """Passages for `question`, the rewritten form of `user_question`, and for a follow-up question those that it keeps of
-        the latest answers; none if the turn does not retrieve.
+        """Passages for `question`, the rewritten form of `user_question`, and further ones for a follow-up question, as
+        `TextRules.follow_ups` says; none if the turn does not retrieve.
 
         Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
         try:
             if turn.when == "never":
                 return ChatContext(history=self._confirmed(history, turn.scope))
-            result = self._retriever.retrieve([question], turn.num_passages, turn.scope)
-            turns = self._confirmed(history, turn.scope, result.generation)
+            results = [self._retriever.retrieve([question], turn.num_passages, turn.scope)]
+            turns = self._confirmed(history, turn.scope, results[0].generation)
             is_follow_up = question != user_question or self._config.rewriter == "off"
-            kept = self._kept(turn, user_question, history, turns, follow_ups) if is_follow_up else []
+            cited = self._cited(history, turns) if is_follow_up and self._config.max_carried else []
+            if cited and follow_ups == "cited":
+                most = turn.num_passages + self._config.max_carried
+                results.append(self._retriever.retrieve([user_question], most, _within(turn.scope, cited[0])))
         except (RetrievalError, StoreError):
             if not self._config.answer_without_index:
                 raise
             log.warning("a turn is answered without passages: the index does not answer")
             return ChatContext(history=tuple(each.without_passages() for each in history.turns), missing=(WHOLE_INDEX,))
-        own = result.passages[0]
+        own, *further = (result.passages[0] for result in results)
+        if follow_ups == "carried":
+            further = [[p.hit if isinstance(p, JoinedPassage) else p for p in used] for used in cited]
         own_ids = {passage.id for passage in own}
-        kept = [passage for passage in kept if passage.id not in own_ids][: self._config.max_carried]
-        closeness = result.closeness[0] if result.closeness else None
-        more = closeness, len(kept), result.times
-        return ChatContext((*own, *kept), turns, result.generation, result.missing, *more)
+        kept = {passage.id: passage for passage in chain(*further) if passage.id not in own_ids}
+        passages = (*own, *islice(kept.values(), self._config.max_carried))
+        times = [result.times for result in results]
+        return ChatContext(
+            passages,
+            turns,
+            results[0].generation,
+            tuple(dict.fromkeys(chain.from_iterable(result.missing for result in results))),
+            max((result.closeness[0] for result in results if result.closeness), default=None),
+            is_unscored=follow_ups == "carried" and len(passages) > len(own),
+            times=RetrievalTimes(sum(each.encode_s for each in times), sum(each.search_s for each in times)),
+        )
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index, the others at their places there.
@@ -334,20 +347,11 @@ class ChatRetriever:
         gone = [passage for passage in stale if not is_part(passage, wholes)]
         return history.turns_without({(passage.id, passage.text) for passage in gone} - existing.keys(), existing)
 
-    def _kept(
-        self, turn: ChatTurn, user_question: str, history: ChatHistory, turns: Sequence[PastTurn], follow_ups: FollowUps
-    ) -> list[Passage]:
-        """See `TextRules.follow_ups`. The passages that an answer cites, or else its best passage, count as cited."""
+    def _cited(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Sequence[Passage]]:
+        """The passages that each of the latest answers cites, or else its best passage; the latest first, none empty."""
         latest = list(zip(turns, history.shown, strict=True))[: -_CARRIED_TURNS - 1 : -1]
         cited = [[p for p in past.passages if p.id in shown.cited] or past.passages[:1] for past, shown in latest]
-        if follow_ups == "carried":
-            kept = {passage.id: passage for used in cited for passage in used}
-            return [passage.hit if isinstance(passage, JoinedPassage) else passage for passage in kept.values()]
-        used = next(filter(None, cited), ())
-        if not used or not self._config.max_carried:
-            return []
-        most = turn.num_passages + self._config.max_carried
-        return [*self._retriever.retrieve([user_question], most, _within(turn.scope, used)).passages[0]]
+        return list(filter(None, cited))
 
 
 def _within(scope: SearchScope, passages: Sequence[Passage]) -> SearchScope:

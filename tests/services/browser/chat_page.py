@@ -27,6 +27,10 @@ class ChatPage:
         self.page.fill("#question", question)
         self.page.press("#question", "Enter")
 
+    def enter(self, key: str) -> None:
+        self.page.fill("#key", key)
+        self.page.press("#key", "Enter")
+
     def answered(self, question: str) -> Any:
         """Ask, wait for the end; the turn's element."""
         self.ask(question)

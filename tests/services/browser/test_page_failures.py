@@ -12,10 +12,6 @@ from ragspec.engine.target import Target
 
 pytestmark = pytest.mark.browser
 
-SLOW_REFUSALS = """() => { const send = window.fetch; window.fetch = async (url, ...rest) => {
-  const response = await send(url, ...rest), isSlow = response.status === 401 && `${url}`.endsWith("/v1/conversations");
-  return isSlow ? new Promise((done) => setTimeout(() => done(response), 500)) : response; } }"""
-
 
 def test_a_key_in_the_address_is_taken_from_it(chat: ChatPage, service: Service) -> None:
     """A key that stays in the address bar, in the history and in every link that is copied from it."""
@@ -69,9 +65,8 @@ def test_texts_of_other_passages_are_no_fault(chat: ChatPage) -> None:
 
 
 def test_without_a_key_the_page_asks_for_one_and_then_goes_on(open_page: Opening, service: Service) -> None:
-    """A dead end at 401; a wrong key that is kept; a question that a refusal on its way at the next key loses."""
+    """A dead end at 401; a wrong key that is kept."""
     chat = open_page(service, "")
-    chat.page.evaluate(SLOW_REFUSALS)
     dialog = chat.page.locator("#key-dialog")
     dialog.wait_for()
     chat.page.keyboard.press("Escape")
@@ -79,13 +74,33 @@ def test_without_a_key_the_page_asks_for_one_and_then_goes_on(open_page: Opening
     chat.ask(MILL)
     dialog.wait_for()
     chat.shot("key")
-    chat.page.fill("#key", "rs-wrong")
-    chat.page.keyboard.press("Enter")
+    chat.enter("rs-wrong")
     chat.page.locator("#key-remark", has_text="not accepted").wait_for()
-    chat.page.fill("#key", service.keys.trusted)
-    chat.page.keyboard.press("Enter")
+    chat.enter(service.keys.trusted)
     chat.page.locator(".verdict").wait_for()
     assert chat.page.locator(".answer").text_content() == MILL_ANSWER
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_refusal_of_the_page_behind_that_of_a_question(open_page: Opening, service: Service, when: str) -> None:
+    """Before the next key is entered it took the question with it; after, it said that the right key is not accepted."""
+    chat = open_page(service, "")
+    held: list[Any] = []
+    chat.page.route("**/v1/models", lambda route: held.append(route), times=1)
+    chat.page.reload()
+    chat.ask(MILL)
+    dialog = chat.page.locator("#key-dialog")
+    dialog.wait_for()
+    if when == "after":
+        chat.enter(service.keys.trusted)
+        chat.page.locator("#model", has_text="scripted").wait_for()
+    with chat.page.expect_response("**/v1/models"):
+        held[0].continue_()
+    chat.page.wait_for_timeout(100)
+    if when == "before":
+        chat.enter(service.keys.trusted)
+    chat.page.locator(".verdict").wait_for()
+    assert chat.page.locator(".answer").text_content() == MILL_ANSWER and not dialog.is_visible()
 
 
 def test_too_many_requests_count_down_to_the_next_try(open_page: Opening, tmp_path: Path, page_target: Target) -> None:

@@ -24,7 +24,7 @@ export function takeKeyFromAddress(onKey = () => undefined) {
 }
 
 export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
-export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const key = () => sessionStorage.getItem(KEY);
 
 /** JSON in, JSON out. `body` may be a FormData. */
 export async function call(method, path, body = undefined) {
@@ -80,8 +80,8 @@ const cutOff = () => new Failure("gone", "The connection broke off before the an
 
 async function send(method, path, body, signal) {
   const headers = { Accept: "application/json" };
-  if (hasKey() && !/^[\x21-\x7e]+$/.test(sessionStorage.getItem(KEY))) throw new Failure("unauthorized", "This is no key.");
-  if (hasKey()) headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  if (key() && !/^[\x21-\x7e]+$/.test(key())) throw new Failure("unauthorized", "This is no key.");
+  if (key()) headers.Authorization = `Bearer ${key()}`;
   const plain = body instanceof FormData;
   if (body !== undefined && !plain) headers["Content-Type"] = "application/json";
   let response;

@@ -1,17 +1,14 @@
 // The chat page: its parts, tied together.
 
-import { Failure, call, stopped, takeKeyFromAddress } from "./api.js";
+import { Failure, call, stopped } from "./api.js";
 import { ask, compare, requestOf } from "./asking.js";
 import { Conversations } from "./conversations.js";
 import { Documents } from "./documents.js";
 import { announce, byId, el, scrolling } from "./dom.js";
 import { Drawer } from "./drawer.js";
-import { enterKey, refused, withKey } from "./key.js";
+import { begin, withKey } from "./key.js";
 import { TurnView } from "./turn.js";
 import { welcome } from "./welcome.js";
-
-takeKeyFromAddress();
-addEventListener("hashchange", () => takeKeyFromAddress(() => connect()));
 
 const TELEMETRY = "ragspec.telemetry";
 const drawer = new Drawer(byId("side"), byId("side-open"));
@@ -22,19 +19,16 @@ const turns = byId("turns");
 let model = "";
 let running = null; // the AbortController of what is being written
 
-/** What the page must know of the server, and then `then`. A wrong key is asked for, at once. */
-function connect(then = () => undefined) {
-  return withKey(async () => {
-    try {
-      await readServer();
-    } catch (cause) {
-      if (!(cause instanceof Failure) || cause.kind === "unauthorized") throw cause;
-      byId("model").textContent = "not connected";
-    }
-    then();
-  });
+async function connect() {
+  try {
+    await readServer();
+  } catch (cause) {
+    if (!(cause instanceof Failure) || cause.kind === "unauthorized") throw cause;
+    byId("model").textContent = "not connected";
+  }
 }
 
+/** What the page must know of the server. */
 async function readServer() {
   const [served] = (await call("GET", "/v1/models")).data;
   model = served?.id ?? "";
@@ -74,8 +68,10 @@ const views = {
   },
 };
 
+const run = (view, work = answer) => withKey(() => write(view, work));
+
 /** Writes into `view` until it is done or stopped; one answer at a time. */
-async function run(view, work = answer) {
+async function write(view, work) {
   running?.abort();
   const own = (running = new AbortController());
   const conversation = conversations.current;
@@ -93,7 +89,7 @@ async function run(view, work = answer) {
     }
   }
   if (failure?.kind === "absent") conversations.lost(conversation);
-  if (failure?.kind === "unauthorized") refused(() => connect(() => run(view)));
+  if (failure?.kind === "unauthorized") throw failure;
 }
 
 function answer(view, signal) {
@@ -160,7 +156,6 @@ function fit() {
 byId("ask").addEventListener("submit", (event) => (event.preventDefault(), submit()));
 byId("stop").addEventListener("click", () => (running?.abort(), question.focus()));
 byId("telemetry").addEventListener("change", () => showTelemetry(byId("telemetry").checked));
-byId("key-open").addEventListener("click", () => enterKey("", () => connect()));
 question.addEventListener("input", fit);
 question.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -172,5 +167,5 @@ document.addEventListener("keydown", (event) => {
 });
 
 showTelemetry(sessionStorage.getItem(TELEMETRY) === "true");
-connect();
+begin(connect);
 question.focus();

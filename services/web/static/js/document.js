@@ -1,14 +1,10 @@
 // The page of one source: the document as the server draws it, with a quote marked, in a frame that runs no scripts.
 
-import { Failure, page, takeKeyFromAddress } from "./api.js";
+import { Failure, page } from "./api.js";
 import { byId } from "./dom.js";
-import { enterKey, refused } from "./key.js";
+import { begin } from "./key.js";
 
 const SAID = { absent: "There is no such document, or it is not for this key." };
-
-takeKeyFromAddress();
-addEventListener("hashchange", () => takeKeyFromAddress(show));
-byId("key-open").addEventListener("click", () => enterKey("", show));
 
 async function show() {
   const frame = byId("source");
@@ -23,8 +19,8 @@ async function show() {
     frame.hidden = true;
     byId("said").hidden = false;
     byId("said").textContent = SAID[cause.kind] ?? cause.message;
-    if (cause.kind === "unauthorized") refused(show);
+    if (cause.kind === "unauthorized") throw cause;
   }
 }
 
-show();
+begin(show);

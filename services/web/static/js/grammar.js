@@ -1,16 +1,13 @@
 // The grammar page: a text, its suggested edits, and what becomes of them.
 
-import { Failure, call, takeKeyFromAddress } from "./api.js";
+import { Failure, call } from "./api.js";
 import { Comparison } from "./compare.js";
 import { corrected, drawSeed } from "./correcting.js";
 import { announce, byId, el, plural, scrolling, seconds } from "./dom.js";
 import { afterApplying, applied, editsOf, nameOf } from "./edits.js";
 import { Editor } from "./editor.js";
-import { enterKey, refused, withKey } from "./key.js";
+import { begin, withKey } from "./key.js";
 import { noticeOf } from "./notice.js";
-
-takeKeyFromAddress();
-addEventListener("hashchange", () => takeKeyFromAddress());
 
 const WITHHELD = {
   number: "a number", name: "a name", code: "code", markup: "markup", dictionary: "in your dictionary", ignored: "ignored",
@@ -21,7 +18,9 @@ const editor = new Editor({ changed: () => showEdits(), pointed: (edit) => highl
 let cards = new Map(); // edit -> its card
 let checked = null; // the text that was corrected last
 
-async function correct() {
+const correct = () => withKey(check);
+
+async function check() {
   const text = editor.text;
   if (!text.trim()) return editor.focus();
   byId("correct").disabled = true;
@@ -34,7 +33,7 @@ async function correct() {
   } catch (cause) {
     if (!(cause instanceof Failure)) throw cause;
     byId("outcome").replaceChildren(noticeOf(cause, { again: correct, fresh: () => editor.focus() }));
-    if (cause.kind === "unauthorized") refused(() => connect().then(correct));
+    if (cause.kind === "unauthorized") throw cause;
   } finally {
     byId("correct").disabled = false;
   }
@@ -144,7 +143,6 @@ byId("undo").addEventListener("click", () => editor.undo());
 byId("redo").addEventListener("click", () => editor.redo());
 byId("accept-all").addEventListener("click", () => decide([...editor.edits], true));
 byId("reject-all").addEventListener("click", () => decide([...editor.edits], false));
-byId("key-open").addEventListener("click", () => enterKey("", connect));
 byId("copy").addEventListener("click", async () => {
   const copied = await navigator.clipboard.writeText(editor.text).then(() => true, () => false);
   announce(copied ? "Copied." : "The browser did not allow copying.");
@@ -158,6 +156,6 @@ byId("text").addEventListener("keydown", (event) => {
   }
 });
 
-withKey(connect);
+begin(connect);
 showEdits();
 byId("text").focus();

@@ -1,40 +1,52 @@
-// The dialog that asks for a key. A key stays in this tab's session storage and goes nowhere but to this server.
+// The key of this tab, and the dialog that asks for it. A key goes nowhere but to this server.
 
-import { hasKey, setKey } from "./api.js";
+import { key, setKey, takeKeyFromAddress } from "./api.js";
 import { byId } from "./dom.js";
 
-let done = () => undefined;
+const dialog = byId("key-dialog");
+const waiting = new Set(); // what runs with the next key
+let ofPage = async () => undefined;
 
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const key = byId("key").value.trim();
-  byId("key-dialog").close();
-  byId("key").value = "";
-  done(key);
-});
-byId("key-close").addEventListener("click", () => byId("key-dialog").close());
-
-/** `work` runs with the key that is entered, and again until the server accepts a key; Escape leaves it. */
-export function enterKey(remark, work) {
-  done = (key) => {
-    setKey(key);
-    withKey(work);
-  };
-  byId("key-remark").textContent = remark;
-  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+/** `work` of the page: it runs now, and first with each key that is entered or comes in the address. */
+export function begin(work) {
+  ofPage = work;
+  takeKeyFromAddress();
+  return withKey(work);
 }
 
-/** Runs `work`; where the server refuses the key, once more with each key that is entered. */
+/** Runs `work`; where it throws that the key is refused, it runs again with each key that is entered. Escape leaves it. */
 export async function withKey(work) {
+  const used = key();
   try {
     await work();
   } catch (cause) {
     if (cause.kind !== "unauthorized") throw cause;
-    refused(work);
+    if (key() !== used) return withKey(work);
+    waiting.add(work);
+    ask(used ? "This key is not accepted." : "");
   }
 }
 
-/** Asks for another key after the server refused the last. */
-export function refused(work) {
-  enterKey(hasKey() ? "This key is not accepted." : "", work);
+function ask(remark) {
+  byId("key-remark").textContent = remark;
+  if (!dialog.open) dialog.showModal();
 }
+
+function leave() {
+  waiting.clear();
+  byId("key").value = "";
+  dialog.close();
+}
+
+async function enter() {
+  setKey(byId("key").value.trim());
+  const works = [ofPage, ...waiting];
+  leave();
+  for (const work of new Set(works)) await withKey(work);
+}
+
+addEventListener("hashchange", () => takeKeyFromAddress(() => withKey(ofPage)));
+byId("key-open").addEventListener("click", () => ask(""));
+byId("key-form").addEventListener("submit", (event) => (event.preventDefault(), enter()));
+byId("key-close").addEventListener("click", leave);
+dialog.addEventListener("cancel", leave);
