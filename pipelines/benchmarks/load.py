@@ -3,7 +3,7 @@ service's overhead to the first token; and clients that go away half-way.
 
 The load curve: a mix is a list of chat bodies, and a cell is a mix with a number of users. A pair of runs is one with speculation
 and one without, in turns. A run sends bodies for 20 seconds, two for each user at least; every user sends the next body after
-an answer has ended. No run shares a cached prefix with another. A cell has 3 to 12 pairs: it ends when the standard errors of
+an answer has ended. No run shares a cached prefix with another. A cell has 5 to 12 pairs: it ends when the standard errors of
 both its ratios are at most 2 % of them. A cell is slower with speculation where its ratio and two standard errors are under 0.98
 (0.95 for the 95th percentile of the time a token), a mix where its mean and two of its errors are under 1. With --quick there
 are two short pairs and no such verdicts. --runs does not count here.
@@ -65,7 +65,7 @@ GOOD_TOKEN_S = 0.1
 
 _MAX_TOKENS = 64
 _SALTS = itertools.count()
-_LEAST_S, _QUICK_PAIRS, _LEAST_PAIRS, _MOST_PAIRS, _KNOWN_ERROR = 20.0, 2, 3, 12, 0.02
+_LEAST_S, _QUICK_PAIRS, _LEAST_PAIRS, _MOST_PAIRS, _KNOWN_ERROR = 20.0, 2, 5, 12, 0.02
 _RATIOS = (("on_off", "on_tokens_per_s", "off_tokens_per_s"), ("on_off_p95", "off_token_p95_ms", "on_token_p95_ms"))
 _SLOWER = {"on_off": 0.98, "on_off_p95": 0.95}
 _COUNTERS = (

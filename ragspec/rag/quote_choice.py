@@ -80,7 +80,7 @@ _CODE = re.compile(
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
 _SYMBOL = re.compile(
-    r"(?:(?<![\w~$%@:/.?\\=+^&#!<-])|(?<=\w/)(?=-))(?!\.\.)[~$%@:/.?\\=+^&#!<-]+\w(?:(?:[\w.:+-]|/(?!-))*\w)?"
+    r"(?:(?<![\w~$%@:/.?\\=+^&#!<-])|(?<=\w/)(?=-))(?!\.\.+\w)[~$%@:/.?\\=+^&#!<-]+\w(?:(?:[\w.:+-]|/(?!-))*\w)?"
 )
 """An option, pattern, variable or path, whose signs and letter case count: `~N`, `$timeout`, `/etc/hosts`; in `-S/--size` two."""
 _ONE_LETTER = re.compile(r"[^\w]+[^\W\d]")

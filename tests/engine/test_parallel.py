@@ -17,16 +17,7 @@ from conversation_turns import NUM_KV_SLOTS, PLENTY, answered, turns
 from drafting.block_heads import FORMS, network_for
 from drafting.medusa_heads import position_drafter
 from head_parts import drafter_for, free
-from oracle_cases import (
-    PARAMS,
-    assert_equal,
-    assert_pool_is_empty,
-    drafters,
-    generated,
-    requests_of,
-    total,
-    truth,
-)
+from oracle_cases import PARAMS, assert_equal, assert_pool_is_empty, drafters, generated, requests_of, total, truth
 from rank_process import PATIENCE_S, Followers
 from tiny_target import save_model, target_config, tiny_engine
 

@@ -414,14 +414,7 @@ def test_a_read_of_device_memory_is_seen() -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"backend": "cpu", "device": "cuda"},
-        {"backend": "cuda"},
-        {"device": "tpu"},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"backend": "cpu", "device": "cuda"}, {"backend": "cuda"}, {"device": "tpu"}])
 def test_impossible_combinations_are_refused(settings: dict[str, Any]) -> None:
     """A target that would silently run elsewhere, or in other numbers, than configured."""
     with pytest.raises(ValidationError):

@@ -58,11 +58,13 @@ def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> No
         found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
         assert found[best] == max(found) and found.count(found[best]) == 1
     option = "-S/--size: sorts files by it."
-    for asked, text in (
-        ("What does -S do?", option),
-        ("What does --size do?", option),
-        ("Who pays $5?", "Anna pays 5."),
-    ):
+    cases = {
+        "What does -S do?": option,
+        "And --size?": option,
+        "Who pays $5?": "Anna pays 5.",
+        "Who has ../a/b?": "../a/b",
+    }
+    for asked, text in cases.items():
         passages = [Passage("d", n, each, 0, len(each)) for n, each in enumerate((text, "Size of rain: --Size."))]
         runs = [(each, [(0, len(each.text))]) for each in passages]
         features = span_features(asked, runs, symbols=True)

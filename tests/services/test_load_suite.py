@@ -10,9 +10,10 @@ import pytest
 from service_parts import MODEL, make_backend
 
 from pipelines.benchmarks import load
+from pipelines.benchmarks.harness import Run
 from pipelines.benchmarks.users.clients import MixedClients, chat_body
 from pipelines.benchmarks.users.service import Service, run_clients, service_here
-from ragspec.config import load_settings
+from ragspec.config import TargetConfig, load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -98,6 +99,10 @@ def test_a_cell_is_as_sure_as_its_pairs_agree() -> None:
     cell = load.pooled(pairs)
     assert cell.items() >= {"num_pairs": 3, "on_tokens_per_s": 11, "on_off_p95": 1, "on_off_p95_error": 0}.items()
     assert cell["on_off"] == pytest.approx(1.0877, abs=1e-4) and cell["on_off_error"] == pytest.approx(0.1156, abs=1e-4)
+    run, alike = Run(TargetConfig(), Path()), pairs[:1] * 5
+    late = [pair | {"on_token_p95_ms": 5.0 + number} for number, pair in enumerate(alike)]
+    ends = {"alike": alike, "few": alike[:4], "late": late, "far": [*alike, *pairs], "many": 4 * pairs}
+    assert [name for name, each in ends.items() if load._is_enough(run, each)] == ["alike", "many"]
 
 
 def test_throughput_and_latencies_of_a_run() -> None:
@@ -161,7 +166,7 @@ def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> No
     """A mean over mixes that hides the mix which speculation slows; a ratio to a program that never ran."""
     curve = [
         {"row": f"{mix} {users}", "mix": mix, "on_off": on_off, "on_off_error": 0.02, "on_tokens_per_s": 30.0}
-        | {"on_off_p95": on_off, "on_off_p95_error": 0.1, "num_pairs": 3}
+        | {"on_off_p95": on_off, "on_off_p95_error": 0.1, "num_pairs": 5}
         for mix, users, on_off in ((load.RAG, 8, 1.6), (load.RAG, 32, 1.3), (load.MIXED, 8, 1.0), (load.MIXED, 32, 0.9))
     ]
     first = [{"row": f"first token {n}", "gateway_ttft_ms": 1.0, "retrieval_ttft_ms": 2.0} for n in (1, 16)]

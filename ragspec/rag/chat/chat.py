@@ -158,15 +158,15 @@ class Chat:
             grammar=grammar,
             affinity=turn.conversation or history.keys[0],
         )
-        prompt_s = time.perf_counter() - begin - retrieve_s
-        found = context.generation, context.missing, retrieve_s, prompt_s
-        close = None if context.is_unscored else context.closeness  # a carried passage may answer
+        found = context.generation, context.missing, retrieve_s, time.perf_counter() - begin - retrieve_s
+        judged = None if context.num_further else context.closeness  # the doubt knows the scores of whole questions
+        close = judged if prompts.rules.follow_ups == "carried" else context.closeness  # a carried passage has none
         language = prompts.unknown_language(user_question)
         said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language)
         own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
         build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
-        doubt = None if said else prompts.doubt(build, prompt, close, request)
+        doubt = None if said else prompts.doubt(build, prompt, judged, request)
         return PreparedTurn(*built, *own, times=context.times, doubt=doubt)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
@@ -276,14 +276,14 @@ _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
 @dataclass(frozen=True, slots=True)
 class ChatContext:
     """The passages of a turn, and the earlier turns without passages that no longer exist. `closeness`: the calibrated score of
-    the best passage; None but in mode hybrid. `is_unscored`: some passages were carried over and have no score here."""
+    the best passage; None but in mode hybrid. `num_further`: passages beside those of the completed question."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
     generation: str = ""
     missing: tuple[str, ...] = ()
     closeness: float | None = None
-    is_unscored: bool = False
+    num_further: int = 0
     times: RetrievalTimes = FROM_MEMORY
 
 
@@ -327,7 +327,7 @@ class ChatRetriever:
             results[0].generation,
             tuple(dict.fromkeys(chain.from_iterable(result.missing for result in results))),
             max((result.closeness[0] for result in results if result.closeness), default=None),
-            is_unscored=follow_ups == "carried" and len(passages) > len(own),
+            num_further=len(passages) - len(own),
             times=RetrievalTimes(sum(each.encode_s for each in times), sum(each.search_s for each in times)),
         )
 

@@ -313,7 +313,7 @@ class ConversationStore:
             read = tuple(kinds["hit_start" in fields](**_with_blocks(fields)) for fields in rows)
             return ShownPassages(read, generation, tuple(json.loads(cited)), ranks, *rules)
         except (ValueError, TypeError) as cause:
-            raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
+            raise StoreCorrupt(f"{self._database.path} holds a passage that this version cannot read") from cause
 
     @contextmanager
     def _writing(self, tenant: str) -> Iterator[sqlite3.Connection]:

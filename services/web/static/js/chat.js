@@ -68,11 +68,17 @@ const views = {
   },
 };
 
-const run = (view, work = answer) => withKey(() => write(view, work));
-
-/** Writes into `view` until it is done or stopped; one answer at a time. */
-async function write(view, work) {
+/** Writes into `view` until it is done or stopped, one answer at a time; with another key later, unless the user went on. */
+function run(view, work = answer) {
+  const { current } = conversations;
   running?.abort();
+  running = null;
+  return withKey(async () => {
+    if (!running && conversations.current === current) await write(view, work);
+  });
+}
+
+async function write(view, work) {
   const own = (running = new AbortController());
   const conversation = conversations.current;
   busy(true);

@@ -38,15 +38,19 @@ function leave() {
   dialog.close();
 }
 
-async function enter() {
-  setKey(byId("key").value.trim());
-  const works = [ofPage, ...waiting];
+/** With another key: the page's work, and then all that waits, unless this key is refused too. */
+async function goOn() {
+  const works = new Set(waiting).add(ofPage);
   leave();
-  for (const work of new Set(works)) await withKey(work);
+  await withKey(ofPage);
+  for (const work of works) {
+    if (waiting.size) waiting.add(work);
+    else if (work !== ofPage) await withKey(work);
+  }
 }
 
-addEventListener("hashchange", () => takeKeyFromAddress(() => withKey(ofPage)));
+addEventListener("hashchange", () => takeKeyFromAddress(goOn));
 byId("key-open").addEventListener("click", () => ask(""));
-byId("key-form").addEventListener("submit", (event) => (event.preventDefault(), enter()));
+byId("key-form").addEventListener("submit", (event) => (event.preventDefault(), setKey(byId("key").value.trim()), goOn()));
 byId("key-close").addEventListener("click", leave);
 dialog.addEventListener("cancel", leave);
