@@ -5,16 +5,15 @@ size, times a factor of the machine for all sizes. Every step refines both. A dr
 whole path is accepted. With B sequences and M prompt rows that are in the step anyway, the planner chooses the set S of nodes
 with the most expected tokens a second:
 
-    maximise over S   (B + sum of p over S) / (own + T(B + M + |S|, c) - T(B + M, c)),     own = share * T(B, c)
+    maximise over S   (B + sum of p over S) / (T(B, c) + T(B + M + |S|, c) - T(B + M, c))
 
-`own` is how long B tokens take without drafts. Beside prompts they take T(B + M, c) - T(M, c) only, because the prompts would be
-read anyway. `share` is the mean of (T(B + M, c) - T(M, c)) / T(B, c) in recent steps; a step without other sequences' prompts
-counts 1. So where every step reads a prompt, tokens are cheap, and a draft that saves steps saves nothing.
+T(B, c) is how long B tokens take without drafts. To a step that reads a prompt, drafts may add a small share of its time only:
+somebody waits for its first token (`rows_beside_prompts`).
 
 Of all sets of one size the most probable nodes are best, so only the size is searched. Where no node raises the rate, nothing is
 drafted: a step without drafts is the case |S| = 0. A node raises the rate only if p is greater than the rate times its row's
-seconds, and the best rate is at least B / own. So a node less probable than B / own times the cheapest further row is in no best
-set (`StepPlan.least_prob`), and a drafter may leave it out.
+seconds, and the best rate is at least B / T(B, c). So a node less probable than B / T(B, c) times the cheapest further row is
+in no best set (`StepPlan.least_prob`), and a drafter may leave it out.
 
 A drafter whose proposals take D seconds is asked for a set A of sequences where it saves more time than it takes (`saved_s`):
 
@@ -47,8 +46,11 @@ _MACHINE_WEIGHT, _SIZE_WEIGHT = 0.08, 0.04
 _MOST_CORRECTION, _FORGOTTEN_SHARE = 1.5, 0.003
 """The largest correction; and the share that a step forgets where unused sizes seem dear, or used sizes cheap: a slow spell of
 some sizes does not rule them out for good."""
-_LEAST_SHARE = 0.05
-"""Why not 0: a table may be flat from M to B + M rows, and the objective divides by the share."""
+
+
+_FIRST_TOKEN_DELAY = 0.02
+"""Share of a step that reads a prompt which drafts may add. More: fewer steps for an answer, later first tokens. Without a bound
+first tokens of one user came 20 % later, and under 8 users 95 % of answers took twice as long a token."""
 
 
 class CostTable:
@@ -104,6 +106,11 @@ class CostTable:
         seconds: Floats = (np.interp(num_rows, rows, column) + beyond_s) * self._machine
         return seconds
 
+    def rows_beside_prompts(self, num_rows: int, context: int) -> int:
+        """The most rows that drafts may add to a step of so many rows that reads a prompt."""
+        seconds = self.costs_s(num_rows + np.arange(_BUCKETS[-1]), context)
+        return int(np.searchsorted(seconds, (1.0 + _FIRST_TOKEN_DELAY) * seconds[0], side="right")) - 1
+
     def least_row_s(self, low: int, high: int, context: int) -> float:
         """The least seconds that one row adds between `low` and `high` rows; 0 if they are equal."""
         rows, column = self._rows, self._seconds[self._nearest(context)]
@@ -139,25 +146,10 @@ class CostTable:
         return self._contexts[bisect_left(self._borders, context)]
 
 
-def own_share(costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> float:
-    """`share` of the module in this step, `_LEAST_SHARE` to 1. At least one sequence has output.
-
-    A sequence without output ends its own prompt: its row is a prompt's.
-    """
-    num_decoding = sum(sequence.num_output > 0 for sequence in sequences)
-    prompt_rows = num_prompt_rows + len(sequences) - num_decoding
-    if not prompt_rows:
-        return 1.0
-    context = max(len(sequence.tokens) for sequence in sequences)
-    decoding_s = costs.cost_s(num_decoding + prompt_rows, context) - costs.cost_s(prompt_rows, context)
-    return min(1.0, max(_LEAST_SHARE, decoding_s / costs.cost_s(num_decoding, context)))
-
-
 class StepPlan:
     """The trees of one step's B sequences, and the objective for them.
 
-    `num_prompt_rows`: rows of prompts in the same step; `spare_rows`: the most nodes; `share`: as in the module. Shape: trusts
-    float64 [B, drafters].
+    `num_prompt_rows`: rows of prompts in the same step; `spare_rows`: the most nodes. Shape: trusts float64 [B, drafters].
     """
 
     def __init__(
@@ -167,16 +159,14 @@ class StepPlan:
         num_prompt_rows: int,
         spare_rows: int,
         trusts: Floats,
-        share: float = 1.0,
     ) -> None:
         self.sequences, self.spare_rows = sequences, spare_rows
         self.trees = StepTrees([s.tokens[-1] for s in sequences], trusts)
-        self._costs, self._num_rows, self._share = costs, len(sequences) + num_prompt_rows, share
+        self._costs, self._num_rows = costs, len(sequences) + num_prompt_rows
         self._context = max(len(s.tokens) for s in sequences)
         self.longest = [s.most_tokens - 1 for s in sequences]
         """Levels of each sequence's tree at most: the last token of a step is the target's own."""
-        self._alone_s = costs.cost_s(len(sequences), self._context)
-        self.own_s = share * self._alone_s
+        self.own_s = costs.cost_s(len(sequences), self._context)
         """Seconds of the sequences' own tokens."""
         row_s = costs.least_row_s(self._num_rows, self._num_rows + spare_rows, self._context)
         self.least_prob = row_s * len(sequences) / self.own_s
@@ -190,11 +180,11 @@ class StepPlan:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
 
         All sequences wait for the slowest: whole steps are saved only where every unfinished sequence gains, and then by the
-        least gain. Otherwise a sequence saves its own row alone. Steps that read prompts anyway are not saved, only rows.
+        least gain. Otherwise a sequence saves its own row alone.
         """
         count = len(self.sequences)
         one_s = self._costs.cost_s(1, self._context)
-        row_s = min(self.own_s / count, (self._alone_s - one_s) / (count - 1)) if count > 1 else 0.0
+        row_s = (self.own_s - one_s) / (count - 1) if count > 1 else 0.0
         together = min(gains) if gains and len(gains) == sum(most > 0 for most in self.longest) else 0.0
         return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (
             float(self.trees.promised.sum()) / count
@@ -210,7 +200,7 @@ class StepPlan:
             most = np.where(is_whole, np.minimum(most, self.spare_rows // num_whole), most)
         num_nodes = min(int(self.trees.counts.sum()) - len(most), self.spare_rows)
         seconds = self._costs.costs_s(self._num_rows + np.arange(num_nodes + 1), self._context)
-        others_s = self._share * self._costs.cost_s(max(1, len(most) - num_whole), self._context)
+        others_s = self._costs.cost_s(max(1, len(most) - num_whole), self._context)
         self.trees.cut(most, is_whole, others_s, seconds)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from ragspec.core import Request
 from ragspec.drafting.acceptance import Floats, Ints, Mask, Trust
 from ragspec.drafting.children import draws_children, needs_chain
-from ragspec.drafting.cost_model import CostTable, StepPlan, own_share
+from ragspec.drafting.cost_model import CostTable, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.drafting.step_trees import StepTrees, compile_trees
@@ -45,8 +45,8 @@ _TOKEN_WORTH = 2.0
 nine tokens in ten fell from 1.3 to 0.9 times the speed without drafts."""
 _FREE_TOKENS = 0.08
 """Where the host's time for a draft is worth fewer tokens, it does not count, as on processors."""
-_SHARE_WEIGHT = 1 / 24
-"""Weight of one step in the means of shares (`cost_model`) and of the host's seconds for asking."""
+_ASK_WEIGHT = 1 / 24
+"""Weight of one step in the mean of the host's seconds for asking."""
 
 
 class Planner:
@@ -78,7 +78,7 @@ class Planner:
         self._asked: tuple[StepPlan, Ints] | None = None  # until the target has decided
         self._next_number = 0.0  # of the next step in which a drafter may be asked
         self._open: set[tuple[str, int]] = set()  # sequences that wait or run
-        self.costs, self._share, self._ask_s = costs, 1.0, 0.0
+        self.costs, self._ask_s = costs, 0.0
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
     @property
@@ -104,6 +104,10 @@ class Planner:
         `num_prompt_rows`: rows of prompts in the same step.
         """
         self._asked, self._trust.step = None, self._trust.step + 1
+        if (num_prompt_rows or not all(s.num_output for s in sequences)) and sequences and not self.is_fixed:
+            context = max(len(sequence.tokens) for sequence in sequences)
+            num_rows = num_prompt_rows + len(sequences)
+            spare_rows = min(spare_rows, self.costs.rows_beside_prompts(num_rows, context))
         if self._trust.step < self._next_number and all(sequence.key in self._own for sequence in sequences):
             return _roots(sequences)
         owns = [self._own.get(sequence.key) or self._own_of(sequence) for sequence in sequences]
@@ -113,9 +117,7 @@ class Planner:
         self._next_number = self._trust.next_due()
         if min(costs_s, default=math.inf) == math.inf:
             return _roots(sequences)
-        if any(sequence.num_output for sequence in sequences):
-            self._share += _SHARE_WEIGHT * (own_share(self.costs, sequences, num_prompt_rows) - self._share)
-        plan = StepPlan(self.costs, sequences, num_prompt_rows, spare_rows, self._trust.ratios(rows), self._share)
+        plan = StepPlan(self.costs, sequences, num_prompt_rows, spare_rows, self._trust.ratios(rows))
         if self.is_fixed or any(own.draws_children for own in owns if own.drafters):
             plan.least_prob = 0.0  # a drawn tree is never left out for what it costs
         if plan.least_prob >= _SUREST:
@@ -129,7 +131,7 @@ class Planner:
         if count := np.count_nonzero(due & is_free):
             ask_s = (time.thread_time() - begin - costly_s) / count
             # Why a bound: a collection of garbage in one step says nothing about the next ones
-            self._ask_s += _SHARE_WEIGHT * (min(ask_s, 1e-5 + 4.0 * self._ask_s) - self._ask_s)
+            self._ask_s += _ASK_WEIGHT * (min(ask_s, 1e-5 + 4.0 * self._ask_s) - self._ask_s)
         if plan.trees.counts.max() == 1:
             self._count(plan, rows, plan.trees.figures)
             return _roots(sequences)
@@ -254,9 +256,7 @@ class Planner:
             drafter.close()
 
     def _note_open(self, keys: set[tuple[str, int]]) -> None:
-        """Drafters may learn while nothing waits or runs. What comes after says nothing about the prompts before."""
-        if not keys:
-            self._share = 1.0
+        """Drafters may learn while nothing waits or runs."""
         if bool(keys) != bool(self._open):
             for drafter in self._drafters:
                 drafter.note_idle(not keys)

@@ -8,9 +8,9 @@ from ragspec.drafting.cost_model import CostTable, StepPlan
 from ragspec.tree import Origin, Proposal, Proposals
 
 
-def saved(gains: list[float], *most_tokens: int, costs: CostTable = FREE, share: float = 1.0) -> float:
+def saved(gains: list[float], *most_tokens: int, costs: CostTable = FREE) -> float:
     sequences = [Running(str(i), most_tokens=most) for i, most in enumerate(most_tokens)]
-    return StepPlan(costs, sequences, 0, 99, np.ones((len(sequences), 1)), share).saved_s(gains)
+    return StepPlan(costs, sequences, 0, 99, np.ones((len(sequences), 1))).saved_s(gains)
 
 
 def test_the_slowest_decides_what_is_saved() -> None:
@@ -23,15 +23,6 @@ def test_one_that_ends_now_holds_nobody_back() -> None:
     """A sequence at its last token, which cannot be drafted for, ended drafting for all beside it."""
     assert saved([2.0], 100, 1) == pytest.approx(2.0)
     assert saved([], 1, 1) == 0.0
-
-
-def test_where_steps_read_prompts_anyway_rows_are_saved_alone() -> None:
-    """A draft for all was worth whole steps that the prompts beside them needed, and a draft for one less than its row."""
-    linear = CostTable({64: [9.0, 10.0, 40.0]}, rows=(1, 2, 32))  # 8 and 1 a row
-    several = [100] * 4
-    assert saved([3.0], *several, costs=linear, share=4 / 12) == pytest.approx(3.0)
-    assert saved([3.0] * 4, *several, costs=linear, share=4 / 12) == pytest.approx(12.0)
-    assert saved([3.0] * 4, *several, costs=linear) == pytest.approx(36.0)
 
 
 def test_the_cheapest_further_row_is_that_of_the_table() -> None:
@@ -144,7 +135,7 @@ def test_no_node_that_pays_is_less_probable_than_the_least_probability() -> None
             {64: np.cumsum(rng.exponential(1.0, 6) * (3, 1, 1, 1, 1, 1)).tolist()}, rows=(1, 2, 4, 8, 12, 16)
         )
         running, num_prompt_rows = [Running(str(n)) for n in range(3)], int(rng.integers(0, 4))
-        step = StepPlan(costs, running, num_prompt_rows, 12, np.ones((3, 1)), rng.uniform(0.2, 1.0))
+        step = StepPlan(costs, running, num_prompt_rows, 12, np.ones((3, 1)))
         chances = rng.dirichlet([0.3] * 4, 3)
         drafts = [[Proposal(10 + n, -1, prob, Origin("a")) for n, prob in enumerate(own)] for own in chances]
         limits = np.full(3, 99), 99, np.zeros(3, np.bool_)
