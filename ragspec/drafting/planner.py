@@ -104,22 +104,24 @@ class Planner:
         `num_prompt_rows`: rows of prompts in the same step.
         """
         self._asked, self._trust.step = None, self._trust.step + 1
-        if (num_prompt_rows or not all(s.num_output for s in sequences)) and sequences and not self.is_fixed:
-            context = max(len(sequence.tokens) for sequence in sequences)
-            num_rows = num_prompt_rows + len(sequences)
-            spare_rows = min(spare_rows, self.costs.rows_beside_prompts(num_rows, context))
         if self._trust.step < self._next_number and all(sequence.key in self._own for sequence in sequences):
             return _roots(sequences)
         owns = [self._own.get(sequence.key) or self._own_of(sequence) for sequence in sequences]
         rows = np.array([own.row for own in owns], np.int64)
+        # A tree drawn by chance is never cut or left out for what it costs
+        keeps_all = self.is_fixed or any(own.draws_children for own in owns if own.drafters)
+        if (num_prompt_rows or not all(s.num_output for s in sequences)) and owns and not keeps_all:
+            context = max(len(sequence.tokens) for sequence in sequences)
+            most_rows = self.costs.rows_beside_prompts(num_prompt_rows + len(owns), context)
+            spare_rows = min(spare_rows, most_rows)
         due = self._trust.due(rows)
         costs_s = self._costs_s(sequences, rows, due) if spare_rows > 0 else []
         self._next_number = self._trust.next_due()
         if min(costs_s, default=math.inf) == math.inf:
             return _roots(sequences)
         plan = StepPlan(self.costs, sequences, num_prompt_rows, spare_rows, self._trust.ratios(rows))
-        if self.is_fixed or any(own.draws_children for own in owns if own.drafters):
-            plan.least_prob = 0.0  # a drawn tree is never left out for what it costs
+        if keeps_all:
+            plan.least_prob = 0.0
         if plan.least_prob >= _SUREST:
             return _roots(sequences)
         is_free, least_gain = np.array(costs_s) == 0.0, self._ask_s / (_TOKEN_WORTH * plan.token_s())

@@ -363,6 +363,7 @@ def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
     drawn, plain = Running("a", speculation=by_rule), Running("b")
     (tree,) = plan(planner, drawn)
     assert tree.token_ids == [3, 10, 11, 12, 13] and len(tree.draws) == 4
+    assert plan(planner, Running("d", [1, 2], speculation=by_rule))[0].num_drafted == 4, "beside the end of a prompt"
     (short,) = plan(planner, Running("c", speculation=by_rule), spare=2)
     assert short.token_ids == [3, 10, 11] and set(short.draws) == {0, 1, 2}
     assert [tree.num_drafted for tree in plan(planner, drawn, plain)] == [4, 0]
