@@ -49,7 +49,7 @@ from ragspec.drafting.suffix_index import (
     longest_matches,
     searched_text,
 )
-from ragspec.numerics.compiled import array_at, compiled, inner
+from ragspec.numerics.compiled import array_at, assign, compiled, inner
 from ragspec.tenants import TenantStates, tenant_of
 from ragspec.tree import FEEDBACK, NUM_GIVEN, OFFSET, PARENT, SOURCE, TOKEN, Proposal, Proposals
 
@@ -142,10 +142,11 @@ def _find_points(searched: Any, points: Any) -> int:
         keep = first
         for n in range(first, num):
             if points[n, 2] > 3:
-                points[keep] = points[n]
+                assign(points[keep], points[n])
                 keep += 1
         num = keep + _quote_points(quotes, points[keep:])
-    points[: num - first] = points[first:num].copy()
+    for n in range(first, num):
+        assign(points[n - first], points[n])
     return num - first
 
 
@@ -198,7 +199,8 @@ def _propose_one(searched: Any, marks: Any, chances: Any, limits: Any, out: Any)
     """
     place, quotes, (nodes, probs) = searched.place, searched.quotes, out
     points = np.empty((_MOST_POINTS, 3), np.int64)
-    count, parent, left = 0, -1, 1.0
+    top, left = np.int64(-1), 1.0
+    count, parent = np.int64(0), top  # Why int64: `_copy` would be compiled for each literal, too
     if place[_END] == place[_BEGIN] and len(quotes):
         left = chances[_START_QUOTE]
         for token in marks:
@@ -212,7 +214,7 @@ def _propose_one(searched: Any, marks: Any, chances: Any, limits: Any, out: Any)
     num, longest = _find_points(searched, points), 0
     for n in range(num):
         longest = max(longest, points[n, 2])
-    left, count = _copy(searched, points[:num], chances, limits, -1, left, out, count)
+    left, count = _copy(searched, points[:num], chances, limits, top, left, out, count)
     return count, left, longest
 
 
@@ -265,7 +267,7 @@ def _propose(addresses: Any, written: Any, quoting: Any, levels: Any, limits: An
         row = array_at(address, (NUM_COLUMNS,), np.int64)
         searched, num_new, first = searched_text(row, opens), begins[n + 1] - begins[n], starts[n]
         end = searched.place[_END]
-        searched.text[end : end + num_new] = tokens[begins[n] : begins[n + 1]]
+        assign(searched.text[end : end + num_new], tokens[begins[n] : begins[n + 1]])
         searched.place[_END] = end + num_new
         if num_new and row[FOLLOWS]:
             _follow(searched, num_new)

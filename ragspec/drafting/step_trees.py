@@ -29,7 +29,7 @@ from ragspec.drafting.acceptance import (
     Ints,
     Mask,
 )
-from ragspec.numerics.compiled import compiled, inner
+from ragspec.numerics.compiled import assign, compiled, inner
 from ragspec.tree import (
     FEEDBACK,
     NUM_GIVEN,
@@ -86,7 +86,7 @@ def _merge_tree(
             if is_chain and parent < count - 1:
                 continue
             node, count = count, count + 1
-            nodes[node, :NUM_GIVEN] = given[n]
+            assign(nodes[node, :NUM_GIVEN], given[n])
             nodes[node, PARENT], nodes[node, _DEPTH], nodes[node, _DRAFTER] = parent, nodes[parent, _DEPTH] + 1, drafter
         numbers[n], probs[node] = node, max(prob, probs[node])
     return count
@@ -160,7 +160,8 @@ def _pack(nodes: Any, probs: Any, kept: Any, packed: Any, packed_probs: Any, end
         first = num
         for node in range(kept.shape[1]):
             if kept[i, node]:
-                packed[num], packed_probs[num] = nodes[i, node], probs[i, node]
+                assign(packed[num], nodes[i, node])
+                packed_probs[num] = probs[i, node]
                 packed[num, PARENT] = numbers[nodes[i, node, PARENT]] if node else -1
                 numbers[node] = num - first
                 num += 1

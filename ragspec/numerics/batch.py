@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.backend import LogitRows
-from ragspec.numerics.compiled import compiled
+from ragspec.numerics.compiled import assign, compiled
 from ragspec.numerics.kv_cache import LENGTH, NUM_PAGES, SequenceSlots, arrays_at, keep_rows, reserve_rows
 from ragspec.numerics.torch.transfer import to_device
 
@@ -208,7 +208,7 @@ def _layout(addresses: Any, row_start: Any, num_known: Any, parents: Any) -> Any
             begin, end = path_start[root + node], path_start[root + node + 1]
             if end > begin:
                 above = path_start[root + parents[node_start[b] + node]]
-                path_rows[begin : end - 1] = path_rows[above : above + end - 1 - begin]
+                assign(path_rows[begin : end - 1], path_rows[above : above + end - 1 - begin])
                 path_rows[end - 1] = root + node
         first = root + node_start[b + 1] - node_start[b]
     return positions, context_end, ahead[: ahead_start[count]], ahead_start, path_start, path_rows
@@ -227,9 +227,10 @@ def _context(addresses: Any, slots: Any, index: Any, ahead: Any, ahead_start: An
     pages = np.empty(page_start[count], np.int32)
     for b, address in enumerate(addresses):
         state, own_slots, own_index, _, own_pages = arrays_at(address)
-        pages[page_start[b] : page_start[b + 1]] = own_pages[: state[NUM_PAGES]]
+        assign(pages[page_start[b] : page_start[b + 1]], own_pages[: state[NUM_PAGES]])
         first, end = context_start[b], context_start[b] + state[LENGTH]
-        context_slots[first:end], context_index[first:end] = own_slots[: state[LENGTH]], own_index[: state[LENGTH]]
+        assign(context_slots[first:end], own_slots[: state[LENGTH]])
+        assign(context_index[first:end], own_index[: state[LENGTH]])
         for n, row in enumerate(ahead[ahead_start[b] : ahead_start[b + 1]]):
             context_slots[end + n], context_index[end + n] = slots[row], index[row]
     return context_slots, context_index, context_start, pages, page_start

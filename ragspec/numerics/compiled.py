@@ -85,6 +85,13 @@ inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """As `numba.njit`, for functions that only compiled functions call: they compile in half the time."""
 
 
+@inner
+def assign(target: Any, values: Any) -> None:
+    """In compiled code: `target[:] = values` for one axis. Why: Numba compiles that for a second, since lengths may differ."""
+    for i in range(len(values)):
+        target[i] = values[i]
+
+
 def address_of(array: Any) -> int:
     """Where a contiguous array begins in memory. It stays there while the array lives."""
     assert array.flags.c_contiguous

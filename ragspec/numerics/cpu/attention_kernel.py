@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.numerics.compiled import inner
+from ragspec.numerics.compiled import assign, inner
 from ragspec.numerics.cpu.attention_code import (
     are_consecutive,
     exp_and_sum,
@@ -99,7 +99,7 @@ def collect_queries(qkv: Any, first: int, last: int, head: int, group: int, head
     at = 0
     for row in range(first, last):
         for h in range(head * group, (head + 1) * group):
-            queries[at : at + qkv.shape[2]] = qkv[row, h]
+            assign(queries[at : at + qkv.shape[2]], qkv[row, h])
             at += head_dim
     return queries
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.numerics.compiled import compiled, inner
+from ragspec.numerics.compiled import assign, compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
 from ragspec.numerics.cpu.llvm_code import DONE, FAILED, LANES, TAKEN, add_one, load_count, take, yield_processor
 from ragspec.numerics.cpu.product_code import gate_block, make_multiply, make_quantise
@@ -93,12 +93,12 @@ def norm_rows(phase: Any, first: int, last: int, num_rows: int, parameters: Any,
         add_and_normalise(stream, block, weight, epsilon, stream, normalised, squares)
         if phase[_TAP] >= 0:
             tap = (phase[_TAP] * num_rows + row) * width
-            floats[_TAPS][tap : tap + width] = stream
+            assign(floats[_TAPS][tap : tap + width], stream)
         if phase[_KIND] == _NORM:
             most = np.float32(phase[_MOST])
             floats[_ROW_SCALES][row] = _quantise(normalised, 0, width, most, quantised, row, num_rows, spare)
         else:
-            floats[_STATES][here : here + width] = normalised
+            assign(floats[_STATES][here : here + width], normalised)
 
 
 @inner
