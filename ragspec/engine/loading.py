@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor
@@ -58,10 +60,12 @@ from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target, load_tokenizer, notices, with_available_dtype
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
+from ragspec.numerics.compiled import is_first_start
+from ragspec.numerics.kv_cache import reserve_rows
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.self_test import SelfTest, self_test
-from ragspec.numerics.threads import AdaptiveThreads, run_in_thread, set_num_threads
+from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thread, set_num_threads
 from ragspec.verification.sampling import compile_samplers
 
 log = logging.getLogger(__name__)
@@ -103,6 +107,7 @@ def load_engine(
     most_threads, adaptive = threads_a_rank(config, ranks), adaptive_threads and ranks.size == 1
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
+        compiling = compile_beside()
         say("reading the weights")
         target = load_rank(target_config, config, ranks, say, network_bytes(drafting))
         tested = _accepted(kept_self_test(target, most_threads, say), target.config)
@@ -113,6 +118,7 @@ def load_engine(
                 target_config.model,
             )
         say("reading compiled samplers")
+        compiling.join()
         compile_samplers()
         quiet()
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
@@ -140,6 +146,20 @@ def load_engine(
     except BaseException:
         ranks.close()
         raise
+
+
+def compile_beside() -> Thread:
+    """Compile all that plans, drafts and samples in a process of its own, while this one compiles the forward; at the first start
+    with this version's code, if a second processor is there. The thread ends with the process."""
+
+    def run() -> None:
+        if num_processors() > 1 and is_first_start(reserve_rows):
+            command = [sys.executable, "-m", "ragspec.evaluation.stub_device"]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    thread = Thread(target=run, name="ragspec-compile", daemon=True)
+    thread.start()
+    return thread
 
 
 def choose_num_threads(target: Target, most: int) -> int:

@@ -6,6 +6,8 @@ forwards is measured without a GPU and without weights. No configuration names i
     >>> target = StubTarget(read_devices()["8 B, H200"], copyable=0.9, num_kv_slots=65_536)
     >>> with stub_engine(target, EngineConfig()) as engine: engine.generate(requests)
     >>> target.clock.host_ms
+
+As a program it generates a few tokens, which compiles all that plans, drafts and samples.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from ragspec.numerics.attention import AttentionMetadata, Ints
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import ONE_RANK
 from ragspec.speculation import Speculation, SpeculationGiven
+from ragspec.verification.sampling import compile_samplers
 
 _NUM_WORDS, _BLOCK = 32_768, 256
 """The lower half of the words stands in sources, a block in each request's; word w + 1 mostly follows word w."""
@@ -209,3 +212,9 @@ def stub_requests(count: int, max_tokens: int, temperature: float, speculation: 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
         requests.append(Request(f"{number}", prompt, params, sources, f"salt{number}", Speculation.of(speculation)))
     return requests
+
+
+if __name__ == "__main__":
+    compile_samplers()
+    with stub_engine(StubTarget(StubDevice(1e-3, 1e-5, 0.0), 0.9, 4096), EngineConfig()) as engine:
+        engine.generate(stub_requests(2, 16, 0.0, speculation=True))

@@ -81,6 +81,18 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return compile_and_keep
 
 
+def is_first_start(function: Any) -> bool:
+    """True once: for the first process on this machine that asks with this version of the compiled code. `function`: a compiled
+    function, which says where code is kept."""
+    folder = function._cache.cache_path  # None: nothing can be kept
+    try:
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, f"begun-{_SOURCE_HASH[:16]}").touch(exist_ok=False)
+    except (OSError, TypeError):
+        return False
+    return True
+
+
 inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """As `numba.njit`, for functions that only compiled functions call: they compile in half the time."""
 

@@ -20,6 +20,16 @@ key = noise.output_key(7, 0, 3)
 print(sum(noise._key.stats.cache_hits.values()), key)
 """
 
+BESIDE = """
+import runpy
+from numba.core import event
+with event.install_listener("numba:compile", event.RecordingListener()) as found:
+    runpy.run_module("ragspec.evaluation.stub_device", run_name="__main__")
+from ragspec.numerics.compiled import is_first_start
+from ragspec.numerics.kv_cache import reserve_rows
+print(len(found.buffer), is_first_start(reserve_rows), is_first_start(reserve_rows))
+"""
+
 
 def run(cache: Path, code: str = PROGRAM, root: Path | None = None) -> tuple[int, list[str]]:
     """(functions read from disk, the numbers) of a fresh process."""
@@ -46,6 +56,13 @@ def expected() -> list[str]:
 @pytest.mark.slow
 def test_a_second_process_reads_what_the_first_compiled(kept: Path) -> None:
     assert run(kept) == (1, expected())
+
+
+@pytest.mark.slow
+def test_a_helper_compiles_at_the_first_start_alone(tmp_path: Path) -> None:
+    num_compiled, told = run(tmp_path, BESIDE)
+    assert num_compiled > 0 and told == ["True", "False"]
+    assert run(tmp_path, BESIDE) == (0, ["False", "False"])
 
 
 @pytest.mark.slow
