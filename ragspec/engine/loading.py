@@ -154,7 +154,7 @@ def compile_beside() -> Thread:
 
     def run() -> None:
         if num_processors() > 1 and is_first_start(reserve_rows):
-            command = [sys.executable, "-m", "ragspec.evaluation.stub_device"]
+            command = [sys.executable, "-Pm", "ragspec.evaluation.stub_device"]
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     thread = Thread(target=run, name="ragspec-compile", daemon=True)

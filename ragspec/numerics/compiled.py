@@ -86,7 +86,7 @@ def is_first_start(function: Any) -> bool:
     function, which says where code is kept."""
     folder = function._cache.cache_path  # None: nothing can be kept
     try:
-        Path(folder).mkdir(exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, f"begun-{_SOURCE_HASH[:16]}").touch(exist_ok=False)
     except (OSError, TypeError):
         return False
