@@ -271,7 +271,7 @@ def _attend_block(
     shrunk = tl.exp(best - higher)
     product = tl.dot(weights, value, input_precision="ieee")
     mass = tl.max(
-        tl.dot(weights, tl.full((BLOCK, 16), 1.0, value.dtype), input_precision="ieee"), 1
+        tl.dot(weights, tl.full((BLOCK, 16), 1.0, tl.float32).to(value.dtype), input_precision="ieee"), 1
     )  # 16 equal columns
     return higher, total * shrunk + mass, sums * shrunk[:, None] + product
 
