@@ -32,6 +32,7 @@ def test_speeds_that_need_a_gpu_are_computed(run: Run, monkeypatch: pytest.Monke
     assert len(list(gpu.rows_of(run, (tiny, tiny), ("torch",), "cpu"))) == 1
 
 
+@pytest.mark.slow
 def test_users_are_measured_and_a_second_run_starts_no_engine(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
