@@ -52,6 +52,7 @@ from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter, PrefixH
 from ragspec.drafting.medusa.network import PositionCheckpoint, PositionNetwork, PrefixNetwork
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.self_draft import SelfDrafter
+from ragspec.drafting.suffix_index import longest_matches
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import forward_s, kept_costs, kept_self_test
@@ -60,8 +61,7 @@ from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target, load_tokenizer, notices, with_available_dtype
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
-from ragspec.numerics.compiled import is_first_start
-from ragspec.numerics.kv_cache import reserve_rows
+from ragspec.numerics.compiled import is_kept
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.self_test import SelfTest, self_test
@@ -73,6 +73,11 @@ log = logging.getLogger(__name__)
 _TYPICAL_ROWS, _NUM_TIMED = 8, 7
 _EARLIER_TOKENS = 50_000
 """Of a tenant's earlier answers, with `drafting.reuse_earlier_answers`."""
+_COMPILE, _COMPILE_S = (
+    "import runpy, sys; sys.path = sys.argv[1:]; runpy.run_module('ragspec.evaluation.stub_device', run_name='__main__')",
+    120.0,
+)
+"""The program of the process that compiles beside, which imports from the folders of this process; its longest run."""
 _NUM_ROUNDS = 3
 """Of all threads against one; few, because `AdaptiveThreads` goes on measuring."""
 
@@ -150,12 +155,19 @@ def load_engine(
 
 def compile_beside() -> Thread:
     """Compile all that plans, drafts and samples in a process of its own, while this one compiles the forward; at the first start
-    with this version's code, if a second processor is there. The thread ends with the process."""
+    with this version's code, if a second processor is there. The thread ends with the process, which changes no result."""
 
     def run() -> None:
-        if num_processors() > 1 and is_first_start(reserve_rows):
-            command = [sys.executable, "-Pm", "ragspec.evaluation.stub_device"]
-            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if num_processors() == 1 or is_kept(longest_matches) or not sys.executable:
+            return
+        nowhere = subprocess.DEVNULL
+        command = [sys.executable, "-Pc", _COMPILE, *filter(None, sys.path)]
+        try:
+            subprocess.run(
+                command, stdin=nowhere, stdout=nowhere, stderr=subprocess.PIPE, timeout=_COMPILE_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError) as cause:
+            log.info("nothing was compiled beside: %s", cause)
 
     thread = Thread(target=run, name="ragspec-compile", daemon=True)
     thread.start()

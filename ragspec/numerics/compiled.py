@@ -1,9 +1,12 @@
 """`numba.njit` with a disk cache that is never stale: kernels take ten seconds to compile, half a second to read.
 
 Numba's own cache key covers the file of a function, not the files of the functions it calls. Here the key also covers every file
-of the library with compiled code. If the cache cannot be written or read, functions are compiled as if there were none.
+of the library with compiled code. Numba's files have numbers that an index gives out, so of two processes that write at once the
+one could read the other's code; here a file is named by its key and holds it. If the cache cannot be written or read, functions
+are compiled as if there were none.
 """
 
+import glob
 import hashlib
 import logging
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
@@ -40,9 +43,40 @@ def source_hash() -> str:
 
 
 _SOURCE_HASH = source_hash()
+_VERSION = _SOURCE_HASH[:12]
+
+
+class _CodeFiles(IndexDataCacheFile):
+    """A file for each key, without an index. Writing is atomic."""
+
+    def save(self, key: Any, data: Any) -> None:
+        for path in self.kept("*"):
+            if path not in self.kept(_VERSION):
+                path.unlink(missing_ok=True)  # of another version
+        self._save_data(self._name(key), (key, data))
+
+    def load(self, key: Any) -> Any:
+        try:
+            kept_key, data = self._load_data(self._name(key))
+        except FileNotFoundError:
+            return None
+        return data if kept_key == key else None
+
+    def kept(self, version: str) -> list[Path]:
+        """The files of one version's code of the function."""
+        base = glob.escape(self._index_name.removesuffix(".nbi"))
+        return [*Path(self._cache_path).glob(f"{base}.{version}-*.nbc")]
+
+    def _name(self, key: Any) -> str:
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        return f"{self._index_name.removesuffix('.nbi')}.{_VERSION}-{digest}.nbc"
 
 
 class _Cache(FunctionCache):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file: Any = _CodeFiles(self._cache_path, self._impl.filename_base, None)
+
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), _SOURCE_HASH)
 
@@ -58,11 +92,7 @@ class _Cache(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            try:
-                super().save_overload(sig, data)
-            except (AttributeError, ImportError):  # the index on disk names classes that this version lacks
-                self.flush()
-                super().save_overload(sig, data)
+            super().save_overload(sig, data)
         except Exception as cause:
             log.warning("compiled code cannot be kept on disk: %s", cause)
 
@@ -81,16 +111,9 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return compile_and_keep
 
 
-def is_first_start(function: Any) -> bool:
-    """True once: for the first process on this machine that asks with this version of the compiled code. `function`: a compiled
-    function, which says where code is kept."""
-    folder = function._cache.cache_path  # None: nothing can be kept
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"begun-{_SOURCE_HASH[:16]}").touch(exist_ok=False)
-    except (OSError, TypeError):
-        return False
-    return True
+def is_kept(function: Any) -> bool:
+    """Whether this version's code of a compiled function is on disk, for whatever arguments."""
+    return not isinstance(function._cache, _Cache) or bool(function._cache._cache_file.kept(_VERSION))
 
 
 inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -99,8 +122,8 @@ inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 @inner
 def assign(target: Any, values: Any) -> None:
-    """In compiled code: `target[:] = values` for one axis. Why: Numba compiles that for a second, since lengths may differ."""
-    for i in range(len(values)):
+    """In compiled code: `target[:] = values`, which Numba compiles for a second, for one axis of equal lengths."""
+    for i in range(min(len(target), len(values))):
         target[i] = values[i]
 
 

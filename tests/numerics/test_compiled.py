@@ -25,9 +25,7 @@ import runpy
 from numba.core import event
 with event.install_listener("numba:compile", event.RecordingListener()) as found:
     runpy.run_module("ragspec.evaluation.stub_device", run_name="__main__")
-from ragspec.numerics.compiled import is_first_start
-from ragspec.numerics.kv_cache import reserve_rows
-print(len(found.buffer), is_first_start(reserve_rows), is_first_start(reserve_rows))
+print(len(found.buffer))
 """
 
 
@@ -60,9 +58,8 @@ def test_a_second_process_reads_what_the_first_compiled(kept: Path) -> None:
 
 @pytest.mark.slow
 def test_a_helper_compiles_at_the_first_start_alone(tmp_path: Path) -> None:
-    num_compiled, told = run(tmp_path, BESIDE)
-    assert num_compiled > 0 and told == ["True", "False"]
-    assert run(tmp_path, BESIDE) == (0, ["False", "False"])
+    assert run(tmp_path, BESIDE)[0] > 0
+    assert run(tmp_path, BESIDE)[0] == 0
 
 
 @pytest.mark.slow
@@ -78,13 +75,13 @@ def test_damaged_files_are_compiled_over(kept: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_index_of_a_version_with_other_classes_is_made_anew(kept: Path, tmp_path: Path) -> None:
-    """After a class of arguments was renamed, nothing was ever kept again."""
+def test_code_of_other_arguments_is_never_read(kept: Path, tmp_path: Path) -> None:
+    """Two processes that compiled one function at once could each read the other's code: Numba numbers files by an index."""
     cache = tmp_path / "cache"
     shutil.copytree(kept, cache)
-    for path in cache.rglob("*.nbi"):
-        version = pickle.loads(path.read_bytes())
-        path.write_bytes(pickle.dumps(version) + b"cragspec.numerics.noise\nGoneClass\n.")
+    (path,) = cache.rglob("*_key*.nbc")
+    _, code = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(("another key", code)))
     assert run(cache) == (0, expected())
     assert run(cache) == (1, expected())
 
