@@ -160,12 +160,9 @@ def compile_beside() -> Thread:
     def run() -> None:
         if num_processors() == 1 or is_kept(longest_matches) or not sys.executable:
             return
-        nowhere = subprocess.DEVNULL
         command = [sys.executable, "-Pc", _COMPILE, *filter(None, sys.path)]
         try:
-            subprocess.run(
-                command, stdin=nowhere, stdout=nowhere, stderr=subprocess.PIPE, timeout=_COMPILE_S, check=True
-            )
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)
         except (OSError, subprocess.SubprocessError) as cause:
             log.info("nothing was compiled beside: %s", cause)
 

@@ -47,12 +47,11 @@ _VERSION = _SOURCE_HASH[:12]
 
 
 class _CodeFiles(IndexDataCacheFile):
-    """A file for each key, without an index. Writing is atomic."""
+    """A file for each key, without an index. Writing is atomic, and removes other versions' files of the function."""
 
     def save(self, key: Any, data: Any) -> None:
-        for path in self.kept("*"):
-            if path not in self.kept(_VERSION):
-                path.unlink(missing_ok=True)  # of another version
+        for path in {*self.kept("*")} - {*self.kept(_VERSION)}:
+            path.unlink(missing_ok=True)
         self._save_data(self._name(key), (key, data))
 
     def load(self, key: Any) -> Any:
