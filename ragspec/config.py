@@ -335,7 +335,7 @@ class ChatConfig(ConfigSection):
     max_carried: int = Field(1, ge=0, le=16)
     """Further passages of a follow-up question, from documents of the latest citations. More: less is lost, longer prompts."""
     answer_without_index: bool = False
-    """If the index does not answer, answer without passages and say so; else that is an error."""
+    """If the index does not answer, answer without passages, or with what was found before, and say so; else that is an error."""
 
 
 class PromptConfig(ConfigSection):

@@ -38,7 +38,7 @@ from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.rag.wording import FORMER_RULES, AnswerFit, TextRules
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 
 PARAMS = SamplingParams(max_tokens=48)
@@ -459,6 +459,30 @@ def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
     assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
     with pytest.raises(RetrievalError):
         Chat(broken, prompts, store).prepare(follow_up)
+
+
+def test_a_follow_up_keeps_what_was_found_before_its_further_search_failed(
+    retriever: Retriever, prompts: PromptBuilder, store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own passages were thrown away."""
+    cited = prompts.by(replace(prompts.rules, follow_ups="cited"))
+    allowed, follow_up = ChatConfig(answer_without_index=True), turn(QUESTION, QUOTE, FOLLOW_UP)
+    chat = Chat(retriever, cited, store, allowed)
+    first = chat.prepare(turn(QUESTION))
+    assert chat.remember(first, _answer(first))
+    whole, search = chat.prepare(follow_up), retriever.retrieve
+
+    def fails_within_documents(queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
+        if scope.filter is not None:
+            raise RetrievalError("the index does not answer")
+        return search(queries, k, scope)
+
+    monkeypatch.setattr(retriever, "retrieve", fails_within_documents)
+    ready = chat.prepare(follow_up)
+    assert ready.missing == (WHOLE_INDEX,)
+    assert ready.prompt.passages and {*ready.prompt.passages} <= {*whole.prompt.passages}
+    with pytest.raises(RetrievalError):
+        Chat(retriever, cited, store).prepare(follow_up)
 
 
 def test_a_full_disk_takes_nothing_from_the_answer(

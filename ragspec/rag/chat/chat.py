@@ -54,7 +54,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import DOUBT, FollowUps, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
-from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalTimes
+from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.retrieval_config import When
@@ -264,7 +264,7 @@ def _cut(texts: Iterable[str], num_chars: int) -> Iterator[str]:
 
 
 WHOLE_INDEX = "*"
-"""Stands in `missing` if no part of the index could be searched."""
+"""Stands in `missing` if a search of the index failed; passages that an earlier search of the turn found are shown."""
 
 _CARRIED_TURNS = 2
 _MAX_CONFIRMED = 1024
@@ -297,12 +297,15 @@ class ChatRetriever:
         """Passages for `question`, the rewritten form of `user_question`, and further ones for a follow-up question, as
         `TextRules.follow_ups` says; none if the turn does not retrieve.
 
-        Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
+        Raises: RetrievalError, StoreError, unless the configuration allows answers without an index. Passages that were found
+        before a failure stay.
         """
+        results, cited, missing = list[RetrievalResult](), list[Sequence[Passage]](), list[str]()
+        turns = tuple(each.without_passages() for each in history.turns)
         try:
             if turn.when == "never":
                 return ChatContext(history=self._confirmed(history, turn.scope))
-            results = [self._retriever.retrieve([question], turn.num_passages, turn.scope)]
+            results.append(self._retriever.retrieve([question], turn.num_passages, turn.scope))
             turns = self._confirmed(history, turn.scope, results[0].generation)
             is_follow_up = question != user_question or self._config.rewriter == "off"
             cited = self._cited(history, turns) if is_follow_up and self._config.max_carried else []
@@ -312,8 +315,10 @@ class ChatRetriever:
         except (RetrievalError, StoreError):
             if not self._config.answer_without_index:
                 raise
-            log.warning("a turn is answered without passages: the index does not answer")
-            return ChatContext(history=tuple(each.without_passages() for each in history.turns), missing=(WHOLE_INDEX,))
+            log.warning("a turn is answered without passages, or with some of them: the index does not answer")
+            missing.append(WHOLE_INDEX)
+            if not results:
+                return ChatContext(history=turns, missing=(WHOLE_INDEX,))
         own, *further = (result.passages[0] for result in results)
         if follow_ups == "carried":
             further = [[p.hit if isinstance(p, JoinedPassage) else p for p in used] for used in cited]
@@ -325,7 +330,7 @@ class ChatRetriever:
             passages,
             turns,
             results[0].generation,
-            tuple(dict.fromkeys(chain.from_iterable(result.missing for result in results))),
+            tuple(dict.fromkeys(chain(missing, *(result.missing for result in results)))),
             max((result.closeness[0] for result in results if result.closeness), default=None),
             num_further=len(passages) - len(own),
             times=RetrievalTimes(sum(each.encode_s for each in times), sum(each.search_s for each in times)),
