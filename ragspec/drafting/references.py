@@ -4,14 +4,14 @@ A passage in a prompt and the same passage in an answer differ at their first to
 So every sentence of a passage is a reference of its own, and an input is entered with and without a leading space.
 """
 
+import copy
 import functools
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any, NamedTuple
 
 from ragspec.core import CopySource, SourceKind
 from ragspec.retrieval.chunking import sentences
@@ -53,10 +53,10 @@ _Key = tuple[str, int, CopySource, int]
 
 
 class ReferenceReader:
-    """Tokenises the sources of a request."""
+    """Tokenises the sources of a request, by the compiled part of the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        self._tokenizer, self._fast = tokenizer, stateless(tokenizer)
         self._eos_ids = list(eos_ids)[:1]
         self.quote_ids = self._encode(_QUOTES[0])[0]
         """Token ids of an opening quotation mark."""
@@ -97,13 +97,17 @@ class ReferenceReader:
         if source.kind is SourceKind.PASSAGE:
             return self._passage(number, source, rank)
         if source.kind in (SourceKind.INPUT, SourceKind.PREDICTION):
-            return [self._whole(number, source, prefix, self._eos_ids) for prefix in ("", " ")]
-        return [self._whole(number, source, " ")]
+            return self._whole(number, source, ("", " "), self._eos_ids)
+        return self._whole(number, source, (" ",))
 
-    def _whole(self, number: int, source: CopySource, prefix: str, tail: Sequence[int] = ()) -> Reference:
-        ids, offsets = self._encode(prefix + source.text)
-        offsets = [max(0, offset - len(prefix)) for offset in offsets]
-        return Reference(source.kind, [*ids, *tail], number, offsets, len(ids))
+    def _whole(
+        self, number: int, source: CopySource, prefixes: Sequence[str], tail: Sequence[int] = ()
+    ) -> list[Reference]:
+        encoded = zip(prefixes, self._encode_all([prefix + source.text for prefix in prefixes]), strict=True)
+        return [
+            Reference(source.kind, [*ids, *tail], number, [max(0, at - len(prefix)) for at in begins], len(ids))
+            for prefix, (ids, begins) in encoded
+        ]
 
     def _passage(self, number: int, source: CopySource, rank: int) -> list[Reference]:
         """The passage as in the prompt, then each sentence and its parts as quotes, closed and numbered.
@@ -113,7 +117,7 @@ class ReferenceReader:
         spans = [(span, part) for span in sentences(source.text) for part in (span, *_parts(source.text, *span))]
         closing = f"{_QUOTES[0]} [{rank}]"
         closed = [source.text[start:end] + closing for _, (start, end) in spans]
-        references = [self._whole(number, source, " ")]
+        references = self._whole(number, source, (" ",))
         for (whole, (start, end)), text, opened in zip(
             spans, closed, self._encode_all([_QUOTES[0] + text for text in closed]), strict=True
         ):
@@ -133,17 +137,28 @@ class ReferenceReader:
         return self._encode_all([text])[0]
 
     def _encode_all(self, texts: list[str]) -> list[tuple[list[int], list[int]]]:
-        """As `_encode`, of many texts in one call: a call costs as much as many tokens."""
-        if not texts:
-            return []
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        begins = [[start for start, _ in offsets] for offsets in encoded["offset_mapping"]]
-        return list(zip(encoded["input_ids"], begins, strict=True))
+        """As `_encode`, of many texts."""
+        encodings = self._fast.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, [start for start, _ in encoding.offsets]) for encoding in encodings]
 
     def _opens_quote(self, token_id: int) -> bool:
         """Whether a token ends with a quotation mark that follows nothing but white space."""
         text = str(self._tokenizer.decode([token_id]))
         return text.endswith(_QUOTES) and (len(text) == 1 or text[-2] in " \n(")
+
+
+_STATELESS = weakref.WeakKeyDictionary[Any, Any]()
+
+
+def stateless(tokenizer: Any) -> Any:
+    """The tokenizer's compiled part, in a state that nothing changes; None if it has no such part."""
+    if (found := _STATELESS.get(tokenizer)) is None and hasattr(tokenizer, "backend_tokenizer"):
+        found = copy.deepcopy(tokenizer.backend_tokenizer)
+        found.no_truncation()
+        found.no_padding()
+        found.encode_special_tokens = False
+        _STATELESS[tokenizer] = found
+    return found
 
 
 def _parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:

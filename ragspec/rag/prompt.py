@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 
 from ragspec.config import PassageOrder, PipelineConfig, PromptConfig
 from ragspec.core import Message, Passage, Request, SamplingParams, check_text
+from ragspec.drafting.references import stateless
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
@@ -123,7 +124,7 @@ class PromptBuilder:
         self._label, self._grammar_request = words.question or QUESTION, words.grammar or GRAMMAR_REQUEST
         self.tokenizer = tokenizer
         self._encoding = threading.Lock()
-        self._fast = _stateless(tokenizer)
+        self._fast = stateless(tokenizer)
         self._control = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or r"(?!)")
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
@@ -410,16 +411,6 @@ def _ids(fast: Any, text: str) -> list[int]:
     read = fast.encode if len(text) <= _SHORT_CHARS else lambda text, **how: fast.encode_batch_fast([text], **how)[0]
     ids: list[int] = read(text, add_special_tokens=False).ids
     return ids
-
-
-def _stateless(tokenizer: Any) -> Any | None:
-    """The tokenizer's compiled part, in a state that nothing changes; None if it has no such part."""
-    fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
-    if fast is not None:
-        fast.no_truncation()
-        fast.no_padding()
-        fast.encode_special_tokens = False
-    return fast
 
 
 def _plain_layout(tokenizer: Any) -> dict[str, str]:
