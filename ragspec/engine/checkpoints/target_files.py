@@ -137,6 +137,10 @@ def _remove_unused(cache: Path) -> None:
         folder = lock.with_suffix("")
         if folder.is_dir() and is_unused(folder):
             shutil.rmtree(folder, ignore_errors=True)
+    for digest in cache.glob("*.digest"):
+        with contextlib.suppress(OSError):  # another process removed it
+            if is_unused(digest):
+                digest.unlink()
 
 
 def _convert(model: str, adapter: Path | None, dtype: str, folder: Path, say: Say) -> None:
@@ -218,6 +222,7 @@ def _kept_digest(path: Path, cache: Path) -> str:
     with contextlib.suppress(OSError, ValueError, TypeError):
         *known, digest = json.loads(kept.read_bytes())
         if known == version:
+            kept.touch()
             return str(digest)
     digest = file_digest(path)
     with contextlib.suppress(OSError):
