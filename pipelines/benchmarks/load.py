@@ -1,12 +1,16 @@
 """The suite `load`: one service under users. Throughput and latencies by the number of users, with speculation and without; the
 service's overhead to the first token; and clients that go away half-way.
 
-The load curve: a mix is a list of chat bodies, and a cell is a mix with a number of users. A pair of runs is one with speculation
-and one without, in turns. A run sends bodies for 20 seconds, two for each user at least; every user sends the next body after
-an answer has ended. No run shares a cached prefix with another. A cell has 5 to 12 pairs: it ends when the standard errors of
-both its ratios are at most 2 % of them. A cell is slower with speculation where its ratio and two standard errors are under 0.98
-(0.95 for the 95th percentile of the time a token), a mix where its mean and two of its errors are under 1. With --quick there
-are two short pairs and no such verdicts. --runs does not count here.
+The load curve: a mix is a list of chat bodies, and a cell is a mix with a number of users, or with arrivals. Every user sends the
+next body after an answer has ended, so users of a faster service ask more; arrivals are the same with speculation and without, as
+many as three quarters of those that eight users make without it. A pair of runs is one with speculation and one without, in
+turns. A run sends bodies for 20 seconds, two for each user at least. No run shares a cached prefix with another.
+
+All cells get their first pair, then their second, and so on. A cell has 5 to 12 pairs: it ends when the standard errors of the
+ratios of throughput and of slow tokens are at most 2 % of them. A cell is slower with speculation where its ratio and two
+standard errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where the mean of its users' cells and
+two of its errors are under 1. With --quick there are two short pairs, no arrivals and no such verdicts. --runs does not count
+here.
 
 llama.cpp's own server runs beside, with the same prompts as token ids, by the same clients, one program at a time. It gets
 prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster counts; each slot
@@ -18,12 +22,12 @@ has room for the longest prompt and its answer, so nothing is cut.
 import asyncio
 import itertools
 import math
-import shutil
+import random
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from functools import partial
 from operator import sub
 from pathlib import Path
@@ -37,10 +41,13 @@ from pipelines.benchmarks.peers import llama_files, load_peer
 from pipelines.benchmarks.users.clients import Answer, chat_body, quantile
 from pipelines.benchmarks.users.service import (
     Service,
+    Users,
     backend_of,
     free_port,
+    llama_server,
     run_clients,
     service_here,
+    serving_llama,
     started,
     timed_answers,
 )
@@ -49,7 +56,6 @@ from ragspec.core import Message, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import EngineError
 from ragspec.numerics.attention import PAGE
-from ragspec.numerics.threads import num_processors
 from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import copy_sources, parse_scope
 from ragspec.rag.wording import GRAMMAR_REQUEST
@@ -65,8 +71,13 @@ GOOD_TOKEN_S = 0.1
 
 _MAX_TOKENS = 64
 _SALTS = itertools.count()
+_ARRIVALS, _ARRIVALS_SHARE = "arrivals", 0.75
 _LEAST_S, _QUICK_PAIRS, _LEAST_PAIRS, _MOST_PAIRS, _KNOWN_ERROR = 20.0, 2, 5, 12, 0.02
-_RATIOS = (("on_off", "on_tokens_per_s", "off_tokens_per_s"), ("on_off_p95", "off_token_p95_ms", "on_token_p95_ms"))
+_RATIOS = (
+    ("on_off", "on_tokens_per_s", "off_tokens_per_s"),
+    ("on_off_p95", "off_token_p95_ms", "on_token_p95_ms"),
+    ("on_off_first", "off_first_p50_ms", "on_first_p50_ms"),
+)
 _SLOWER = {"on_off": 0.98, "on_off_p95": 0.95}
 _COUNTERS = (
     "vllm:generation_tokens",
@@ -103,22 +114,6 @@ def sent_by(bodies: Sequence[Body], count: int) -> list[Body]:
     return [{**body, "cache_salt": f"turn-{turn}"} for turn in range(turns) for body in bodies][:count]
 
 
-def cell_row(run: Run, service: Service, mix: str, bodies: Sequence[Body], users: int, tenant: str = "") -> Row:
-    """A cell of the load curve: `pooled` from its pairs, which are kept one by one. Raises: EngineError."""
-    count, pairs = len(bodies), list[Row]()
-    if not run.quick:
-        first = run.row(
-            f"{mix} {users}: first", lambda: _timed(service, sent_by(bodies, 2 * users), users, True, tenant)
-        )
-        count = max(2 * users, math.ceil(_LEAST_S * first["answers_per_s"]))
-    while not _is_enough(run, pairs):
-        sent = sent_by(bodies, max(users, count))
-        pairs.append(
-            run.row(f"{mix} {users}: pair {len(pairs)}", partial(pair_row, service, sent, users, len(pairs), tenant))
-        )
-    return {"mix": mix, "users": users, "num_bodies": max(users, count)} | pooled(pairs)
-
-
 def _is_enough(run: Run, pairs: Sequence[Row]) -> bool:
     if run.quick or len(pairs) < _LEAST_PAIRS:
         return run.quick and len(pairs) >= _QUICK_PAIRS
@@ -127,17 +122,17 @@ def _is_enough(run: Run, pairs: Sequence[Row]) -> bool:
     return is_known or len(pairs) >= _MOST_PAIRS
 
 
-def pair_row(service: Service, bodies: Sequence[Body], users: int, number: int, tenant: str = "") -> Row:
+def pair_row(service: Service, bodies: Sequence[Body], users: Users, number: int, tenant: str = "") -> Row:
     """Figures of a run with speculation (`on_...`) and of one without (`off_...`); in even pairs the first comes first.
 
-    `tenant`: as of `Service.timed`. Raises: EngineError.
+    `users`, `tenant`: as of `Service.timed`. Raises: EngineError.
     """
     ways = (True, False) if number % 2 == 0 else (False, True)
     found = {on: _timed(service, bodies, users, on, tenant) for on in ways}
     return {f"{way}_{name}": value for way, on in (("on", True), ("off", False)) for name, value in found[on].items()}
 
 
-def _timed(service: Service, bodies: Sequence[Body], users: int, speculation: bool, tenant: str) -> Row:
+def _timed(service: Service, bodies: Sequence[Body], users: Users, speculation: bool, tenant: str) -> Row:
     salt = f"run-{next(_SALTS)}-"
     own = [{**body, "speculation": speculation, "cache_salt": salt + body.get("cache_salt", "")} for body in bodies]
     before = _counted(service)
@@ -161,8 +156,8 @@ def _counted(service: Service) -> list[float]:
 def pooled(pairs: Sequence[Row]) -> Row:
     """Medians of all figures, and the ratios of the pairs: geometric means, with their standard errors.
 
-    `on_off`: tokens a second with speculation over without; `on_off_p95`: the 95th percentile of the time a token without
-    speculation over with.
+    `on_off`: tokens a second with speculation over without; `on_off_p95`, `on_off_first`: the 95th percentile of the time a
+    token, and the median of the time to the first, without speculation over with.
     """
     row: Row = {"num_pairs": len(pairs)}
     for name, above, below in _RATIOS:
@@ -191,15 +186,6 @@ def measured(answers: Sequence[Answer]) -> Row:
 
 
 _PATH = "/v1/completions"
-_START_S = 120.0
-_PAGE = 256
-"""llama.cpp rounds the room of a slot up to so many tokens."""
-
-
-def llama_server() -> str | None:
-    """The program that `make peers` puts beside Python, or one on the path."""
-    beside = Path(sys.executable).with_name("llama-server")
-    return str(beside) if beside.is_file() else shutil.which(beside.name)
 
 
 def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> Row:
@@ -212,7 +198,7 @@ def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: in
     room = max(len(prompt["prompt"]) + prompt["max_tokens"] for prompt in prompts)
     speeds = list[float]()
     for path in llama_files(load_peer(backend.config.target), folder, backend.target.prompts.tokenizer).values():
-        with serving(path, users, room) as url:
+        with serving_llama(path, users, room) as url:
             runs = [measured(timed_answers(url, "", _PATH, prompts, users)) for _ in range(num_runs)]
         speeds.append(median(run["tokens_per_s"] for run in runs))
     return {"users": users, "llama_tokens_per_s": max(speeds)}
@@ -237,18 +223,6 @@ def prompts_of(service: Service, bodies: Sequence[Body]) -> list[dict[str, Any]]
         sampling = {"max_tokens": params.max_tokens, "temperature": params.temperature, "seed": body["seed"]}
         prepared.append({"model": "llama", "prompt": list(prompt), **sampling, **options})
     return prepared
-
-
-@contextmanager
-def serving(path: Path, users: int, room: int) -> Iterator[str]:
-    """The address of a server with a slot of `room` tokens for each user. Raises: EngineError."""
-    program = llama_server()
-    assert program is not None, "whoever calls this has asked for the program"
-    slot_tokens, port, threads = -(-(room + 1) // _PAGE) * _PAGE, str(free_port()), str(num_processors())
-    options = ["-np", str(users), "-c", str(users * slot_tokens), "-t", threads, "-tb", threads, "--no-webui"]
-    url, command = f"http://127.0.0.1:{port}", [program, "-m", str(path), "--host", "127.0.0.1", "--port", port]
-    with started([*command, *options], f"{url}/health", _START_S):
-        yield url
 
 
 _CROWD = "cleo"
@@ -281,14 +255,43 @@ def run_load(run: Run) -> Iterator[Row]:
 
 
 def _curve_rows(run: Run, service: Service, mixes: Mapping[str, Sequence[Body]]) -> Iterator[Row]:
-    """Every mix by every number of users."""
+    """Every mix by every number of users, and with arrivals. The pairs are kept one by one."""
     # The first of a kind compiles kernels and teaches the drafters
     pair_row(service, sent_by(mixes[MIXED], _NUM_CLIENTS), _NUM_CLIENTS, 0, _CROWD)
-    cells = [(mix, users) for mix in ((RAG, MIXED) if run.quick else mixes) for users in (1, 8, 32)]
-    cells += [] if run.quick else [(MIXED, 64)]
-    for number, (mix, users) in enumerate(cells, 1):
-        yield run.row(f"{mix} {users}", partial(cell_row, run, service, mix, mixes[mix], users, _CROWD))
-        run.tick("users", number, len(cells))
+    users = [(mix, str(users)) for mix in ((RAG, MIXED) if run.quick else mixes) for users in (1, 8, 32)]
+    cells = users if run.quick else [*users, (MIXED, "64"), *((mix, _ARRIVALS) for mix in mixes)]
+    pairs: dict[tuple[str, str], list[Row]] = {cell: [] for cell in cells}
+    while left := [cell for cell in cells if not _is_enough(run, pairs[cell])]:
+        for at, (mix, load) in enumerate(left, 1):
+            number = len(pairs[mix, load])
+            sent, asking = _sent(run, service, mix, mixes[mix], load, number)
+            measure = partial(pair_row, service, sent, asking, number, _CROWD)
+            pairs[mix, load].append(run.row(f"{mix} {load}: pair {number}", measure))
+            run.tick(f"pair {number + 1}", at, len(left))
+    for (mix, load), own in pairs.items():
+        sent, asking = _sent(run, service, mix, mixes[mix], load)
+        cell = {"mix": mix, "num_bodies": len(sent)} | ({"users": asking} if isinstance(asking, int) else {})
+        yield run.row(f"{mix} {load}", partial(pooled, own)) | cell
+
+
+def _sent(
+    run: Run, service: Service, mix: str, bodies: Sequence[Body], load: str, number: int = 0
+) -> tuple[list[Body], Users]:
+    """Bodies, and users or arrivals, of a pair of runs."""
+    if load == _ARRIVALS:
+        of_users = run.kept.get(f"{mix} 8: pair 0")
+        assert of_users is not None, "cells with users come first"
+        draw, arrivals = random.Random(f"{run.seed} {mix} {number}"), [0.0]
+        while arrivals[-1] < _LEAST_S:
+            arrivals.append(arrivals[-1] + draw.expovariate(_ARRIVALS_SHARE * of_users["off_answers_per_s"]))
+        return sent_by(bodies, len(arrivals)), arrivals
+    users = int(load)
+    count = max(users, len(bodies))
+    if not run.quick:
+        first = partial(_timed, service, sent_by(bodies, 2 * users), users, True, _CROWD)
+        answers_per_s = run.row(f"{mix} {load}: first", first)["answers_per_s"]
+        count = max(2 * users, math.ceil(_LEAST_S * answers_per_s))
+    return sent_by(bodies, count), users
 
 
 def first_tokens(service: Service, questions: Sequence[str], at_once: int, num_runs: int, seed: int) -> Row:
@@ -387,12 +390,16 @@ def summarise(rows: Sequence[Row]) -> Result:
     """The flat figures of all rows; None where a row is missing."""
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
-    found: Result = {f"{name}_min": min(row[name] for row in curve) for name in _SLOWER}
-    if all(row["num_pairs"] >= _LEAST_PAIRS for row in curve):
-        for name, least in _SLOWER.items():
-            found[f"{name}_slower"] = sum(row[name] + 2 * row[f"{name}_error"] < least for row in curve)
-        mixes = {row["mix"] for row in curve}
-        found["mixes_slower"] = sum(_is_slower([row for row in curve if row["mix"] == mix]) for mix in mixes)
+    with_users = [row for row in curve if "users" in row]
+    mixes = [[row for row in with_users if row["mix"] == mix] for mix in {row["mix"] for row in with_users}]
+    is_known, found = all(row["num_pairs"] >= _LEAST_PAIRS for row in curve), Result()
+    for name, least in _SLOWER.items():
+        cells = with_users if name == "on_off" else curve  # as many tokens arrive with speculation as without
+        found[f"{name}_min"] = min(row[name] for row in cells)
+        if is_known:
+            found[f"{name}_slower"] = sum(row[name] + 2 * row[f"{name}_error"] < least for row in cells)
+    if is_known:
+        found["mixes_slower"] = sum(map(_is_slower, mixes))
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
         found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]
@@ -440,7 +447,7 @@ METRICS = (
 PLOT = Plot(
     "users",
     {"on_tokens_per_s": "tokens a second, speculation on", "off_tokens_per_s": "off"},
-    lambda row: row.get("mix") == MIXED,
+    lambda row: row.get("mix") == MIXED and "users" in row,
     is_curve=True,
 )
 SUITE = Suite("load", run_load, summarise, METRICS, PLOT)

@@ -93,7 +93,8 @@ def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypa
 def test_a_cell_is_as_sure_as_its_pairs_agree() -> None:
     """A cell of two lucky pairs looked as good as one that is known."""
     pairs = [
-        {"on_tokens_per_s": on, "off_tokens_per_s": 10.0, "on_token_p95_ms": 5.0, "off_token_p95_ms": 5.0}
+        {f"{way}_{name}": 5.0 for way in ("on", "off") for name in ("token_p95_ms", "first_p50_ms")}
+        | {"on_tokens_per_s": on, "off_tokens_per_s": 10.0}
         for on in (9, 11, 13)
     ]
     cell = load.pooled(pairs)
@@ -103,6 +104,36 @@ def test_a_cell_is_as_sure_as_its_pairs_agree() -> None:
     late = [pair | {"on_token_p95_ms": 5.0 + number} for number, pair in enumerate(alike)]
     ends = {"alike": alike, "few": alike[:4], "late": late, "far": [*alike, *pairs], "many": 4 * pairs}
     assert [name for name, each in ends.items() if load._is_enough(run, each)] == ["alike", "many"]
+
+
+def test_cells_take_turns_and_arrivals_are_alike(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped knew all of some cells and nothing of others; a faster way was asked more."""
+    asked = list[tuple[int, Any]]()
+
+    def answered(_: Service, bodies: Sequence[Any], users: Any, number: int, tenant: str) -> load.Row:
+        assert tenant == CROWD and len(bodies) >= (users if isinstance(users, int) else len(users))
+        asked.append((number, users))
+        figures = "tokens_per_s", "answers_per_s", "token_p95_ms", "first_p50_ms"
+        return {f"{way}_{name}": 4.0 for way in ("on", "off") for name in figures}
+
+    monkeypatch.setattr("pipelines.benchmarks.load._CROWD", CROWD)
+    monkeypatch.setattr("pipelines.benchmarks.load.pair_row", answered)
+    monkeypatch.setattr("pipelines.benchmarks.load._timed", lambda *_: {"answers_per_s": 0.5})
+    rows = list(load._curve_rows(Run(TargetConfig(), Path()), here, load.mixes_of(MODEL, QUESTIONS, 0)))
+    assert len(rows) == 21 and {row["num_pairs"] for row in rows} == {5} and sum("users" in row for row in rows) == 16
+    assert [number for number, _ in asked[1:]] == [number for number in range(5) for _ in rows]
+    arrivals = [users for _, users in asked if not isinstance(users, int)]
+    assert len(arrivals) == len({str(each) for each in arrivals}) == 25
+    assert all(40 < len(each) < 85 and sorted(each) == each and each[-1] >= 20.0 for each in arrivals)
+
+
+@pytest.mark.slow
+def test_a_body_is_sent_at_its_time(here: Service) -> None:
+    """All came at once."""
+    arrivals = [0.0, 0.3, 0.6]
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=1, retrieval=False)] * 3
+    sent = [answer["begin_s"] for answer in here.timed(bodies, arrivals)]
+    assert all(begin >= at for begin, at in zip(sent, arrivals, strict=True)) and sent[1] < arrivals[2]
 
 
 def test_throughput_and_latencies_of_a_run() -> None:
@@ -165,16 +196,25 @@ def test_every_outcome_of_a_client_is_counted_by_its_name(monkeypatch: pytest.Mo
 def test_the_worst_row_decides_and_a_peer_that_did_not_run_has_no_figure() -> None:
     """A mean over mixes that hides the mix which speculation slows; a ratio to a program that never ran."""
     curve = [
-        {"row": f"{mix} {users}", "mix": mix, "on_off": on_off, "on_off_error": 0.02, "on_tokens_per_s": 30.0}
+        {
+            "row": f"{mix} {users}",
+            "mix": mix,
+            "users": users,
+            "on_off": on_off,
+            "on_off_error": 0.02,
+            "on_tokens_per_s": 30.0,
+        }
         | {"on_off_p95": on_off, "on_off_p95_error": 0.1, "num_pairs": 5}
         for mix, users, on_off in ((load.RAG, 8, 1.6), (load.RAG, 32, 1.3), (load.MIXED, 8, 1.0), (load.MIXED, 32, 0.9))
     ]
     first = [{"row": f"first token {n}", "gateway_ttft_ms": 1.0, "retrieval_ttft_ms": 2.0} for n in (1, 16)]
     rest = [{"row": "mixed clients", "leaked": 0}, {"row": "start", "ready_again_s": 1.0, "commit": "c"}]
     peer = {"row": "llama-server 8", "users": 8, "llama_tokens_per_s": 10.0}
+    curve.append(curve[0] | {"row": f"{load.RAG} arrivals", "on_off_p95": 0.7})
+    del curve[-1]["users"]
     found = load.summarise([*curve, *first, *rest, peer])
     assert (found["on_off_min"], found["rag_on_off_8"], found["rag_on_off_32"]) == (0.9, 1.6, 1.3)
-    assert (found["on_off_slower"], found["on_off_p95_slower"], found["mixes_slower"]) == (1, 0, 1)
+    assert (found["on_off_slower"], found["on_off_p95_slower"], found["mixes_slower"]) == (1, 1, 1)
     assert (found["vs_llama_server_8"], found["vs_llama_server_32"]) == (3.0, None)
     assert {metric.name for metric in load.SUITE.metrics} >= found.keys() - {"retrieval_ttft_ms_c1"}
     hasty = load.summarise([*(row | {"num_pairs": 2} for row in curve), *first, *rest, peer])

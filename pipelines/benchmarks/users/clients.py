@@ -5,7 +5,8 @@
     echo '{"url": ..., "keys": [...], "model": ..., "questions": [...], "seconds": 60, "num_clients": 32, "seed": 0}' | \
         python -m pipelines.benchmarks.users.clients
 
-Orders with `bodies` send each body once and time its answer; streams are read as they come. The others send mixed requests side
+Orders with `bodies` send each body once and time its answer; streams are read as they come. With `arrivals` in the place of
+`concurrency` each is sent at its time, in seconds from the beginning. The others send mixed requests side
 by side, some abandoned half-way: what a client does next follows from the seed alone. The last line on stdout is JSON: the
 answers in the order of the bodies, or the counts.
 """
@@ -54,17 +55,22 @@ def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
 
 
 async def timed_answers(session: aiohttp.ClientSession, orders: Mapping[str, Any]) -> list[Answer]:
-    """Every body once, `concurrency` at a time. Raises: aiohttp.ClientError where the service does not answer."""
+    """Every body once, `concurrency` at a time or at its time of `arrivals`.
+
+    Raises: aiohttp.ClientError where the service does not answer.
+    """
     bodies: Sequence[Mapping[str, Any]] = orders["bodies"]
     answers: list[Answer] = [{} for _ in bodies]
+    arrivals = orders.get("arrivals") or [0.0] * len(bodies)
     begin, waiting = time.perf_counter(), iter(range(len(bodies)))
 
     async def client() -> None:
         for number in waiting:
+            await asyncio.sleep(arrivals[number] - (time.perf_counter() - begin))
             begin_s = time.perf_counter() - begin
             answers[number] = {"begin_s": begin_s, **await _timed_answer(session, orders, bodies[number])}
 
-    await asyncio.gather(*(client() for _ in range(orders["concurrency"])))
+    await asyncio.gather(*(client() for _ in range(orders.get("concurrency", len(bodies)))))
     return answers
 
 

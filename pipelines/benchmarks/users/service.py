@@ -1,7 +1,7 @@
-"""A service in this process, on a free port, and its clients in another process.
+"""A service in this process, on a free port, and its clients in another process; llama.cpp's server beside.
 
 >>> with service_here(backend, ("ann", "bob")) as service:
-...     answers = service.timed(bodies, concurrency=16)
+...     answers = service.timed(bodies, users=16)
 """
 
 import gc
@@ -26,12 +26,16 @@ from pipelines.benchmarks.users.clients import CHAT, Answer
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList
+from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
 from services.backend import ServiceBackend
 from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
 from services.settings import KeyLimits, ServiceConfig, ServiceSettings
+
+Users = int | Sequence[float]
+"""How many ask at a time, or when each body is sent, in seconds from the beginning."""
 
 _START_S = 30.0
 
@@ -44,9 +48,9 @@ class Service:
     keys: Mapping[str, str]
     backend: ServiceBackend
 
-    def timed(self, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = "") -> list[Answer]:
+    def timed(self, bodies: Sequence[Mapping[str, Any]], users: Users = 1, tenant: str = "") -> list[Answer]:
         """The answer to each chat; without a tenant, the first tenant asks. Raises: EngineError."""
-        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, concurrency)
+        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, users)
 
 
 @contextmanager
@@ -100,9 +104,10 @@ def backend_of(run: Run) -> Iterator[tuple[ServiceBackend, RagList]]:
             yield backend, listed
 
 
-def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:
+def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], users: Users) -> list[Answer]:
     """The answer to each body, timed by clients in their own process. Raises: EngineError."""
-    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency}
+    sent = {"concurrency": users} if isinstance(users, int) else {"arrivals": list(users)}
+    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), **sent}
     answers: list[Answer] = run_clients(orders)
     return answers
 
@@ -147,3 +152,26 @@ def run_clients(orders: Mapping[str, Any]) -> Any:
         last = (done.stderr.strip() or "no word").splitlines()[-1]
         raise EngineError(f"the benchmark's clients failed: {last}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+_LLAMA_START_S = 120.0
+_LLAMA_PAGE = 256
+"""llama.cpp rounds the room of a slot up to so many tokens."""
+
+
+def llama_server() -> str | None:
+    """The program that `make peers` puts beside Python, or one on the path."""
+    beside = Path(sys.executable).with_name("llama-server")
+    return str(beside) if beside.is_file() else shutil.which(beside.name)
+
+
+@contextmanager
+def serving_llama(path: Path, users: int, room: int) -> Iterator[str]:
+    """The address of a server with a slot of `room` tokens for each user. Raises: EngineError."""
+    program = llama_server()
+    assert program is not None, "whoever calls this has asked for the program"
+    slot_tokens, port, threads = -(-(room + 1) // _LLAMA_PAGE) * _LLAMA_PAGE, str(free_port()), str(num_processors())
+    options = ["-np", str(users), "-c", str(users * slot_tokens), "-t", threads, "-tb", threads, "--no-webui"]
+    url, command = f"http://127.0.0.1:{port}", [program, "-m", str(path), "--host", "127.0.0.1", "--port", port]
+    with started([*command, *options], f"{url}/health", _LLAMA_START_S):
+        yield url
