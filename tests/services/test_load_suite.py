@@ -106,8 +106,8 @@ def test_a_cell_is_as_sure_as_its_pairs_agree() -> None:
     assert [name for name, each in ends.items() if load._is_enough(run, each)] == ["alike", "many"]
 
 
-def test_cells_take_turns_and_arrivals_are_alike(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was stopped knew all of some cells and nothing of others; a faster way was asked more."""
+def test_cells_take_turns(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped knew all of some cells and nothing of others."""
     asked = list[tuple[int, Any]]()
 
     def answered(_: Service, bodies: Sequence[Any], users: Any, number: int, tenant: str) -> load.Row:
@@ -124,7 +124,7 @@ def test_cells_take_turns_and_arrivals_are_alike(here: Service, monkeypatch: pyt
     assert [number for number, _ in asked[1:]] == [number for number in range(5) for _ in rows]
     arrivals = [users for _, users in asked if not isinstance(users, int)]
     assert len(arrivals) == len({str(each) for each in arrivals}) == 25
-    assert all(40 < len(each) < 85 and sorted(each) == each and each[-1] >= 20.0 for each in arrivals)
+    assert all(30 < len(each) < 95 and sorted(each) == each and each[-1] >= 20.0 for each in arrivals)
 
 
 @pytest.mark.slow
