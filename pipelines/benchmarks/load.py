@@ -9,8 +9,7 @@ turns. A run sends bodies for 20 seconds, two for each user at least. No run sha
 All cells get their first pair, then their second, and so on. A cell has 5 to 12 pairs: it ends when the standard errors of the
 ratios of throughput and of slow tokens are at most 2 % of them. A cell is slower with speculation where its ratio and two
 standard errors are under 0.98 (0.95 for the 95th percentile of the time a token), a mix where the mean of its users' cells and
-two of its errors are under 1. With --quick there are two short pairs, no arrivals and no such verdicts. --runs does not count
-here.
+two of its errors are under 1. With --quick there are two short pairs, no arrivals and no such verdicts; --runs has no effect.
 
 llama.cpp's own server runs beside, with the same prompts as token ids, by the same clients, one program at a time. It gets
 prompts ready, retrieval included, so its time has no retrieval in it. Both types of weights run, and the faster counts; each slot
@@ -185,9 +184,6 @@ def measured(answers: Sequence[Answer]) -> Row:
     return row | {"goodput_per_s": sum(good) / wall_s}
 
 
-_PATH = "/v1/completions"
-
-
 def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: int, folder: Path) -> Row:
     """Tokens a second of the faster type of weights, the median over runs. `folder`: keeps the converted weights.
 
@@ -199,7 +195,7 @@ def llama_row(service: Service, bodies: Sequence[Body], users: int, num_runs: in
     speeds = list[float]()
     for path in llama_files(load_peer(backend.config.target), folder, backend.target.prompts.tokenizer).values():
         with serving_llama(path, users, room) as url:
-            runs = [measured(timed_answers(url, "", _PATH, prompts, users)) for _ in range(num_runs)]
+            runs = [measured(timed_answers(url, "", "/v1/completions", prompts, users)) for _ in range(num_runs)]
         speeds.append(median(run["tokens_per_s"] for run in runs))
     return {"users": users, "llama_tokens_per_s": max(speeds)}
 
@@ -269,19 +265,19 @@ def _curve_rows(run: Run, service: Service, mixes: Mapping[str, Sequence[Body]])
             pairs[mix, load].append(run.row(f"{mix} {load}: pair {number}", measure))
             run.tick(f"pair {number + 1}", at, len(left))
     for (mix, load), own in pairs.items():
-        sent, asking = _sent(run, service, mix, mixes[mix], load)
+        sent, asking = _sent(run, service, mix, mixes[mix], load, 0)
         cell = {"mix": mix, "num_bodies": len(sent)} | ({"users": asking} if isinstance(asking, int) else {})
         yield run.row(f"{mix} {load}", partial(pooled, own)) | cell
 
 
 def _sent(
-    run: Run, service: Service, mix: str, bodies: Sequence[Body], load: str, number: int = 0
+    run: Run, service: Service, mix: str, bodies: Sequence[Body], load: str, pair: int
 ) -> tuple[list[Body], Users]:
     """Bodies, and users or arrivals, of a pair of runs."""
     if load == _ARRIVALS:
         of_users = run.kept.get(f"{mix} 8: pair 0")
         assert of_users is not None, "cells with users come first"
-        draw, arrivals = random.Random(f"{run.seed} {mix} {number}"), [0.0]
+        draw, arrivals = random.Random(f"{run.seed} {mix} {pair}"), [0.0]
         while arrivals[-1] < _LEAST_S:
             arrivals.append(arrivals[-1] + draw.expovariate(_ARRIVALS_SHARE * of_users["off_answers_per_s"]))
         return sent_by(bodies, len(arrivals)), arrivals
@@ -391,15 +387,15 @@ def summarise(rows: Sequence[Row]) -> Result:
     by_name = {row["row"]: row for row in rows}
     curve = [row for row in rows if "on_off" in row]
     with_users = [row for row in curve if "users" in row]
-    mixes = [[row for row in with_users if row["mix"] == mix] for mix in {row["mix"] for row in with_users}]
-    is_known, found = all(row["num_pairs"] >= _LEAST_PAIRS for row in curve), Result()
+    found, is_known = Result(), all(row["num_pairs"] >= _LEAST_PAIRS for row in curve)
     for name, least in _SLOWER.items():
         cells = with_users if name == "on_off" else curve  # as many tokens arrive with speculation as without
         found[f"{name}_min"] = min(row[name] for row in cells)
         if is_known:
             found[f"{name}_slower"] = sum(row[name] + 2 * row[f"{name}_error"] < least for row in cells)
     if is_known:
-        found["mixes_slower"] = sum(map(_is_slower, mixes))
+        mixes = {row["mix"] for row in with_users}
+        found["mixes_slower"] = sum(_is_slower([row for row in with_users if row["mix"] == mix]) for mix in mixes)
     for users in _PEER_USERS:
         llama = by_name.get(f"llama-server {users}", {}).get("llama_tokens_per_s")
         found[f"rag_on_off_{users}"] = by_name[f"{RAG} {users}"]["on_off"]

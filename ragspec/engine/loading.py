@@ -73,11 +73,14 @@ log = logging.getLogger(__name__)
 _TYPICAL_ROWS, _NUM_TIMED = 8, 7
 _EARLIER_TOKENS = 50_000
 """Of a tenant's earlier answers, with `drafting.reuse_earlier_answers`."""
-_COMPILE, _COMPILE_S = (
-    "import runpy, sys; sys.path = sys.argv[1:]; runpy.run_module('ragspec.evaluation.stub_device', run_name='__main__')",
-    120.0,
-)
-"""The program of the process that compiles beside, which imports from the folders of this process; its longest run."""
+_COMPILE = """
+import runpy, sys
+sys.path = sys.argv[1:]
+runpy.run_module("ragspec.evaluation.stub_device", run_name="__main__")
+"""
+"""The program of the process that compiles beside, which imports from the folders of this process."""
+_COMPILE_S = 120.0
+"""The longest run of that process."""
 _NUM_ROUNDS = 3
 """Of all threads against one; few, because `AdaptiveThreads` goes on measuring."""
 
