@@ -88,10 +88,12 @@ def choose(x: np.ndarray, params: SamplingParams, seed: int, choice: int, index:
     return max(survivors(x, params), key=lambda v: (float(x[v]) + noise[v], -v))
 
 
-def fresh_forward(target: Target, tokens: Sequence[int], taps: Sequence[int] = ()) -> tuple[np.ndarray, dict[int, Any]]:
-    """One forward of all tokens in a pool of its own: logits float32 [T, V], and the hidden states [T, H] by tap."""
+def fresh_forward(
+    target: Target, tokens: Sequence[int], taps: Sequence[int] = (), first: int = 0
+) -> tuple[np.ndarray, dict[int, Any]]:
+    """One forward of T tokens in a pool of its own: logits float32 [T - first, V], and the hidden states [T, H] by tap."""
     pool, target.pool = target.pool, target.backend.make_pool(target.shapes, len(tokens))
-    rows = np.arange(len(tokens), dtype=np.int32)
+    rows = np.arange(first, len(tokens), dtype=np.int32)
     try:
         batch = Batch([ScheduledSequence(SequenceSlots(target.pool), tokens)])
         logits, tapped = target.forward_tapped(batch.token_ids, batch.metadata, rows, taps)
@@ -102,11 +104,7 @@ def fresh_forward(target: Target, tokens: Sequence[int], taps: Sequence[int] = (
 
 def next_logits(target: Target, tokens: Sequence[int]) -> np.ndarray:
     """Logits after the last of `tokens`. float32 [V]."""
-    slots = SequenceSlots(target.pool)
-    batch = Batch([ScheduledSequence(slots, tokens)])
-    logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
-    slots.release()
-    return logits[0]
+    return fresh_forward(target, tokens, first=len(tokens) - 1)[0][0]
 
 
 class Plain(NamedTuple):

@@ -79,7 +79,7 @@ class Costly(Chain):
 
 
 def plan(planner: Planner, *sequences: Running, spare: int = 100) -> list[DraftTree]:
-    return planner.plan(sequences, 0, spare)
+    return planner.plan(sequences, 0, lambda _: spare)
 
 
 def accept(planner: Planner, sequence: Running, tree: DraftTree, right_tokens: Collection[int]) -> None:

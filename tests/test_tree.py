@@ -34,7 +34,7 @@ def merged(
 
 
 def cut(trees: StepTrees, most: int = ANY) -> DraftTree:
-    trees.cut(np.array([most]), np.array([True]), 1.0, np.zeros(1))
+    trees.cut(np.array([most]), np.array([True]), 0, 1.0, np.zeros(1))
     return trees.trees(["a", "b"])[0]
 
 

@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,11 +259,8 @@ def _propose(addresses: Any, written: Any, quoting: Any, levels: Any, limits: An
     int64 [B].
     """
     (tokens, begins), (marks, opens), (max_nodes, least_prob), (nodes, probs) = written, quoting, limits, out
-    starts, failing, longest = (
-        np.zeros(len(levels) + 1, np.int64),
-        np.empty(len(levels)),
-        np.empty(len(levels), np.int64),
-    )
+    starts, failing = np.zeros(len(levels) + 1, np.int64), np.empty(len(levels))
+    longest = np.empty(len(levels), np.int64)
     for n, address in enumerate(addresses):
         row = array_at(address, (NUM_COLUMNS,), np.int64)
         searched, num_new, first = searched_text(row, opens), begins[n + 1] - begins[n], starts[n]
@@ -311,11 +309,9 @@ class CopyDrafter(Drafter):
         self._counted_acceptance = TenantStates(MAX_TENANTS, CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
         self._room = np.empty((0, NUM_GIVEN), np.int64), np.empty(0)  # for the nodes of one call
-        self._opens, self._noted = np.zeros(1, np.bool_), set[int]()  # tokens that open a quotation; tokens looked at
+        self._opens, self._is_noted = np.zeros((2, 1), np.bool_)  # tokens that open a quotation; tokens looked at
         self._nothing = SuffixIndex(ReferenceIndex([]), "", copy_acceptance(), self._reader.opens_quote)
-        self._copies(
-            [self._nothing], [[]], Budget(0, 0.0, [0])
-        )  # compiles it, for which the first answer would otherwise wait
+        self._copies([self._nothing], [[]], Budget(0, 0.0, [0]))  # compiles it: the first answer would wait
         Guesses([self._nothing.acceptance], *np.zeros((2, 1), np.int64)).learn(np.ones(1, np.int64))
         compile_searches()
 
@@ -340,12 +336,8 @@ class CopyDrafter(Drafter):
         return 0.0 if any(map(self._may_copy, sequences)) else math.inf
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> SequenceOf[SequenceOf[Proposal]]:
-        indexes = [self._indexes[s.key] if self._may_copy(s) else self._nothing for s in sequences]
-        outputs = list[list[int]]()
-        for sequence, index in zip(sequences, indexes, strict=True):
-            unread = [] if index is self._nothing else sequence.tokens[sequence.num_prompt + index.num_read :]
-            assert len(index.base.tokens) + index.num_read + len(unread) <= len(index.text)
-            outputs.append(unread)
+        indexes = [self._indexes.get(sequence.key, self._nothing) for sequence in sequences]
+        outputs = [index.unread(s.tokens, s.num_prompt) for s, index in zip(sequences, indexes, strict=True)]
         copies, failing, longest = self._copies(indexes, outputs, budget)
         if not self._has_earlier:
             return copies
@@ -379,12 +371,11 @@ class CopyDrafter(Drafter):
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
     def _copies(
-        self, indexes: SequenceOf[SuffixIndex], outputs: SequenceOf[list[int]], budget: Budget
+        self, indexes: SequenceOf[SuffixIndex], outputs: SequenceOf[SequenceOf[int]], budget: Budget
     ) -> tuple[Proposals, Floats, Ints]:
         """Copies of the references, the probability that all fail, and the longest match. `outputs`: new tokens."""
-        written = [token for output in outputs for token in output]
-        if any(len(index.base.quotes) for index in indexes):
-            self._note_quotes(set(written))
+        written = np.fromiter(chain.from_iterable(outputs), np.int32)
+        self._note_quotes(written)
         size = sum(budget.depths) + _SPARE_NODES * len(indexes)
         if size > len(self._room[1]):
             self._room = np.empty((size, NUM_GIVEN), np.int64), np.empty(size)
@@ -392,7 +383,7 @@ class CopyDrafter(Drafter):
         limits = budget.max_nodes, max(self._least_prob, budget.least_prob)
         texts = (
             np.array([index.address for index in indexes]),
-            (np.array(written, np.int32), begins),
+            (written, begins),
             (self._marks, self._opens),
         )
         starts, failing, longest = _propose(*texts, levels, limits, self._room)
@@ -400,13 +391,12 @@ class CopyDrafter(Drafter):
         tables = [index.acceptance for index in indexes]
         return Proposals(self.name, nodes, probs, starts, partial(_guesses, tables)), failing, longest
 
-    def _note_quotes(self, tokens: set[int]) -> None:
-        """Note which of these tokens open a quotation."""
-        for token in tokens - self._noted:
-            if token >= len(self._opens):
-                self._opens = np.concatenate([self._opens, np.zeros(token, np.bool_)])
-            self._opens[token] = self._reader.opens_quote(token)
-        self._noted |= tokens
+    def _note_quotes(self, tokens: Any) -> None:
+        """Note which of these tokens open a quotation. Shape: int32 [N]."""
+        if (most := tokens.max(initial=0)) >= len(self._opens):
+            self._opens, self._is_noted = np.pad([self._opens, self._is_noted], ((0, 0), (0, most)))
+        for token in set(tokens[~self._is_noted[tokens]].tolist()):
+            self._opens[token], self._is_noted[token] = self._reader.opens_quote(token), True
 
     def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
         """What followed in the tenant's earlier answers, and the length of the match there. Nothing where preparing failed."""

@@ -147,9 +147,10 @@ class CostTable:
 
 
 class StepPlan:
-    """The trees of one step's B sequences, and the objective for them.
+    """The trees of some of one step's sequences, and the objective for all.
 
-    `num_prompt_rows`: rows of prompts in the same step; `spare_rows`: the most nodes. Shape: trusts float64 [B, drafters].
+    `places`: the B sequences that get trees, by default all; `num_prompt_rows`: rows of prompts in the same step; `spare_rows`:
+    the most nodes. Shape: trusts float64 [B, drafters].
     """
 
     def __init__(
@@ -159,12 +160,18 @@ class StepPlan:
         num_prompt_rows: int,
         spare_rows: int,
         trusts: Floats,
+        places: SequenceOf[int] | None = None,
     ) -> None:
-        self.sequences, self.spare_rows = sequences, spare_rows
-        self.trees = StepTrees([s.tokens[-1] for s in sequences], trusts)
+        self.sequences = sequences if places is None else [sequences[i] for i in places]
+        self._every, self._num_without_tree, self.spare_rows = (
+            sequences,
+            len(sequences) - len(self.sequences),
+            spare_rows,
+        )
+        self.trees = StepTrees([s.tokens[-1] for s in self.sequences], trusts)
         self._costs, self._num_rows = costs, len(sequences) + num_prompt_rows
         self._context = max(len(s.tokens) for s in sequences)
-        self.longest = [s.most_tokens - 1 for s in sequences]
+        self.longest = [s.most_tokens - 1 for s in self.sequences]
         """Levels of each sequence's tree at most: the last token of a step is the target's own."""
         self.own_s = costs.cost_s(len(sequences), self._context)
         """Seconds of the sequences' own tokens."""
@@ -174,7 +181,10 @@ class StepPlan:
 
     def token_s(self) -> float:
         """Seconds a token takes with the trees so far."""
-        return self.own_s / float(self.trees.promised.sum())
+        return self.own_s / self._num_promised()
+
+    def _num_promised(self) -> float:
+        return float(self.trees.promised.sum()) + self._num_without_tree
 
     def saved_s(self, gains: SequenceOf[float]) -> float:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
@@ -182,13 +192,11 @@ class StepPlan:
         All sequences wait for the slowest: whole steps are saved only where every unfinished sequence gains, and then by the
         least gain. Otherwise a sequence saves its own row alone.
         """
-        count = len(self.sequences)
+        count = len(self._every)
         one_s = self._costs.cost_s(1, self._context)
         row_s = (self.own_s - one_s) / (count - 1) if count > 1 else 0.0
-        together = min(gains) if gains and len(gains) == sum(most > 0 for most in self.longest) else 0.0
-        return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (
-            float(self.trees.promised.sum()) / count
-        )
+        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self._every) else 0.0
+        return (sum(gains) * row_s + together * (self.own_s - count * row_s)) / (self._num_promised() / count)
 
     def fit(self, most: Ints, is_whole: Mask) -> None:
         """Cut the trees to the best set of at most `spare_rows` nodes, `most` of each tree. Shapes: int64 [B], bool [B].
@@ -200,8 +208,8 @@ class StepPlan:
             most = np.where(is_whole, np.minimum(most, self.spare_rows // num_whole), most)
         num_nodes = min(int(self.trees.counts.sum()) - len(most), self.spare_rows)
         seconds = self._costs.costs_s(self._num_rows + np.arange(num_nodes + 1), self._context)
-        others_s = self._costs.cost_s(max(1, len(most) - num_whole), self._context)
-        self.trees.cut(most, is_whole, others_s, seconds)
+        others_s = self._costs.cost_s(max(1, len(self._every) - num_whole), self._context)
+        self.trees.cut(most, is_whole, len(self._every) - num_whole, others_s, seconds)
 
 
 def _extrapolated(rows: SequenceOf[int], seconds: SequenceOf[float], further: SequenceOf[int]) -> list[float]:

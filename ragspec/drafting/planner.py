@@ -8,7 +8,7 @@ drafts for a sequence in a step: the one whose drafts save most. It is asked onl
 where they do not, a drafter is tried when a hundredth of the time since its last trial pays for another.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
-    >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
+    >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=lambda count: 100)
     >>> planner.observe(sequences, results, features)             # after verification
 """
 
@@ -45,6 +45,7 @@ _TOKEN_WORTH = 2.0
 nine tokens in ten fell from 1.3 to 0.9 times the speed without drafts."""
 _FREE_TOKENS = 0.08
 """Where the host's time for a draft is worth fewer tokens, it does not count, as on processors."""
+_ANY_ROWS = 2**31
 _ASK_WEIGHT = 1 / 24
 """Weight of one step in the mean of the host's seconds for asking."""
 
@@ -94,14 +95,18 @@ class Planner:
         return {self._names[d]: self._drafters[d].prepare(request) for d in self._drafters_of(request)}
 
     def start(self, sequence: SequenceView) -> None:
-        self._note_open(self._open | {sequence.key})
+        if not self._open:
+            self._note_idle(False)
+        self._open.add(sequence.key)
         for drafter in self._drafters_of(sequence.request):
             self._drafters[drafter].start(sequence)
 
-    def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
-        """One tree for each sequence, at most `spare_rows` nodes together.
+    def plan(
+        self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: Callable[[int], int]
+    ) -> list[DraftTree]:
+        """One tree for each sequence.
 
-        `num_prompt_rows`: rows of prompts in the same step.
+        `num_prompt_rows`: rows of prompts in the same step; `spare_rows`: the most nodes of trees for so many of them.
         """
         self._asked, self._trust.step = None, self._trust.step + 1
         if self._trust.step < self._next_number and all(sequence.key in self._own for sequence in sequences):
@@ -110,39 +115,44 @@ class Planner:
         rows = np.array([own.row for own in owns], np.int64)
         # A tree drawn by chance is never cut or left out for what it costs
         keeps_all = self.is_fixed or any(own.draws_children for own in owns if own.drafters)
+        trees, most_rows, context = _roots(sequences), _ANY_ROWS, max((len(s.tokens) for s in sequences), default=0)
         if (num_prompt_rows or not all(s.num_output for s in sequences)) and owns and not keeps_all:
-            context = max(len(sequence.tokens) for sequence in sequences)
             most_rows = self.costs.rows_beside_prompts(num_prompt_rows + len(owns), context)
-            spare_rows = min(spare_rows, most_rows)
         due = self._trust.due(rows)
-        costs_s = self._costs_s(sequences, rows, due) if spare_rows > 0 else []
-        self._next_number = self._trust.next_due()
-        if min(costs_s, default=math.inf) == math.inf:
-            return _roots(sequences)
-        plan = StepPlan(self.costs, sequences, num_prompt_rows, spare_rows, self._trust.ratios(rows))
+        costs_s = self._costs_s(sequences, rows, due) if most_rows > 0 else []
+        self._next_number, can_draft = self._trust.next_due(), np.array(costs_s) < math.inf
+        if not can_draft.any():
+            return trees
+        least_gain = self._ask_s * len(owns) / (_TOKEN_WORTH * self.costs.cost_s(len(owns), context))
+        if least_gain > _FREE_TOKENS and not self.is_fixed:
+            due &= ~self._trust.not_worth(rows, due & (np.array(costs_s) == 0.0), least_gain)
+            self._next_number = self._trust.next_due()
+        asked = np.flatnonzero((due & can_draft).any(1)).tolist()
+        if not asked or (most_rows := min(most_rows, spare_rows(len(asked)))) <= 0:
+            return trees
+        rows, due, owns = rows[asked], due[asked], [owns[i] for i in asked]
+        plan = StepPlan(self.costs, sequences, num_prompt_rows, most_rows, self._trust.ratios(rows), asked)
         if keeps_all:
             plan.least_prob = 0.0
         if plan.least_prob >= _SUREST:
-            return _roots(sequences)
-        is_free, least_gain = np.array(costs_s) == 0.0, self._ask_s / (_TOKEN_WORTH * plan.token_s())
-        if least_gain > _FREE_TOKENS and not self.is_fixed:
-            due &= ~self._trust.not_worth(rows, due & is_free, least_gain)
-            self._next_number = self._trust.next_due()
+            return trees
         begin = time.thread_time()  # Why not the clock: on busy processors it counts what others do
         costly_s = self._ask(plan, owns, rows, due, costs_s)
-        if count := np.count_nonzero(due & is_free):
+        if count := np.count_nonzero(due[:, np.array(costs_s) == 0.0]):
             ask_s = (time.thread_time() - begin - costly_s) / count
             # Why a bound: a collection of garbage in one step says nothing about the next ones
             self._ask_s += _ASK_WEIGHT * (min(ask_s, 1e-5 + 4.0 * self._ask_s) - self._ask_s)
         if plan.trees.counts.max() == 1:
             self._count(plan, rows, plan.trees.figures)
-            return _roots(sequences)
+            return trees
         self._asked = plan, rows
         # Why no room beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it
         is_whole = np.array([self.is_fixed or bool(draws) for draws in plan.trees.draws])
         most = self._max_nodes + np.where(is_whole, 0, plan.trees.depths)
         plan.fit(np.minimum(most, [own.most_nodes for own in owns]), is_whole)
-        return plan.trees.trees(self._names)
+        for i, tree in zip(asked, plan.trees.trees(self._names), strict=True):
+            trees[i] = tree
+        return trees
 
     def _costs_s(self, sequences: SequenceOf[SequenceView], rows: Ints, due: Mask) -> list[float]:
         """Seconds of each drafter's drafts for the sequences for which it is due; infinity where it can propose nothing."""
@@ -244,7 +254,14 @@ class Planner:
             self._trust.finish(own.row, sequence.request.salt)
         for drafter in self._drafters_of(sequence.request):
             self._drafters[drafter].finish(sequence)
-        self._note_open(self._open - {sequence.key})
+        self._open.discard(sequence.key)
+        if not self._open:
+            self._note_idle(True)
+
+    def _note_idle(self, is_idle: bool) -> None:
+        """Drafters may learn while nothing waits or runs."""
+        for drafter in self._drafters:
+            drafter.note_idle(is_idle)
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's text."""
@@ -256,13 +273,6 @@ class Planner:
         """End what drafters do beside the steps."""
         for drafter in self._drafters:
             drafter.close()
-
-    def _note_open(self, keys: set[tuple[str, int]]) -> None:
-        """Drafters may learn while nothing waits or runs."""
-        if bool(keys) != bool(self._open):
-            for drafter in self._drafters:
-                drafter.note_idle(not keys)
-        self._open = keys
 
     def _drafters_of(self, request: Request) -> list[int]:
         speculation = request.speculation

@@ -43,10 +43,6 @@ class Reference(NamedTuple):
     is_sentence: bool = False
     is_part: bool = False
 
-    def provenance(self, token: int) -> tuple[int, int]:
-        """(number of the source, character) of a token; (-1, -1) in the tail."""
-        return (self.source, self.offsets[token]) if token < self.tail and self.offsets else (-1, -1)
-
 
 _Key = tuple[str, int, CopySource, int]
 """Tenant's salt, number of the source, source, and its rank among the passages."""
@@ -56,7 +52,7 @@ class ReferenceReader:
     """Tokenises the sources of a request, by the compiled part of the tokenizer."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        self._tokenizer, self._fast = tokenizer, stateless(tokenizer)
+        self._fast = stateless(tokenizer)
         self._eos_ids = list(eos_ids)[:1]
         self.quote_ids = self._encode(_QUOTES[0])[0]
         """Token ids of an opening quotation mark."""
@@ -143,7 +139,7 @@ class ReferenceReader:
 
     def _opens_quote(self, token_id: int) -> bool:
         """Whether a token ends with a quotation mark that follows nothing but white space."""
-        text = str(self._tokenizer.decode([token_id]))
+        text = self._fast.decode([token_id], skip_special_tokens=False)
         return text.endswith(_QUOTES) and (len(text) == 1 or text[-2] in " \n(")
 
 

@@ -6,7 +6,7 @@ decided, every proposed node whose parent is right is judged, whether it took a 
 
     >>> trees = StepTrees([7, 9], trusts=np.ones((2, 2)))
     >>> trees.merge([0], proposals, drafter=1, limits=(depths, 32_000, is_chain))
-    >>> trees.cut(np.array([48, 48]), is_whole, own_s, seconds); trees.trees(["copy", "eagle"])
+    >>> trees.cut(np.array([48, 48]), is_whole, 2, others_s, seconds); trees.trees(["copy", "eagle"])
 """
 
 import functools
@@ -123,13 +123,14 @@ def _list(probs: Any, counts: Any, places: Any, found: Any) -> int:
 
 
 @compiled(nogil=True)
-def _cut(kept: Any, places: Any, probs: Any, most: Any, is_whole: Any, own_s: float, seconds: Any) -> None:
+def _cut(
+    kept: Any, places: Any, probs: Any, most: Any, is_whole: Any, num_others: int, others_s: float, seconds: Any
+) -> None:
     """See `StepTrees.cut`. `places`, `probs`: of all nodes, falling. Shapes: int64 [N], float64 [N]."""
-    width, left, num_whole, num_open, expected = kept.shape[1], most.copy(), 0, 0, 0.0
+    width, left, num_whole, num_open, expected = kept.shape[1], most.copy(), 0, 0, float(num_others)
     open_nodes = np.empty(len(places), np.int64)
     for i in range(len(most)):
         kept[i, 0] = True
-        expected += 0.0 if is_whole[i] else 1.0
     for n in range(len(places)):
         tree, node = places[n] // width, places[n] % width
         if left[tree] > 0:
@@ -140,10 +141,10 @@ def _cut(kept: Any, places: Any, probs: Any, most: Any, is_whole: Any, own_s: fl
             else:
                 open_nodes[num_open] = n
                 num_open += 1
-    best, best_rate = 0, expected / own_s
+    best, best_rate = 0, expected / others_s
     for n in range(min(num_open, len(seconds) - 1 - num_whole)):
         expected += probs[open_nodes[n]]
-        rate = expected / (own_s + seconds[num_whole + n + 1] - seconds[num_whole])
+        rate = expected / (others_s + seconds[num_whole + n + 1] - seconds[num_whole])
         if rate > best_rate:
             best, best_rate = n + 1, rate
     for n in range(best):
@@ -190,12 +191,8 @@ def _judge(
             if at >= starts[i + 1] or nodes[i, node, PARENT] != parent:
                 continue
             is_right = nodes[i, node, TOKEN] == tokens[at]
-            events[0, num], events[1, num], events[2, num], events[3, num] = (
-                drafter,
-                i,
-                nodes[i, node, FEEDBACK],
-                is_right,
-            )
+            events[0, num], events[1, num] = drafter, i
+            events[2, num], events[3, num] = nodes[i, node, FEEDBACK], is_right
             num += 1
             if probs[i, parent] > 0.0 and not kept[i, node]:
                 chance = probs[i, node] / probs[i, parent]
@@ -216,9 +213,10 @@ class StepTrees:
     """
 
     def __init__(self, root_tokens: SequenceOf[int], trusts: Floats) -> None:
-        count, capacity = len(root_tokens), 64
-        self._nodes, self._probs = np.zeros((count, capacity, _NUM_COLUMNS), np.int64), np.zeros((count, capacity))
-        self._nodes[:, 0, TOKEN], self._nodes[:, 0, PARENT], self._probs[:, 0] = root_tokens, -1, 1.0
+        count, capacity = len(root_tokens), 16
+        self._nodes, self._probs = np.empty((count, capacity, _NUM_COLUMNS), np.int64), np.zeros((count, capacity))
+        self._nodes[:, 0], self._probs[:, 0] = 0, 1.0
+        self._nodes[:, 0, TOKEN], self._nodes[:, 0, PARENT] = root_tokens, -1
         self._trusts, self._kept = trusts, self._probs > 0.0
         self.counts, self.depths, self.promised = np.ones(count, np.int64), np.zeros(count, np.int64), np.ones(count)
         self.figures = np.zeros((*trusts.shape, NUM_FIGURES))
@@ -235,7 +233,7 @@ class StepTrees:
         at, sizes = np.array(places, np.int64), np.diff(given.starts)
         needed, (count, width) = int((self.counts[at] + sizes).max(initial=0)), self._probs.shape
         if needed > width:
-            nodes, probs = np.zeros((count, 2 * needed, _NUM_COLUMNS), np.int64), np.zeros((count, 2 * needed))
+            nodes, probs = np.empty((count, 2 * needed, _NUM_COLUMNS), np.int64), np.zeros((count, 2 * needed))
             nodes[:, :width], probs[:, :width] = self._nodes, self._probs
             self._nodes, self._probs = nodes, probs
         numbers, arrays = np.empty(len(given.nodes), np.int64), (given.nodes, given.probs, given.starts)
@@ -262,18 +260,18 @@ class StepTrees:
         self.counts[tree], self.depths[tree], self.promised[tree], self.draws[tree] = 1, 0, 1.0, {}
         self._nodes[tree, 1:] = self._probs[tree, 1:] = 0
 
-    def cut(self, most: Ints, is_whole: Mask, own_s: float, seconds: Floats) -> None:
+    def cut(self, most: Ints, is_whole: Mask, num_others: int, others_s: float, seconds: Floats) -> None:
         """Keep the best set of nodes: as many as `seconds` has at most, the step's with 0, 1, ... nodes, and `most` of each tree.
 
         The most probable nodes stay, of equal nodes the first ones. `is_whole`: trees of which no node is left out for what it
-        costs. `own_s`: seconds of the other sequences' own tokens. Shapes: most int64 [B], is_whole bool [B], seconds float64
-        [most nodes + 1].
+        costs. `num_others`: the step's other sequences, those without a tree included; `others_s`: seconds of their own tokens.
+        Shapes: most int64 [B], is_whole bool [B], seconds float64 [most nodes + 1].
         """
         places, probs = np.empty(self._probs.size, np.int64), np.empty(self._probs.size)
         num = _list(self._probs, self.counts, places, probs)
         order = np.argsort(probs[:num], kind="stable")
         self._kept = np.zeros(self._probs.shape, np.bool_)
-        _cut(self._kept, places[order], -probs[order], most, is_whole, own_s, seconds)
+        _cut(self._kept, places[order], -probs[order], most, is_whole, num_others, others_s, seconds)
 
     def trees(self, drafters: SequenceOf[str]) -> list[DraftTree]:
         """The kept nodes."""
@@ -351,6 +349,6 @@ def compile_trees() -> None:
     given = Proposals.of("any", [[Proposal(1, -1, 0.5, Origin("any"))]])
     check_proposals(given, 1)
     trees.merge([0], given, 0, limits)
-    trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1.0, np.ones(2))
+    trees.cut(np.ones(1, np.int64), np.zeros(1, np.bool_), 1, 1.0, np.ones(2))
     trees.trees(["any"])
     list(trees.judge([[1]]))

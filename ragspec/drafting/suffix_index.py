@@ -281,9 +281,8 @@ class SuffixIndex:
     """The references of one sequence, then the output, which grows. `acceptance`: of its tenant.
 
     `place` holds where the output begins and ends, and where it follows an input: the input's next position, -1 for none, and the
-    output tokens since the output left the input. `text` has room for the whole output; `num_read` tokens of it are read. A
-    sequence without a match costs a look-up of its last token: the output is read when there is one. Compiled code finds all
-    arrays by `address`. Shapes: text int32 [room], place int64 [4].
+    output tokens since the output left the input. `text` has room for the whole output, which is written when the copy drafter is
+    asked. Compiled code finds all arrays by `address`. Shapes: text int32 [room], place int64 [4].
     """
 
     def __init__(
@@ -305,9 +304,11 @@ class SuffixIndex:
         self.address = address_of(self._columns)
         self._written, self._num_seen, self._has_match = set[int](), 0, False
 
-    @property
-    def num_read(self) -> int:
-        return int(self.place.item(1)) - len(self.base.tokens)
+    def unread(self, tokens: SequenceOf[int], num_prompt: int) -> SequenceOf[int]:
+        """The output's tokens that are not in `text` yet; nothing where `text` has no room. `tokens`: prompt and output."""
+        found = tokens[num_prompt - len(self.base.tokens) + self.place.item(1) :] if len(self.text) else ()
+        assert self.place.item(1) + len(found) <= len(self.text)
+        return found
 
     def may_continue(self, tokens: SequenceOf[int], num_prompt: int) -> bool:
         """Whether a search could find a point to copy from. `tokens`: prompt and output."""
@@ -327,7 +328,7 @@ class SuffixIndex:
 class SearchedText(NamedTuple):
     """A sequence's references and output as compiled code reads them; see `SuffixIndex` and `ReferenceIndex`.
 
-    `opens`: whether a token of the vocabulary opens a quotation; all False without quotes. Shape: bool [V].
+    `opens`: whether a token that was written opens a quotation. Shape: bool [V].
     """
 
     text: Any

@@ -198,7 +198,7 @@ class Engine(EngineClient):
         deciding = [sequence for sequence, num_tokens in scheduled if num_tokens == sequence.num_pending]
         num_other_rows = sum(num_tokens for _, num_tokens in scheduled) - len(deciding)
         begin = time.perf_counter()
-        trees = iter(self._planner.plan(deciding, num_other_rows, self._scheduler.spare_rows(scheduled)))
+        trees = iter(self._planner.plan(deciding, num_other_rows, partial(self._scheduler.spare_rows, scheduled)))
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 

@@ -44,8 +44,9 @@ _SHARED_TOKENS = 64
 _LOOK_AHEAD = 16
 """Waiting sequences of a tenant of which the first may be admitted that waits for no prompt."""
 _PINNED_SHARE = 0.05
-_PAGES_AHEAD = 16
-"""Pages evicted beyond the present need, so that not every step evicts."""
+_PAGES_AHEAD, _OFFLOADED_AHEAD, _SHARE_AHEAD = 256, 16, 1 / 32
+"""Pages evicted beyond the present need, since a search for them takes a part of a millisecond: the most, the most where keys and
+values are offloaded, which takes longer, and the largest share of the pool."""
 
 
 class Load(NamedTuple):
@@ -187,16 +188,15 @@ class Scheduler:
         speeds = [(rows - decoding) / cost for rows, cost in zip(sizes, seconds, strict=True)]
         return next(rows for rows, speed in zip(sizes, speeds, strict=True) if speed >= _PROMPT_SPEED * max(speeds))
 
-    def spare_rows(self, chosen: list[tuple[Sequence, int]]) -> int:
-        """Rows that drafts may add to the step, within the token budget and the free pages.
+    def spare_rows(self, chosen: list[tuple[Sequence, int]], num_drafting: int) -> int:
+        """Rows that drafts for so many of the chosen sequences may add to the step, within the token budget and the free pages.
 
         Evicts cached prefixes if needed: a full cache must not end speculation.
         """
         left = self._config.max_num_batched_tokens - sum(n for _, n in chosen)
         reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots) + len(chosen)
-        wanted = reserved + -(-min(left, _DRAFT_ROWS * len(chosen)) // PAGE)
-        if self._pool.num_free_pages < wanted and not self._free(wanted + _PAGES_AHEAD):
-            self._free(wanted)
+        wanted = reserved + -(-min(left, _DRAFT_ROWS * num_drafting) // PAGE)
+        self._free(wanted)
         return max(0, min(left, (self._pool.num_free_pages - reserved) * PAGE))
 
     def purge(self, salt: str) -> None:
@@ -236,6 +236,10 @@ class Scheduler:
             sequence.slots = None
 
     def _admit(self) -> None:
+        if len(self.running) >= self._config.max_num_seqs and self.waiting:
+            counts = Counter(map(_tenant, self.running))
+            if max(counts.values()) < min(counts[_tenant(head)] for head in self.waiting.heads()) + 2:
+                return  # nobody who waits may displace one that runs
         held = set[int]()
         while (sequence := self._next(held)) is not None:
             if len(self.running) >= self._config.max_num_seqs:
@@ -352,15 +356,16 @@ class Scheduler:
         return sum(s.slots.num_new_pages(s.num_pending) for s in sequences if s.slots)
 
     def _free(self, num_pages: int) -> bool:
-        """Whether so many pages are free. Evicts cached prefixes if that suffices, and none otherwise."""
+        """Whether so many pages are free. Evicts cached prefixes if that suffices, some more than needed, and none otherwise."""
         if self._pool.num_free_pages >= num_pages:
             return True
         if self.prefixes is None or num_pages >= self._out_of_reach:
             return False
-        if self._pool.num_free_pages + self.prefixes.num_evictable_pages() < num_pages:
+        if (most := self._pool.num_free_pages + self.prefixes.num_evictable_pages()) < num_pages:
             self._out_of_reach = num_pages  # until pages are released; counting takes time
             return False
-        self.prefixes.evict(num_pages)
+        ahead = _PAGES_AHEAD if self.offload is None else _OFFLOADED_AHEAD
+        self.prefixes.evict(min(most, num_pages + min(ahead, int(_SHARE_AHEAD * self._pool.num_pages))))
         return self._pool.num_free_pages >= num_pages
 
     def _remember(self, sequence: Sequence, length: int) -> None:

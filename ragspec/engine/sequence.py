@@ -76,9 +76,7 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
-        self._num_text = self._num_read = (
-            self._num_given
-        )  # output tokens that belong to the text; that are in it already
+        self._num_text = self._num_read = self._num_given  # output tokens of the text; those in it already
         self._uncounted: list[tuple[DraftTree, list[int], float, float]] = []  # steps since the last delta
         self._positions: dict[str, list[list[int]]] = {}  # by drafter and depth: [proposed, accepted]
         self._kinds = [source.kind.name.lower() for source in request.sources]

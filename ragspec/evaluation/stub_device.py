@@ -4,8 +4,9 @@ The engine, its scheduler, planner and drafters run on it unchanged, so the proc
 forwards is measured without a GPU and without weights. No configuration names it.
 
     >>> target = StubTarget(read_devices()["8 B, H200"], copyable=0.9, num_kv_slots=65_536)
+    >>> target.clock.clear(num_sequences=len(requests))
     >>> with stub_engine(target, EngineConfig()) as engine: engine.generate(requests)
-    >>> target.clock.host_ms
+    >>> target.clock.host_s / target.clock.num_steps
 
 As a program it generates a few tokens, which compiles all that plans, drafts and samples.
 """
@@ -61,40 +62,41 @@ def read_devices(path: Path = _DEVICES) -> dict[str, StubDevice]:
 
 
 class StepClock:
-    """Sums over the steps in which every sequence decodes. Host time counts where the device waits for it.
+    """Sums over the steps in which `num_sequences` sequences decode. Host time counts where the device waits for it.
 
+    Why no other steps: a batch whose sequences all have one length ends at once without drafts, and with drafts one by one.
     `host_s`: processor seconds of the engine's thread between two forwards, and of work beside a forward if it takes longer.
     """
 
     def __init__(self) -> None:
-        self.clear()
+        self.clear(0)
 
-    def clear(self) -> None:
-        self.num_steps = self.num_drafted = self.num_rows = 0
+    def clear(self, num_sequences: int) -> None:
+        self._num_sequences = num_sequences
+        self.num_steps = self.num_drafted = self.num_tokens = 0
         self.host_s = self.device_s = 0.0
-        self._idle_from = self._launched = self._forward_s = 0.0
-
-    @property
-    def host_ms(self) -> float:
-        """Milliseconds a step."""
-        return 1e3 * self.host_s / max(1, self.num_steps)
+        self._is_counted, self._num_nodes, self._num_decided = False, 0, 0  # of the last forward
+        self._idle_from = self._launched = self._forward_s = self._late_s = 0.0
 
     def launch(self, metadata: AttentionMetadata, num_logits: int, seconds: float, begun: float) -> None:
         """A forward begins; `begun`: the thread's processor seconds when the engine asked for it."""
-        num_rows, count = len(metadata.slots), len(metadata.row_start) - 1
-        if num_rows == num_logits and self._idle_from:
-            self.host_s += begun - self._idle_from
-            self.device_s += seconds
+        first_rows = metadata.row_start[:-1]
+        num_rows, num_decided = len(metadata.slots), int(metadata.positions[first_rows].sum())
+        follows, decodes = self._is_counted, num_rows == num_logits
+        self._is_counted = decodes and len(first_rows) == self._num_sequences
+        if follows and self._is_counted:
+            self.host_s += begun - self._idle_from + self._late_s
+            self.device_s += self._forward_s
             self.num_steps += 1
-            self.num_rows += num_rows
-            self.num_drafted += num_rows - count
+            self.num_drafted += self._num_nodes
+            self.num_tokens += num_decided - self._num_decided
+        self._num_nodes, self._num_decided = num_rows - len(first_rows), num_decided
         self._forward_s, self._launched = seconds, time.thread_time()
 
     def land(self) -> None:
         """The engine wants the forward's tokens."""
-        beside_s = time.thread_time() - self._launched
-        self.host_s += max(0.0, beside_s - self._forward_s) if self._idle_from else 0.0
         self._idle_from = time.thread_time()
+        self._late_s = max(0.0, self._idle_from - self._launched - self._forward_s)
 
 
 class _StubLogits:

@@ -1,8 +1,10 @@
 """The planner: everything where rows are free, nothing where they cost more than they bring, and no drafter can harm it."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -332,7 +334,7 @@ def test_rows_of_a_prompt_do_not_make_guesses_cheap() -> None:
     costs = CostTable({64: [1.0, 2.0, 3.0, 4.0, 103.0]}, rows=(1, 2, 3, 4, 103))
     for num_other_rows in (0, 60):
         planner = Planner([Chain([5, 6], 0.3)], costs, 12)
-        assert planner.plan([Running()], num_other_rows, 200)[0].num_drafted == 0
+        assert planner.plan([Running()], num_other_rows, lambda _: 200)[0].num_drafted == 0
 
 
 def test_a_first_token_does_not_wait_for_drafts() -> None:
@@ -341,12 +343,42 @@ def test_a_first_token_does_not_wait_for_drafts() -> None:
     flat = CostTable({64: [8.0] * 3}, rows=(1, 2, 101))
     for costs, beside in ((linear, 0), (flat, 4)):
         planner = Planner([drafter := Chain(range(10, 14), 0.9)], costs, 12)
-        assert planner.plan([Running()], 0, 100)[0].num_drafted == 4
+        assert planner.plan([Running()], 0, lambda _: 100)[0].num_drafted == 4
         asked = drafter.asked
         for sequence, num_prompt_rows in ((Running("ends", [1, 2]), 0), (Running(), 40)):
             planner.start(sequence)
-            assert planner.plan([sequence], num_prompt_rows, 100)[0].num_drafted == beside
+            assert planner.plan([sequence], num_prompt_rows, lambda _: 100)[0].num_drafted == beside
         assert (drafter.asked == asked) is (beside == 0), "a drafter was asked for drafts that find no room"
+
+
+def test_room_for_drafts_is_made_for_those_who_draft() -> None:
+    """Every step of a service whose cache was full evicted prefixes for drafts, also where nobody drafted."""
+    planner = Planner([Chain([5, 6], 0.9)], CostTable({64: [8.0] * 3}, rows=(1, 2, 101)), 12)
+    spare_rows, plain = Mock(return_value=100), [Running(f"off{n}", speculation=False) for n in range(3)]
+    for sequences in (plain, [*plain, Running()]):
+        trees = planner.plan(sequences, 0, spare_rows)
+        assert [tree.num_drafted for tree in trees] == [0, 0, 0, 2][: len(sequences)]
+    spare_rows.assert_called_once_with(1)
+
+
+def test_sequences_learn_from_their_own_drafts_beside_others_without_any() -> None:
+    """Trees are planned for a part of a step's sequences, and judged beside the tokens of all."""
+    planner, drafted = Planner([Chain([5, 6], 0.5)], FREE, 12), Counter[str]()
+    sequences = [
+        Running("off", speculation=False),
+        Running("poor"),
+        Running("plain", speculation=False),
+        Running("good"),
+    ]
+    for _ in range(40):
+        trees = plan(planner, *sequences)
+        drafted.update({s.name: tree.num_drafted for s, tree in zip(sequences, trees, strict=True)})
+        paths = [[n for n in range(1, len(tree)) if s.name == "good"] for s, tree in zip(sequences, trees, strict=True)]
+        results = [
+            StepResult(t, path, [*(t.token_ids[n] for n in path), 50]) for t, path in zip(trees, paths, strict=True)
+        ]
+        planner.observe(sequences, results, [{}] * 4)
+    assert drafted["good"] == 80 and 0 < drafted["poor"] < 40 and not drafted["off"] + drafted["plain"]
 
 
 def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
