@@ -163,11 +163,8 @@ class StepPlan:
         places: SequenceOf[int] | None = None,
     ) -> None:
         self.sequences = sequences if places is None else [sequences[i] for i in places]
-        self._every, self._num_without_tree, self.spare_rows = (
-            sequences,
-            len(sequences) - len(self.sequences),
-            spare_rows,
-        )
+        self._every, self.spare_rows = sequences, spare_rows
+        self._num_without_tree = len(sequences) - len(self.sequences)
         self.trees = StepTrees([s.tokens[-1] for s in self.sequences], trusts)
         self._costs, self._num_rows = costs, len(sequences) + num_prompt_rows
         self._context = max(len(s.tokens) for s in sequences)

@@ -46,6 +46,7 @@ nine tokens in ten fell from 1.3 to 0.9 times the speed without drafts."""
 _FREE_TOKENS = 0.08
 """Where the host's time for a draft is worth fewer tokens, it does not count, as on processors."""
 _ANY_ROWS = 2**31
+"""More than a step ever has."""
 _ASK_WEIGHT = 1 / 24
 """Weight of one step in the mean of the host's seconds for asking."""
 
@@ -146,13 +147,17 @@ class Planner:
             self._count(plan, rows, plan.trees.figures)
             return trees
         self._asked = plan, rows
+        for i, tree in zip(asked, self._cut(plan, owns), strict=True):
+            trees[i] = tree
+        return trees
+
+    def _cut(self, plan: StepPlan, owns: list[_Own]) -> list[DraftTree]:
+        """The step's trees, cut to the size that pays."""
         # Why no room beside the limit of a tree drawn by chance: a node would stay because of the tokens drawn below it
         is_whole = np.array([self.is_fixed or bool(draws) for draws in plan.trees.draws])
         most = self._max_nodes + np.where(is_whole, 0, plan.trees.depths)
         plan.fit(np.minimum(most, [own.most_nodes for own in owns]), is_whole)
-        for i, tree in zip(asked, plan.trees.trees(self._names), strict=True):
-            trees[i] = tree
-        return trees
+        return plan.trees.trees(self._names)
 
     def _costs_s(self, sequences: SequenceOf[SequenceView], rows: Ints, due: Mask) -> list[float]:
         """Seconds of each drafter's drafts for the sequences for which it is due; infinity where it can propose nothing."""
