@@ -13,15 +13,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from commands import Ended, Run, exit_code
 from letter_encoder import DIMENSION, LetterEncoder
 from rich.console import Console
 from tiny_target import save_model
@@ -58,15 +59,6 @@ class HashEncoder(LetterEncoder):
     dimension, max_batch_size = DIMENSION, 32
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ended]
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """One call of the command in this process, with cheap encoders; `stdin` are bytes."""
@@ -75,11 +67,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(*args: object, stdin: bytes = b"") -> Ended:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        with pytest.raises(SystemExit) as end:
-            main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return Ended(end.value.code, out, err)
+        ended = Ended(exit_code(*args), *capsys.readouterr())
+        assert "Traceback" not in ended.out + ended.err
+        return ended
 
     return call
 

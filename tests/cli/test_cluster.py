@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import exit_code
 
-from ragspec.cli.app import main
 from ragspec.cluster.processes import Process
 
 Run = Callable[..., tuple[int, str]]
@@ -21,12 +21,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
-    def ran(*args: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as end:
-            main(["cluster", *args])
-        return int(end.value.code or 0), " ".join(capfd.readouterr().err.split())
-
-    return ran
+    return lambda *args: (exit_code("cluster", *args), " ".join(capfd.readouterr().err.split()))
 
 
 @pytest.fixture

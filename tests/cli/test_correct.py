@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from commands import exit_code
 from rewriting import rewriting
 from tiny_target import save_model
 
-from ragspec.cli import correct, main
+from ragspec.cli import correct
 from ragspec.rag.grammar.grammar import Grammar
 
 
@@ -37,10 +38,9 @@ def grammar(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 @pytest.fixture
 def call(grammar: list[Any], capfdbinary: pytest.CaptureFixture[bytes]) -> Any:
     def run(*args: object) -> Ended:
-        with pytest.raises(SystemExit) as end:
-            main(["correct", *map(str, args)])
+        code = exit_code("correct", *args)
         out, err = capfdbinary.readouterr()
-        return Ended(int(end.value.code or 0), out, err.decode())
+        return Ended(code, out, err.decode())
 
     return run
 
@@ -165,6 +165,4 @@ def test_the_command_runs_with_a_real_target(tmp_path: Path, capfdbinary: pytest
     """A command that works with its parts replaced only."""
     target, path = save_model("llama", tmp_path / "tiny"), tmp_path / "a.txt"
     path.write_bytes(BYTES)
-    with pytest.raises(SystemExit) as end:
-        main(["correct", str(path), "--target", str(target), "--seed", "3"])
-    assert end.value.code == 0 and capfdbinary.readouterr().out
+    assert exit_code("correct", path, "--target", target, "--seed", "3") == 0 and capfdbinary.readouterr().out

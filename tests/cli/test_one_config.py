@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import exit_code
 from tiny_target import save_model
 
 from pipelines.batch_grammar import app as batch_grammar
-from ragspec.cli import main
 from ragspec.cli.options import index_folder
 from ragspec.config import DraftingConfig, EngineConfig, PipelineConfig, TargetConfig, load_config, settings_of
 from ragspec.core import Document
@@ -34,12 +34,6 @@ topology: {num_replicas: 2}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
-
-
-def run(*args: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(arg) for arg in args])
-    return int(end.value.code or 0)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -74,9 +68,9 @@ def test_index_and_keys_come_from_the_configuration(tmp_path: Path, capsys: pyte
     assert index_folder(tmp_path / "other", config) == tmp_path / "other"
     with pytest.raises(ConfigError, match="--index"):
         index_folder(None, None)
-    assert run("keys", "add", "--config", config, "--id", "a", "--json") == 0
+    assert exit_code("keys", "add", "--config", config, "--id", "a", "--json") == 0
     assert json.loads((tmp_path / "k").read_text())["keys"][0]["id"] == "a"
-    assert run("index", "list", "--config", config) == 1
+    assert exit_code("index", "list", "--config", config) == 1
     assert f"there is no index at {tmp_path / 'i'}" in " ".join(capsys.readouterr().err.split())
 
 
@@ -260,7 +254,7 @@ def test_the_doctor_is_short_by_default_and_takes_the_configuration(
     )
 
     def checks(*options: str) -> dict[str, dict[str, str]]:
-        assert run("doctor", "--config", config, "--json", *options) == 0
+        assert exit_code("doctor", "--config", config, "--json", *options) == 0
         found: dict[str, dict[str, str]] = json.loads(capsys.readouterr().out)["checks"]
         return found
 

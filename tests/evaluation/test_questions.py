@@ -5,17 +5,17 @@ The target is random; where an answer must say something, its tokens are forced.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from commands import Ended, Run, exit_code
 from letter_encoder import WordEncoder
 from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
 from tiny_target import Free, save_model
 
-from ragspec.cli import main
 from ragspec.config import EngineConfig, GenerationConfig, IndexConfig, PipelineConfig, TargetConfig
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, Request
 from ragspec.drafting.copy import CopyDrafter
@@ -338,27 +338,13 @@ def test_drafts_that_change_a_token_are_counted(opened: Opened) -> None:
 # -- the command ----------------------------------------------------------------------------------------------------------
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ended]
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Encoder, "load", lambda config: WordEncoder())
     monkeypatch.setattr("ragspec.cli.app.prepare_process", lambda: None)
     monkeypatch.setenv("COLUMNS", "100")
 
-    def call(*args: object) -> Ended:
-        with pytest.raises(SystemExit) as end:
-            main([str(arg) for arg in args])
-        return Ended(end.value.code, *capsys.readouterr())  # type: ignore[arg-type]
-
-    return call
+    return lambda *args: Ended(exit_code(*args), *capsys.readouterr())
 
 
 def test_a_threshold_of_retrieval_is_proposed_from_the_users_own_questions() -> None:

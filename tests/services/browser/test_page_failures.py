@@ -48,6 +48,21 @@ def test_another_conversation_while_the_server_is_looked_for(chat: ChatPage) -> 
     assert chat.answered(MILL).locator(".answer").text_content() == MILL_ANSWER
 
 
+def test_a_conversation_begun_while_the_list_is_fetched_is_in_it(chat: ChatPage) -> None:
+    """The older list was shown in its place: no conversation was open, and none could be renamed or deleted."""
+    held: list[Any] = []
+    chat.page.locator("#kept", has_text="keeps conversations").wait_for()
+    chat.page.route("**/v1/conversations?*", lambda route: held.append((route, route.fetch())))
+    chat.page.reload()
+    while not held:
+        chat.page.wait_for_timeout(20)
+    chat.answered(MILL)
+    [(route, reply)] = held
+    route.fulfill(response=reply)
+    chat.page.locator("#kept", has_text="keeps conversations").wait_for()
+    assert chat.page.locator("#conversations [aria-current]").text_content() == MILL
+
+
 def test_texts_of_other_passages_are_no_fault(chat: ChatPage) -> None:
     """After an upload the comparison called the difference a fault to be reported."""
     chat.show_telemetry()

@@ -19,12 +19,8 @@ def test_contrast_is_computed_as_wcag_says() -> None:
     assert contrast([119, 119, 119], [255, 255, 255]) == pytest.approx(4.48, abs=0.01)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read_in_every_state(open_page: Opening, service: Service, scheme: str) -> None:
-    """Grey on grey; a colour of one scheme left in the other; white on amber while a quote is pointed at."""
-    chat = open_page(service, color_scheme=scheme)
-    page = chat.page
-    assert faint_texts(page) == []
+def all_opened(chat: ChatPage) -> Any:
+    """A turn with its further passages, feedback and the comparison."""
     chat.show_telemetry()
     turn = chat.answered(MILL)
     turn.locator(".others summary").click()
@@ -32,6 +28,16 @@ def test_all_text_can_be_read_in_every_state(open_page: Opening, service: Servic
     turn.get_by_text("Kept with this conversation.").wait_for()
     turn.get_by_role("button", name="Run without speculation").click()
     turn.locator(".comparison.same").wait_for()
+    return turn
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read_in_every_state(open_page: Opening, service: Service, scheme: str) -> None:
+    """Grey on grey; a colour of one scheme left in the other; white on amber while a quote is pointed at."""
+    chat = open_page(service, color_scheme=scheme)
+    page = chat.page
+    assert faint_texts(page) == []
+    turn = all_opened(chat)
     assert faint_texts(page) == []
     for quote in turn.locator(".quote").all():
         quote.hover()
@@ -69,13 +75,7 @@ def test_everything_has_a_name_and_a_place(chat: ChatPage) -> None:
     """A button that a screen reader calls "button"; headings that skip a level; labels that point nowhere."""
     page = chat.page
     assert nameless(page) == [] and structure_faults(page) == []
-    chat.show_telemetry()
-    turn = chat.answered(MILL)
-    turn.locator(".others summary").click()
-    turn.get_by_role("button", name="Good answer").click()
-    turn.get_by_text("Kept with this conversation.").wait_for()
-    turn.get_by_role("button", name="Run without speculation").click()
-    turn.locator(".comparison.same").wait_for()
+    all_opened(chat)
     assert nameless(page) == [] and structure_faults(page) == []
     page.locator("#key-open").click()
     assert nameless(page) == []

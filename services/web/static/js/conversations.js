@@ -35,11 +35,13 @@ export class Conversations {
   /** Throws: Failure. */
   async load() {
     const found = [];
+    const before = new Set(this.#list);
     for await (const page of pages(PATH)) {
       found.push(...page.data);
       byId("kept").textContent = keptText(page.ttl_s);
     }
-    this.#list = found.map((each) => ({ id: each.id, title: each.metadata.title ?? "Untitled" }));
+    const begun = this.#list.filter((each) => !before.has(each) && !found.some(({ id }) => id === each.id)); // while the list came
+    this.#list = [...begun, ...found.map((each) => ({ id: each.id, title: each.metadata.title ?? "Untitled" }))];
     const open = this.#list.find((each) => each.id === sessionStorage.getItem(OPEN));
     if (open && !this.#current.turns.length) await this.open(open);
     this.show();
