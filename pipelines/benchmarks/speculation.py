@@ -218,39 +218,53 @@ def _host_rows(run: Run) -> Iterator[Row]:
     """A row for each stub device, share of copyable tokens, temperature and number of sequences."""
     devices = list(read_devices().items())[: 1 if run.quick else None]
     kinds = [(0.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.9, 0.0), (0.9, 1.0)]
+    lengths = [_STUB_TOKENS * eighth // 8 for eighth in range(1, 9)]
     for name, device in devices:
         for copyable, temperature in kinds:
             for count in (1, 32) if run.quick else (1, 8, 32, 64):
                 row = f"{name}, {copyable:.0%} copyable, T={temperature:g}, {count} side by side"
-                yield run.row(row, partial(_host_row, run, device, copyable, temperature, count))
+                yield run.row(row, partial(_host_row, run, device, copyable, temperature, count, [_STUB_TOKENS]))
+        for copyable in (0.0, 0.9):
+            row = f"{name}, {copyable:.0%} copyable, T=0, mixed lengths, 64 side by side"
+            yield run.row(row, partial(_host_row, run, device, copyable, 0.0, 64, lengths))
 
 
-def _host_row(run: Run, device: StubDevice, copyable: float, temperature: float, count: int) -> Row:
-    """Of the steps in which all sequences decode: processor milliseconds a step that the device waits for the host; tokens a
-    second of modelled time, on over off."""
-    target = StubTarget(device, copyable, _STUB_SLOTS)
-    config = EngineConfig(max_kv_tokens=_STUB_SLOTS, max_num_batched_tokens=2048, max_num_seqs=64)
+def _host_row(run: Run, device: StubDevice, copyable: float, temperature: float, count: int, lengths: list[int]) -> Row:
+    """Processor milliseconds a step that the device waits for the host; tokens a second of modelled time, on over off.
+
+    Requests of one length are a batch, of which the steps count in which all sequences decode. Of mixed lengths there are
+    four times as many requests, which follow one another through a full prefix cache, and all steps count.
+    """
+    is_mixed = len(lengths) > 1
+    num_requests, num_slots = (4 * count, _STUB_SLOTS // 2) if is_mixed else (count, _STUB_SLOTS)
+    target = StubTarget(device, copyable, num_slots)
+    config = EngineConfig(max_kv_tokens=num_slots, max_num_batched_tokens=2048, max_num_seqs=64)
     runs: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     outputs, clock = list[list[tuple[int, ...]]](), target.clock
     with stub_engine(target, config) as engine:
-        engine.generate(stub_requests(count, 16, temperature, speculation=True))  # compiles
+        engine.generate(
+            stub_requests(num_requests, lengths, temperature, speculation=True)
+        )  # compiles, fills the cache
         gc.collect()
         gc.freeze()  # as `ragspec serve` does: a full collection in a timed run trebles its host time
-        for _ in range(run.num_runs):
+        for number in range(run.num_runs):
             for speculation, taken in runs.items():
-                clock.clear(count)
-                done = engine.generate(stub_requests(count, _STUB_TOKENS, temperature, speculation))
+                salt = f"{number} {speculation} " if is_mixed else ""
+                clock.clear(None if is_mixed else count)
+                done = engine.generate(stub_requests(num_requests, lengths, temperature, speculation, salt))
                 outputs.append([completion.token_ids for completion in done])
-                seconds, steps = clock.host_s + clock.device_s, clock.num_steps
-                taken.append((seconds / clock.num_tokens, clock.host_s / steps, clock.num_drafted / steps))
-    (off_s, off_host_s, _), (on_s, on_host_s, num_drafted) = (min(taken) for taken in runs.values())
+                num_tokens = sum(map(len, outputs[-1])) if is_mixed else clock.num_tokens
+                nodes = sum(c.stats.num_drafted for c in done) / sum(c.stats.num_steps for c in done)
+                seconds = clock.host_s + clock.device_s
+                taken.append((seconds / num_tokens, clock.host_s / clock.num_steps, nodes))
+    (off_s, off_host_s, _), (on_s, on_host_s, nodes) = (min(taken) for taken in runs.values())
     return {
         "side_by_side": count,
         "temperature": temperature,
         "identical": all(output == outputs[0] for output in outputs),
         "host_ms": 1e3 * on_host_s,
         "plain_host_ms": 1e3 * off_host_s,
-        "nodes_a_tree": num_drafted / count,
+        "nodes_a_tree": nodes,
         "on_over_off": off_s / on_s,
     }
 

@@ -9,9 +9,11 @@ KV offloading copies a leaf out of the pool before its eviction, and then only a
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -24,7 +26,7 @@ Offload = Callable[[str, Sequence[int], Ints, int], None]
 
 
 class _Node:
-    __slots__ = ("children", "last_used", "parent", "slots", "tokens", "worth")
+    __slots__ = ("children", "is_listed", "last_used", "parent", "salt", "slots", "tokens", "worth")
 
     def __init__(self, tokens: Sequence[int], slots: Ints, parent: _Node | None, last_used: int, worth: int) -> None:
         self.tokens = list(tokens)
@@ -33,11 +35,17 @@ class _Node:
         self.children: dict[int, _Node] = {}
         self.last_used = last_used
         self.worth = worth
+        self.salt = ""  # of a root
+        self.is_listed = False  # for eviction
 
     @property
     def rank(self) -> tuple[int, int]:
         """Leaves of the lowest rank are evicted first."""
         return self.worth, self.last_used
+
+
+_Listed = tuple[int, int, int, _Node]
+"""A leaf behind its rank and its id."""
 
 
 class PrefixCache:
@@ -48,6 +56,7 @@ class PrefixCache:
         self._roots: dict[str, _Node] = {}
         self._clock = itertools.count()
         self._evicted_worth = 0
+        self._leaves: list[_Listed] = []  # a heap; nodes may have risen or got children since
         self._pinned: list[tuple[list[int], Ints]] = []
 
     def match(self, salt: str, tokens: Sequence[int]) -> Ints:
@@ -71,8 +80,10 @@ class PrefixCache:
 
     def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> None:
         """Cache `tokens`; slots that are cached already stay. Shapes: T tokens, int32 [T]."""
+        if not tokens:
+            return
         node = self._roots.setdefault(salt, _Node((), np.empty(0, np.int32), None, 0, 0))
-        at = 0
+        node.salt, at = salt, 0
         for child, length in self._walk(salt, tokens):
             node = child if length == len(child.tokens) else self._split(child, length)
             node.last_used, node.worth = next(self._clock), max(node.worth, self._evicted_worth) + 1
@@ -80,43 +91,82 @@ class PrefixCache:
         if at < len(tokens):
             rest = slots[at:].copy()
             self._pool.hold(rest)
-            node.children[tokens[at]] = _Node(tokens[at:], rest, node, next(self._clock), self._evicted_worth + 1)
+            leaf = _Node(tokens[at:], rest, node, next(self._clock), self._evicted_worth + 1)
+            node.children[tokens[at]] = leaf
+            self._list(leaf)
 
-    def evict(self, num_pages: int) -> None:
-        """Evict leaves until `num_pages` pages are free or all other leaves are in use."""
-        leaves = sorted(self._leaves(), key=attrgetter("rank"), reverse=True)
-        while self._pool.num_free_pages < num_pages and leaves:
-            leaf = leaves.pop()
-            if self._pool.all_shared(leaf.slots):
-                continue  # in use by a running sequence: evicting would free nothing
-            if self._offload is not None:
-                most = (num_pages - self._pool.num_free_pages + 1) * PAGE
-                if len(leaf.tokens) > most:
-                    self._split(leaf, len(leaf.tokens) - most)
-                self._offload(*self._text_of(leaf))
-            self._evicted_worth = max(self._evicted_worth, leaf.worth)
-            parent = self._drop(leaf)
-            if parent.parent is not None and not parent.children:
-                leaves.append(parent)
-                leaves.sort(key=attrgetter("rank"), reverse=True)
-        self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+    def evict(self, num_pages: int, least: int = 0) -> None:
+        """Evict leaves until `num_pages` pages are free or all other leaves are in use.
 
-    def num_evictable_pages(self) -> int:
-        """The most pages that `evict` could free."""
-        slots: list[Ints] = []
-        kept: set[int] = set()
-        for node in reversed([node for root in self._roots.values() for node in self._below(root)]):  # leaves first
-            if self._pool.all_shared(node.slots) or any(id(child) in kept for child in node.children.values()):
-                kept.add(id(node))
-            else:
-                slots.append(node.slots)
-        return self._pool.num_freed_pages(np.concatenate(slots)) if slots else 0
+        Evicts nothing if fewer than `least` pages would be free then.
+        """
+        if not self._can_free(least):
+            return
+        with closing(self._leaves_by_rank()) as leaves:
+            while self._pool.num_free_pages < num_pages and (leaf := next(leaves, None)):
+                if self._offload is not None:
+                    most = (num_pages - self._pool.num_free_pages + 1) * PAGE
+                    if len(leaf.tokens) > most:
+                        self._split(leaf, len(leaf.tokens) - most)
+                    self._offload(*self._text_of(leaf))
+                self._evicted_worth = max(self._evicted_worth, leaf.worth)
+                parent = self._drop(leaf)
+                if not parent.children:
+                    self._list(parent)
+                    if parent.parent is None:
+                        del self._roots[parent.salt]
+
+    def _can_free(self, num_pages: int) -> bool:
+        """Whether evicting leaves could make so many pages free."""
+        missing, num_dropped = num_pages - self._pool.num_free_pages, Counter[int]()
+        if missing <= 0:
+            return True
+        with closing(self._leaves_by_rank()) as leaves:
+            for leaf in leaves:
+                missing -= self._pool.num_freed_pages(leaf.slots, num_dropped)
+                if missing <= 0:
+                    return True
+        return False
+
+    def _list(self, node: _Node) -> None:
+        """List a leaf for eviction. A listed node that gets children is met and left out by the next search."""
+        if not node.is_listed and node.parent is not None:
+            heapq.heappush(self._leaves, (*node.rank, id(node), node))
+            node.is_listed = True
+
+    def _leaves_by_rank(self) -> Generator[_Node]:
+        """Leaves that nobody else holds, the lowest rank first. Each counts as evicted when the next is asked for, so that its
+        parent may follow. Leaves that stay are listed again at the end."""
+        num_evicted, unlisted = Counter[_Node](), list[_Node]()
+        try:
+            while self._leaves:
+                worth, last_used, _, node = heapq.heappop(self._leaves)
+                node.is_listed = False
+                if (parent := node.parent) is None or len(node.children) > num_evicted[node]:
+                    continue
+                unlisted.append(node)
+                if (worth, last_used) != node.rank:
+                    self._list(node)
+                elif self._pool.all_shared(node.slots):
+                    node.last_used = next(self._clock)  # evicting it would free nothing
+                else:
+                    yield node
+                    num_evicted[parent] += node.parent is not None
+                    if len(parent.children) == num_evicted[parent]:
+                        self._list(parent)
+        finally:
+            for node in unlisted:
+                if not node.children:
+                    self._list(node)
 
     def purge(self, salt: str) -> None:
         """Evict everything of one tenant."""
         for each in [each for each in self._roots if salt_belongs_to(each, salt)]:
             for node in list(self._below(self._roots.pop(each))):
                 self._pool.release(node.slots)
+                node.parent = None
+        self._leaves = [entry for entry in self._leaves if entry[-1].parent is not None]
+        heapq.heapify(self._leaves)
 
     def held_slots(self) -> list[Ints]:
         """The slots that each node holds, and each pinned text."""
@@ -155,15 +205,15 @@ class PrefixCache:
         while node.parent is not None:
             path.insert(0, node)
             node = node.parent
-        salt = next(salt for salt, root in self._roots.items() if root is node)
         tokens = [token for part in path for token in part.tokens]
-        return salt, tokens, np.concatenate([part.slots for part in path]), len(tokens) - len(leaf.tokens)
+        return node.salt, tokens, np.concatenate([part.slots for part in path]), len(tokens) - len(leaf.tokens)
 
     def _drop(self, leaf: _Node) -> _Node:
         assert leaf.parent is not None
         self._pool.release(leaf.slots)
         del leaf.parent.children[leaf.tokens[0]]
-        return leaf.parent
+        parent, leaf.parent = leaf.parent, None
+        return parent
 
     def _below(self, node: _Node | None) -> Iterator[_Node]:
         stack = list(node.children.values()) if node else []
@@ -171,9 +221,6 @@ class PrefixCache:
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
-
-    def _leaves(self) -> list[_Node]:
-        return [node for root in self._roots.values() for node in self._below(root) if not node.children]
 
 
 def _common_prefix(run: Sequence[int], tokens: Sequence[int], at: int) -> int:

@@ -277,11 +277,17 @@ class Scheduler:
         if not self.waiting:
             return None
         begun = {id(sequence.request) for sequence in self.running if sequence.num_output == 0}
-        counts, heads = Counter(map(_tenant, self.running)), list[Sequence]()
+        counts, found, fewest = Counter(map(_tenant, self.running)), None, _NEVER
         for head in self.waiting.heads():
-            first = islice(self.waiting.of(_tenant(head)), _LOOK_AHEAD)
-            heads += islice((each for each in first if id(each.request) not in begun and id(each) not in held), 1)
-        return min(heads, key=lambda head: counts[_tenant(head)], default=None)
+            if (count := counts[_tenant(head)]) >= fewest:
+                continue
+            for each in islice(self.waiting.of(_tenant(head)), _LOOK_AHEAD):
+                if id(each.request) not in begun and id(each) not in held:
+                    found, fewest = each, count
+                    break
+            if not fewest:
+                break  # no tenant runs fewer
+        return found
 
     def _reader_of(self, sequence: Sequence, num_known: int) -> Sequence | None:
         """The running sequence that is reading a prompt with so much of this one's beginning that waiting for it pays."""
@@ -361,12 +367,12 @@ class Scheduler:
             return True
         if self.prefixes is None or num_pages >= self._out_of_reach:
             return False
-        if (most := self._pool.num_free_pages + self.prefixes.num_evictable_pages()) < num_pages:
-            self._out_of_reach = num_pages  # until pages are released; counting takes time
-            return False
         ahead = _PAGES_AHEAD if self.offload is None else _OFFLOADED_AHEAD
-        self.prefixes.evict(min(most, num_pages + min(ahead, int(_SHARE_AHEAD * self._pool.num_pages))))
-        return self._pool.num_free_pages >= num_pages
+        self.prefixes.evict(num_pages + min(ahead, int(_SHARE_AHEAD * self._pool.num_pages)), least=num_pages)
+        if self._pool.num_free_pages >= num_pages:
+            return True
+        self._out_of_reach = num_pages  # until pages are released; searching takes time
+        return False
 
     def _remember(self, sequence: Sequence, length: int) -> None:
         if self.prefixes is not None and sequence.slots is not None and sequence.remembered:

@@ -62,20 +62,23 @@ def read_devices(path: Path = _DEVICES) -> dict[str, StubDevice]:
 
 
 class StepClock:
-    """Sums over the steps in which `num_sequences` sequences decode. Host time counts where the device waits for it.
+    """Sums over the steps in which `num_sequences` sequences decode, or over all steps. Host time counts where the device waits
+    for it.
 
     Why no other steps: a batch whose sequences all have one length ends at once without drafts, and with drafts one by one.
-    `host_s`: processor seconds of the engine's thread between two forwards, and of work beside a forward if it takes longer.
+    `num_tokens`: tokens of these sequences. `host_s`: processor seconds of the engine's thread between two forwards, and of work
+    beside a forward if it takes longer.
     """
 
     def __init__(self) -> None:
         self.clear(0)
 
-    def clear(self, num_sequences: int) -> None:
+    def clear(self, num_sequences: int | None) -> None:
+        """Begin anew; None: all steps count."""
         self._num_sequences = num_sequences
-        self.num_steps = self.num_drafted = self.num_tokens = 0
+        self.num_steps = self.num_tokens = 0
         self.host_s = self.device_s = 0.0
-        self._is_counted, self._num_nodes, self._num_decided = False, 0, 0  # of the last forward
+        self._is_counted, self._num_decided = False, 0  # of the last forward
         self._idle_from = self._launched = self._forward_s = self._late_s = 0.0
 
     def launch(self, metadata: AttentionMetadata, num_logits: int, seconds: float, begun: float) -> None:
@@ -83,14 +86,13 @@ class StepClock:
         first_rows = metadata.row_start[:-1]
         num_rows, num_decided = len(metadata.slots), int(metadata.positions[first_rows].sum())
         follows, decodes = self._is_counted, num_rows == num_logits
-        self._is_counted = decodes and len(first_rows) == self._num_sequences
+        self._is_counted = self._num_sequences is None or (decodes and len(first_rows) == self._num_sequences)
         if follows and self._is_counted:
             self.host_s += begun - self._idle_from + self._late_s
             self.device_s += self._forward_s
             self.num_steps += 1
-            self.num_drafted += self._num_nodes
             self.num_tokens += num_decided - self._num_decided
-        self._num_nodes, self._num_decided = num_rows - len(first_rows), num_decided
+        self._num_decided = num_decided
         self._forward_s, self._launched = seconds, time.thread_time()
 
     def land(self) -> None:
@@ -202,8 +204,13 @@ def stub_engine(target: StubTarget, config: EngineConfig) -> Engine:
     return Engine(stub, planner, Admission(stub, "stub"), config)
 
 
-def stub_requests(count: int, max_tokens: int, temperature: float, speculation: SpeculationGiven) -> list[Request]:
-    """Requests with one source each, of a passage in order and of the same words in another order, which makes branches."""
+def stub_requests(
+    count: int, max_tokens: Sequence[int], temperature: float, speculation: SpeculationGiven, salt: str = ""
+) -> list[Request]:
+    """Requests with two sources each, a passage in order and the same words in another order, which makes branches.
+
+    `max_tokens`: lengths that requests take in turn. `salt`: with it begins the name of each request's own tenant.
+    """
     requests, rng = list[Request](), np.random.default_rng(0)
     for number in range(count):
         first = number % (_NUM_WORDS // 2 // _BLOCK) * _BLOCK
@@ -211,12 +218,13 @@ def stub_requests(count: int, max_tokens: int, temperature: float, speculation: 
         texts = ["".join(_word(first + n) for n in order).replace("Ġ", " ")[1:] for order in orders]
         sources = tuple(CopySource(SourceKind.PASSAGE, text, f"{n}") for n, text in enumerate(texts))
         prompt = tuple((first + rng.integers(0, _BLOCK, _NUM_PROMPT)).tolist())
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
-        requests.append(Request(f"{number}", prompt, params, sources, f"salt{number}", Speculation.of(speculation)))
+        length = max_tokens[number % len(max_tokens)]
+        params = SamplingParams(max_tokens=length, temperature=temperature, seed=number)
+        requests.append(Request(f"{number}", prompt, params, sources, f"{salt}{number}", Speculation.of(speculation)))
     return requests
 
 
 if __name__ == "__main__":
     compile_samplers()
     with stub_engine(StubTarget(StubDevice(1e-3, 1e-5, 0.0), 0.9, 4096), EngineConfig()) as engine:
-        engine.generate(stub_requests(2, 16, 0.0, speculation=True))
+        engine.generate(stub_requests(2, [16], 0.0, speculation=True))

@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,14 @@ class KvPool:
         assert (self._holders[slots] > 0).all()
         self._holders[slots] += 1
 
-    def num_freed_pages(self, slots: Ints) -> int:
-        """Pages that would be freed if each of these distinct slots lost a holder."""
+    def num_freed_pages(self, slots: Ints, num_dropped: Counter[int]) -> int:
+        """Pages that would be freed if each of these distinct slots lost a holder.
+
+        `num_dropped`: slots of each page that lose their last one; counts those of earlier calls, and gets these.
+        """
         pages, counts = np.unique(slots[self._holders[slots] == 1] // PAGE, return_counts=True)
-        return int((self._held_in_page[pages] == counts).sum())
+        num_dropped.update(dict(zip(pages.tolist(), counts.tolist(), strict=True)))
+        return sum(num_dropped[page] == self._held_in_page[page] for page in pages.tolist())
 
     def all_shared(self, slots: Ints) -> bool:
         """Whether each of these slots has more than one holder."""

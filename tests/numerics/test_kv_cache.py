@@ -26,7 +26,7 @@ class Bookkeeper:
     def __init__(self, seed: int, num_slots: int = 480) -> None:
         self.random = random.Random(seed)
         self.pool = KvPool([SHAPE], num_slots)
-        self.cache = PrefixCache(self.pool)
+        self.cache = PrefixCache(self.pool, (lambda *_: None) if seed % 2 else None)
         self.running: list[tuple[SequenceSlots, str, list[int]]] = []
         self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
 
@@ -95,7 +95,12 @@ class Bookkeeper:
             self.cache.purge(self.random.choice("ab"))
 
     def evict(self) -> None:
-        self.cache.evict(self.random.randrange(self.pool.num_pages))
+        wanted, num_tokens = self.random.randrange(self.pool.num_pages), self.cache.num_tokens
+        least = self.random.choice((0, wanted // 2, wanted))
+        self.cache.evict(wanted, least)
+        num_free, is_whole = self.pool.num_free_pages, self.cache.num_tokens == num_tokens
+        self.cache.evict(wanted)
+        assert num_free == self.pool.num_free_pages if self.pool.num_free_pages >= least else is_whole
 
     def check(self) -> None:
         """Holders are exactly the sequences' pages and the cache's slots; each kept slot still holds its text."""

@@ -13,6 +13,7 @@ const MOST_TITLE = 200;
 export class Conversations {
   #current = { id: "", title: "", turns: [] };
   #list = [];
+  #loading = { begun: [] }; // the conversations that began since the list was last asked for
   #on;
 
   /** `on`: {opened(), said(text)}. A conversation: {id, title, turns}; its id is "" until its first question is asked. */
@@ -35,12 +36,13 @@ export class Conversations {
   /** Throws: Failure. */
   async load() {
     const found = [];
-    const before = new Set(this.#list);
+    const loading = (this.#loading = { begun: [] });
     for await (const page of pages(PATH)) {
       found.push(...page.data);
       byId("kept").textContent = keptText(page.ttl_s);
     }
-    const begun = this.#list.filter((each) => !before.has(each) && !found.some(({ id }) => id === each.id)); // while the list came
+    if (this.#loading !== loading) return; // with another key
+    const begun = loading.begun.filter((each) => !found.some(({ id }) => id === each.id));
     this.#list = [...begun, ...found.map((each) => ({ id: each.id, title: each.metadata.title ?? "Untitled" }))];
     const open = this.#list.find((each) => each.id === sessionStorage.getItem(OPEN));
     if (open && !this.#current.turns.length) await this.open(open);
@@ -65,7 +67,9 @@ export class Conversations {
     if (current.id) return current.id;
     current.title = [...question].slice(0, MOST_TITLE).join("").trim();
     current.id = (await call("POST", PATH, { metadata: { title: current.title } })).id;
-    this.#list.unshift({ id: current.id, title: current.title });
+    const begun = { id: current.id, title: current.title };
+    this.#list.unshift(begun);
+    this.#loading.begun.push(begun);
     if (current === this.#current) sessionStorage.setItem(OPEN, current.id);
     this.show();
     return current.id;
