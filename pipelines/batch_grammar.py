@@ -13,6 +13,7 @@ summary in JSON.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,13 @@ class GrammarTask(Task):
             "task": "grammar",
             "max_edit_ratio": self._edit_filter.max_edit_ratio,
             "ignore": sorted(self._edit_filter.ignore),
+            **({"structure": True} if self._edit_filter.structure else {}),
         }
+
+    def rules(self, config: PipelineConfig, begun: Mapping[str, Any]) -> None:
+        """Settles whether structure stays: jobs of earlier versions go on without."""
+        structure = self._edit_filter.structure and (not begun or "structure" in begun)
+        self._edit_filter = replace(self._edit_filter, structure=structure)
 
     def stages(self, runtime: Runtime) -> StagedPipeline:
         from ragspec.rag.grammar.grammar import Grammar

@@ -386,6 +386,7 @@ def correction_result(correction: Correction) -> RowResult:
         "withheld": [{**asdict(each.edit), "withheld": each.reason} for each in correction.withheld],
         "unfinished": [list(span) for span in correction.unfinished],
         "stats": _stats(correction.stats) | {"prompt_s": correction.prompt_s},
+        **({"other_language": correction.other_language} if correction.other_language else {}),
     }
     plain = {"text": correction.text, "corrected": correction.corrected}
     return RowResult(correction.corrected, correction.finish_reason, correction.stats, plain, details)

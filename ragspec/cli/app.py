@@ -28,7 +28,7 @@ from ragspec.config import load_config, load_settings
 from ragspec.core import SamplingParams, check_text
 from ragspec.disk import atomic_writer, saving
 from ragspec.engine.checkpoints.target_files import check_target
-from ragspec.errors import RagspecError
+from ragspec.errors import InputError, RagspecError
 
 app = options.group(
     "ragspec", "Answers from your own documents, several times faster than plain decoding, token for token the same."
@@ -173,7 +173,8 @@ def evaluate(
 
     if len(config or ()) > 2:
         raise typer.BadParameter("at most two configurations can be compared")
-    lines = read_lines(files)[:limit]
+    if not (lines := read_lines(files)[:limit]):
+        raise InputError(f"there is no line in {', '.join(map(str, files))}")
     given = options.overrides(index=index, target=target, adapter=adapter, temperature=temperature, seed=seed)
     settings = {str(path or "defaults"): load_settings(ServiceConfig, path, **given) for path in config or (None,)}
     for each in settings.values():
@@ -200,6 +201,8 @@ def export(
     from services.settings import ServiceConfig
     from services.stores.rated import rated_questions
 
+    if data is not None and not data.is_dir():
+        raise InputError(f"there is no folder {data}")
     folder = data or Path(load_settings(ServiceConfig, config).service.data_dir or data_folder() / "service")
     ratings, text = Counter[str](), ""
     for line in rated_questions(folder / "conversations.sqlite", tenant):
@@ -232,7 +235,8 @@ def correct(
     ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.")] = None,
     speculation: options.Speculation = True,
 ) -> None:
-    """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
+    """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay, and text in
+    another language than English."""
     if diff and in_place:
         raise typer.BadParameter("give --diff or --in-place, not both")
     sampling = options.overrides(temperature=temperature, seed=seed)

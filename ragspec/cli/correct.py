@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ragspec.cli.terminal import loading, one_line, print_error, safe, stay_offline, stderr_console
+from ragspec.cli.terminal import loading, note, one_line, print_error, safe, stay_offline, stderr_console
 from ragspec.config import PipelineConfig
 from ragspec.core import check_text
 from ragspec.disk import atomic_writer, saving
@@ -73,6 +73,9 @@ def _show(file: _InputFile, correction: Correction, output: Output, tally: Count
     for name in ("edits", "withheld", "unfinished"):
         tally[name] += len(getattr(correction, name))
     tally.update(files=1, changed=int(bool(correction.edits)))
+    if language := correction.other_language:
+        name = "standard input" if file.name == STDIN else file.name
+        note(stderr_console(), f"{name} stays as it is: it seems to be {language}, and only English is corrected")
     if output is Output.DIFF:
         _write("".join(_diff(file, correction)))
     elif output is Output.TEXT or file.name == STDIN:
@@ -142,7 +145,7 @@ def _replace(path: Path, before: bytes, content: bytes) -> None:
 def _summary(tally: Counter[str]) -> str:
     parts = [f"{tally['files']} files, {tally['changed']} with corrections, {tally['edits']} in all"]
     if tally["withheld"]:
-        parts.append(f"{tally['withheld']} withheld (names, numbers, code, too much of a sentence)")
+        parts.append(f"{tally['withheld']} withheld (names, numbers, quotation marks, code, too much of a sentence)")
     if tally["unfinished"]:
         parts.append(f"{tally['unfinished']} sentences left as they are, for their correction had no end")
     return "; ".join(parts)

@@ -180,7 +180,10 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     language = prompts.unknown_language(question.text)
-    said = abstention(question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language)
+    found_none = prompts.says_none_found(retrieved.passages, *index)
+    said = abstention(
+        question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language, found_none
+    )
     prepared = PreparedQuestion(question.text, prompt, request, *index, *times, prompts, said, retrieved.closeness)
     *before, last = question.messages
     asked = [*before, Message("user", last.content + DOUBT)]
@@ -219,14 +222,16 @@ def abstention(
     closeness: float | None,
     abstain_below: float,
     unknown_language: str = "",
+    found_none: bool = False,
 ) -> str:
     """What is said where the target does not know the question's language, or no passage is close to the question; empty where
-    the target answers, as always with a JSON schema, which this sentence would not follow."""
+    the target answers, as always with a JSON schema, which this sentence would not follow. `found_none`: the search found no
+    passage."""
     if params.json_schema:
         return ""
     if unknown_language and passages:
         return other_language(unknown_language)
-    is_far = closeness is not None and closeness < abstain_below
+    is_far = found_none or (closeness is not None and closeness < abstain_below)
     return nothing_close([passage.title for passage in passages]) if is_far else ""
 
 

@@ -199,6 +199,7 @@ class TextRules:
     version. `symbols`: whether a question's options, variables and paths count as written where likely quotes are chosen.
     `follow_ups`: "cited": a follow-up's own words find a further passage in the documents that the latest answer cites, and
     choose the likely quotes; "carried": it keeps a passage that the latest answers cite, and the names that it lacks choose too.
+    `says_none_found`: whether NOTHING_CLOSE is said where the search finds no passage; else the target answers from memory.
     """
 
     quotes: Literal["sentences", "words"] = "sentences"
@@ -209,6 +210,7 @@ class TextRules:
     layout: str = ""
     symbols: bool = False
     follow_ups: FollowUps = "carried"
+    says_none_found: bool = False
 
     @classmethod
     def of(cls, target: TargetConfig, layout: str) -> Self:
@@ -217,13 +219,15 @@ class TextRules:
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
         fit = AnswerFit.read(target.fit_file)
-        return cls(fit=fit, languages=languages, target=name, layout=layout, symbols=True, follow_ups="cited")
+        newer: Any = {"symbols": True, "follow_ups": "cited", "says_none_found": True}
+        return cls(fit=fit, languages=languages, target=name, layout=layout, **newer)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
         if self.target == own.target or self == FORMER_RULES:
             return self
-        return replace(own, quotes=self.quotes, routing=self.routing, symbols=self.symbols, follow_ups=self.follow_ups)
+        kept = ("quotes", "routing", "symbols", "follow_ups", "says_none_found")
+        return replace(own, **{name: getattr(self, name) for name in kept})
 
     @classmethod
     def from_json(cls, value: Any) -> Self:

@@ -228,7 +228,10 @@ def check_reply(language: str, found: GuessedLanguage, corrected: Corrected | No
         offsets = Utf16Offsets(corrected.correction.text)
         matches = matches_of(corrected.correction, corrected.marked, offsets)
         ranges = [[offsets.units(start), offsets.units(end)] for start, end in corrected.correction.sentences]
-        if corrected.correction.unfinished:
+        if name := corrected.correction.other_language:
+            reason = f"The text seems to be {name}, and only English is corrected"
+            warnings = {"incompleteResults": True, "incompleteResultsReason": reason}
+        elif corrected.correction.unfinished:
             warnings = {"incompleteResults": True, "incompleteResultsReason": _UNFINISHED}
         elif num_rewritten := corrected.correction.num_rewritten:
             warnings = {"incompleteResults": True, "incompleteResultsReason": _REWRITTEN.format(num_rewritten)}

@@ -423,5 +423,7 @@ def test_a_wrong_call_ends_before_anything_loads(run: Run, tmp_path: Path) -> No
     (tmp_path / "q.jsonl").write_text('{"qestion": "Why?"}')
     ended = run("evaluate", tmp_path / "q.jsonl", "--index", tmp_path / "none")
     assert ended.code == 1 and ended.out == "" and "q.jsonl, line 1: " in " ".join(ended.err.split())
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert "there is no line in" in run("evaluate", tmp_path / "empty.jsonl", "--index", tmp_path / "none").err
     thrice = [part for name in "abc" for part in ("--config", tmp_path / name)]
     assert run("evaluate", tmp_path / "q.jsonl", *thrice).code == 2

@@ -98,6 +98,8 @@ def test_files_of_text_come_back_as_files(tmp_path: Path) -> None:
     (folder / "empty.txt").write_bytes(b" \n")
     (folder / "data.bin").write_bytes(b"\0")
     assert holds_texts(folder) and holds_texts(folder / "a.txt") and not holds_texts(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text("")
+    assert not holds_texts(tmp_path)
     rows = read_lines(collect_texts(folder, out, told.append))
     assert [(row["id"], row["text"]) for row in rows] == [("a.txt", "He go.\r\n"), ("sub/a.txt", "\ufeffIt rain.")]
     assert len(told) == 2 and "photo.md is not UTF-8: byte 0" in told[1]

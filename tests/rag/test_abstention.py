@@ -16,7 +16,7 @@ from ragspec.errors import ModelError
 from ragspec.evaluation.questions import AskedQuestion
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.wording import ABSTENTION, AnswerFit, TextRules
+from ragspec.rag.wording import ABSTENTION, NOTHING_CLOSE, AnswerFit, TextRules
 from ragspec.retrieval.retriever import Retriever
 
 PASSAGES = [Passage("d", 0, "The mill is old.", 0, 16)]
@@ -35,6 +35,17 @@ def test_a_right_answer_that_a_fit_refuses_is_lost(retriever: Retriever, engine:
         case = doubted_case(pipeline, config, asked)
     assert case and case.is_right
     assert counts([case], AnswerFit(intercept=100.0))["right_lost"] == 1
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_a_search_that_finds_nothing_is_said(
+    retriever: Retriever, engine: Engine, target: Target, *, is_said: bool
+) -> None:
+    """The target answered from memory, and nothing warned. Jobs of earlier versions go on so."""
+    prompts = PromptBuilder(target.tokenizer, CONTEXT, rules=TextRules(says_none_found=is_said))
+    nowhere = {"type": "eq", "key": "year", "value": 1}
+    answer = Pipeline(retriever, engine, prompts).ask(QUESTION, filter=nowhere)
+    assert (answer.text == NOTHING_CLOSE) == is_said and not answer.passages
 
 
 def test_a_distant_passage_makes_abstaining_likelier_and_a_close_one_unlikelier(target: Target) -> None:

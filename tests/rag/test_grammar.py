@@ -208,7 +208,7 @@ def test_words_of_a_sentence_are_no_frame_of_its_correction(sentence: str, reply
     assert corrected.split() == reply.split() and corrected.count("\n") == sentence.count("\n")
 
 
-NO_FILTER = EditFilter(1.0, numbers=False, names=False)
+NO_FILTER = EditFilter(1.0, numbers=False, names=False, structure=False)
 
 
 def check(correction: Correction, whole: str, parts: Sequence[TextPart] | None) -> None:
@@ -250,7 +250,11 @@ def test_code_and_markup_cannot_be_edited(text: str, fixed: str) -> None:
     ("text", "free"),
     [
         ("If a <b and c> d.", "If a <b and c> d."),
-        ("---\nA line\n---\n", "A line"),
+        ("---\nA line.\n---\n", "A line."),
+        ('"I see he go."\n***\n', "he go"),
+        ("- he go\n---\n", "he go"),
+        ("[^1]: This go.", "This go"),
+        ("[Ann]: he go to.", "he go to"),
         ("He is \\textit{very} late.", "{very} late."),
         ("What is <? this", " this"),
         ("What is <?this", "this"),
@@ -316,6 +320,18 @@ def one_line_of(rewrite: Rewrite) -> Rewrite:
         return new and one_line(new)
 
     return rewritten
+
+
+def test_quotation_marks_capitals_and_other_languages_stay() -> None:
+    """A quotation lost its opening mark, NASA its capitals, and correct German came back with mistakes."""
+    grammar, engine = rewriting(lambda sentence: sentence.replace('"', "").replace("A", "a").replace("go", "goes"))
+    assert grammar.correct('Usage\n\n"I go," said NASA.').corrected == 'Usage\n\n"I goes," said NASA.'
+    german = "Das ist ein kleines Haus, und wir sind ins Kino gegangen. Es go."
+    correction = grammar.correct(german)
+    assert (correction.corrected, correction.sentences, correction.other_language) == (german, (), "German")
+    assert [request.sources[0].text for request in engine.requests] == ['"I go," said NASA.']
+    begun = grammar.correct(f'{german}\n\n"', edit_filter=EditFilter(structure=False))
+    assert "Es goes." in begun.corrected and not begun.other_language
 
 
 def test_white_space_inside_a_sentence_stays() -> None:

@@ -64,6 +64,8 @@ def test_conversations_are_listed_renamed_rated_and_exported(kept: Service, tmp_
         assert exported("--tenant", "bob") == []
         assert ann.delete(path).status_code == 200
         assert exported() == []
+        with pytest.raises(SystemExit, match=r"^1$"):
+            main(("feedback", "export", "--data", str(data / "none")))
         documents = ann.get("/v1/documents", params={"limit": 1}).json()
         assert len(documents["data"]) == 1 < documents["total"] and documents["changed_at"] > 0
         titles = {each["title"] for each in bob.get("/v1/documents").json()["data"]}

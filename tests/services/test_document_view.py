@@ -26,6 +26,7 @@ HOSTILE = "<script>alert(1)</script> & <b onclick=alert(2)>"
 FILES = {
     "page.html": f"<h1>The mill</h1><p>It opens at nine.<p>{html.escape(HOSTILE)}<table><tr><th>Day<tr><td>Monday</table>",
     "notes.md": f"# The mill\n\nIt opens at *nine*.\n\n1. Knock.\n2. Wait.\n\n    {HOSTILE}\n",
+    "odd\nname.md": "It opens at nine.",
 }
 LINE = "The mill was built in 1874 by the people of the valley."
 
@@ -63,7 +64,7 @@ def marked(markup: str) -> str:
     return "".join(html.unescape(part) for part in re.findall(r"<mark[^>]*>(.*?)</mark>", markup, re.DOTALL))
 
 
-@pytest.mark.parametrize("name", ["page.html", "notes.md", "manual.docx", "mill.pdf"])
+@pytest.mark.parametrize("name", ["page.html", "notes.md", "manual.docx", "mill.pdf", "odd\nname.md"])
 def test_the_marked_text_is_the_span(viewing: Service, folder: Path, name: str) -> None:
     """A quote that is marked elsewhere, in part, or with markup that runs."""
     document = next(each for each in Store.open(folder / "index").documents() if each.id == f"ann/docs/{name}")
@@ -120,10 +121,10 @@ def test_originals_leave_with_their_documents_and_are_in_backups(folder: Path, t
     with IndexWriter(index) as writer:
         assert writer.delete("ann/docs/mill.pdf")
         writer.commit()
-        assert len(list((index / ORIGINALS).iterdir())) == 4
+        assert len(list((index / ORIGINALS).iterdir())) == len(FILES) + 2
         writer.compact()
     kept = {path.name for path in (index / ORIGINALS).iterdir()}
-    assert kept == {document.digest for document in Store.open(index).documents()} and len(kept) == 3
+    assert kept == {document.digest for document in Store.open(index).documents()} and len(kept) == len(FILES) + 1
     back_up(index, ServiceSettings(), tmp_path / "backup")
     restore(tmp_path / "backup", tmp_path / "restored", ServiceSettings())
     assert {path.name for path in (tmp_path / "restored" / ORIGINALS).iterdir()} == kept

@@ -162,7 +162,9 @@ class Chat:
         judged = None if context.num_further else context.closeness  # the doubt knows the scores of whole questions
         close = judged if prompts.rules.follow_ups == "carried" else context.closeness  # a carried passage has none
         language = prompts.unknown_language(user_question)
-        said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language)
+        shown = [*context.passages, *chain.from_iterable(past.passages for past in context.history)]
+        found_none = prompts.says_none_found(shown, context.generation, context.missing)
+        said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language, found_none)
         own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
         build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)

@@ -71,6 +71,7 @@ class Correction:
 
     `unfinished`: spans left unchanged because the target reached no end of the sentence, or not in time. `withheld`: edits
     that were not applied, each with its reason. `sentences`: the spans that were checked. `stats`: sums over all sentences.
+    `other_language`: the name of the language that the text seems to be in, if not English; it then stays as it is.
     """
 
     id: str
@@ -82,6 +83,7 @@ class Correction:
     prompt_s: float
     withheld: tuple[WithheldEdit, ...] = ()
     sentences: tuple[Span, ...] = ()
+    other_language: str = ""
 
     @property
     def num_rewritten(self) -> int:
@@ -102,6 +104,7 @@ class PreparedCorrection(NamedTuple):
     sentences: tuple[SentenceSpan, ...]
     requests: tuple[Request, ...]
     prompt_s: float
+    other_language: str = ""
 
 
 def build_correction(prepared: PreparedCorrection, completions: Sequence[Completion | None]) -> Correction:
@@ -133,6 +136,7 @@ def build_correction(prepared: PreparedCorrection, completions: Sequence[Complet
         prepared.prompt_s,
         tuple(withheld),
         tuple(marked.span(sentence.start, sentence.end) for sentence in prepared.sentences),
+        prepared.other_language,
     )
 
 

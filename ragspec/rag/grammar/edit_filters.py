@@ -34,6 +34,7 @@ _CALENDAR = frozenset(
     "october november december english french german spanish italian chinese japanese i".split()
 )
 """Capitalised words that are no names."""
+_QUOTATION_MARKS = frozenset('"“”„‟«»‹›')
 
 
 class WithholdReason(enum.StrEnum):
@@ -63,7 +64,8 @@ class EditFilter:
 
     `max_edit_ratio`: the share of a sentence's words that its correction may change; at least one word, unless it is 0; 1 means
     no limit. `ignore`: words or phrases that are never changed, case-sensitive; `dictionary`: the same, in any case. `kinds`: the
-    kinds that are corrected; None: all. Raises: InputError.
+    kinds that are corrected; None: all. `structure`: whether headings, tables and quotation marks stay, and text in another
+    language than English; jobs of earlier versions go on without. Raises: InputError.
     """
 
     max_edit_ratio: float = 0.5
@@ -72,6 +74,7 @@ class EditFilter:
     kinds: frozenset[EditKind] | None = None
     numbers: bool = True
     names: bool = True
+    structure: bool = True
 
     def __post_init__(self) -> None:
         ratio: Any = self.max_edit_ratio
@@ -167,6 +170,10 @@ def _withhold_reason(edit: Edit, edit_filter: EditFilter, names: frozenset[str])
     old, new = _WORD.findall(edit.original), _WORD.findall(edit.replacement)
     if edit_filter.numbers and _numbers_change(edit, old, new):
         return WithholdReason.NUMBER
+    if edit_filter.structure and _marks(edit.original) != _marks(edit.replacement):
+        return WithholdReason.MARKUP
+    if edit_filter.structure and edit_filter.names and _loses_capitals(old, new):
+        return WithholdReason.NAME
     kept = {form for word in new for form in _name_forms(word)}
     if any(word in names and not _name_forms(word) & kept for word in old):
         return WithholdReason.NAME
@@ -179,6 +186,16 @@ def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
         return True
     had, has = ({w.casefold() for w in words} & _NUMBER_WORDS for words in (old, new))
     return bool(had - has) or (bool(has - had) and edit_kind(edit.original, edit.replacement) is not EditKind.SPELLING)
+
+
+def _marks(text: str) -> list[str]:
+    return [char for char in text if char in _QUOTATION_MARKS]
+
+
+def _loses_capitals(old: Sequence[str], new: Sequence[str]) -> bool:
+    """Whether small letters replace a word in capitals: it is an abbreviation, or stands in a line of capitals."""
+    lost = any(len(word) > 1 and word.isupper() and word not in new for word in old)
+    return lost and any(any(map(str.islower, word)) for word in new if word not in old)
 
 
 def _name_forms(name: str) -> set[str]:

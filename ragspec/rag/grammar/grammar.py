@@ -4,12 +4,13 @@
     ...     correction = grammar.correct("He go to school.  It rain.")
     >>> correction.corrected, correction.edits
 
-Text between sentences, white space, markup and code never change. A sentence that is too long for the target is corrected in
-parts. A sentence without letters is not sent. A correction that reaches no end of the sentence is discarded, and an edit that
-the edit filter withholds is not applied.
+Text between sentences, white space, markup and code never change, and no text in another language than English. A sentence that
+is too long for the target is corrected in parts. A sentence without letters is not sent, nor a single word beside sentences. A
+correction that reaches no end of the sentence is discarded, and an edit that the edit filter withholds is not applied.
 """
 
 import asyncio
+import re
 import time
 import uuid
 import weakref
@@ -31,6 +32,7 @@ from ragspec.rag.grammar.correction import (
 )
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.grammar.markup import MarkedText, SentenceSpan, TextPart, one_line, split_sentences
+from ragspec.rag.languages import ENGLISH, guess_language
 from ragspec.rag.pipeline_stages import PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, collect_completions
@@ -40,6 +42,8 @@ _Generated = tuple[PreparedCorrection, list[Completion | None]]
 _MAX_SENTENCE_SHARE = 0.75
 """Tokens of a sentence at most, as a share of the tokens its correction may have."""
 _SPARE_TOKENS = 16
+_LEAST_LEAD, _MAX_CHARS = 4, 100_000
+"""Of a language: common words beyond twice those of English, and the characters that are looked at."""
 KNOWN_MISTAKES = (
     "He go to school every day.",
     "She have a old car.",
@@ -111,11 +115,19 @@ class Grammar(Closeable):
             check_text(request.text, "the text")
         seed = random_seed() if params.seed is None else params.seed
         max_tokens = min(params.max_tokens, self._max_tokens)
-        marked = MarkedText.read(request.text) if request.parts is None else MarkedText(request.parts)
-        sentences = split_sentences(marked, self._prompts.plain_ids, max(1, int(_MAX_SENTENCE_SHARE * max_tokens)))
+        keeps = request.edit_filter.structure
+        if request.parts is None:
+            whole = MarkedText.read(request.text, has_structure=keeps)
+        else:
+            whole = MarkedText(request.parts, has_structure=keeps)
+        other_language = _other_language(whole.plain) if keeps else ""
+        marked = MarkedText([TextPart(request.text, is_markup=True)]) if other_language else whole
+        longest = max(1, int(_MAX_SENTENCE_SHARE * max_tokens))
+        sentences = split_sentences(marked, self._prompts.plain_ids, longest, single_words=not keeps)
         seeded = replace(request, params=replace(params, max_tokens=max_tokens, seed=seed))
         requests = tuple(self._request(seeded, number, marked, each) for number, each in enumerate(sentences))
-        return PreparedCorrection(seeded, marked, tuple(sentences), requests, time.perf_counter() - begin)
+        prompt_s = time.perf_counter() - begin
+        return PreparedCorrection(seeded, marked, tuple(sentences), requests, prompt_s, other_language)
 
     async def complete(self, prepared: PreparedCorrection, timeout_s: float | None = None) -> Correction:
         """Generate and build the correction of a prepared text; cancelling the call cancels its requests.
@@ -194,3 +206,13 @@ class Grammar(Closeable):
         async with own_limit, self._semaphores.setdefault(loop, asyncio.Semaphore(self._max_in_flight)):
             (completion,) = await collect_completions(self._engine, request)
             return completion
+
+
+def _other_language(text: str) -> str:
+    """The name of the language that a text is in, if it surely is not English.
+
+    Each word counts once, short ones first, so that neither names nor the first paragraph decide.
+    """
+    words = dict.fromkeys(word.casefold() for word in re.findall(r"(?<![^\W_])[^\W\d_]{2,}", text[:_MAX_CHARS]))
+    found = guess_language(" ".join(sorted(words, key=len)), _LEAST_LEAD)
+    return "" if found.code == ENGLISH else found.name

@@ -1,7 +1,8 @@
 """Texts with markup: the plain text that a reader sees, its offsets in the whole text, and its sentences.
 
-Markup is given as parts, as editors send it, or detected here: HTML tags and comments, scripts, fenced code, front matter.
-Inline code, addresses, formulas, commands and template fields are plain text but protected from edits. Code that is only
+Markup is given as parts, as editors send it, or detected here: HTML tags and comments, scripts, fenced code, front matter; of
+Markdown also headings, rules, tables, marks of quotations and definitions of links. Inline code, addresses, images, formulas,
+commands and template fields are plain text but protected from edits. Code that is only
 indented is not detected, since paragraphs may be indented, too. Sentences are split so that the target can correct each: none is
 too long, and none without letters.
 
@@ -31,17 +32,29 @@ _ATTRIBUTE = (
     r"(?:aria|data|hx|ng|v|x)-[\w:.-]++)(?![\w:.-]))"
 )
 _BEGIN = r"(?:\A|(?<=\A\ufeff))"  # or after a byte order mark
-_MARKUP = re.compile(
-    rf"(?im)\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
+_MARKUP = (
+    rf"\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
     rf"|(?:^|{_BEGIN})(?P<quoted>[ \t>]*+)(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)?+(?P<fence>`{{3,}}+|~{{3,}}+)(?![^\n`]*+`)"
     r"|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
     rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d{{1,7}}|\#x[\da-f]{{1,6}}|[a-z]+\d*);"
 )
+_HAS_BAR = r"(?=[^\n|]*+\|)"
+_STRUCTURE = (
+    rf"|(?:^|{_BEGIN})(?:(?P<line>(?![^\n]*?<(?:!--|(?:pre|script|style|math)\b))"
+    rf"(?:[ \t]*+(?:[ \t>]*+\#{{1,6}}|>>>)[ \t][^\n]*+"  # heading
+    r"|(?:(?![ \t]*+(?:[-*+>]|\d++[.)]))[^\r\n]{1,120}+(?<![\s.!?:;,\"”’')\]])\r?\n)?"
+    r"[ \t>]*+(?:={3,}+|-{3,}+)[ \t\r]*+$"  # its rule
+    r"|[ \t>]*+(?:(?:\*[ \t]*+){3,}+|_{3,}+)[ \t\r]*+$"  # rule
+    rf"|{_HAS_BAR}[^\n]*+\n{_HAS_BAR}(?=[^\n-]*+-)[-:| \t>]++\r?$(?:\n{_HAS_BAR}[^\n]*+)*+"  # table
+    r"|[ \t>]*+\[(?!\^)[^\]\n]++\]:[ \t]++(?=\S*?[/.\#])\S++(?:[ \t]++\"[^\"\n]*+\")?[ \t\r]*+$))"  # definition of a link
+    r"|(?P<mark>[ \t]*+(?:>[ \t]?)++))"
+)
+_MARKUP_OF = {with_lines: re.compile(f"(?im){_MARKUP}{_STRUCTURE * with_lines}") for with_lines in (False, True)}
 _NAMING = (
     "(?:auto|[cC]|eq|name|page|v)?ref|(?:auto|foot|full|paren|no|short|text)?cite[a-z]*|label|input|include[a-z]*|bibliography[a-z]*|"
     "usepackage|documentclass|begin|end|url|href|bibitem|gls|vspace|hspace"
 )
-_PROTECTED = re.compile(
+_PROTECTED = (
     r"(?P<ticks>(?<!`)`++)[^`\n]++(?P=ticks)"  # inline code
     r"|(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++"  # e-mail
     r"|(?<!\w)(?:(?:https?|ftp|file|mailto|git|ssh):/{0,2}|www\.)[^\s<>\"”’»]*[\w/]"  # address
@@ -52,6 +65,10 @@ _PROTECTED = re.compile(
     r"|\\[a-zA-Z]++\*?+(?:\[[^\]\n\\]{0,80}+\])?+"  # command
     r"|(?<!\w)[@#]\w++"  # user, tag
 )
+_LINKS = (
+    r"|!\[[^\]\n]{0,500}+\](?:\([^()\n]*+\))?|(?<=\])\([^()\s]*+[ \t]++\"[^\"\n]*+\"\)"  # image, target with a title
+)
+_PROTECTED_OF = {with_links: re.compile(_PROTECTED + _LINKS * with_links) for with_links in (False, True)}
 _BLOCKS = frozenset(
     "p div br hr li ul ol table tr td th h1 h2 h3 h4 h5 h6 blockquote section article header footer".split()
 )
@@ -72,13 +89,16 @@ class TextPart(NamedTuple):
 
 
 class MarkedText:
-    """`whole`: all parts joined. `plain`: the text that a reader sees. `protected`: spans of `plain` that must not change."""
+    """`whole`: all parts joined. `plain`: the text that a reader sees. `protected`: spans of `plain` that must not change, with
+    `has_structure` also images and titles of links."""
 
-    def __init__(self, parts: Sequence[TextPart]) -> None:
+    def __init__(self, parts: Sequence[TextPart], *, has_structure: bool = True) -> None:
         self.parts = tuple(parts)
         self.whole = "".join(part.text for part in self.parts)
         self.plain = "".join(part.plain for part in self.parts)
-        self.protected: tuple[Span, ...] = tuple(match.span() for match in _PROTECTED.finditer(self.plain))
+        self.protected: tuple[Span, ...] = tuple(
+            match.span() for match in _PROTECTED_OF[has_structure].finditer(self.plain)
+        )
         self._starts: list[int] = []  # in `plain`, of every non-empty part
         self._offsets: list[int | None] = []  # from `plain` to `whole`; None: markup
         self._behind: list[int] = []  # in `whole`: the end of the last text up to the part
@@ -92,9 +112,9 @@ class MarkedText:
             at, read = at + len(part.text), read + len(part.plain)
 
     @classmethod
-    def read(cls, text: str) -> MarkedText:
-        """A text whose markup is detected where it is unambiguous."""
-        return cls(list(_split_markup(text)))
+    def read(cls, text: str, *, has_structure: bool = True) -> MarkedText:
+        """A text whose markup is detected where it is unambiguous. `has_structure`: also that of Markdown."""
+        return cls(list(_split_markup(text, _MARKUP_OF[has_structure])), has_structure=has_structure)
 
     def text_spans(self) -> list[Span]:
         """The spans of `whole` that are not markup, in order."""
@@ -162,10 +182,10 @@ def _trim_common_ends(edit: Edit) -> Edit:
     return replace(edit, start=edit.start + first, end=edit.end - last, original=original, replacement=replacement)
 
 
-def _split_markup(text: str) -> Iterator[TextPart]:
+def _split_markup(text: str, markup: re.Pattern[str]) -> Iterator[TextPart]:
     """Alternating text and markup. Time is linear: a missing closing tag is searched for once."""
     at, unclosed = 0, set[str]()
-    while match := _MARKUP.search(text, at):
+    while match := markup.search(text, at):
         end, read_as = _markup_end(text, match, unclosed)
         if match.start() > at:
             yield TextPart(text[at : match.start()])
@@ -189,6 +209,8 @@ def _markup_end(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[in
         if ">" in match["quoted"]:
             closing += r"|^(?![ \t]*+>)"  # code in a quotation ends with the quotation
         return _find_end(text, match.end(), closing, unclosed) or len(text), _BREAK
+    if (kind := match.lastgroup) in ("line", "mark"):
+        return match.end(), _BREAK if kind == "line" else ""
     if match["raw"] and (end := _find_end(text, match.end(), rf"</{match['raw'].lower()}\b[^<>]*+>", unclosed)):
         return end, "" if match["raw"].lower() == "code" else _BREAK
     if match.group().startswith("&"):
@@ -210,6 +232,7 @@ _MAX_CHARS_PER_TOKEN = 16
 """A sentence with more characters per allowed token is split before its tokens are counted."""
 
 _WHITE = re.compile(r"\s+")
+_WORD = re.compile(r"[^\W\d_]+")
 
 
 EncodeTexts = Callable[[Sequence[str]], Sequence[Sequence[int]]]
@@ -225,10 +248,17 @@ class SentenceSpan(NamedTuple):
     num_tokens: int
 
 
-def split_sentences(marked: MarkedText, encode: EncodeTexts, max_tokens: int) -> list[SentenceSpan]:
-    """Sentences with a letter outside protected spans, in parts of at most `max_tokens` tokens, but at least one character."""
+def split_sentences(
+    marked: MarkedText, encode: EncodeTexts, max_tokens: int, *, single_words: bool = False
+) -> list[SentenceSpan]:
+    """Sentences with a letter outside protected spans, in parts of at most `max_tokens` tokens, but at least one character.
+
+    `single_words`: also those of one word beside other sentences.
+    """
     text, fitting = marked.plain, list[SentenceSpan]()
     whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
+    if not single_words and len(whole) > 1:
+        whole = [span for span in whole if len(_WORD.findall(text, *span)) > 1]
     begins = {start for start, _ in whole}
     spans = [part for span in whole for part in short_spans(text, span, max_tokens * _MAX_CHARS_PER_TOKEN)]
     while spans:
