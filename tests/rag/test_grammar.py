@@ -330,6 +330,8 @@ def test_quotation_marks_capitals_and_other_languages_stay() -> None:
     correction = grammar.correct(german)
     assert (correction.corrected, correction.sentences, correction.other_language) == (german, (), "German")
     assert [request.sources[0].text for request in engine.requests] == ['"I go," said NASA.']
+    mixed = f"The children go home because it is the end of the day.\n\n{german}\n\nThen they go to bed."
+    assert grammar.correct(mixed).corrected == mixed.replace("en go", "en goes").replace("ey go", "ey goes")
     begun = grammar.correct(f'{german}\n\n"', edit_filter=EditFilter(structure=False))
     assert "Es goes." in begun.corrected and not begun.other_language
 

@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ _MAX_SENTENCE_SHARE = 0.75
 _SPARE_TOKENS = 16
 _LEAST_LEAD, _MAX_CHARS = 4, 100_000
 """Of a language: common words beyond twice those of English, and the characters that are looked at."""
+_PARAGRAPH = re.compile(r"(?:[^\n]++\n?)++")
 KNOWN_MISTAKES = (
     "He go to school every day.",
     "She have a old car.",
@@ -124,6 +126,8 @@ class Grammar(Closeable):
         marked = MarkedText([TextPart(request.text, is_markup=True)]) if other_language else whole
         longest = max(1, int(_MAX_SENTENCE_SHARE * max_tokens))
         sentences = split_sentences(marked, self._prompts.plain_ids, longest, single_words=not keeps)
+        if keeps:
+            sentences = _english(marked.plain, sentences)
         seeded = replace(request, params=replace(params, max_tokens=max_tokens, seed=seed))
         requests = tuple(self._request(seeded, number, marked, each) for number, each in enumerate(sentences))
         prompt_s = time.perf_counter() - begin
@@ -206,6 +210,13 @@ class Grammar(Closeable):
         async with own_limit, self._semaphores.setdefault(loop, asyncio.Semaphore(self._max_in_flight)):
             (completion,) = await collect_completions(self._engine, request)
             return completion
+
+
+def _english(text: str, spans: Sequence[SentenceSpan]) -> list[SentenceSpan]:
+    """The sentences outside paragraphs in another language."""
+    others = [match.span() for match in _PARAGRAPH.finditer(text) if _other_language(match.group())]
+    before = [bisect_right(others, (span.start, len(text))) - 1 for span in spans]
+    return [span for span, at in zip(spans, before, strict=True) if at < 0 or others[at][1] <= span.start]
 
 
 def _other_language(text: str) -> str:
