@@ -48,7 +48,7 @@ class GrammarTask(Task):
     config_sections = ("target", "engine.max_kv_tokens")
 
     def __init__(self, edit_filter: EditFilter = DEFAULT_FILTER) -> None:
-        self._edit_filter = edit_filter
+        self._given = self._edit_filter = edit_filter
 
     def pinned_config(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
         without_index = config.retriever.model_copy(update={"index_dir": "", "pointer": ""})
@@ -65,8 +65,8 @@ class GrammarTask(Task):
 
     def rules(self, config: PipelineConfig, begun: Mapping[str, Any]) -> None:
         """Settles whether structure stays: jobs of earlier versions go on without."""
-        structure = self._edit_filter.structure and (not begun or "structure" in begun)
-        self._edit_filter = replace(self._edit_filter, structure=structure)
+        structure = self._given.structure and (not begun or "structure" in begun)
+        self._edit_filter = replace(self._given, structure=structure)
 
     def stages(self, runtime: Runtime) -> StagedPipeline:
         from ragspec.rag.grammar.grammar import Grammar

@@ -230,8 +230,11 @@ def test_half_a_job_is_finished(begun: Callable[..., Job]) -> None:
     *whole_lines, torn = (job.out / "answers-00000.jsonl.part").read_text().split("\n")
     kept = {row["id"]: row for row in map(json.loads, whole_lines)}
     assert kept.keys() == {"t0", "t1", "t3"} and torn
-    summary = run_job(job, GrammarTask())
+    summary = run_job(job, task := GrammarTask())
     assert (summary.num_skipped, summary.num_answered, summary.num_failed) == (3, 2, 0)
+    assert "structure" not in task.text_settings(job.config)
+    task.rules(job.config, {})  # the task's next job is new
+    assert "structure" in task.text_settings(job.config)
     assert texts_of(job.out, "corrected").keys() == {"t0", "t1", "t2", "t3", "t4"}
     assert read_lines(job.out / "answers-00000.jsonl") == list(kept.values())
 

@@ -243,9 +243,8 @@ def _host_row(run: Run, device: StubDevice, copyable: float, temperature: float,
     runs: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     outputs, clock = list[list[tuple[int, ...]]](), target.clock
     with stub_engine(target, config) as engine:
-        engine.generate(
-            stub_requests(num_requests, lengths, temperature, speculation=True)
-        )  # compiles, fills the cache
+        # Compiles, and fills the cache
+        engine.generate(stub_requests(num_requests, lengths, temperature, speculation=True))
         gc.collect()
         gc.freeze()  # as `ragspec serve` does: a full collection in a timed run trebles its host time
         for number in range(run.num_runs):

@@ -156,10 +156,6 @@ class PromptBuilder:
             other.layout = "short"
         return other
 
-    def says_none_found(self, passages: Sequence[Passage], generation: str, missing: Sequence[str]) -> bool:
-        """Whether a search of a whole index found no passage, which is then said in place of an answer from memory."""
-        return self.rules.says_none_found and not passages and bool(generation) and not missing
-
     def unknown_language(self, question: str) -> str:
         """The name of the question's language if the target does not know it, or an empty text."""
         if not self.rules.languages:

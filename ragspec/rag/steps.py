@@ -112,6 +112,11 @@ class RetrievedQuestion:
     closeness: float | None = None
     times: RetrievalTimes = FROM_MEMORY
 
+    @property
+    def found_none(self) -> bool:
+        """Whether a search of the whole index found no passage."""
+        return bool(self.generation) and not self.missing and not self.passages
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
@@ -180,7 +185,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
     )
     index, times = (retrieved.generation, retrieved.missing), (retrieved.retrieve_s, time.perf_counter() - begin)
     language = prompts.unknown_language(question.text)
-    found_none = prompts.says_none_found(retrieved.passages, *index)
+    found_none = prompts.rules.says_none_found and retrieved.found_none
     said = abstention(
         question.params, retrieved.passages, retrieved.closeness, question.abstain_below, language, found_none
     )

@@ -162,14 +162,12 @@ class Chat:
         judged = None if context.num_further else context.closeness  # the doubt knows the scores of whole questions
         close = judged if prompts.rules.follow_ups == "carried" else context.closeness  # a carried passage has none
         language = prompts.unknown_language(user_question)
-        shown = [*context.passages, *chain.from_iterable(past.passages for past in context.history)]
-        found_none = prompts.says_none_found(shown, context.generation, context.missing)
+        found_none = prompts.rules.says_none_found and context.found_none
         said = steps.abstention(turn.params, context.passages, close, turn.abstain_below, language, found_none)
-        own = turn, question, history, num_deletions, searched
         built = user_question, prompt, request, *found, prompts, said, context.closeness
         build = partial(self._prompt, prompts, system, context, user_question + DOUBT, question + DOUBT, 1, order)
         doubt = None if said else prompts.doubt(build, prompt, judged, request)
-        return PreparedTurn(*built, *own, times=context.times, doubt=doubt)
+        return PreparedTurn(*built, turn, question, history, num_deletions, searched, times=context.times, doubt=doubt)
 
     def answers(self, prepared: PreparedTurn, completions: Sequence[Completion]) -> tuple[list[Answer], bool]:
         """The cited answers of these choices, and whether the first choice, with which the conversation goes on, was stored."""
@@ -287,6 +285,12 @@ class ChatContext:
     closeness: float | None = None
     num_further: int = 0
     times: RetrievalTimes = FROM_MEMORY
+
+    @property
+    def found_none(self) -> bool:
+        """Whether a search of the whole index found no passage, and no earlier turn holds one."""
+        is_searched = bool(self.generation) and not self.missing
+        return is_searched and not self.passages and not any(past.passages for past in self.history)
 
 
 class ChatRetriever:

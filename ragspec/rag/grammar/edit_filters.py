@@ -38,7 +38,8 @@ _QUOTATION_MARKS = frozenset('"“”„‟«»‹›')
 
 
 class WithholdReason(enum.StrEnum):
-    """`RATIO`: the correction changes too many words of its sentence. `KIND`: edits of this kind are not wanted."""
+    """`RATIO`: the correction changes too many words of its sentence. `KIND`: edits of this kind are not wanted. `MARKUP`: also
+    double quotation marks."""
 
     NUMBER = "number"
     NAME = "name"
