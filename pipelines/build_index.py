@@ -41,7 +41,7 @@ from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _console = stderr_console()
 
-_PASSAGES_PER_COMMIT = 16_384
+_PASSAGES_PER_COMMIT = 2048
 _POLL_S = 2.0
 _READ_LIMITS = ReadLimits(max_text_bytes=512 * 2**20, timeout_s=900.0, memory_bytes=4 * 2**30)
 """Why more than for uploads: the files are the user's own."""
@@ -206,6 +206,8 @@ class Indexing:
             ingest.keep_others(Store.open(self.folder).documents(), roots, found.excluded)
         if self.sync:
             ingest.delete_missing(roots, found.excluded)
+        if not (self.keep_duplicates or self.rebuild or self.renew):
+            ingest.delete_moved()
         ingest.delete_unseen()
         ingest.retry_duplicates()
 
@@ -260,6 +262,10 @@ def _warn(report: IngestReport, others: Counter[str], dry_run: bool) -> None:
         warnings += [f"read in part: {name}, {part}" for part in parts[:_SHOWN_PARTS]]
         if len(parts) > _SHOWN_PARTS:
             warnings.append(f"read in part: {name}, and {len(parts) - _SHOWN_PARTS} more places")
+    for name, number in (+report.private).items():
+        warnings.append(
+            f"private: {number} rows of {name} are shown to their `owner` alone; another name of the column shows them to all"
+        )
     left_out = [f"duplicate: {name} has the text of another document and was left out" for name in report.duplicates]
     for name, original in report.near_duplicates.items():
         left_out.append(f"near-duplicate: {name} says what {original} says and was left out")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -32,6 +32,7 @@ _READ_AT_ONCE_BYTES = 64 * 2**20
 _LEAST_SHARED = 0.7
 """Of 351 pages of three manuals and their reStructuredText, 323 share so much; most others are lists of links."""
 
+_ROW = re.compile(r":\d+\Z")
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d(?!\w)")
 _MARKUP = re.compile(r"<[^<>\n]*>|\w+://\S+|^[ \t]*(?:\.\. .*|:[\w-]+:.*)", re.MULTILINE)
@@ -109,7 +110,8 @@ class FileList(NamedTuple):
 @dataclass
 class IngestReport:
     """`skipped`: file names with the reason. `unread`: parts of indexed files. `changed`: ids by outcome. `duplicates`: ids of
-    documents left out, with their file's path and name. `near_duplicates`: the same, with the id of the document that stays."""
+    documents left out, with their file's path and name. `near_duplicates`: the same, with the id of the document that stays.
+    `private`: the number of rows with an owner of their own, by file."""
 
     num_files: int = 0
     changed: dict[str, list[str]] = field(default_factory=lambda: {"added": [], "updated": [], "deleted": []})
@@ -117,6 +119,7 @@ class IngestReport:
     skipped: dict[str, str] = field(default_factory=dict)
     unread: dict[str, list[Unread]] = field(default_factory=dict)
     duplicates: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    private: Counter[str] = field(default_factory=Counter)
 
 
 class FileIngest:
@@ -136,19 +139,25 @@ class FileIngest:
         self.report = IngestReport()
         self._writer, self._reader, self._near_duplicates = writer, reader, near_duplicates
         self._owner = owner
+        self._prefix = f"{owner}/" if owner else ""  # Why in ids: two tenants may have files of the same name
         self._passages_per_commit = passages_per_commit
         self._committed_passages = 0
         self._origin_of: dict[str, str] = {}
-        self._read: set[str] = set()
+        self._read: dict[str, str] = {}  # the names in ids, by origin, of files that were read as a whole
+        self._same_text: dict[str, str] = {}  # ids of the index, with the origin of a duplicate
         self._owners = {owner}
 
     def add_file(self, path: Path, name: str) -> None:
         """A file that cannot be read is left out as a whole; the documents that the index has of it stay."""
         self.report.num_files += 1
+        is_empty = True
         try:
             for document in self._valid_documents(path, name):
                 self._add(document, path, name)
-            self._read.add(str(path.resolve()))
+                is_empty = False
+            self._read[str(path.resolve())] = self._prefix + name
+            if is_empty:
+                self.report.skipped[name] = f"{path} holds no text"
         except InputError as error:
             self.report.skipped[name] = str(error)
 
@@ -163,6 +172,17 @@ class FileIngest:
         for document_id, owner, origin in list(self._writer.origins()):
             if document_id not in self._origin_of and self._is_gone(owner, origin, roots, excluded):
                 self._delete(document_id)
+
+    def delete_moved(self) -> None:
+        """Delete documents of files that this run has indexed, under the names that a run over another folder gave them."""
+        with_documents = set(self._origin_of.values())
+        for document_id, owner, origin in list(self._writer.origins()):
+            is_left = document_id not in self._origin_of and self._same_text.get(document_id) != origin
+            if is_left and owner == self._owner and origin in self._read and origin in with_documents:
+                name = _ROW.sub("", document_id) if has_rows(origin) else document_id
+                now = self._read[origin]
+                if name != now and PurePosixPath(name).name == PurePosixPath(now).name:
+                    self._delete(document_id)
 
     def keep_others(self, documents: Iterable[Document], roots: Sequence[Path], excluded: Collection[str]) -> None:
         """Index the documents of an earlier index that this run has not read and that are not gone."""
@@ -225,17 +245,18 @@ class FileIngest:
             yield check_document(document)
 
     def _documents(self, path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
-        """Why the owner is part of the ids: two tenants may have files of the same name."""
-        prefix, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
+        origin = str(path.resolve())
         # Why not of rows: a change of one would change the documents of all others
         digest = "" if has_rows(name) or not path.is_file() else file_checksum(path).sha256
         for document in self._reader.documents(path, name, unread):
             owner = self._owner or document.owner
             source = document.source or name
-            yield replace(document, id=prefix + document.id, owner=owner, source=source, origin=origin, digest=digest)
+            document_id = self._prefix + document.id
+            yield replace(document, id=document_id, owner=owner, source=source, origin=origin, digest=digest)
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)
+        self.report.private[name] += bool(document.owner and not self._owner)
         if self._near_duplicates and (original := self._near_duplicates.original(document, name)):
             self.report.near_duplicates[document.id] = original
             self._delete(document.id)
@@ -246,6 +267,7 @@ class FileIngest:
         self._note(document.id, outcome)
         if outcome is UpsertOutcome.DUPLICATE:
             self.report.duplicates[document.id] = path, name
+            self._same_text[self._writer.duplicate_of(document) or ""] = document.origin
         encoded = self._writer.changes.encoded
         if self._passages_per_commit and encoded - self._committed_passages >= self._passages_per_commit:
             self._writer.commit()

@@ -57,6 +57,8 @@ class BlockKind(enum.StrEnum):
     LIST_ITEM = "list_item"
     TABLE = "table"
     CODE = "code"
+    TERM = "term"
+    """A line that the text below explains."""
 
 
 class Block(NamedTuple):

@@ -41,6 +41,7 @@ _LINE = re.compile(r"[^\s\n](?:[^\n]*\S)?")
 _NO_TERM = re.compile(r"^(?:\||[-*•+][ \t])|[.!?…:;。！？][\"'”’»)\]*`]*$")
 """Rows and items of a passage without blocks, and ends of sentences."""
 _ANNOUNCING_END = re.compile(r"[:?：？][\"'”’»)\]*`]*$")
+_JSON_KEY = re.compile(r'"\s*:')
 _IN_ROWS = frozenset({BlockKind.LIST_ITEM, BlockKind.TABLE, BlockKind.CODE})
 
 
@@ -116,6 +117,8 @@ def _units(passage: Passage) -> Iterator[_Unit]:
         start, end, kind = block[:3]
         if kind is BlockKind.HEADING:
             yield _Unit(start, end, kind)
+        elif kind is BlockKind.TERM:
+            yield _Unit(start, end, kind, announces=True, is_term=True)
         elif kind in (BlockKind.TABLE, BlockKind.CODE):
             yield from (_Unit(*line.span(), kind) for line in _LINE.finditer(text, start, end))
         else:
@@ -239,8 +242,11 @@ def _quotations(answer: str) -> Iterator[Span]:
     quotes = [match.start() for match in re.finditer('"', answer)]
     spans = [(left + 1, right) for left, right in pairwise(quotes)]
     spans += [match.span(match.lastindex or 0) for match in _QUOTED.finditer(answer)]
+    is_json = answer.lstrip().startswith(("{", "["))
     for start, end in spans:
         quotation = answer[start:end]
+        if is_json and _JSON_KEY.match(answer, end):
+            continue
         if quotation and quotation == quotation.strip() and re.search(r"\w", quotation):
             yield start, end
 

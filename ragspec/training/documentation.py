@@ -91,7 +91,8 @@ def _of_terms(document: Document, passage: Passage, tool: str) -> Iterator[RuleM
     text, of_tool = document.text, f" of {tool}" * bool(tool)
     blocks = blocks_reaching(document.blocks, passage.start, passage.end)
     for block, after in itertools.pairwise(each for each in blocks if each.start >= passage.start):
-        term = _TERM.fullmatch(text, block.start, block.end) if block.kind is BlockKind.PARAGRAPH else None
+        is_term = block.kind in (BlockKind.PARAGRAPH, BlockKind.TERM)
+        term = _TERM.fullmatch(text, block.start, block.end) if is_term else None
         if term is None or _NO_TERM.fullmatch(text, term.start("name"), block.end) or after.kind is BlockKind.TABLE:
             continue
         asked, behind = _asked_of_term(term, of_tool), sentences(text, after.start, min(after.end, passage.end))

@@ -103,7 +103,7 @@ def quotable_parts(passage: Passage) -> Iterator[Part]:
     spans = {span for run in quotable_runs(passage) for span in run}
     for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         block, *others = blocks_reaching(passage.blocks or whole, start, end)
-        is_paragraph, announced = block.kind is BlockKind.PARAGRAPH, end
+        is_paragraph, announced = block.kind in (BlockKind.PARAGRAPH, BlockKind.TERM), end
         if others and passage.text[: block.end].endswith(":") and others[0].kind is not BlockKind.PARAGRAPH:
             announced = others[0].start
         num_words = len(passage.text[start:end].split())

@@ -26,7 +26,8 @@ from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits
 from ragspec.retrieval.reading.pdf_page import DrawnPage, letters_of
 from ragspec.retrieval.retriever import Retriever
 from services.stores.library import Library
-from services.stores.uploads import FILE
+from services.stores.records import StoreMember
+from services.stores.uploads import FILE, origin_of
 from services.web.pages import head
 
 POLICY = "default-src 'none'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; sandbox"
@@ -58,6 +59,15 @@ class DocumentViews:
                 if live.is_live[number] and live.segment.readable(tenant)[number]:
                     return live.segment.document(number)
         raise NotFound(f"there is no document {document_id!r}")
+
+    def texts(self, member: StoreMember) -> list[str]:
+        """Of a file in a vector store: its text, or the texts of its rows in their order. Raises: StoreError."""
+        origin, found = origin_of(member), dict[int, str]()
+        for segment, own in self._current().readable(member.tenant):
+            is_of_file = pc.equal(segment.documents["origin"], origin).to_numpy()
+            for document in (segment.document(number) for number in own if is_of_file[number]):
+                found[int(document.id.removeprefix(origin).lstrip(":") or 0)] = document.text
+        return [found[row] for row in sorted(found)]
 
     def listing(self, tenant: str, offset: int, limit: int) -> tuple[list[dict[str, str]], int]:
         """Ids, titles and sources of documents that the tenant may search, and how many there are. Raises: StoreError."""

@@ -289,7 +289,8 @@ class IngestWorker:
                 upload.part_done()
                 if upload.is_whole:
                     self.uploads.close(upload)
-                    self._end(upload.member, "completed", num_bytes=upload.num_bytes)
+                    code, message = ("invalid_file", f"read in part: {upload.unread}") if upload.unread else ("", "")
+                    self._end(upload.member, "completed", code, message, upload.num_bytes)
             self.uploads.put_back([upload for upload in read if not upload.is_whole])
 
     def _wait(self, uploads: Sequence[Upload], cause: Exception) -> None:

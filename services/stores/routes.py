@@ -136,6 +136,13 @@ def _add_members(router: APIRouter, backend: ServiceBackend) -> None:
     def member(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
         return schemas.member_object(records.member(tenant, store_id, file_id))
 
+    @router.get("/v1/vector_stores/{store_id}/files/{file_id}/content")
+    def content(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
+        """The text as it was read and is quoted, of a table one part a row."""
+        texts = backend.documents.texts(records.member(tenant, store_id, file_id))
+        data = [{"type": "text", "text": text} for text in texts]
+        return {"object": "vector_store.file_content.page", "data": data, "has_more": False, "next_page": None}
+
     @router.post("/v1/vector_stores/{store_id}/files/{file_id}")
     def change(tenant: Tenant, store_id: Name, file_id: Name, body: schemas.MemberChange) -> Fields:
         """Indexes the file again with the new attributes. Unchanged passages keep their vectors."""

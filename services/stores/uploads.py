@@ -19,7 +19,7 @@ from typing import TextIO
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.index.embedding import EmbeddedDocument
-from ragspec.retrieval.reading import SUFFIXES, format_of, has_rows
+from ragspec.retrieval.reading import SUFFIXES, Unread, format_of, has_rows
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, document_of, write_documents
 from ragspec.tenants import FairQueue
 from services.stores.records import FileRecord, StoreMember
@@ -50,24 +50,25 @@ class UnsupportedFile(InputError):
     """A type of file that cannot be parsed."""
 
 
-def parsed(path: Path, filename: str, limits: ReadLimits) -> TextIO:
-    """An open file without a name, one JSON object a line: the documents, of nobody yet.
+def parsed(path: Path, filename: str, limits: ReadLimits) -> tuple[TextIO, list[Unread]]:
+    """An open file without a name, one JSON object a line: the documents, of nobody yet. And the parts that were not read.
 
     Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
     """
     if Path(filename).suffix.lower() not in SUFFIXES:
         raise UnsupportedFile(f"files of this type cannot be read; these can: {', '.join(sorted(SUFFIXES))}")
+    unread: list[Unread] = []
     with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
         output = Path(folder) / "documents.jsonl"
         try:
             if format_of(filename).is_safe:
-                write_documents(path, filename, output, limits, [])
+                write_documents(path, filename, output, limits, unread)
             else:
                 with BoundedReader(limits) as reader:
-                    reader.write(path, filename, output)
+                    unread = reader.write(path, filename, output)
         except InputError as cause:
             raise InputError(str(cause).replace(str(path), filename)[:_MAX_REASON_CHARS]) from cause
-        return open(output, encoding="utf-8")
+        return open(output, encoding="utf-8"), unread
 
 
 def documents(lines: TextIO, file: FileRecord, member: StoreMember) -> Iterator[Document]:
@@ -101,7 +102,8 @@ class Upload:
     """A file on its way into the index, in parts. States of each part: unread -> ready -> committed.
 
     `part`: the documents to commit next; `passages`: the same, cut. `committed`: the ids of those before. `may_be_known`: the
-    index may hold documents of the file already. `is_dropped`: the member ended, is deleted, or was attached again.
+    index may hold documents of the file already. `is_dropped`: the member ended, is deleted, or was attached again. `unread`:
+    the parts of the file that were not read, in words.
     """
 
     member: StoreMember
@@ -114,6 +116,7 @@ class Upload:
     may_be_known: bool = True
     is_dropped: bool = False
     error: Exception | None = None
+    unread: str = ""
     _lines: TextIO | None = None
     _rest: Iterator[Document] = field(default_factory=lambda: iter(()))
 
@@ -137,7 +140,8 @@ class Upload:
 
     def parse(self, path: Path, file: FileRecord, limits: ReadLimits) -> None:
         """Raises: InputError."""
-        self._lines = parsed(path, file.filename, limits)
+        self._lines, unread = parsed(path, file.filename, limits)
+        self.unread = "; ".join(str(part) for part in unread if part.place)[:_MAX_REASON_CHARS]
         is_long = os.fstat(self._lines.fileno()).st_size > _LARGE_BYTES
         self.is_large = is_long and not has_rows(file.filename)  # Why: a part of a file of rows is small
         self._rest = documents(self._lines, file, self.member)

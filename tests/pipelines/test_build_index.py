@@ -16,6 +16,7 @@ from pipelines import file_ingest
 from ragspec.config import EncoderConfig
 from ragspec.core import Document
 from ragspec.errors import SaveError, StoreError
+from ragspec.retrieval.chunking import chunker
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import Unread, bounded_reader, read_file
@@ -126,15 +127,40 @@ def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Run, docs: Path, tm
 
 
 def test_unreadable_files_are_named_and_left_out_whole(run: Run, docs: Path, tmp_path: Path) -> None:
-    """One bad file that ends the job; half of a file in the index; an exit code that says nothing."""
+    """One bad file that ends the job; half of a file in the index; a file that gave nothing and that nothing names."""
     (docs / "bad.pdf").write_bytes(b"%PDF-1.7 and then nothing")
     (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
     (docs / "twice.jsonl").write_text('{"id": "r1", "text": "The id of a row of another file."}')
+    (docs / "z.txt").write_text(" \n")
     ended = run()
-    assert ended.code == 0 and ended.summary["skipped"] == ["docs/bad.pdf", "docs/half.jsonl", "docs/twice.jsonl"]
-    assert all(word in ended.err for word in ("bad.pdf", "half.jsonl, line 2", "the id 'r1' is that of a document in"))
+    names = ["docs/bad.pdf", "docs/half.jsonl", "docs/twice.jsonl", "docs/z.txt"]
+    assert ended.code == 0 and ended.summary["skipped"] == names
+    reasons = ("bad.pdf", "half.jsonl, line 2", "the id 'r1' is that of a document in", "z.txt holds no text")
+    assert all(word in ended.err for word in reasons)
     assert len(documents(tmp_path)) == 4
     assert run("--strict").code == 1
+
+
+def test_rows_that_a_column_hides_are_named(run: Run, docs: Path) -> None:
+    """A column `owner` of a table of pets, and every question about it was answered with nothing."""
+    (docs / "pets.csv").write_text("text,owner\nRex is a dog.,Ann\nTom is a cat.,\n")
+    assert "private: 1 rows of docs/pets.csv" in run().err and "private" not in run("--owner", "bob").err
+
+
+def test_a_file_below_another_folder_leaves_no_older_copy(run: Run, run_on: Run, docs: Path, tmp_path: Path) -> None:
+    """An answer from the text of last year, because the folder above was given then; or documents of a tenant deleted with it."""
+    (docs / "sub" / "t.csv").write_text("text\nFirst.\nSecond.\n")
+    run("--owner", "ann")
+    run()
+    assert counts(run_on(docs / "sub").summary) == (0, 0, 0, 3, 0)  # the same texts
+    (docs / "sub" / "new.md").write_text((docs / "sub" / "b.md").read_text())
+    (docs / "sub" / "b.md").write_text("# Kings\n\nCharlemagne was crowned in Rome.")
+    (docs / "sub" / "t.csv").write_text("text\nFirst.\nThird.\n")
+    ended = run_on(docs / "sub")
+    assert counts(ended.summary) == (3, 0, 0, 1, 2) and not ended.summary["skipped"]
+    of_nobody = {name for name, each in documents(tmp_path).items() if not each.owner and "sub/" in name}
+    assert of_nobody == {"sub/b.md", "sub/new.md", "docs/sub/t.csv:2", "sub/t.csv:3"}
+    assert sum(each.owner == "ann" for each in documents(tmp_path).values()) == 6
 
 
 def test_a_dry_run_changes_nothing_and_tells_the_truth(
@@ -239,6 +265,19 @@ def test_an_index_is_renewed_with_all_that_is_in_it(run: Run, docs: Path, tmp_pa
     assert set(documents(tmp_path)) == before | {"docs/sub/b.md", "r1", "r2"}
     assert counts(run("--sync", "--renew").summary) == (0, 0, len(before) + 3, 0, 0)
     assert run("--renew").code == 2
+
+
+def test_a_renewal_cuts_again_what_other_rules_cut(
+    run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new version that cuts tables better, and an index that nothing but its deletion brings to it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(chunker, "_tables_apart", lambda text, section, _: [section._replace(header="Old rules")])
+        run()
+    assert counts(run().summary) == (0, 0, 4, 0, 0)
+    assert counts(run("--sync", "--renew").summary) == (0, 4, 0, 0, 0)
+    (segment,) = {live.segment for live in Store.open(tmp_path / "index").segments if live.is_live.any()}
+    assert {segment.passage(row).heading for row in range(4)} == {"", "Kings"}
 
 
 def test_a_file_beyond_the_limits_of_reading_is_skipped_alone(

@@ -56,6 +56,14 @@ def test_what_counts_as_a_citation(answer: str, expected: list[list[str]], why: 
     assert [list(each) for each in cited(answer)] == expected, why
 
 
+def test_the_keys_of_a_json_answer_are_no_quotations() -> None:
+    """A key that some passage holds was shown as the answer's source."""
+    answer = '{"mill": "storm", "bridge" : 5}'
+    passages = [replace(PASSAGES[0], text="The mill stood in a storm beside the bridge.")]
+    assert [text for text, _ in cited(answer, passages)] == ["storm"]
+    assert [text for text, _ in cited(f"So: {answer}", passages)] == ["mill", "storm", "bridge"]
+
+
 def test_the_longest_match_wins_and_the_rest_is_still_used() -> None:
     """Taking the first match of four words cut a quotation of a whole paragraph into pieces."""
     one = Passage("one", 0, "alpha beta gamma delta epsilon zeta", 0, 35)

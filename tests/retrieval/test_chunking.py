@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document, Heading
+from ragspec.core import Block, BlockKind, Document, Heading
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunking import TokenLimit, chunk, embedded_text, sentences
 from ragspec.retrieval.encoder import Encoder
@@ -74,6 +74,17 @@ def test_every_passage_of_a_table_has_its_header(table: str) -> None:
     assert (before.text, before.heading, after.text, after.heading) == ("Before it.", "", "After it.", "")
     assert len(rows) > 2 and {row.heading for row in rows} == {"Part | Weight"}
     assert [passage.heading for passage in chunk(document, ChunkingConfig(max_chars=5000))] == [""]
+
+
+@pytest.mark.parametrize("kind", [BlockKind.TABLE, BlockKind.CODE])
+def test_a_block_of_lines_is_whole_or_cut_between_lines(kind: BlockKind) -> None:
+    """The last row of a price list without the names of its columns; a setting cut in its middle."""
+    before, table = "It rained all day. " * 4, "".join(f"| part {n} | {n} kg |\n" for n in range(6))
+    blocks = (Block(0, len(before), BlockKind.PARAGRAPH), Block(len(before) + 2, len(before) + 2 + len(table), kind))
+    document = Document("a", f"{before}\n\n{table}", blocks=blocks)
+    assert [passage.text for passage in chunk(document, ChunkingConfig(max_chars=130))][-1] == table.strip()
+    for passage in chunk(document, ChunkingConfig(max_chars=50, overlap_chars=0)):
+        assert not passage.text.startswith("| ") or all(line[-1] == "|" for line in passage.text.splitlines())
 
 
 def test_no_text_stalls_the_search_for_tables() -> None:

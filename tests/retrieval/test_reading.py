@@ -3,11 +3,15 @@
 import json
 import os
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
+from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
+from ragspec.rag.citations import quotable_runs
+from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import Unread, find_files, passed_over, read_documents, read_file
 
 FILES = Path(__file__).with_name("files")
@@ -31,7 +35,7 @@ def docs(tmp_path: Path) -> Path:
 def one(path: Path) -> Document:
     (document,) = read_file(path, path.name)
     for heading in document.headings:
-        assert heading.text.split()[0] in document.text[heading.start : heading.start + 200]
+        assert heading.text.split()[0] in document.text[: heading.start + 200]
     return document
 
 
@@ -143,6 +147,17 @@ def test_a_page_may_be_titled_by_its_settings(tmp_path: Path) -> None:
     assert (one(path).title, titles(one(path))) == ("The concepts", [(2, "Low")])
     path.write_text("title: no\n")
     assert one(path).title == "_index"
+    for settings in ("---\ntitle: A\ndate: 2024-01-05\nx: {}\n---\n", "+++\ntitle = 'A'\ndate = 2024-01-05\n+++\n"):
+        path.write_text(f"{settings}Text.\n")
+        assert (one(path).title, one(path).metadata, one(path).text) == ("A", {"date": "2024-01-05"}, "Text.\n")
+    path.write_text("---\ntitle: A: b\n---\nText.\n")  # damaged
+    assert (one(path).title, one(path).text) == ("A: b", "Text.\n")
+    for text in ("---\nBetween two rules.\n---\n", "+++\nBetween two: marks.\n+++\n", "---\n- a\n---\n"):
+        path.write_text(text)
+        assert one(path).text == text
+    path.write_text("---\ntitle: 3.10\nzip: 01067\nland: NO\nyear: 2020\nx: !!bool y\nz: {a: b}\n---\nText.\n")
+    shown = {"zip": "01067", "land": "NO", "year": 2020, "x": "y"}
+    assert (one(path).title, one(path).metadata) == ("3.10", shown)
 
 
 RST = (FILES / "manual.rst").read_text()
@@ -222,6 +237,7 @@ def read_as(tmp_path: Path, name: str, text: str) -> Document:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
+        ("By ~~Ann~~ Bob, `~~x~~`.", "By Bob, `~~x~~`."),
         ("10<sup>6</sup> kg of H<sub>2</sub>O, `<sup>x</sup>`", "10⁶ kg of H₂O, `<sup>x</sup>`"),
         ("---\nweight: 1\n---\na <!-- no\nno --> b\n\n<!-- no -->\n\nc", "a  b\n\nc"),
         ("```\n<!-- kept -->\n```", "```\n<!-- kept -->\n```"),
@@ -230,7 +246,7 @@ def read_as(tmp_path: Path, name: str, text: str) -> Document:
     ],
 )
 def test_markdown_reads_as_it_is_shown(tmp_path: Path, source: str, text: str) -> None:
-    """Comments were found by questions, and 10 to the power of 6 was 106."""
+    """Comments and struck words were found by questions, and 10 to the power of 6 was 106."""
     assert read_as(tmp_path, "a.md", source).text == text
 
 
@@ -252,6 +268,110 @@ def test_asciidoc_is_read(tmp_path: Path) -> None:
     )
     assert titles(document) == [(1, "The manual"), (2, "Install")]
     assert [block.kind for block in document.blocks][-2:] == ["list_item", "code"]
+    source = ":Name: Mill\n:long: {name} 2\n= The {long}\n:x: y\n:!x:\n\n{long} has {none} {x} \\{name}.\n\n----\n{name}\n----\n"
+    assert read_as(tmp_path, "a.adoc", source).text == "The Mill 2\n\nMill 2 has {none} {x} \\{name}.\n\n{name}"
+
+
+def test_letters_struck_twice_are_one_letter(tmp_path: Path) -> None:
+    """`man ls > ls.txt` was indexed as "NNAAMMEE"."""
+    assert read_as(tmp_path, "a.txt", "N\bNA\bA\n_\bf_\bi 1\b2\n").text == "NA\nfi 1\b2\n"
+
+
+MANUAL = """NAME
+       timeout - run a command
+
+OPTIONS
+       -k, --kill-after=N
+              also send a signal after N seconds, if the command is still
+              running then
+
+       -v
+              say more
+
+       By default, nothing
+       is sent.
+
+EXIT STATUS
+       124    if it timed out
+       137    if it was killed
+"""
+
+
+def test_a_manual_page_has_titles_terms_and_prose(tmp_path: Path) -> None:
+    """A default in a passage that names no option, or the wrong one; half a sentence that was quoted as a line of code."""
+    document = read_as(tmp_path, "a.txt", MANUAL)
+    assert document.text == MANUAL
+    entries = [(1, "OPTIONS"), (2, "-k, --kill-after=N"), (2, "-v"), (1, "OPTIONS")]
+    assert titles(document) == [(1, "NAME"), *entries, (1, "EXIT STATUS")]
+    found = [(block.kind.value, document.text[block.start : block.end].split()[0]) for block in document.blocks]
+    blocks = [("heading", "OPTIONS"), ("term", "-k,"), ("paragraph", "also"), ("term", "-v"), ("code", "say")]
+    assert found[2:] == [*blocks, ("paragraph", "By"), ("heading", "EXIT"), ("code", "124")]
+    passages = {passage.heading: passage for passage in chunk(document, ChunkingConfig())}
+    default, option = passages["OPTIONS"], passages["OPTIONS > -v"]
+    assert default.text.split() == "By default, nothing is sent.".split()
+    quotes = [option.text[start:end].split() for run in quotable_runs(option) for start, end in run]
+    assert quotes == [["say", "more"], ["-v", "say", "more"]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mill - a house in which corn is ground by stones\n       that a wheel turns\n\n",
+        "2025-03-03 10:00:01 ERROR wheel failed\n    at mill.turn(mill.py:3)\n",
+        "I think we should sell the mill for 90000 euros\n\n  > What do you think about the price\n\n",
+        "09:00 Opening by Ann\n      Room 4\n",
+    ],
+)
+def test_lines_of_other_texts_are_no_titles(tmp_path: Path, text: str) -> None:
+    """Glossaries, logs, mails and agendas of which only the second lines could be quoted."""
+    document = read_as(tmp_path, "a.txt", 4 * text)
+    assert not document.headings and document.blocks[0].kind.value == "paragraph"
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        (
+            "# all\nserver:\n  port: 25\nmail:\n  host: a\n  to: b\nlog:\n  on: no\n  at: c\n",
+            ["server:", "mail:", "log:"],
+        ),
+        ("[one]\na = 1\nb = 2\n\n[two]\na = 3\nb = 4\n\n[three]\na = 5\n", ["[one]", "[two]", "[three]"]),
+        ("[2025-03-04 10:02] ann: may I?\n[2025-03-04 10:03] bob: no\n", []),
+    ],
+)
+def test_settings_and_records_are_lines(tmp_path: Path, text: str, terms: list[str]) -> None:
+    """Four questions about one file got the same answer: its beginning, cut after 96 tokens."""
+    document = read_as(tmp_path, "a.txt", text)
+    assert all("\n" not in text[b.start : b.end] for b in document.blocks if b.kind.value != "code")
+    found = [document.text[block.start : block.end] for block in document.blocks if block.kind.value == "term"]
+    assert (found, document.headings) == (terms, ())
+
+
+def test_prose_has_no_titles_but_those_that_are_underlined(tmp_path: Path) -> None:
+    """The line above an indented example, taken for a title of all that follows."""
+    prose = "A mill\n======\n\nGrind it like this\n\n    mill --start\n\nIt ends\nwhen it is stopped: wait.\n"
+    document = read_as(tmp_path, "a.txt", prose)
+    assert titles(document) == [(1, "A mill")]
+    assert [block.kind.value for block in document.blocks] == [
+        *("heading", "heading", "paragraph", "code", "paragraph")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "texts"),
+    [
+        ("2,Ann,2024-01-05\n3,Bob,2023-02-01\n", ["column 1: 2\ncolumn 2: Ann\ncolumn 3: 2024-01-05", ANY]),
+        ("a@b.de;Ann\nb@b.de;Bob\n", ["column 1: a@b.de\ncolumn 2: Ann", ANY]),
+        ("Country,0.25\nPeru,5.1\n", ["Country: Peru\n0.25: 5.1"]),
+        ("State,1/22/20\nPeru,5\n", ["State: Peru\n1/22/20: 5"]),
+        ("a|b\n1|2\n", ["a: 1\nb: 2"]),
+        ("text\nyes|no\n", ["yes|no"]),
+    ],
+)
+def test_a_table_without_a_header_loses_no_row(tmp_path: Path, table: str, texts: list[str]) -> None:
+    """The first customer became the names of the columns; or names of columns a row."""
+    (tmp_path / "a.csv").write_text(table)
+    assert [document.text for document in read_file(tmp_path / "a.csv", "a.csv")] == texts
 
 
 def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:

@@ -185,6 +185,9 @@ def test_a_mail_names_what_is_attached(tmp_path: Path) -> None:
     text = "The mill opens at nine.\n\n\nIt closes at five.\n"
     assert document.text == f"Grüße\n\nFrom: ann@example.org\n\n{text}"
     assert [each.place for each in unread] == ["attachment plan.pdf"]
+    head = b"Content-Type: text/plain; charset=iso-8859-1\nContent-Transfer-Encoding: 8bit\n\n"
+    (tmp_path / "b.eml").write_bytes(head + b"It costs 5 \x80.\n")
+    assert read(tmp_path / "b.eml").text == "It costs 5 \u20ac.\n"
 
 
 def test_cells_of_a_notebook_are_text_and_code(tmp_path: Path) -> None:

@@ -76,10 +76,19 @@ def test_an_uploaded_file_is_found_with_the_official_client(ann: openai.OpenAI) 
     file = ann.files.retrieve(member.id)
     assert (file.filename, file.bytes, file.purpose) == ("faq.md", len(FAQ), "assistants")
     assert ann.files.content(member.id).read() == FAQ
+    assert [part.text for part in ann.vector_stores.files.content(member.id, vector_store_id=store)] == [FAQ.decode()]
     ann.vector_stores.files.update(member.id, vector_store_id=store, attributes={"team": "farm"})  # no other upload
     ann.vector_stores.files.poll(member.id, vector_store_id=store, poll_interval_ms=50)
     assert texts(ann, store, filters={"type": "eq", "key": "team", "value": "farm"})
     assert not texts(ann, store, filters={"type": "eq", "key": "team", "value": "zoo"})
+
+
+def test_a_file_that_was_read_in_part_says_so(ann: openai.OpenAI) -> None:
+    """Rows that are missing from every answer, of a file that is "completed"."""
+    store, member = put(ann, "rows.csv", b"text,x\n" + b"".join(b"Row %d.,\n" % n for n in range(12)) + b"Bad.,y,z\n")
+    assert (member.status, member.last_error.message) == ("completed", "read in part: line 14: 3 cells below 2 columns")
+    rows = [part.text for part in ann.vector_stores.files.content(member.id, vector_store_id=store)]
+    assert rows == [f"Row {n}." for n in range(12)]
 
 
 LATE = {"type": "gte", "key": "year", "value": 2000}

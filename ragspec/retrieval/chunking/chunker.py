@@ -17,7 +17,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document, Heading, Passage, blocks_in
+from ragspec.core import BlockKind, Document, Heading, Passage, blocks_in, blocks_reaching
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip, sentences
 
@@ -156,11 +156,13 @@ def _header(match: re.Match[str]) -> str:
 
 _TITLE_LINES = re.compile(r"(?:([^\w\s])\1{2,}[ \t]*\n)?[^\n]*(?:\n([^\w\s])\2{2,}[ \t]*(?=\n|\Z))?")
 """A title's line, with the rules above and below it."""
+_BY_LINES = frozenset({BlockKind.CODE, BlockKind.TABLE})
+_LINE = re.compile(r"\S(?:[^\n]*\S)?")
 _JOINERS = frozenset("\u200d\ufe0e\ufe0f")
 
 
 def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None = None) -> list[Passage]:
-    """Passages of at most `max_chars` characters, in order, each a run of whole sentences of one section.
+    """Passages of at most `max_chars` characters, in order, each a run of whole sentences, or of lines of code, of one section.
 
     With a limit, the `embedded_text` of each passage has at most `limit.max_tokens` tokens, and at most `config.max_tokens`. A
     sentence too long for one passage is cut between words, and a word between characters. Adjacent passages of a section share
@@ -204,9 +206,20 @@ class _Section(NamedTuple):
     borders: list[int]
     header: str = ""
 
-    def sentences(self, text: str) -> list[Span]:
-        regions = zip(self.borders, self.borders[1:], strict=False)
-        return [span for start, end in regions for span in sentences(text, start, end)]
+    def sentences(self, document: Document, max_chars: int) -> Iterator[Span]:
+        """The sentences, and blocks of code and tables: whole if they have at most `max_chars` characters, else their lines."""
+        text = document.text
+        for start, end in zip(self.borders, self.borders[1:], strict=False):
+            at = start
+            for block in blocks_reaching(document.blocks, start, end):
+                if block.kind in _BY_LINES and at <= block.start and block.end <= end:
+                    yield from sentences(text, at, block.start)
+                    at = block.end
+                    if at - block.start <= max_chars and not _is_blank(text, block.start, at):
+                        yield lstrip(text, block.start, at), rstrip(text, block.start, at)
+                    else:
+                        yield from (line.span() for line in _LINE.finditer(text, block.start, at))
+            yield from sentences(text, at, end)
 
 
 @dataclass(slots=True)
@@ -236,7 +249,8 @@ class _RunBudget(NamedTuple):
 
 def _part(document: Document, section: _Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
-    spans = [piece for span in section.sentences(text) for piece in short_spans(text, span, config.max_chars)]
+    found = section.sentences(document, config.max_chars)
+    spans = [piece for span in found for piece in short_spans(text, span, config.max_chars)]
     titles = [each.text for each in section.path]
     heading = fit_heading(document.title, titles, limit, section.header) if spans else ""
     runs = list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars))
@@ -307,7 +321,7 @@ def _pack(room: _RunBudget, overlap_chars: int) -> Iterator[Span]:
 
 
 def short_spans(text: str, span: Span, max_chars: int) -> Iterator[Span]:
-    """The span in parts of at most `max_chars` characters, cut at white space if there is any."""
+    """The span in parts of at most `max_chars` characters, cut between lines or else at white space, if there is any."""
     start, end = span
     while end - start > max_chars:
         cut = _cut(text, start, start + max_chars)
@@ -317,7 +331,9 @@ def short_spans(text: str, span: Span, max_chars: int) -> Iterator[Span]:
 
 
 def _cut(text: str, start: int, limit: int) -> int:
-    """Where to cut before `limit`: after the last white space, else between two whole characters."""
+    """Where to cut before `limit`: at the last line end or else the last white space, or else between two whole characters."""
+    if (line_end := text.rfind("\n", (start + limit) // 2, limit + 1)) > start:
+        return line_end
     if text[limit].isspace():
         return limit
     for position in range(limit - 1, start, -1):

@@ -28,7 +28,7 @@ from ragspec.errors import InputError, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.content_key import check_document, document_key, text_key
 from ragspec.retrieval.index.embedding import Chunker, EmbeddedDocument, encode_missing
-from ragspec.retrieval.index.generation_builder import GenerationBuilder
+from ragspec.retrieval.index.generation_builder import DocumentLocation, GenerationBuilder
 from ragspec.retrieval.index.index_directory import locked_directory
 from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import read_pointer
@@ -148,7 +148,7 @@ class IndexWriter:
     def upsert(self, document: Document, chunked: EmbeddedDocument | None = None) -> UpsertOutcome:
         """Add a document, in place of the document with its id. Passages whose text is unchanged keep their vectors.
 
-        The same document of the former schema is written anew.
+        The same document is written anew if it is of the former schema, or if a rebuild cuts it otherwise.
 
         `chunked`: the document's passages, of any other session with this encoder; not chunked again if the settings agree.
         Raises: InputError if an index cannot hold the document, or its id is that of another owner's document; SaveError.
@@ -164,7 +164,7 @@ class IndexWriter:
         if may_leave and not self._keep_duplicates and self.duplicate_of(document) is not None:
             self._remove(document.id)
             outcome = UpsertOutcome.DUPLICATE
-        elif is_same and not (location and self._documents.is_former(location)):
+        elif is_same and location is not None and not self._must_renew(document, location):
             outcome = UpsertOutcome.UNCHANGED
         else:
             fits = chunked is not None and chunked.chunking == self._builder.config.chunking
@@ -303,6 +303,17 @@ class IndexWriter:
             return False
         self._documents.delete(document_id)
         return True
+
+    def _must_renew(self, document: Document, location: DocumentLocation) -> bool:
+        """Whether the document is of the former schema, or a rebuild cuts it into other passages than it has."""
+        segment = self._documents.segment(location) if self._replace else None
+        if segment is None or self._chunker is None:
+            return self._documents.is_former(location)
+        stored = (segment.passage(row) for row in segment.rows_of(location.document))
+        cut = self._chunker.chunked(document).passages
+        return [(each.start, each.end, each.heading) for each in stored] != [
+            (each.start, each.end, each.heading) for each in cut
+        ]
 
     def _keep_originals(self) -> None:
         """Of the files of the sealed documents, and no others."""

@@ -3,6 +3,7 @@
 >>> read_notebook("...").blocks
 """
 
+import codecs
 import datetime
 import email
 import email.policy
@@ -100,11 +101,14 @@ def read_mail(path: Path) -> ParsedFile:
 
 
 def _decoded(part: Any) -> str:
-    """The text of a part of a mail, by the encoding that it names, by UTF-8 or by windows-1252: the first that fits."""
+    """The text of a part of a mail, by the encoding that it names, by UTF-8 or by windows-1252: the first that fits.
+
+    Why windows-1252 for ISO-8859-1: as browsers do, because mail programs name the one and write the other.
+    """
     raw: bytes = part.get_payload(decode=True) or b""
     for encoding in (part.get_content_charset("utf-8-sig"), "utf-8-sig"):
         try:
-            return raw.decode(encoding)
+            return raw.decode(WINDOWS if codecs.lookup(encoding).name == "iso8859-1" else encoding)
         except (UnicodeDecodeError, LookupError):
             continue
     return raw.decode(WINDOWS, "replace")

@@ -1,16 +1,19 @@
 """Markdown, reStructuredText, AsciiDoc and plain text: the text as it is written, and its blocks.
 
-Markdown is read without front matter, comments and HTML tags. The numbers of lists are those that a reader sees.
+Markdown is read without comments and HTML tags; its front matter is metadata. The numbers of lists are those that a reader sees.
 reStructuredText: titles are underlined or framed lines; the level of a title is the order in which its style first appears.
 
     >>> read_markdown("# The mill").title
 """
 
+import datetime
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import yaml
 from markdown_it import MarkdownIt
 
 from ragspec.core import Block, BlockKind, Heading
@@ -23,16 +26,22 @@ _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 _LEAVES = dict.fromkeys("heading_open paragraph_open html_block hr".split(), BlockKind.PARAGRAPH)
 _LEAVES |= {"fence": BlockKind.CODE, "code_block": BlockKind.CODE, "table_open": BlockKind.TABLE}
 _INLINE_HTML = re.compile(
-    r"(?P<code>`[^`\n]*`)|<!--.*?-->|<(?P<script>su[pb])>(?P<text>[^<>]*)</(?P=script)>", re.DOTALL | re.IGNORECASE
+    r"(?P<code>`[^`\n]*`)|(?<!~)~~(?=[^\s~])[^~\n]*[^\s~]~~(?!~)[ ]?|<!--.*?-->"
+    r"|<(?P<script>su[pb])>(?P<text>[^<>]*)</(?P=script)>",
+    re.DOTALL | re.IGNORECASE,
 )
 _SCRIPTS = {"sup": "superscript", "sub": "subscript", "SUP": "superscript", "SUB": "subscript"}
 _MAX_INLINE_CHARS = 100_000
 _ATX = re.compile(r"[ \t]*#{1,6}(?=[ \t]|\Z)")
-_SET_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
+_SET_TITLE = re.compile(r"^title\s*[:=](.*)$", re.MULTILINE)
+_FRONT_MATTER = re.compile(r"(---|\+\+\+)[ \t]*\n(|.*?\n)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+_SETTING = re.compile(r"[\w.-]+[ \t]*[:=]")
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,14})")
+_MAX_NUMBER = 1e15
 _LINK = re.compile(r"!?\[([^\[\]]*)\](?:\([^()]*\)|\[[^\[\]]*\])")
 _GIVEN_ANCHOR = re.compile(r"[ \t]\{#([^{}\s]+)[^{}]*\}[ \t#]*\Z")
 _NO_SLUG = re.compile(r"[^\w\- ]")
-_EMPHASIS = re.compile(r"\*\*|__|`+|[ \t]\{#[^{}]*\}\Z")
+_EMPHASIS = re.compile(r"~~[^~]+~~ ?|\*\*|__|`+|[ \t]\{#[^{}]*\}\Z")
 
 _RST_SCRIPT = re.compile(r"(?:\\ )?:(?P<script>sup|sub)(?:erscript|script)?:`(?P<text>[^`\n]+)`(?:\\ )?")
 _RST_COMMENT = re.compile(
@@ -46,10 +55,30 @@ _ADOC_LEFT_OUT = re.compile(
     r"//(?!/)|:!?[\w-]+!?:(?:\s|\Z)|\[\[?[^\]\n]*\]?\]\s*\Z|(?:={4,}|\*{4,}|_{4,}|\|={3,}|--|\+)\s*\Z"
 )
 _ADOC_SCRIPT = re.compile(r"(?P<script>[\^~])(?P<text>[^\s^~`]{1,20})(?P=script)")
+_ADOC_SETTING = re.compile(r":(!?)([\w-]+)(!?):(?:[ \t]+(\S.*))?[ \t]*")
+_ADOC_REFERENCE = re.compile(r"(?<!\\)\{([\w-]+)\}")
+_MAX_VALUE_CHARS = 200
 _ADOC_ITEM = re.compile(r"(\.{1,5})[ \t]+(?=\S)")
 _SET_NUMBER = re.compile(r"([ \t]*)(\d{1,4})\.[ \t]|\[[^\]]*\bstart=(\d{1,4})[^\]]*\]\s*\Z")
 """An item with its number, or AsciiDoc's number of the next item."""
+_OVERSTRIKE = re.compile(r"([^\n\x08])\x08(?=\1)|_\x08(?=[^\n\x08])")
 _CHARS_BEFORE = 20
+_RECORD = re.compile(
+    r"\s*(?:#|//|;|[-\w./ \[\]\"']{1,40}(?:[:=](?:\s|\Z)|=)|\[[^\]]*\]|\W?\d{1,4}[-:./]\d{1,2}[-:./T ]\S"
+    r"|[A-Z][a-z]{2} +\d{1,2} \d\d:)"
+)
+"""The beginning of a comment, a setting, a section of settings, a record of a log or a line of a dialogue."""
+_NAMED = re.compile(r"\[[^\[\]]{1,60}\]|[\w.-]{1,40}:")
+_MOST_RECORDS = 0.6
+_PROSE_WORD = re.compile(r"[(\"'“]*[^\W\d_]+(?:['’-][^\W\d_]+)*[)\"'”.,;:!?]*")
+_LEAST_PROSE, _LEAST_WRAPPED_CHARS = 0.6, 50
+_LEAST_TITLES, _MOST_TITLES, _MAX_TITLE_CHARS, _LOWEST_LEVEL = 3, 0.5, 70, 6
+_MAX_TITLE_WORDS, _MOST_CAPITALS = 4, 0.6
+"""Of words with more than three letters. Longer titles have capitals."""
+_DATED = re.compile(r"\W?\d{1,4}(?:[-:/]\d{1,2}|\.\d{1,2}\.\d{2,4}\b)")
+_UNDERLINE = re.compile(r"\n[ \t]*([!-/:-@\[-`{-~])\1{2,}[ \t]*(?:\n|\Z)")
+_SURE_TITLE = re.compile(r"[^a-z]+|\d+(?:\.\d+)*\.?[ \t]+\S.*")
+"""Titles in capitals or with a number. Any other that stands directly above its text may be quoted with it."""
 _PARAGRAPH = re.compile(r"[^\n]*\S[^\n]*(?:\n[^\n]*\S[^\n]*)*")
 _ITEM = re.compile(r"[ \t]*(?:[-*+•][ \t]|\(?(?:\d{1,4}|[A-Za-z])[.)][ \t])")
 
@@ -61,8 +90,7 @@ _SURE_RULE = 4
 
 
 def read_markdown(text: str) -> ParsedFile:
-    start = _front_matter_end(text)
-    settings = _SET_TITLE.search(text, 0, start)
+    start, metadata = _front_matter(text)
     lines = text[start:].split("\n")
     slugs = Counter[str]()
     builder, written = TextBuilder(), 0  # number of the lines that are written or left out
@@ -77,7 +105,38 @@ def read_markdown(text: str) -> ParsedFile:
             builder.skip("\n" if leaf.end < len(lines) else "")
         written = leaf.end
     builder.skip("\n".join(lines[written:]))
-    return builder.build(first_title(builder.headings) or (settings[1].strip("\"' \t") if settings else ""))
+    title = str(title) if isinstance(title := metadata.pop("title", ""), str | int) else ""
+    return builder.build(first_title(builder.headings) or title, metadata)
+
+
+def _front_matter(text: str) -> tuple[int, dict[str, Any]]:
+    """Where the text begins behind front matter in YAML or TOML, and its values; of damaged front matter, the title alone."""
+    match = _FRONT_MATTER.match(text)
+    if not match:
+        return 0, {}
+    try:  # Why BaseLoader: YAML's rules make 567 of the postal code 01067 and False of NO
+        found = tomllib.loads(match[2]) if match[1] == "+++" else yaml.load(match[2], yaml.BaseLoader)
+    except (ValueError, yaml.YAMLError, RecursionError):
+        title = _SET_TITLE.search(match[2])
+        found = {"title": title[1].strip("\"' \t")} if title else {}
+        lines = (line.strip() for line in match[2].split("\n"))
+        if not _SETTING.match(next((line for line in lines if line and line[0] != "#"), "")):
+            return 0, {}
+    if not isinstance(found, dict):  # text between two rules
+        return (0, {}) if found else (match.end(), {})
+    return match.end(), {str(key): _plain(value) for key, value in found.items() if _plain(value) not in (None, "", [])}
+
+
+def _plain(value: Any) -> Any:
+    """A value of front matter: whole numbers, TOML's numbers and switches, else text; of lists such values; or else None."""
+    if isinstance(value, str):
+        return int(value) if _INTEGER.fullmatch(value) else value
+    if isinstance(value, list):
+        return [_plain(each) for each in value if not isinstance(each, list) and _plain(each) is not None]
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    is_number = isinstance(value, int | float) and abs(value) < _MAX_NUMBER
+    return value if is_number else None
 
 
 class _Leaf(NamedTuple):
@@ -113,8 +172,8 @@ def _leaves(lines: list[str]) -> Iterator[_Leaf]:
 
 
 def _shown_text(source: str, is_html: bool) -> str:
-    """Without comments and tags, with superscripts as signs. Code in the line stays."""
-    if "<" not in source or len(source) > _MAX_INLINE_CHARS:
+    """Without comments, tags and struck text, with superscripts as signs. Code in the line stays."""
+    if ("<" not in source and "~~" not in source) or len(source) > _MAX_INLINE_CHARS:
         return source
     if is_html:
         return parse_html(source).text
@@ -144,14 +203,6 @@ def _anchor(source: str, slugs: Counter[str]) -> str:
     return f"{slug}-{slugs[slug] - 1}" if slugs[slug] > 1 else slug
 
 
-def _front_matter_end(text: str) -> int:
-    """Where the text begins behind the front matter, which stands between two lines of dashes."""
-    if not text.startswith("---\n"):
-        return 0
-    end = text.find("\n---\n", 3)
-    return 0 if end < 0 else end + len("\n---\n")
-
-
 def _without_closing(line: str) -> str:
     """`Title ##` is `Title`; `C#` stays."""
     line = line.strip()
@@ -164,7 +215,111 @@ def _without_markup(title: str) -> str:
 
 
 def read_plain(text: str) -> ParsedFile:
-    return ParsedFile(text, blocks=_paragraphs(text, ()))
+    """Titles are underlined, or are short lines above text with a larger indent, as in manual pages and RFCs.
+
+    Bold and underlined letters, which `man` writes with backspaces, become plain.
+    """
+    text = _OVERSTRIKE.sub("", text)
+    underlined = list(_rst_headings(text))
+    found = sorted([*underlined, *_outline(text, max((each.level for each in underlined), default=0))])
+    headings = tuple(each for each in found if not _NAMED.fullmatch(each.text))  # settings stay in one section
+    return ParsedFile(text, headings, blocks=tuple(_plain_blocks(text, found)))
+
+
+def _outline(text: str, level: int) -> list[Heading]:
+    """Lines that stand above text with a larger indent, with levels from `level` + 1 on by their indent.
+
+    Behind a section, text with a smaller indent goes on under the title above: that title is repeated at the empty line before.
+
+    None where few or most lines are such lines, which then may be anything.
+    """
+    lines = [(start, line.expandtabs()) for start, line in numbered_lines(text)]
+    found: list[tuple[int, int, str]] = []  # indent, start, title
+    open_titles: list[tuple[int, str]] = []  # indent, title
+    before, is_title, num_titles, num_written = -1, False, 0, 0  # of the line above: its indent, -1 for an empty line
+    for number, (start, line) in enumerate(lines):
+        title, indent = line.strip(), _indent(line)
+        if title:
+            num_written += 1
+            begins = before < 0 or before > indent or is_title or bool(_NAMED.fullmatch(title))
+            below = [_indent(each) for _, each in lines[number + 1 : number + 3] if each.strip()][:1]
+            is_above = bool(below) and (below[0] > indent + 1 or (title[0] == "[" and below[0] == indent))
+            is_title = begins and is_above and _may_be_title(title, not lines[number + 1][1].strip())
+            is_behind = bool(open_titles) and indent <= open_titles[-1][0]
+            while open_titles and indent <= open_titles[-1][0]:
+                open_titles.pop()
+            if is_title:
+                num_titles += 1
+                open_titles.append((indent, title))
+                found.append((indent, start, title))
+            elif is_behind and before < 0:
+                above = open_titles[-1] if open_titles else (0, "")
+                found.append((above[0], lines[number - 1][0], above[1]))
+        before = indent if title else -1
+    if num_titles < _LEAST_TITLES or num_titles > _MOST_TITLES * num_written:
+        return []
+    indents = sorted({indent for indent, *_ in found})
+    return [
+        Heading(start, min(_LOWEST_LEVEL, level + 1 + indents.index(indent)), title) for indent, start, title in found
+    ]
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _may_be_title(line: str, is_apart: bool) -> bool:
+    """Whether a line may be a title, from its words. `is_apart`: an empty line follows."""
+    if _NAMED.fullmatch(line):  # of settings in YAML or INI
+        return True
+    if "   " in line or len(line) > _MAX_TITLE_CHARS or _DATED.match(line) or line[-1] in ".,;:?!{([\\":
+        return False
+    if not re.search(r"\w", line) or not (is_apart or not _ITEM.match(line)):
+        return False
+    words = [word for word in line.split() if len(word) > 3]
+    num_capital = sum(not word[0].islower() for word in words)
+    return len(words) <= _MAX_TITLE_WORDS or num_capital >= _MOST_CAPITALS * len(words)
+
+
+def _plain_blocks(text: str, titles: Sequence[Heading]) -> Iterator[Block]:
+    starts = {each.start for each in titles}
+    begin, end, is_apart = -1, 0, False  # the open block, and whether it is a title or a rule
+    for start, line in numbered_lines(text):
+        stands_apart = start in starts or len(_rule_of(line)) > 2
+        if begin >= 0 and (is_apart or stands_apart or not line.strip()):
+            yield _plain_block(text, begin, end, starts)
+            begin = -1
+        if line.strip():
+            begin = start if begin < 0 else begin
+            end, is_apart = start + len(line), stands_apart
+    if begin >= 0:
+        yield _plain_block(text, begin, end, starts)
+
+
+def _plain_block(text: str, start: int, end: int, titles: Collection[int]) -> Block:
+    lines = text[start:end].split("\n")
+    if len(lines) == 1 and (start in titles or len(_rule_of(lines[0])) > 2):
+        is_apart = text[end : end + 2] in ("\n\n", "\n", "")
+        is_sure = is_apart or start not in titles or _SURE_TITLE.fullmatch(lines[0]) or _UNDERLINE.match(text, end)
+        kind = BlockKind.TERM if lines[0][0].isspace() or not is_sure else BlockKind.HEADING
+        start += len(lines[0]) - len(lines[0].lstrip())
+    elif _ITEM.match(lines[0]):
+        kind = BlockKind.LIST_ITEM
+    else:
+        kind = BlockKind.CODE if _is_by_lines(lines) else BlockKind.PARAGRAPH
+    return Block(start, end, kind)
+
+
+def _is_by_lines(lines: Sequence[str]) -> bool:
+    """Whether each line says something of its own: settings, records, a dialogue, code; not the lines of a paragraph."""
+    if len(lines) > 1 and sum(bool(_RECORD.match(line)) for line in lines) > _MOST_RECORDS * len(lines):
+        return True
+    if not all(line[:1].isspace() for line in lines):
+        return False
+    words = " ".join(lines).split()
+    num_words = sum(bool(_PROSE_WORD.fullmatch(word)) for word in words)
+    is_long = len(lines) > 1 and len(lines[0].strip()) >= _LEAST_WRAPPED_CHARS
+    return num_words < _LEAST_PROSE * len(words) or not (is_long or words[-1][-1] in ".:;!?")
 
 
 def read_rst(text: str) -> ParsedFile:
@@ -175,8 +330,12 @@ def read_rst(text: str) -> ParsedFile:
 
 
 def read_asciidoc(text: str) -> ParsedFile:
-    """Leaves out comments, attributes and the lines around blocks, and writes the numbers of lists."""
-    builder = TextBuilder()
+    """Leaves out comments and the lines around blocks, writes the numbers of lists and the values of attributes."""
+    builder, values = TextBuilder(), dict[str, str]()
+
+    def with_values(line: str) -> str:
+        return _ADOC_REFERENCE.sub(lambda match: values.get(match[1].lower(), match[0]), line)
+
     fence = ""  # the line that ends the open block of code or comment
     lines: list[str] = []
     for line in text.split("\n"):
@@ -189,12 +348,17 @@ def read_asciidoc(text: str) -> ParsedFile:
         elif _ADOC_FENCE.fullmatch(line.rstrip()):
             _add_asciidoc(builder, lines)
             fence, lines = line.rstrip(), []
+        elif setting := _ADOC_SETTING.fullmatch(line):
+            value = with_values(setting[4] or "")
+            values.pop(setting[2].lower(), None)
+            if not (setting[1] or setting[3]) and not value.endswith("\\") and len(value) <= _MAX_VALUE_CHARS:
+                values[setting[2].lower()] = value
         elif title := _ADOC_TITLE.match(line):
             _add_asciidoc(builder, lines)
             lines = []
-            builder.add(_without_markup(title[2]), len(title[1]))
+            builder.add(_without_markup(with_values(title[2])), len(title[1]))
         elif _SET_NUMBER.match(line) or not _ADOC_LEFT_OUT.match(line):
-            lines.append(line)
+            lines.append(with_values(line))
     _add_asciidoc(builder, lines)
     return builder.build()
 

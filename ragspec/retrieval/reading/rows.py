@@ -1,18 +1,20 @@
 """Tables of documents: each row of a .jsonl, .csv or .tsv file is one document.
 
 JSON Lines: objects with `text` and optionally `id`, `title`, `source`, `owner` and `metadata`; other keys are metadata.
-CSV and TSV, with a header: the columns `id`, `title`, `source` and `owner` are used as such, other columns are metadata. The text
-is the column `text`; without that column, every non-empty cell becomes a line "name: value". Rows without text are left out.
+CSV and TSV: the columns `id`, `title`, `source` and `owner` are used as such, other columns are metadata. The text is the column
+`text`; without that column, every non-empty cell becomes a line "name: value". Columns without a name are named by their number.
+Rows without text are left out.
 
     >>> list(read_csv(Path("faq.csv"), "faq.csv", []))
 """
 
 import csv
+import itertools
 import json
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +27,11 @@ _COLUMNS = frozenset({"id", "text", *_FIELDS})
 _KEYS = _COLUMNS | {"metadata"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DELIMITERS = ",;\t"
+_VALUE = re.compile(
+    r"(?P<date>\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[ T][\d:.]+(?:Z|[+-]\d\d:?\d\d)?)?)|(?P<number>[+-]?[\d.,]*\d)"
+    r"|(?P<address>[^\s@]+@[^\s@]+|https?://\S+)"
+)
+_MAX_VALUE_CHARS = 100
 _DELIMITER_SETTING = re.compile(r'"?sep=([,;|\t])"?\r?\n?')
 
 
@@ -80,7 +87,12 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
             if not setting:
                 lines.seek(0)
             delimiter = setting[1] if setting else _delimiter(first)
-            for line, cells in _csv_rows(lines, delimiter, 2 if setting else 1, unread):
+            rows = _csv_rows(lines, delimiter, 2 if setting else 1, unread)
+            first_rows = [*itertools.islice(rows, 2)]
+            if len(first_rows) == 2 and _holds_values(first_rows[0][1], first_rows[1][1]):
+                header = [""] * len(first_rows[0][1])
+                unread.append(Unread("", "its first line holds values, so its columns are named by number"))
+            for line, cells in itertools.chain(first_rows, rows):
                 if not header and len(cells) > 1 and sum(map(bool, map(str.strip, cells))) < 2:
                     unread.append(Unread(f"line {line}", "it stands above the names of the columns"))
                 elif not header:
@@ -92,8 +104,8 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     yield from _csv_document(row, f"{name}:{line}", "text" in header)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
-    if unread and unread[-1].place and not num_read:
-        raise InputError(f"{path}, {unread[-1]}")
+    if not num_read and (places := [each for each in unread if each.place]):
+        raise InputError(f"{path}, {places[0]}")
 
 
 def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) -> Iterator[tuple[int, list[str]]]:
@@ -125,9 +137,25 @@ def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) ->
 
 
 def _delimiter(header: str) -> str:
-    """The most frequent delimiter outside quotation marks."""
+    """The most frequent delimiter outside quotation marks; `|` where there is no other."""
     outside = "".join(header.split('"')[::2])
-    return max(_DELIMITERS, key=outside.count)
+    is_other = "|" in outside and not any(each in outside for each in _DELIMITERS)
+    return "|" if is_other else max(_DELIMITERS, key=outside.count)
+
+
+def _holds_values(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Whether a table's first line holds dates or addresses, each above another or an empty cell, and so is no header.
+
+    Why not numbers: years, quantiles and postal codes are names of columns.
+    """
+    pairs = [(_kind(cell), below.strip()) for cell, below in zip(first, second, strict=False)]
+    alike = [not below or _kind(below) == kind for kind, below in pairs if kind in ("date", "address")]
+    return bool(alike) and all(alike)
+
+
+def _kind(cell: str) -> str | None:
+    found = _VALUE.fullmatch(cell.strip()[:_MAX_VALUE_CHARS])
+    return found and found.lastgroup
 
 
 def _header(cells: list[str], place: str) -> list[str]:
