@@ -115,6 +115,12 @@ def test_what_only_looks_like_a_name_or_number_is_corrected(before: str, after: 
     assert outcome(before, after) == (after, [])
 
 
+def test_the_mark_that_ends_a_sentence_stays() -> None:
+    """Full stops behind code in the line were lost: a correct sentence came back without its end."""
+    assert outcome("Type `ls`.", "Type `ls`") == ("Type `ls`.", [(".", "markup")])
+    assert outcome("Is it open.", "Is it open?") == ("Is it open?", [])
+
+
 def test_more_than_a_share_of_the_words_is_not_changed() -> None:
     """A sentence that the target writes anew: it may be better, but it is not a correction."""
     before, after = "one a b c d e f g h i.", "one a b c d v w x y z."

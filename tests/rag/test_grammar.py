@@ -332,6 +332,7 @@ def test_quotation_marks_capitals_and_other_languages_stay() -> None:
     assert [request.sources[0].text for request in engine.requests] == ['"I go," said NASA.']
     mixed = f"The children go home because it is the end of the day.\n\n{german}\n\nThen they go to bed."
     assert grammar.correct(mixed).corrected == mixed.replace("en go", "en goes").replace("ey go", "ey goes")
+    assert grammar.correct("Bitte starten Sie den Server neu, er ist alt. go").other_language == "German"
     begun = grammar.correct(f'{german}\n\n"', edit_filter=EditFilter(structure=False))
     assert "Es goes." in begun.corrected and not begun.other_language
 

@@ -34,12 +34,13 @@ _CALENDAR = frozenset(
     "october november december english french german spanish italian chinese japanese i".split()
 )
 """Capitalised words that are no names."""
+_ENDS, _CLOSING = frozenset(".!?…。！？"), ")]}\"'’”» "
 _QUOTATION_MARKS = frozenset('"“”„‟«»‹›')
 
 
 class WithholdReason(enum.StrEnum):
     """`RATIO`: the correction changes too many words of its sentence. `KIND`: edits of this kind are not wanted. `MARKUP`: also
-    double quotation marks."""
+    double quotation marks and the mark that ends a sentence."""
 
     NUMBER = "number"
     NAME = "name"
@@ -65,8 +66,8 @@ class EditFilter:
 
     `max_edit_ratio`: the share of a sentence's words that its correction may change; at least one word, unless it is 0; 1 means
     no limit. `ignore`: words or phrases that are never changed, case-sensitive; `dictionary`: the same, in any case. `kinds`: the
-    kinds that are corrected; None: all. `structure`: whether headings, tables and quotation marks stay, and text in another
-    language than English; jobs of earlier versions go on without. Raises: InputError.
+    kinds that are corrected; None: all. `structure`: whether headings, tables, quotation marks and ends of sentences stay, and
+    text in another language than English; jobs of earlier versions go on without. Raises: InputError.
     """
 
     max_edit_ratio: float = 0.5
@@ -126,6 +127,8 @@ def filter_edits(
     for edit in edits:
         touched = next((why for span, why in protected if _touches(edit, span)), None)
         reason = touched or _withhold_reason(edit, edit_filter, names)
+        if reason is None and edit_filter.structure and edit.end == start + len(sentence) and _loses_end(edit):
+            reason = WithholdReason.MARKUP
         if reason is None:
             kept.append(edit)
         else:
@@ -191,6 +194,11 @@ def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
 
 def _marks(text: str) -> list[str]:
     return [char for char in text if char in _QUOTATION_MARKS]
+
+
+def _loses_end(edit: Edit) -> bool:
+    before, after = (text.rstrip(_CLOSING)[-1:] for text in (edit.original, edit.replacement))
+    return before in _ENDS and after not in _ENDS
 
 
 def _loses_capitals(old: Sequence[str], new: Sequence[str]) -> bool:

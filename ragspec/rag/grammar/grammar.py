@@ -43,7 +43,7 @@ _Generated = tuple[PreparedCorrection, list[Completion | None]]
 _MAX_SENTENCE_SHARE = 0.75
 """Tokens of a sentence at most, as a share of the tokens its correction may have."""
 _SPARE_TOKENS = 16
-_LEAST_LEAD, _MAX_CHARS = 4, 100_000
+_LEAST_LEAD, _MAX_CHARS = 2, 100_000
 """Of a language: common words beyond twice those of English, and the characters that are looked at."""
 _PARAGRAPH = re.compile(r"(?:[^\n]++\n?)++")
 KNOWN_MISTAKES = (
