@@ -9,6 +9,7 @@ cause: it may hold paths, addresses or texts of others.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -24,6 +25,8 @@ MCP = "/mcp"
 _MCP_CODE = -32000
 _RETRY_AFTER_S = 5.0
 _MAX_PARAM_CHARS = 256
+_FIELD = re.compile(r"([a-z]+(?:_[a-z]+)*) must be ")
+_BODY_NAMES = {"json_schema": "response_format"}
 _TYPES = {401: INVALID, 403: INVALID, 429: "requests", 500: SERVER, 503: SERVER}
 _CODES = {
     400: None,
@@ -101,7 +104,8 @@ def api_error(cause: Exception) -> ApiError:
         case library.NotFound():
             return ApiError(404, str(cause))
         case library.InputError():
-            return ApiError(400, str(cause))
+            field = _FIELD.match(str(cause))
+            return ApiError(400, str(cause), param=_BODY_NAMES.get(field[1], field[1]) if field else None)
         case library.Overloaded():
             return ApiError(429, str(cause), code="server_overloaded", retry_after_s=_RETRY_AFTER_S)
         case library.EngineClosed() | library.ReplicaLost() | library.RankLost() | library.Cancelled():

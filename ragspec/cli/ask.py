@@ -23,7 +23,7 @@ from ragspec.cli.models import better_reader_command
 from ragspec.cli.standard_library import NO_INDEX, cached_library, documents_of
 from ragspec.cli.terminal import cache_folder, loading, note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import PipelineConfig, Settings
-from ragspec.core import Citation, Passage, SamplingParams, Say
+from ragspec.core import Citation, FinishReason, Passage, SamplingParams, Say
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
@@ -125,8 +125,9 @@ def summary(answer: Answer) -> str:
     stats, rounds = answer.stats, answer.stats.iterative
     guessed = f"{rounds.num_right + rounds.num_wrong} guessed, {rounds.num_wrong} wrong" if rounds else ""
     retrievals = f"{rounds.num_rounds} rounds, {rounds.num_retrievals} retrievals ({guessed}); " if rounds else ""
+    cut = " (cut there: generation.max_tokens)" if answer.finish_reason is FinishReason.LENGTH else ""
     return (
-        f"{retrievals}{stats.generation.num_output_tokens} tokens, {stats.acceptance_length:.1f} a step, "
+        f"{retrievals}{stats.generation.num_output_tokens} tokens{cut}, {stats.acceptance_length:.1f} a step, "
         f"{stats.tokens_per_s:.0f} tokens/s; seed {answer.seed}, index {stats.index_generation}, "
         f"numerics {answer.system_fingerprint}"
     )

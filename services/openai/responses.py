@@ -68,9 +68,19 @@ def _named(value: Any) -> Any:
     return NamedConversation.model_validate(value).id if isinstance(value, dict) else value
 
 
+class FileSearch(Body):
+    """OpenAI's tool that searches vector stores: here each answer searches them, as `retrieval` does."""
+
+    type: Literal["file_search"]
+    vector_store_ids: Annotated[list[ShortText], at_most(64), Field(min_length=1, max_length=64)]
+    max_num_results: int | None = Field(None, ge=1, le=64)
+    filters: dict[str, Any] | None = None
+
+
 class ResponseBody(GenerationBody):
     """`POST /v1/responses`. `seed`, `speculation` and `retrieval` are ours. Fields without effect are ignored."""
 
+    _supported = frozenset({"tools", "tool_choice"})
     model: str = Field(max_length=512)
     input: str | Annotated[list[dict[str, Any]], at_most(MAX_MESSAGES)]
     instructions: str | None = None
@@ -81,12 +91,14 @@ class ResponseBody(GenerationBody):
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], at_most(1)] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
     reasoning: ReasoningOptions | None = None
     seed: int | None = None
     speculation: bool | dict[str, Any] | None = None
     retrieval: RetrievalField | None = None
     conversation: Annotated[ShortText, BeforeValidator(_named)] | None = None
+    tools: Annotated[list[FileSearch], at_most(1), Field(max_length=1)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | None = None
 
     def chat_body(self) -> dict[str, Any]:
         """The body of the same chat completion. Raises: ApiError for an item that is no message."""
@@ -102,6 +114,16 @@ class ResponseBody(GenerationBody):
         if self.retrieval is not None:
             given = self.retrieval
             body["retrieval"] = given if isinstance(given, bool) else given.model_dump(exclude_none=True)
+        elif self.tools and self.tool_choice == "none":
+            body["retrieval"] = False
+        elif self.tools:
+            (search,) = self.tools
+            found = {
+                "vector_store_ids": search.vector_store_ids,
+                "num_passages": search.max_num_results,
+                "filter": search.filters,
+            }
+            body["retrieval"] = {name: value for name, value in found.items() if value is not None}
         if self.stream_options is not None:
             body["stream_options"] = self.stream_options.model_dump()
         if self.text is not None and self.text.format is not None:

@@ -340,7 +340,7 @@ class ChatBody(SamplingBody):
     @property
     def uses_tools(self) -> bool:
         """Whether the answer may hold calls, or earlier messages hold calls or their results."""
-        is_asked = bool(self.tools) or self.tool_choice not in (None, "none", "auto")
+        is_asked = self.tool_choice != "none" and (bool(self.tools) or self.tool_choice not in (None, "auto"))
         return is_asked or any(message.role == "tool" or message.tool_calls for message in self.messages)
 
     @model_validator(mode="after")

@@ -60,6 +60,9 @@ def test_an_error_has_the_status_that_its_cause_calls_for(error: Exception, stat
         assert not any(word in told.message for word in ("/data", "10.0.0.7", "wrote", "/etc", "KeyError"))
     else:
         assert told.message == str(error)
+        assert told.param == {"n must be a number": "n"}.get(
+            told.message, "messages" if code == "context_length_exceeded" else None
+        )
 
 
 @pytest.mark.parametrize("kind", ERRORS)

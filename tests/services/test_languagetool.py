@@ -241,7 +241,7 @@ def test_v1_grammar_gives_the_whole_text(service: Service) -> None:
         ({"text": "a", "max_edit_ratio": 2}, 400, "max_edit_ratio"),
         ({"text": "a", "disabled_kinds": ["x"]}, 400, "disabled_kinds.0"),
         ({"text": "a", "model": "gpt"}, 404, "model"),
-        ({"text": "a", "seed": -2}, 400, None),
+        ({"text": "a", "seed": -2}, 400, "seed"),
         ({"text": "a" * 20_001}, 413, "text"),
         ({"text": "Die Mühle ist alt und das Wasser fließt nicht.", "language": "auto"}, 400, "language"),
     ],

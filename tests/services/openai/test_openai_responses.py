@@ -32,6 +32,15 @@ def test_a_response_has_openais_shape_and_the_chats_text(api: openai.OpenAI) -> 
     assert got.output[0].content[0].annotations == chat.choices[0].message.annotations == []
 
 
+def test_file_search_searches_its_vector_stores(api: openai.OpenAI) -> None:
+    """OpenAI's usual way to a vector store, refused."""
+    tools: Any = [{"type": "file_search", "vector_store_ids": ["vs_none"], "max_num_results": 2}]
+    with pytest.raises(openai.NotFoundError, match="vs_none"):
+        ask(api, tools=tools)
+    unsearched = ask(api, extra_body={"retrieval": False})
+    assert ask(api, tools=tools, tool_choice="none").output_text == unsearched.output_text
+
+
 def test_instructions_and_messages_are_the_chats(api: openai.OpenAI) -> None:
     """Instructions or earlier turns that are dropped."""
     turns: Any = [

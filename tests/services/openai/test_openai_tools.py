@@ -164,6 +164,7 @@ def test_a_template_without_tools_is_said_to_have_none(api: openai.OpenAI) -> No
     """Tools that a model never sees."""
     with pytest.raises(openai.BadRequestError, match="chat template does not write calls"):
         api.chat.completions.create(**asked())
+    assert api.chat.completions.create(**asked(tool_choice="none")).choices[0].message.content
 
 
 def test_langchains_agents_get_their_calls(tool_service: Service) -> None:
