@@ -13,7 +13,8 @@
 #   infra/gpu/check.sh train     trains the default target's adapter, then an EAGLE-3 head; MINUTES each, 2.5 unless given.
 #                                Reads ../shared/data or DATA, or the folder PACK that `infra/gpu/pack.py training` wrote
 #
-# For `train`, TARGET is another model than the pack's or the default one; CHATS is how many requests it answers first.
+# For `train`, TARGET is another model than the pack's or the default one; CHATS is how many requests it answers first, and PROBES how
+# often it answers questions.
 # Results are written under infra/results/gpu/, trained weights under build/gpu/ and, in parts of 15 MiB, under build/gpu/parts/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -40,7 +41,7 @@ train() {
     target=${target:-SmolLM2-135M-Instruct}
     [ ! -e "$data/documentation.jsonl" ] || rows=(--documentation "$data/documentation.jsonl")
     $python -m pipelines.train_target --target "$target" --data "$data" --out build/gpu/adapter --rows "${ROWS:-32}" \
-        --minutes "$minutes" --chats "${CHATS:-3000}" "${rows[@]}"
+        --minutes "$minutes" --chats "${CHATS:-3000}" --probes "${PROBES:-8}" "${rows[@]}"
     $python -m pipelines.train_drafter --family eagle3 --target "$target" --data "$data" --out build/gpu/eagle3 \
         --step-tokens 4096 --minutes "$minutes"
     for name in adapter eagle3; do cp "build/gpu/$name/curves.png" "$results/$name.png"; done
@@ -70,7 +71,7 @@ case "$part" in
         ;;
     train) train ;;
     *)
-        sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

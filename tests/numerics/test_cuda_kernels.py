@@ -180,20 +180,15 @@ def backend_of(dtype: torch.dtype) -> CudaBackend:
     return BACKEND if dtype == torch.float32 else BACKEND_16
 
 
-@pytest.fixture(params=[2**14, 0], ids=["spread", "whole"])
-def _spread(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks on programs of their own, or all chunks on one program."""
-    monkeypatch.setattr(backend, "_SPREAD_PAIRS", request.param)
+CONTEXTS, DTYPES = (1, 62, 64, 130, 255), (torch.float32, torch.bfloat16)
+CASES = [
+    pytest.param(shape, CONTEXTS[(i + 2 * k) % 5], DTYPES[(i + k) % 2], marks=[] if i == 4 else slow)
+    for i, shape in enumerate(SHAPES)
+    for k in range(2)
+]
 
 
-DTYPES = itertools.cycle((torch.float32, torch.bfloat16))
-PAIRS = [(*pair, next(DTYPES)) for pair in itertools.product(SHAPES, (1, 62, 64, 130, 255))]
-QUICK = [(SHAPES[4], 62, torch.bfloat16), (SHAPES[4], 255, torch.bfloat16)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "context", "dtype"), [*QUICK, *(pytest.param(*case, marks=slow) for case in PAIRS if case not in QUICK)]
-)
+@pytest.mark.parametrize(("shape", "context", "dtype"), CASES)
 def test_a_row_is_the_same_as_text_and_as_a_node(
     shape: AttentionShape, context: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,21 +231,28 @@ def test_a_row_is_the_same_as_text_and_as_a_node(
 
 
 @pytest.mark.parametrize(
-    ("context", "sizes", "window"),
+    ("context", "sizes", "window", "is_spread"),
     [
-        (127, (6, 36, 70), 0),
-        (128, (6, 36, 70), 62),
-        *(pytest.param(n, (6, 36, 70), 0, marks=slow) for n in (4095, 4097, 5120)),
-        *(pytest.param(n, (6, 36), n, marks=slow) for n in (63, 128, 257)),
-        pytest.param(33_000, (6,), 0, marks=slow),
+        *(
+            (*case, is_spread)
+            for case in ((127, (6, 36, 70), 0), (128, (6, 36, 70), 62))
+            for is_spread in (True, False)
+        ),
+        *(pytest.param(4095, (6, 36, 70), 0, is_spread, marks=slow) for is_spread in (True, False)),
+        *(pytest.param(n, (6, 36), n, n == 128, marks=slow) for n in (63, 128, 257)),
+        pytest.param(5120, (6, 36, 70), 0, False, marks=slow),
+        pytest.param(33_000, (6,), 0, True, marks=slow),
     ],
 )
 def test_contexts_are_added_up_position_by_position(
-    _spread: None, context: int, sizes: tuple[int, ...], window: int
+    context: int, sizes: tuple[int, ...], window: int, is_spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug guarded: a position between two chunks, blocks or tiles, of a path or at the window's border, left out or taken twice.
     Scores are equal and values small whole numbers, so every order has the same sums. The rows: a tree's, and a text's in each
     height of tile."""
+    monkeypatch.setattr(
+        backend, "_SPREAD_PAIRS", 2**14 if is_spread else 0
+    )  # each chunk on a program of its own, or all on one
     shape, parents, rng = (
         AttentionShape(4, 2, 16, 0.25, window=window),
         [-1, 0, 0, 1, 1, 3],
@@ -294,9 +296,10 @@ def test_the_self_test_passes(tiny: Tiny, interpreted: Callable[..., Target], ki
     """Bug guarded: a family whose norm, window or soft cap the kernels take for another."""
     target = interpreted(kind, dtype)
     assert isinstance(target.backend, CudaBackend)
-    tested = self_test(target, 18, target.config.numerics_dtype, 1)
+    tested = self_test(target, 18, target.config.numerics_dtype, 1, chunks=(1, 16))
     assert tested.passed, tested.failures
     plain = tiny(kind, f"torch-{dtype}")
+    assert not isinstance(plain.backend, CudaBackend)
     tokens = np.arange(26, dtype=np.int32)  # more than a window holds
     ours, theirs = (fresh_forward(each, tokens)[0] for each in (target, plain))
     np.testing.assert_allclose(ours, theirs, atol=(1e-3 if dtype == "float32" else 0.05) * np.abs(theirs).max())
@@ -423,7 +426,8 @@ def interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
     def load(kind: str, dtype: str, **sizes: int) -> Target:
         backend, folder = CudaBackend("cpu", getattr(torch, dtype)), save_model(kind, tmp_path / "model", **sizes)
-        monkeypatch.setattr(target_module, "make_backend", lambda *_: backend)
-        return Target.load(target_config(str(folder), f"torch-{dtype}"), num_kv_slots=512)
+        with monkeypatch.context() as patch:  # targets that other tests share are loaded after this one
+            patch.setattr(target_module, "make_backend", lambda *_: backend)
+            return Target.load(target_config(str(folder), f"torch-{dtype}"), num_kv_slots=512)
 
     return load

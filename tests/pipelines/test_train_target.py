@@ -60,12 +60,13 @@ def test_options_reach_the_plan(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_two_workers_write_the_same_adapter_twice(training_data: Path, tmp_path: Path) -> None:
-    """A worker that draws from the clock, or a second writer, would show as another adapter or a torn one."""
+    """A worker that draws from the clock, a second writer, or questions between the steps that change them."""
     target = save_model("llama", tmp_path / "target", vocab_size=330, max_position_embeddings=2048)
     chat_tokenizer().save_pretrained(target)
     adapters = []
-    for out in (tmp_path / "first", tmp_path / "second"):
+    for out, probes in ((tmp_path / "first", 1), (tmp_path / "second", 0)):
         options = f"--target {target} --data {training_data} --out {out} --tokens 5000 --seed 3 --workers 2 --chats 40"
+        options += f" --probes {probes}"
         command = [sys.executable, "-m", "pipelines.train_target", *options.split()]
         subprocess.run(command, cwd=ROOT, check=True, timeout=800)
         assert (out / "curves.png").stat().st_size > 1000
