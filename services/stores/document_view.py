@@ -186,7 +186,7 @@ def _place(document: Document, start: int) -> Iterator[str]:
     for heading in document.headings:
         if heading.start <= start:
             path = [*(each for each in path if each[0] < heading.level), (heading.level, heading.text)]
-    yield " > ".join(text for _, text in path)
+    yield " > ".join(text for _, text in path if text)
 
 
 def _text(document: Document, start: int, end: int) -> Iterator[str]:

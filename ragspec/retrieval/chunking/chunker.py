@@ -190,7 +190,7 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
             title=document.title,
             source=document.source,
             heading=part.heading,
-            headings=tuple(each.text for each in part.path),
+            headings=tuple(each.text for each in part.path if each.text),
             anchor=next((each.anchor for each in reversed(part.path) if each.anchor), ""),
             blocks=blocks_in(document.blocks, start, end),
         )
