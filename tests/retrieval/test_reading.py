@@ -332,7 +332,7 @@ def test_lines_of_other_texts_are_no_titles(tmp_path: Path, text: str) -> None:
     ("text", "terms"),
     [
         (
-            "# all\nserver:\n  port: 25\nmail:\n  host: a\n  to: b\nlog:\n  on: no\n  at: c\n",
+            "# all\nserver:\n  port: 25\n\n# two\nmail:\n  host: a\n  to: b\nlog:\n  on: no\n  at: c\n",
             ["server:", "mail:", "log:"],
         ),
         ("[one]\na = 1\nb = 2\n\n[two]\na = 3\nb = 4\n\n[three]\na = 5\n", ["[one]", "[two]", "[three]"]),

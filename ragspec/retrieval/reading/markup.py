@@ -245,7 +245,7 @@ def _outline(text: str, level: int) -> list[Heading]:
             below = [_indent(each) for _, each in lines[number + 1 : number + 3] if each.strip()][:1]
             is_above = bool(below) and (below[0] > indent + 1 or (title[0] == "[" and below[0] == indent))
             is_title = begins and is_above and _may_be_title(title, not lines[number + 1][1].strip())
-            is_behind = bool(open_titles) and indent <= open_titles[-1][0]
+            is_behind = bool(open_titles) and indent <= open_titles[-1][0] and not _NAMED.fullmatch(open_titles[-1][1])
             while open_titles and indent <= open_titles[-1][0]:
                 open_titles.pop()
             if is_title:
