@@ -307,7 +307,7 @@ class IndexWriter:
     def _must_renew(self, document: Document, location: DocumentLocation) -> bool:
         """Whether the document is of the former schema, or a rebuild cuts it into other passages than it has."""
         segment = self._documents.segment(location) if self._replace else None
-        if segment is None or self._chunker is None:
+        if segment is None or self._chunker is None or self._documents.is_former(location):
             return self._documents.is_former(location)
         stored = (segment.passage(row) for row in segment.rows_of(location.document))
         cut = self._chunker.chunked(document).passages
