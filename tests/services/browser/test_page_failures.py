@@ -126,11 +126,11 @@ def test_too_many_requests_count_down_to_the_next_try(open_page: Opening, tmp_pa
     with scripted(tmp_path, page_target, **limits) as (service, _):
         chat = open_page(service)
         chat.page.locator("#model", has_text="scripted").wait_for()
-        for _ in range(3):
+        for num_before in range(3):
             if chat.page.locator(".notice").count():
                 break
             chat.ask(MILL)
-            chat.page.locator(".verdict, .notice").last.wait_for()
+            chat.page.locator(".verdict, .notice").nth(num_before).wait_for()
         again = chat.page.locator(".notice button")
         assert again.is_disabled() and again.text_content().startswith("Try again in ")
         first = int(again.text_content().split()[-2])
