@@ -68,7 +68,7 @@ def candidates_of(asked: Sequence[Quoted], count: int) -> Candidates:
         shown = random.Random(each.question).sample([each.passage, *other], 1 + len(other))
         runs = [(passage, run) for passage in shown for run in quotable_runs(passage)]
         holds = [_holds(each, passage, *span) for passage, run in runs for span in run]
-        features.append(span_features(each.question, runs, symbols=True))
+        features.append(span_features(each.question, runs, symbols=True, places=True))
         gold += holds
         question += [number] * len(holds)
     return Candidates(np.concatenate(features), np.array(gold), np.array(question))
@@ -83,7 +83,7 @@ def shown_candidates(index: Path, asked: Sequence[AskedQuestion]) -> Candidates:
     for number, (each, passages) in enumerate(zip(asked, found.passages, strict=True)):
         runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
         holds = [holds_answer(each, passage, passage.text[slice(*span)]) for passage, run in runs for span in run]
-        features.append(span_features(each.question, runs, symbols=True))
+        features.append(span_features(each.question, runs, symbols=True, places=True))
         gold += holds
         question += [number] * len(holds)
     return Candidates(np.concatenate(features), np.array(gold), np.array(question))

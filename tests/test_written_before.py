@@ -255,7 +255,7 @@ def test_half_a_job_of_questions_is_finished_by_its_rules(
     run_job(replace(job, resume=False), RagTask())
     assert not words.items() & texts_of(job.out).items()
     settings = json.loads((job.out / "job.json").read_text())
-    newer = {"layout": "quote", "symbols": True, "follow_ups": "cited", "says_none_found": True}
+    newer = {"layout": "quote", "symbols": True, "places": True, "follow_ups": "cited", "says_none_found": True}
     rules = TextRules.from_json({"target": "target, adapter auto"} | newer).to_json()
     assert settings["rules"] == rules
     fewer = {name: value for name, value in rules.items() if name not in newer} | {"fit": [0.0, 0.0, 0.0]}

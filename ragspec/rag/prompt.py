@@ -27,7 +27,7 @@ from ragspec.drafting.references import stateless
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.citations import answer_grammar
 from ragspec.rag.languages import guess_language
-from ragspec.rag.quote_choice import quote_bias
+from ragspec.rag.quote_choice import LatestQuote, quote_bias
 from ragspec.rag.wording import (
     ABSTENTION,
     FREE_INSTRUCTION,
@@ -172,17 +172,20 @@ class PromptBuilder:
         left_out: Collection[str] = (),
         *,
         holds_quotes: bool = True,
+        latest: LatestQuote | None = None,
     ) -> SamplingParams:
         """The parameters of an answer to a prompt, with the fitted biases unless they have biases of their own.
 
         `holds_quotes`: a grammar holds the quote to the passages, without `left_out`; the bias on quotes is for these alone.
+        `latest`: of the dialogue that a question follows up.
         """
-        fit = self.rules.fit
+        rules, fit = self.rules, self.rules.fit
         if params.json_schema or not self.quotes_first or not prompt.passages:
             return params
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
             best = prompt.best_first()
-            biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, self.rules.symbols)
+            chosen_by = rules.symbols, rules.places, latest if rules.places else None
+            biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, *chosen_by)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):
             return params

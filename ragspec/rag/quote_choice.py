@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from ragspec.core import Passage
 from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import Span
+from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
 from ragspec.retrieval_config import AnalyzerConfig
 
@@ -36,10 +37,11 @@ class SpanFeatures(NamedTuple):
     """Of a span and a question, from 0 to 1, `words` to about 2.
 
     `words`: BM25 among the spans, over the score of a span that holds every word of the question once; common words do not count.
-    Symbols are words where the rules say so. `pairs`: the question's pairs of neighbouring words that are neighbours here.
-    `heading`: the question's words in the title and headings above, by rarity. `number`: it asks for a number or a time,
-    and the span names one. `code`: it asks for a command or a name, and the span holds code. `row`: the span is a row of a table.
-    `place`: 1 over the rank of its passage.
+    Symbols are words, and the words of the nearest heading are the span's, where the rules say so. `pairs`: the question's pairs
+    of neighbouring words that are neighbours here. `heading`: the question's words in the title and headings above, by rarity.
+    `number`: it asks for a number or a time, and the span names one. `code`: it asks for a command or a name, and the span holds
+    code. `row`: the span is a row of a table. `place`: 1 over the rank of its passage. `default`: it asks for a default, and the
+    span names one.
     """
 
     words: float
@@ -49,9 +51,34 @@ class SpanFeatures(NamedTuple):
     code: float
     row: float
     place: float
+    default: float
 
 
-WEIGHTS = SpanFeatures(5.319, 4.762, 2.753, 2.511, 0.987, 1.021, 2.097)
+class LatestQuote(NamedTuple):
+    """In a dialogue: where it ends, in characters of its document. Of a row or a whole passage the beginning: the next question
+    may be about another column of it."""
+
+    document_id: str
+    end: int
+
+    @classmethod
+    def of(cls, passage: Passage, quote: str) -> Self:
+        start = passage.start + passage.text.index(quote)
+        is_record = is_row(quote) or quote == passage.text
+        return cls(passage.document_id, start if is_record else start + len(quote))
+
+    def nearness(self, document_id: str, start: int) -> float:
+        """From 1 for a span at its end to 0, also of spans before it and of other documents."""
+        is_behind = document_id == self.document_id and start >= self.end
+        return math.exp((self.end - start) / _READ_ON_CHARS) if is_behind else 0.0
+
+
+WEIGHTS = SpanFeatures(5.633, 5.213, 1.102, 2.398, 0.932, 0.917, 1.962, 2.01)
+FORMER_WEIGHTS = SpanFeatures(5.319, 4.762, 2.753, 2.511, 0.987, 1.021, 2.097, 0.0)
+"""Without `TextRules.places`."""
+_READ_ON, _READ_ON_CHARS = 2.0, 1500.0
+"""Of a span behind the latest quote of a dialogue, the less the more characters are between. Fitted to the follow-ups of
+`pipelines/benchmarks/documentation/tuning`: of 38 whose passages hold the answer 23 choose it, 20 without."""
 _MAX_SPANS, _SPAN_COST = 3, 0.05
 """Of a quote; and the probability that each span beyond the first must add. Why so little: a reader misses an answer that stands
 in the next sentence, and hardly minds a sentence more."""
@@ -60,6 +87,8 @@ _MAX_CHARS = 300
 _BIASED_TOKENS = 3
 _LEAST_PROBABILITY = 0.01
 """Of a quote that gets a bias. Why: a prompt of many passages has hundreds of quotes, and each is tokenised."""
+_MANY_CHARS = 4
+"""Quotes that begin with as many equal characters may part behind the tokens that are biased in any case."""
 _MOST_BIAS = 100.0
 
 _ASKS_NUMBER = re.compile(
@@ -79,6 +108,11 @@ _CODE = re.compile(
     r"(?:^|[\s(\"'`|])(?:--?\w[\w-]*|\w+_\w+|[\w.-]*/[\w./-]+|\w+\.\w+\(|\w+\(\)|\$ ?\w+|[a-z]+[A-Z]\w+)|[`<>{}=]|"
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
+_ASKS_DEFAULT = re.compile(
+    r"(?i)\bdefaults?\b|\bout of the box\b|\balone\b|"
+    r"(?:\b(?:never|not|unless|without)|n't) (?:\w+ ){0,3}(?:chang|choos|configur|set\b|specif)"
+)
+_DEFAULT = re.compile(r"(?i)\bdefault|\bunset\b|\bunless\b|\binitial")
 _SYMBOL = re.compile(
     r"(?:(?<![\w~$%@:/.?\\=+^&#!<-])|(?<=\w/)(?=-))(?!\.\.+\w)[~$%@:/.?\\=+^&#!<-]+\w(?:(?:[\w.:+-]|/(?!-))*\w)?"
 )
@@ -95,21 +129,27 @@ def quote_bias(
     weight: float,
     left_out: Collection[str] = (),
     symbols: bool = False,
+    places: bool = False,
+    latest: LatestQuote | None = None,
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
-    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`. `symbols`: as in
-    `TextRules`.
+    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`. `symbols`,
+    `places`: as in `TextRules`. `latest`: of a dialogue that the question follows up.
     """
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out)]
     quotes: dict[str, float] = {}
-    for passage, run, values in _with_probabilities(question, runs, symbols):
-        for first, last, probability in _best_quotes(run, values):
-            if probability >= _LEAST_PROBABILITY:
-                text = passage.text[run[first][0] : run[last][1]]
-                quotes[text] = max(probability, quotes.get(text, 0.0))
-    if not quotes:
+    for passage, run, values in _with_probabilities(question, runs, symbols, places, latest):
+        asks = [places and passage.text.endswith("?", start, end) for start, end in run]
+        for first, last, probability in _best_quotes(run, values, asks):
+            text = passage.text[run[first][0] : run[last][1]]
+            quotes[text] = max(probability, quotes.get(text, 0.0))
+    likely = {text for text, probability in quotes.items() if probability >= _LEAST_PROBABILITY}
+    if not likely:
         return {}
+    # Why beginnings: a target chose freely where a quote without a bias parts from a likely one
+    begins = tuple(text[:_MANY_CHARS] for text in likely) if places else ()
+    quotes = {text: each for text, each in quotes.items() if text in likely or text.startswith(begins)}
     (mark, *joined), parted = encode(['"', *(f'"{text}"' for text in quotes)]), encode([f'{text}"' for text in quotes])
     # Why both: some tokenizers have tokens that begin with the mark, and a target may write it alone
     ids = [*map(tuple, joined), *((*mark, *own) for own in parted)]
@@ -117,9 +157,17 @@ def quote_bias(
 
 
 def _with_probabilities(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool
+    question: str,
+    runs: Sequence[tuple[Passage, list[Span]]],
+    symbols: bool,
+    places: bool,
+    latest: LatestQuote | None = None,
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
-    scores = span_features(question, runs, symbols) @ np.array(WEIGHTS)  # [spans]
+    weights = np.array(WEIGHTS if places else FORMER_WEIGHTS)
+    scores = span_features(question, runs, symbols, places) @ weights  # [spans]
+    if latest:
+        spans = [(passage.document_id, passage.start + start) for passage, run in runs for start, _ in run]
+        scores += [_READ_ON * latest.nearness(*span) for span in spans]
     chances = np.exp(scores - scores.max(initial=-math.inf))
     # Why rounded: the last bits of sums differ between processors
     values = iter((chances / max(chances.sum(), 1e-9)).round(6).tolist())
@@ -127,15 +175,23 @@ def _with_probabilities(
         yield passage, run, [next(values) for _ in run]
 
 
-def _best_quotes(run: Sequence[Span], values: Sequence[float]) -> Iterator[tuple[int, int, float]]:
-    """First and last span, and probability, of the best quote from each span on, and of all shorter ones."""
+def is_row(text: str) -> bool:
+    """Whether a span is a row of a table, or holds one."""
+    return "|" in text
+
+
+def _best_quotes(
+    run: Sequence[Span], values: Sequence[float], asks: Sequence[bool]
+) -> Iterator[tuple[int, int, float]]:
+    """First and last span, and probability, of the best quote from each span on, and of all shorter ones. A quote that ends in a
+    span that `asks` is not likely."""
     for first, (start, _) in enumerate(run):
         quotes, total = list[tuple[int, int, float]](), _SPAN_COST
         for last in range(first, min(first + _MAX_SPANS, len(run))):
             if last > first and run[last][1] - start > _MAX_CHARS:
                 break
             total += values[last] - _SPAN_COST
-            quotes.append((first, last, total))
+            quotes.append((first, last, 0.0 if asks[last] else total))
         best = max(quotes, key=lambda quote: quote[2])
         yield from quotes[: best[1] - first + 1]
 
@@ -163,7 +219,7 @@ def _tree_bias(
 
 
 def span_features(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool = False
+    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool = False, places: bool = False
 ) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
@@ -177,7 +233,9 @@ def span_features(
     counts = {term: holding[term] for term in sorted({*asked, *signs} - letters - _common())}
     weights = {term: math.log1p((len(texts) - count + 0.5) / (count + 0.5)) for term, count in counts.items()}
     whole, average = sum(weights.values()) or 1.0, sum(map(len, own_words)) / max(1, len(own_words)) or 1.0
-    asks_number, asks_code = (bool(pattern.search(question)) for pattern in (_ASKS_NUMBER, _ASKS_CODE))
+    asks_number, asks_code, asks_default = (
+        bool(pattern.search(question)) for pattern in (_ASKS_NUMBER, _ASKS_CODE, _ASKS_DEFAULT)
+    )
 
     def words(own: Sequence[str]) -> float:
         damping = _SATURATION * (1.0 - _LENGTH_WEIGHT + _LENGTH_WEIGHT * len(own) / average)
@@ -188,6 +246,9 @@ def span_features(
         return math.fsum(weight for term, weight in weights.items() if term in above) / whole
 
     passages = [passage for passage, run in runs for _ in run]
+    if places:
+        nearest = [words_of(passage.heading.rsplit(SEPARATOR, 1)[-1]) for passage in passages]
+        own_words = [[*own, *({*over} - {*own})] for own, over in zip(own_words, nearest, strict=True)]
     above = [held(frozenset(words_of(f"{passage.title}\n{passage.heading}"))) for passage in passages]
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
     rows = [
@@ -197,8 +258,9 @@ def span_features(
             over,
             float(asks_number and _NUMBER.search(text) is not None),
             float(asks_code and _CODE.search(text) is not None),
-            float("|" in text),
+            float(is_row(text)),
             1.0 / ranks[passage.id],
+            float(asks_default and _DEFAULT.search(text) is not None),
         )
         for text, own, held_words, over, passage in zip(texts, terms, own_words, above, passages, strict=True)
     ]

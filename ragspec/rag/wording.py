@@ -197,6 +197,9 @@ class TextRules:
     languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
     message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
     version. `symbols`: whether a question's options, variables and paths count as written where likely quotes are chosen.
+    `places`: whether a span's place in its document counts there: the words of the nearest heading are the span's, and the answer
+    to a follow-up likely stands behind the latest quote. A default then counts where one is asked for, and no likely quote ends
+    in a question.
     `follow_ups`: "cited": a follow-up's own words find a further passage in the documents that the latest answer cites, and
     choose the likely quotes; "carried": it keeps a passage that the latest answers cite, and the names that it lacks choose too.
     `says_none_found`: whether NOTHING_CLOSE is said where the search finds no passage; else the target answers from memory.
@@ -209,6 +212,7 @@ class TextRules:
     target: str = ""
     layout: str = ""
     symbols: bool = False
+    places: bool = False
     follow_ups: FollowUps = "carried"
     says_none_found: bool = False
 
@@ -219,14 +223,14 @@ class TextRules:
         languages = (ENGLISH,) if adapter == DEFAULT_ADAPTER else ()
         name = f"{target.model}, adapter {target.adapter}"
         fit = AnswerFit.read(target.fit_file)
-        newer: Any = {"symbols": True, "follow_ups": "cited", "says_none_found": True}
+        newer: Any = {"symbols": True, "places": True, "follow_ups": "cited", "says_none_found": True}
         return cls(fit=fit, languages=languages, target=name, layout=layout, **newer)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""
         if self.target == own.target or self == FORMER_RULES:
             return self
-        kept = ("quotes", "routing", "symbols", "follow_ups", "says_none_found")
+        kept = ("quotes", "routing", "symbols", "places", "follow_ups", "says_none_found")
         return replace(own, **{name: getattr(self, name) for name in kept})
 
     @classmethod

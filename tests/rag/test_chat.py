@@ -202,6 +202,27 @@ def test_a_follow_ups_own_words_search_the_cited_document_and_choose_the_quote(
     assert bias(follow_up) != bias(ready.question)
 
 
+def test_a_row_is_quoted_again_for_another_column(
+    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
+) -> None:
+    """The row that had just answered was forbidden, and the next question quoted another; a begun conversation goes on so."""
+    rows = [f"host: db{n}\nsystem: Debian\nmemory: {2**n} GB\nuse: a database of the old mill" for n in (1, 2)]
+    texts = [*rows, "What a memory costs depends on how much of it the system uses."]
+    build_index([Document(f"{n}", text) for n, text in enumerate(texts)], tmp_path, retriever.encoder)
+    index = Retriever(retriever.encoder, Store.open(tmp_path, retriever.encoder.identity))
+    asked, answer = "Which system has db1?", f'"{rows[0]}" [1]'
+    found = []
+    for places in (True, False):
+        rules = replace(prompts.rules, places=places, fit=AnswerFit(quote_weight=20.0))
+        chat = Chat(index, prompts.by(rules), store)
+        own = partial(turn, scope=SearchScope(str(places)), num_passages=3)
+        first = chat.prepare(own(asked))
+        assert chat.remember(first, replace(_answer(first), text=answer))
+        ready = chat.prepare(own(asked, answer, "How much memory does it use, and what costs it?"))
+        found.append("db1" in ready.request.grammar)
+    assert found == [True, False]
+
+
 def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: Asking) -> None:
     """After a change of subject the passage of the old one stood in the prompt, and was quoted again."""
     asking(turn(QUESTION), QUOTE)

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from ragspec.core import Passage, SamplingParams
+from ragspec.core import Block, BlockKind, Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.quote_choice import quote_bias, span_features
+from ragspec.rag.quote_choice import LatestQuote, quote_bias, span_features
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules
 
@@ -72,6 +72,61 @@ def test_signs_and_letter_case_tell_an_option_from_another(target: Target) -> No
         assert (features[:, 1] == span_features(asked, runs)[:, 1]).all()  # signs are no neighbours of words
 
 
+def test_words_of_a_heading_are_its_sentences_too(target: Target) -> None:
+    """The entry's first sentence, which names it, was quoted for its default; and a job begun before that, answered otherwise."""
+    ids = PromptBuilder(target.tokenizer, 512).plain_ids
+    texts = ("keep_time: how long flour is kept.", "The default is 600.", "Rain falls.")
+    passages = [Passage("d", n, text, 0, len(text), heading="Options > keep_time") for n, text in enumerate(texts[:2])]
+    passages.append(Passage("d", 2, texts[2], 0, len(texts[2]), heading="Weather"))
+    for places, best in ((True, 1), (False, 0)):
+        biases = quote_bias("What is the default of keep_time?", passages, ids, 20.0, places=places)
+        found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
+        assert found[best] == max(found) > min(found)
+
+
+def test_a_question_in_a_text_is_no_answer(target: Target) -> None:
+    """A line of a dialogue that asks the same was quoted in the place of the line that answers."""
+    ids = PromptBuilder(target.tokenizer, 512).plain_ids
+    text = "anna: who built the mill?\nbela: Carl did.\nanna: and the bridge?"
+    passage = Passage("d", 0, text, 0, len(text), blocks=(Block(0, len(text), BlockKind.CODE),))
+    asked, answered = ids([f'"{each}"' for each in (text[:25], text[:41])])
+    biases = quote_bias(QUESTION, [passage], ids, 20.0, places=True)
+    assert total(biases, answered) > total(biases, asked)
+
+
+def test_a_quote_is_boosted_until_it_parts_from_unlikely_ones(target: Target) -> None:
+    """Rows that begin alike: behind the biased tokens a target chose the row of another server."""
+    ids = PromptBuilder(target.tokenizer, 512).plain_ids
+    texts = [f"host name of the server: {name}, in the cellar." for name in ("web1", "web2")]
+    passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
+    for places in (True, False):
+        biases = quote_bias("And of web1?", passages, ids, 20.0, places=places)
+        first, second = ids([f'"{text}' for text in texts])
+        at = next(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+        branch = biases.get(tuple(first[:at]), {})
+        assert (branch.get(first[at], 0.0) > branch.get(second[at], 0.0)) == places
+
+
+def test_a_follow_up_reads_on_behind_the_latest_quote(target: Target) -> None:
+    """A sentence of equal words before the quote, or in another document; of a row the row itself, of another column."""
+    ids = PromptBuilder(target.tokenizer, 512).plain_ids
+    texts = ("It has oak.", "The mill was built in 1874.", "Elm it has.")
+    text = " ".join(texts)
+    passages = [Passage("other", 0, "Ash it has.", 0, 11), Passage("d", 0, text, 40, 40 + len(text))]
+    latest = LatestQuote.of(passages[1], texts[1])
+    assert latest == LatestQuote("d", 40 + text.index(" Elm"))
+    assert LatestQuote.of(passages[1], text).end == 40  # the whole passage
+
+    def found(latest: LatestQuote | None) -> list[float]:
+        biases = quote_bias("What has it?", passages, ids, 20.0, texts[1:2], places=True, latest=latest)
+        return [total(biases, own) for own in ids([f'"{each}' for each in (*texts[::2], "Ash it has.")])]
+
+    before, behind, other = found(latest)
+    assert behind > max(before, other) and found(None)[2] > found(None)[1]
+    row = Passage("d", 0, "| db1 | 64 GB |\n| db2 | 32 GB |", 7, 38)
+    assert [LatestQuote.of(row, each).end for each in row.text.split("\n")] == [7, 23]
+
+
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:
     """The places in a prompt of the order "shared" taken for ranks."""
     texts = ("Anna built the mill.", "Carl built the mill. He sold it.")
@@ -127,7 +182,7 @@ def test_passages_without_a_word_make_no_features() -> None:
     """A division by the average length of spans, which was zero."""
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(("***", "..."))]
     features = span_features("Who built the mill?", [(each, [(0, len(each.text))]) for each in passages])
-    assert features.shape == (2, 7) and not features[:, 0].any()
+    assert features.shape == (2, 8) and not features[:, 0].any()
 
 
 def test_only_held_quotes_are_biased_and_only_by_a_fit(target: Target) -> None:

@@ -51,8 +51,9 @@ from ragspec.rag.chat.history import (
 )
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.quote_choice import is_row
 from ragspec.rag.support import Evidence, find_support
-from ragspec.rag.wording import DOUBT, FollowUps, parse_answer
+from ragspec.rag.wording import DOUBT, FollowUps, TextRules, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -143,15 +144,19 @@ class Chat:
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
-        used = _used_quotes(user_question, history.pairs[-1:], prompt.passages)
+        used = _used_quotes(user_question, history.pairs[-1:], prompt.passages, prompts.rules)
         grammar = prompts.answer_grammar(turn.params, turn.speculation, prompt.passages, used)
         # Why the whole question where earlier turns are hidden: the prompt names nothing else
         own_words = prompts.rules.follow_ups == "cited" and self._config.history != "hidden"
         asked = user_question if own_words else question
+        read_on = history.latest_quote if question != user_question else None
+        params = prompts.biased(
+            turn.params, asked, prompt, context.closeness, used, holds_quotes=bool(grammar), latest=read_on
+        )
         request = Request(
             turn.id,
             prompt.prompt_ids,
-            prompts.biased(turn.params, asked, prompt, context.closeness, used, holds_quotes=bool(grammar)),
+            params,
             steps.copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
@@ -241,9 +246,13 @@ class Chat:
         return replace(prompt, num_dropped_turns=len(context.history), dropped_history=passages)
 
 
-def _used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage]) -> list[str]:
-    """The quote of the latest answer, unless it is as close to another question as any other span of the passages."""
+def _used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage], rules: TextRules) -> list[str]:
+    """The quote of the latest answer, unless it is as close to another question as any other span of the passages, or is a row,
+    of which another column may be asked."""
     quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
+    if rules.places:
+        wholes = {passage.text for passage in passages}
+        quotes = [quote for quote in quotes if quote not in wholes and not is_row(quote)]
     evidence = Evidence(passages if quotes else (), question)
     return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
 
