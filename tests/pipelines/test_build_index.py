@@ -129,13 +129,13 @@ def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Run, docs: Path, tm
 def test_unreadable_files_are_named_and_left_out_whole(run: Run, docs: Path, tmp_path: Path) -> None:
     """One bad file that ends the job; half of a file in the index; a file that gave nothing and that nothing names."""
     (docs / "bad.pdf").write_bytes(b"%PDF-1.7 and then nothing")
-    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
+    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{"id": "h1", "text": "Bad."}\n')
     (docs / "twice.jsonl").write_text('{"id": "r1", "text": "The id of a row of another file."}')
     (docs / "z.txt").write_text(" \n")
     ended = run()
     names = ["docs/bad.pdf", "docs/half.jsonl", "docs/twice.jsonl", "docs/z.txt"]
     assert ended.code == 0 and ended.summary["skipped"] == names
-    reasons = ("bad.pdf", "half.jsonl, line 2", "the id 'r1' is that of a document in", "z.txt holds no text")
+    reasons = ("bad.pdf", "two documents of the id 'h1'", "the id 'r1' is that of a document in", "z.txt holds no text")
     assert all(word in ended.err for word in reasons)
     assert len(documents(tmp_path)) == 4
     assert run("--strict").code == 1
@@ -414,9 +414,9 @@ def test_a_page_that_is_not_read_is_named(run: Run, docs: Path) -> None:
 
 
 def test_a_large_file_is_read_twice_and_the_same(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that do not fit the memory, taken in half before their bad line is met."""
+    """Files that do not fit the memory, taken in half before their bad row is met."""
     monkeypatch.setattr(file_ingest, "_READ_AT_ONCE_BYTES", 10)
-    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
+    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{"id": "h1", "text": "Bad."}\n')
     ended = run()
     assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]
 

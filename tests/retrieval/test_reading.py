@@ -375,12 +375,18 @@ def test_a_table_without_a_header_loses_no_row(tmp_path: Path, table: str, texts
 
 
 def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
-    """One badly quoted cell refused a file of a million rows."""
+    """One badly quoted cell, or one broken line of JSON, refused a file of a million rows."""
     path = tmp_path / "rows.csv"
     path.write_text('sep=;\r\nSales of 2024;\nid;text\n1;"a" b\n2;"two\nlines"\n3;x;y\n4;"open\n5;five\n')
     unread: list[Unread] = []
     assert [(row.id, row.text) for row in read_file(path, "rows.csv", unread)] == [("2", "two\nlines"), ("5", "five")]
     assert [each.place for each in unread] == ["line 2", "line 4", "line 7", "line 8"]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n{"text": 3}\n{"text": "\xe9"}\n{oops\n{"text": "six"}')
+    unread = []
+    found = [(row.id, row.text) for row in read_file(path, "rows.jsonl", unread)]
+    assert found == [("rows.jsonl:1", "one"), ("rows.jsonl:6", "six")]
+    assert [each.place for each in unread] == ["line 3", "line 4", "line 5"]
 
 
 def test_text_of_windows_is_read_and_named(tmp_path: Path) -> None:

@@ -36,39 +36,52 @@ _DELIMITER_SETTING = re.compile(r'"?sep=([,;|\t])"?\r?\n?')
 
 
 def read_jsonl(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
+    """A line that cannot be read is left out. Raises: InputError if no line can be read."""
+    num_read = 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.removeprefix(_BYTE_ORDER_MARK).strip():
-                place = f"{path}, line {number}"
-                yield _json_document(_parsed(line.removeprefix(_BYTE_ORDER_MARK), place), place, f"{name}:{number}")
+            if content := line.removeprefix(_BYTE_ORDER_MARK).strip():
+                try:
+                    document = _json_document(_parsed(content), f"{name}:{number}")
+                except InputError as cause:
+                    unread.append(Unread(f"line {number}", str(cause)))
+                else:
+                    num_read += 1
+                    yield document
+    _check_any_read(path, num_read, unread)
 
 
-def _json_document(row: dict[str, Any], place: str, default_id: str) -> Document:
+def _check_any_read(path: Path, num_read: int, unread: Sequence[Unread]) -> None:
+    if not num_read and (places := [each for each in unread if each.place]):
+        raise InputError(f"{path}, {places[0]}")
+
+
+def _json_document(row: dict[str, Any], default_id: str) -> Document:
     given_id = row.get("id", default_id)
     is_number = isinstance(given_id, int) and not isinstance(given_id, bool)
     fields: dict[str, Any] = {"id": str(given_id) if is_number else given_id}
     fields |= {key: row.get(key) or "" for key in _FIELDS}
     for key, value in fields.items():
         if not isinstance(value, str) or (key == "id" and not value):
-            raise InputError(f"{place}: `{key}` must be a {'non-empty ' if key == 'id' else ''}string")
+            raise InputError(f"`{key}` must be a {'non-empty ' if key == 'id' else ''}string")
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
-        raise InputError(f"{place}: `metadata` must be an object")
+        raise InputError("`metadata` must be an object")
     others = {key: value for key, value in row.items() if key not in _KEYS}
     return Document(text=row["text"], metadata={**others, **metadata}, **fields)
 
 
-def _parsed(line: bytes, place: str) -> dict[str, Any]:
+def _parsed(line: bytes) -> dict[str, Any]:
     try:
         row: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as cause:
-        raise InputError(f"{place}: not UTF-8 text (byte {cause.start} of the line)") from cause
+        raise InputError(f"not UTF-8 text (byte {cause.start} of the line)") from cause
     except ValueError as cause:
-        raise InputError(f"{place}: not JSON: {cause}") from cause
+        raise InputError(f"not JSON: {cause}") from cause
     except RecursionError as cause:
-        raise InputError(f"{place}: nested too deeply") from cause
+        raise InputError("nested too deeply") from cause
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise InputError(f"{place}: not an object with a string `text`")
+        raise InputError("not an object with a string `text`")
     return row
 
 
@@ -104,8 +117,7 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     yield from _csv_document(row, f"{name}:{line}", "text" in header)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
-    if not num_read and (places := [each for each in unread if each.place]):
-        raise InputError(f"{path}, {places[0]}")
+    _check_any_read(path, num_read, unread)
 
 
 def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) -> Iterator[tuple[int, list[str]]]:
