@@ -97,7 +97,7 @@ def main(
         typer.Option(help="With --sync: write the whole index anew by today's rules, documents of other inputs too."),
     ] = False,
     dry_run: Annotated[bool, typer.Option(help="Report the changes without making them.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with 1 if a file was skipped.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 if a file was skipped or read in part.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that encode, through Ray.", min=1)] = 1,
     config: Annotated[Path | None, typer.Option(help="A YAML configuration; the options above win.")] = None,
 ) -> None:
@@ -138,7 +138,7 @@ def main(
             options = sync, rebuild, renew, keep_duplicates, keep_originals, dry_run
             indexing = Indexing(inputs, index, folder, open_writer, reader, owner, *options)
             ingest = indexing.follow(found, inputs_of) if watch else indexing.run(found)
-    if strict and ingest.report.skipped:
+    if strict and (ingest.report.skipped or ingest.report.unread):
         raise typer.Exit(1)
 
 

@@ -148,14 +148,16 @@ class FileIngest:
         self._owners = {owner}
 
     def add_file(self, path: Path, name: str) -> None:
-        """A file that cannot be read is left out as a whole; the documents that the index has of it stay."""
+        """A file that cannot be read is left out as a whole. The documents that the index has of it stay, also where a part alone
+        cannot be read."""
         self.report.num_files += 1
         is_empty = True
         try:
             for document in self._valid_documents(path, name):
                 self._add(document, path, name)
                 is_empty = False
-            self._read[str(path.resolve())] = self._prefix + name
+            if not any(part.place for part in self.report.unread.get(name, ())):
+                self._read[str(path.resolve())] = self._prefix + name
             if is_empty:
                 self.report.skipped[name] = f"{path} holds no text"
         except InputError as error:
@@ -241,7 +243,9 @@ class FileIngest:
             if other not in ("", document.origin) and Path(other).exists():
                 raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")
             if known and known[0] != document.owner:
-                raise InputError(f"{path}: the id {document.id!r} is that of a document of another owner")
+                raise InputError(
+                    f"{path}: the id {document.id!r} is that of a document of another owner; `sync --renew` replaces it"
+                )
             yield check_document(document)
 
     def _documents(self, path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:

@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.core import Passage
+from ragspec.core import BlockKind, Passage
 from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.chunking.chunker import SEPARATOR
@@ -55,30 +55,32 @@ class SpanFeatures(NamedTuple):
 
 
 class LatestQuote(NamedTuple):
-    """In a dialogue: where it ends, in characters of its document. Of a row or a whole passage the beginning: the next question
-    may be about another column of it."""
+    """In a dialogue: its place, in characters of its document."""
 
     document_id: str
+    start: int
     end: int
+    is_record: bool
 
     @classmethod
     def of(cls, passage: Passage, quote: str) -> Self:
         start = passage.start + passage.text.index(quote)
-        is_record = is_row(quote) or quote == passage.text
-        return cls(passage.document_id, start if is_record else start + len(quote))
+        return cls(passage.document_id, start, start + len(quote), is_record(quote))
 
-    def nearness(self, document_id: str, start: int) -> float:
-        """From 1 for a span at its end to 0, also of spans before it and of other documents."""
-        is_behind = document_id == self.document_id and start >= self.end
-        return math.exp((self.end - start) / _READ_ON_CHARS) if is_behind else 0.0
+    def bonus(self, document_id: str, start: int) -> float:
+        """Of a span, in the unit of scores: the next question reads on, or is about another value of a record."""
+        if document_id != self.document_id or self.is_record:
+            return _SAME_RECORD * (document_id == self.document_id and start == self.start)
+        return _READ_ON * math.exp((self.end - start) / _READ_ON_CHARS) if start >= self.end else 0.0
 
 
 WEIGHTS = SpanFeatures(5.633, 5.213, 1.102, 2.398, 0.932, 0.917, 1.962, 2.01)
 FORMER_WEIGHTS = SpanFeatures(5.319, 4.762, 2.753, 2.511, 0.987, 1.021, 2.097, 0.0)
 """Without `TextRules.places`."""
-_READ_ON, _READ_ON_CHARS = 2.0, 1500.0
+_READ_ON, _READ_ON_CHARS, _SAME_RECORD = 2.0, 1500.0, 4.0
 """Of a span behind the latest quote of a dialogue, the less the more characters are between. Fitted to the follow-ups of
-`pipelines/benchmarks/documentation/tuning`: of 38 whose passages hold the answer 23 choose it, 20 without."""
+`pipelines/benchmarks/documentation/tuning`: of 38 whose passages hold the answer 23 choose it, 20 without. And of the record that
+was quoted."""
 _MAX_SPANS, _SPAN_COST = 3, 0.05
 """Of a quote; and the probability that each span beyond the first must add. Why so little: a reader misses an answer that stands
 in the next sentence, and hardly minds a sentence more."""
@@ -87,8 +89,6 @@ _MAX_CHARS = 300
 _BIASED_TOKENS = 3
 _LEAST_PROBABILITY = 0.01
 """Of a quote that gets a bias. Why: a prompt of many passages has hundreds of quotes, and each is tokenised."""
-_MANY_CHARS = 4
-"""Quotes that begin with as many equal characters may part behind the tokens that are biased in any case."""
 _MOST_BIAS = 100.0
 
 _ASKS_NUMBER = re.compile(
@@ -109,10 +109,12 @@ _CODE = re.compile(
     r"\w\.(?:cfg|conf|d|ini|json|log|py|sh|xml|ya?ml)\b"
 )
 _ASKS_DEFAULT = re.compile(
-    r"(?i)\bdefaults?\b|\bout of the box\b|\balone\b|"
+    r"(?i)\bdefaults?\b|\bout of the box\b|"
     r"(?:\b(?:never|not|unless|without)|n't) (?:\w+ ){0,3}(?:chang|choos|configur|set\b|specif)"
 )
-_DEFAULT = re.compile(r"(?i)\bdefault|\bunset\b|\bunless\b|\binitial")
+_DEFAULT = re.compile(r"(?i)\bdefault|\bunset\b|\bunless\b|\binitial(?:ly\b| value)")
+_ASKING_END = re.compile(r"[?？][\"'”’»)\]*`]{0,4}$")
+_RECORD = re.compile(r"\|.*(?:\n\|.*)*|[^\n:]{1,80}: .*(?:\n[^\n:]{1,80}: .*)+")
 _SYMBOL = re.compile(
     r"(?:(?<![\w~$%@:/.?\\=+^&#!<-])|(?<=\w/)(?=-))(?!\.\.+\w)[~$%@:/.?\\=+^&#!<-]+\w(?:(?:[\w.:+-]|/(?!-))*\w)?"
 )
@@ -140,15 +142,16 @@ def quote_bias(
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out)]
     quotes: dict[str, float] = {}
     for passage, run, values in _with_probabilities(question, runs, symbols, places, latest):
-        asks = [places and passage.text.endswith("?", start, end) for start, end in run]
+        asks = [places and _ASKING_END.search(passage.text, start, end) is not None for start, end in run]
         for first, last, probability in _best_quotes(run, values, asks):
             text = passage.text[run[first][0] : run[last][1]]
             quotes[text] = max(probability, quotes.get(text, 0.0))
     likely = {text for text, probability in quotes.items() if probability >= _LEAST_PROBABILITY}
     if not likely:
         return {}
-    # Why beginnings: a target chose freely where a quote without a bias parts from a likely one
-    begins = tuple(text[:_MANY_CHARS] for text in likely) if places else ()
+    # Why beginnings: a target chose freely where a quote without a bias parts from a likely one behind the biased tokens, each of
+    # which is a letter at least, or a part of another character
+    begins = tuple({text[:_BIASED_TOKENS] if text[:1].isascii() else text[:1] for text in likely} if places else ())
     quotes = {text: each for text, each in quotes.items() if text in likely or text.startswith(begins)}
     (mark, *joined), parted = encode(['"', *(f'"{text}"' for text in quotes)]), encode([f'{text}"' for text in quotes])
     # Why both: some tokenizers have tokens that begin with the mark, and a target may write it alone
@@ -167,7 +170,7 @@ def _with_probabilities(
     scores = span_features(question, runs, symbols, places) @ weights  # [spans]
     if latest:
         spans = [(passage.document_id, passage.start + start) for passage, run in runs for start, _ in run]
-        scores += [_READ_ON * latest.nearness(*span) for span in spans]
+        scores += [latest.bonus(*span) for span in spans]
     chances = np.exp(scores - scores.max(initial=-math.inf))
     # Why rounded: the last bits of sums differ between processors
     values = iter((chances / max(chances.sum(), 1e-9)).round(6).tolist())
@@ -175,9 +178,9 @@ def _with_probabilities(
         yield passage, run, [next(values) for _ in run]
 
 
-def is_row(text: str) -> bool:
-    """Whether a span is a row of a table, or holds one."""
-    return "|" in text
+def is_record(text: str) -> bool:
+    """Whether a quote is a row of a table, or lines "name: value" as a row of a file is read."""
+    return bool(_RECORD.fullmatch(text))
 
 
 def _best_quotes(
@@ -211,6 +214,8 @@ def _tree_bias(
                 branches[ids[length]].append((ids, probability))
         left = _BIASED_TOKENS if length == 1 or (length and len(branches) > 1) else num_biased
         for token, own in branches.items():
+            if max(each for _, each in own) < _LEAST_PROBABILITY:
+                continue
             if left:
                 biases[own[0][0][:length]][token] = min(_MOST_BIAS, weight * max(each for _, each in own))
             if len(own) > 1 or left > 1 or not length:
@@ -246,10 +251,11 @@ def span_features(
         return math.fsum(weight for term, weight in weights.items() if term in above) / whole
 
     passages = [passage for passage, run in runs for _ in run]
+    words_above = cache(lambda text: frozenset(words_of(text)))
     if places:
-        nearest = [words_of(passage.heading.rsplit(SEPARATOR, 1)[-1]) for passage in passages]
-        own_words = [[*own, *({*over} - {*own})] for own, over in zip(own_words, nearest, strict=True)]
-    above = [held(frozenset(words_of(f"{passage.title}\n{passage.heading}"))) for passage in passages]
+        nearest = [words_above(_heading_of(passage, start)) for passage, run in runs for start, _ in run]
+        own_words = [[*own, *(over.difference(own))] for own, over in zip(own_words, nearest, strict=True)]
+    above = [held(words_above(f"{passage.title}\n{passage.heading}")) for passage in passages]
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
     rows = [
         SpanFeatures(
@@ -258,13 +264,21 @@ def span_features(
             over,
             float(asks_number and _NUMBER.search(text) is not None),
             float(asks_code and _CODE.search(text) is not None),
-            float(is_row(text)),
+            float("|" in text),
             1.0 / ranks[passage.id],
             float(asks_default and _DEFAULT.search(text) is not None),
         )
         for text, own, held_words, over, passage in zip(texts, terms, own_words, above, passages, strict=True)
     ]
     return np.array(rows).reshape(len(rows), len(SpanFeatures._fields))
+
+
+def _heading_of(passage: Passage, start: int) -> str:
+    """The heading that is nearest above a place in a passage."""
+    inside = [each for each in passage.blocks if each.kind is BlockKind.HEADING and each.end <= start]
+    if inside:
+        return passage.text[inside[-1].start : inside[-1].end]
+    return passage.headings[-1] if passage.headings else passage.heading.rsplit(SEPARATOR, 1)[-1]
 
 
 @cache

@@ -413,6 +413,19 @@ def test_a_page_that_is_not_read_is_named(run: Run, docs: Path) -> None:
     assert "read in part: docs/rows.csv, line 3" in ended.err
 
 
+def test_rows_below_a_damaged_line_stay(run: Run, docs: Path, tmp_path: Path) -> None:
+    """A file that was cut while it was copied lost its last document, and the job counted as a success."""
+    path = docs / "rows.jsonl"
+    content = path.read_text()
+    run("--sync")
+    path.write_text(content[:-5])
+    before = documents(tmp_path)
+    assert run("--sync").summary["deleted"] == 0 and documents(tmp_path).keys() == before.keys()
+    assert run("--sync", "--strict").code == 1
+    path.write_text(content.splitlines()[0])
+    assert run("--sync").summary["deleted"] == 1
+
+
 def test_a_large_file_is_read_twice_and_the_same(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that do not fit the memory, taken in half before their bad row is met."""
     monkeypatch.setattr(file_ingest, "_READ_AT_ONCE_BYTES", 10)

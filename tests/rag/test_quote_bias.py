@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ragspec.core import Block, BlockKind, Passage, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.quote_choice import LatestQuote, quote_bias, span_features
+from ragspec.rag.quote_choice import LatestQuote, is_record, quote_bias, span_features
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules
 
@@ -82,20 +82,30 @@ def test_words_of_a_heading_are_its_sentences_too(target: Target) -> None:
         biases = quote_bias("What is the default of keep_time?", passages, ids, 20.0, places=places)
         found = [total(biases, own) for own in ids([f'"{text}' for text in texts])]
         assert found[best] == max(found) > min(found)
+    text = "The default is 600.\n\ngrind_time\n\nThe default is 30."
+    kinds = (BlockKind.PARAGRAPH, BlockKind.HEADING, BlockKind.PARAGRAPH)
+    blocks = tuple(Block(*each.span(), kind) for each, kind in zip(re.finditer("[^\\n]+", text), kinds, strict=True))
+    joined = Passage("d", 0, text, 0, len(text), heading="keep_time", headings=("keep_time",), blocks=blocks)
+    early, late = ids([f'"{text[slice(*block[:2])]}"' for block in blocks[::2]])
+    for asked, more, fewer in (("keep_time", early, late), ("grind_time", late, early)):
+        biases = quote_bias(f"What is the default of {asked}?", [joined], ids, 20.0, places=True)
+        assert total(biases, more) > total(biases, fewer)
 
 
 def test_a_question_in_a_text_is_no_answer(target: Target) -> None:
     """A line of a dialogue that asks the same was quoted in the place of the line that answers."""
     ids = PromptBuilder(target.tokenizer, 512).plain_ids
     text = "anna: who built the mill?\nbela: Carl did.\nanna: and the bridge?"
-    passage = Passage("d", 0, text, 0, len(text), blocks=(Block(0, len(text), BlockKind.CODE),))
-    asked, answered = ids([f'"{each}"' for each in (text[:25], text[:41])])
-    biases = quote_bias(QUESTION, [passage], ids, 20.0, places=True)
-    assert total(biases, answered) > total(biases, asked)
+    for mark in ("?", "？", '?"'):
+        said = text.replace("?", mark)
+        passage = Passage("d", 0, said, 0, len(said), blocks=(Block(0, len(said), BlockKind.CODE),))
+        asked, answered = ids([f'"{each}"' for each in (said.split("\n")[0], said.rpartition("\n")[0])])
+        biases = quote_bias(QUESTION, [passage], ids, 20.0, places=True)
+        assert total(biases, answered) > total(biases, asked)
 
 
 def test_a_quote_is_boosted_until_it_parts_from_unlikely_ones(target: Target) -> None:
-    """Rows that begin alike: behind the biased tokens a target chose the row of another server."""
+    """Rows that begin alike: behind the biased tokens a target chose the row of another server. And biases without weight."""
     ids = PromptBuilder(target.tokenizer, 512).plain_ids
     texts = [f"host name of the server: {name}, in the cellar." for name in ("web1", "web2")]
     passages = [Passage("d", n, text, 0, len(text)) for n, text in enumerate(texts)]
@@ -105,6 +115,7 @@ def test_a_quote_is_boosted_until_it_parts_from_unlikely_ones(target: Target) ->
         at = next(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
         branch = biases.get(tuple(first[:at]), {})
         assert (branch.get(first[at], 0.0) > branch.get(second[at], 0.0)) == places
+        assert all(bias >= 0.2 for each in biases.values() for bias in each.values())
 
 
 def test_a_follow_up_reads_on_behind_the_latest_quote(target: Target) -> None:
@@ -114,8 +125,7 @@ def test_a_follow_up_reads_on_behind_the_latest_quote(target: Target) -> None:
     text = " ".join(texts)
     passages = [Passage("other", 0, "Ash it has.", 0, 11), Passage("d", 0, text, 40, 40 + len(text))]
     latest = LatestQuote.of(passages[1], texts[1])
-    assert latest == LatestQuote("d", 40 + text.index(" Elm"))
-    assert LatestQuote.of(passages[1], text).end == 40  # the whole passage
+    assert latest[:3] == ("d", 52, 40 + text.index(" Elm"))
 
     def found(latest: LatestQuote | None) -> list[float]:
         biases = quote_bias("What has it?", passages, ids, 20.0, texts[1:2], places=True, latest=latest)
@@ -124,7 +134,15 @@ def test_a_follow_up_reads_on_behind_the_latest_quote(target: Target) -> None:
     before, behind, other = found(latest)
     assert behind > max(before, other) and found(None)[2] > found(None)[1]
     row = Passage("d", 0, "| db1 | 64 GB |\n| db2 | 32 GB |", 7, 38)
-    assert [LatestQuote.of(row, each).end for each in row.text.split("\n")] == [7, 23]
+    latest = LatestQuote.of(row, "| db1 | 64 GB |")
+    assert [latest.bonus(*place) > 0.0 for place in (("d", 7), ("d", 23), ("e", 7))] == [True, False, False]
+    records = {
+        "name: db1\nmemory: 64 GB": True,
+        "Note: it is off.": False,
+        "cat log | wc -l": False,
+        "It is.\nAs: so.": False,
+    }
+    assert {text: is_record(text) for text in records} == records
 
 
 def test_a_sentence_of_a_better_passage_is_boosted_more_wherever_the_prompt_shows_it(target: Target) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import ANY
 import pytest
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document
+from ragspec.core import Document, Passage
 from ragspec.errors import InputError
 from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import chunk
@@ -216,17 +216,18 @@ def test_rows_of_csv_with_a_text_column(tmp_path: Path, delimiter: str) -> None:
 
 
 def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
-    """A table of parts has no text, and yet questions are asked about it."""
+    """A table of parts has no text, and yet questions are asked about it. No row shorter than a line could be quoted."""
     path = tmp_path / "parts.tsv"
     path.write_text("name\tweight\t\nbolt\t5 g\tsteel\n\t\t\nnut\t\t\n")
-    assert list(read_file(path, "p")) == [
-        Document(
-            "p:2",
-            "name: bolt\nweight: 5 g\ncolumn 3: steel",
-            metadata={"name": "bolt", "weight": "5 g", "column 3": "steel"},
-        ),
-        Document("p:4", "name: nut", metadata={"name": "nut"}),
+    rows = list(read_file(path, "p"))
+    assert [(row.id, row.metadata) for row in rows] == [
+        ("p:2", {"name": "bolt", "weight": "5 g", "column 3": "steel"}),
+        ("p:4", {"name": "nut"}),
     ]
+    assert [row.text for row in rows] == ["name: bolt\nweight: 5 g\ncolumn 3: steel", "name: nut"]
+    for row in rows:
+        passage = Passage(row.id, 0, row.text, 0, len(row.text), blocks=row.blocks)
+        assert quotable_runs(passage) == [[(0, len(row.text))]]
 
 
 def read_as(tmp_path: Path, name: str, text: str) -> Document:
@@ -382,11 +383,15 @@ def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
     assert [(row.id, row.text) for row in read_file(path, "rows.csv", unread)] == [("2", "two\nlines"), ("5", "five")]
     assert [each.place for each in unread] == ["line 2", "line 4", "line 7", "line 8"]
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n{"text": 3}\n{"text": "\xe9"}\n{oops\n{"text": "six"}')
+    bad = [b'{"text": 3}', b'{"text": "\xe9"}', b"{oops", b'{"text": "\\u0000"}', b'{"id": "\\ud800", "text": "x"}']
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([b'{"text": "good"}\n', *bad, *[b'{"text": "more"}'] * 5]))
     unread = []
-    found = [(row.id, row.text) for row in read_file(path, "rows.jsonl", unread)]
-    assert found == [("rows.jsonl:1", "one"), ("rows.jsonl:6", "six")]
-    assert [each.place for each in unread] == ["line 3", "line 4", "line 5"]
+    found = [row.id for row in read_file(path, "rows.jsonl", unread)]
+    assert found == [f"rows.jsonl:{number}" for number in (1, *range(8, 13))]
+    assert [each.place for each in unread] == [f"line {number}" for number in range(3, 8)]
+    path.write_text('[\n{"text": "one"},\n{"text": "two"}\n]')
+    with pytest.raises(InputError, match="line 1: not JSON"):
+        list(read_file(path, "rows.jsonl"))
 
 
 def test_text_of_windows_is_read_and_named(tmp_path: Path) -> None:

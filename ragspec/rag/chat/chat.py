@@ -51,7 +51,7 @@ from ragspec.rag.chat.history import (
 )
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.quote_choice import is_row
+from ragspec.rag.quote_choice import LatestQuote, is_record
 from ragspec.rag.support import Evidence, find_support
 from ragspec.rag.wording import DOUBT, FollowUps, TextRules, parse_answer
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
@@ -149,7 +149,7 @@ class Chat:
         # Why the whole question where earlier turns are hidden: the prompt names nothing else
         own_words = prompts.rules.follow_ups == "cited" and self._config.history != "hidden"
         asked = user_question if own_words else question
-        read_on = history.latest_quote if question != user_question else None
+        read_on = _latest_quote(context.history, history.shown) if question != user_question else None
         params = prompts.biased(
             turn.params, asked, prompt, context.closeness, used, holds_quotes=bool(grammar), latest=read_on
         )
@@ -247,14 +247,22 @@ class Chat:
 
 
 def _used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage], rules: TextRules) -> list[str]:
-    """The quote of the latest answer, unless it is as close to another question as any other span of the passages, or is a row,
-    of which another column may be asked."""
+    """The quote of the latest answer, unless it is as close to another question as any other span of the passages, or is a
+    record, of which another value may be asked."""
     quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
     if rules.places:
-        wholes = {passage.text for passage in passages}
-        quotes = [quote for quote in quotes if quote not in wholes and not is_row(quote)]
+        quotes = [quote for quote in quotes if not is_record(quote)]
     evidence = Evidence(passages if quotes else (), question)
     return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
+
+
+def _latest_quote(history: Sequence[PastTurn], shown: Sequence[ShownPassages]) -> LatestQuote | None:
+    """Of the latest answer, where its passage is now; None if the passage is gone."""
+    answer = parse_answer(history[-1].answer) if history else None
+    if answer is None:
+        return None
+    cited = [each for each in history[-1].passages if each.id in shown[-1].cited and answer.quote in each.text]
+    return LatestQuote.of(cited[0], answer.quote) if cited else None
 
 
 def _history_texts(history: Sequence[PastTurn]) -> list[str]:

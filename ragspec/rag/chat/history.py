@@ -29,8 +29,6 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.chat.query_rewriter import AskedBefore
 from ragspec.rag.chat.routing import needs_documents
 from ragspec.rag.prompt import Prompt, PromptBuilder, in_order
-from ragspec.rag.quote_choice import LatestQuote
-from ragspec.rag.wording import parse_answer
 from ragspec.retrieval.expansion import part, widths
 from ragspec.retrieval.search.relevance import unit_relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
@@ -247,16 +245,6 @@ class ChatHistory:
     def latest(self) -> ShownPassages | None:
         """Of the latest turn that showed passages; its order and rules are the conversation's. None if no turn showed any."""
         return next((shown for shown in reversed(self.shown) if shown.passages), None)
-
-    @property
-    def latest_quote(self) -> LatestQuote | None:
-        """Of the latest answer."""
-        answer = parse_answer(self.pairs[-1].answer) if self.pairs else None
-        if answer is None:
-            return None
-        shown = self.shown[-1]
-        cited = [passage for passage in shown.passages if passage.id in shown.cited and answer.quote in passage.text]
-        return LatestQuote.of(cited[0], answer.quote) if cited else None
 
     def passages_of_other_generations(self, generation: str) -> list[Passage]:
         """Passages retrieved in another generation than this one; all of them if it is empty."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ragspec.core import Document
+from ragspec.core import Block, BlockKind, Document, check_text
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.parsed_file import Unread, encoding_name, encoding_of
 
@@ -31,29 +31,31 @@ _VALUE = re.compile(
     r"(?P<date>\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[ T][\d:.]+(?:Z|[+-]\d\d:?\d\d)?)?)|(?P<number>[+-]?[\d.,]*\d)"
     r"|(?P<address>[^\s@]+@[^\s@]+|https?://\S+)"
 )
-_MAX_VALUE_CHARS = 100
+_MAX_VALUE_CHARS, _MAX_UNREAD = 100, 100
 _DELIMITER_SETTING = re.compile(r'"?sep=([,;|\t])"?\r?\n?')
 
 
 def read_jsonl(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
-    """A line that cannot be read is left out. Raises: InputError if no line can be read."""
-    num_read = 0
+    """A line that cannot be read is left out. Raises: InputError if these are most lines: the file is no JSON Lines."""
+    num_read = num_bad = 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if content := line.removeprefix(_BYTE_ORDER_MARK).strip():
-                try:
-                    document = _json_document(_parsed(content), f"{name}:{number}")
-                except InputError as cause:
+            content = line.removeprefix(_BYTE_ORDER_MARK)
+            if not content.strip():
+                continue
+            try:
+                document = _json_document(_parsed(content), f"{name}:{number}")
+            except InputError as cause:
+                num_bad += 1
+                if num_bad <= _MAX_UNREAD:
                     unread.append(Unread(f"line {number}", str(cause)))
-                else:
-                    num_read += 1
-                    yield document
-    _check_any_read(path, num_read, unread)
-
-
-def _check_any_read(path: Path, num_read: int, unread: Sequence[Unread]) -> None:
-    if not num_read and (places := [each for each in unread if each.place]):
-        raise InputError(f"{path}, {places[0]}")
+            else:
+                num_read += 1
+                yield document
+    if num_bad > num_read:
+        raise InputError(f"{path}, {unread[0]}")
+    if num_bad > _MAX_UNREAD:
+        unread.append(Unread(f"{num_bad - _MAX_UNREAD} more lines", "they cannot be read either"))
 
 
 def _json_document(row: dict[str, Any], default_id: str) -> Document:
@@ -68,6 +70,9 @@ def _json_document(row: dict[str, Any], default_id: str) -> Document:
     if not isinstance(metadata, dict):
         raise InputError("`metadata` must be an object")
     others = {key: value for key, value in row.items() if key not in _KEYS}
+    for value in (fields["id"], row["text"]):
+        if value.strip():
+            check_text(value, "it")
     return Document(text=row["text"], metadata={**others, **metadata}, **fields)
 
 
@@ -117,7 +122,8 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     yield from _csv_document(row, f"{name}:{line}", "text" in header)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
-    _check_any_read(path, num_read, unread)
+    if not num_read and (places := [each for each in unread if each.place]):
+        raise InputError(f"{path}, {places[0]}")
 
 
 def _csv_rows(lines: TextIO, delimiter: str, line: int, unread: list[Unread]) -> Iterator[tuple[int, list[str]]]:
@@ -190,4 +196,6 @@ def _csv_document(row: dict[str, str], default_id: str, has_text: bool) -> Itera
     if text:
         metadata = {name: value for name, value in row.items() if name not in _COLUMNS}
         fields: dict[str, Any] = {key: row.get(key, "") for key in _FIELDS}
-        yield Document(id=row.get("id", default_id), text=text, metadata=metadata, **fields)
+        # Why no paragraph: each short line would be a term before the next, and none could be quoted
+        blocks = () if has_text else (Block(0, len(text), BlockKind.LIST_ITEM),)
+        yield Document(id=row.get("id", default_id), text=text, metadata=metadata, blocks=blocks, **fields)
