@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,7 @@ from ragspec.retrieval.reading import Unread, find_files, has_rows
 from ragspec.retrieval.reading.bounded_reader import BoundedReader
 from ragspec.retrieval.reading.formats import ReaderInput, format_of
 
-_READ_AT_ONCE_BYTES = 64 * 2**20
+_READ_AT_ONCE_BYTES, _SHOWN_IDS = 64 * 2**20, 20
 
 
 _LEAST_SHARED = 0.7
@@ -148,16 +148,14 @@ class FileIngest:
         self._owners = {owner}
 
     def add_file(self, path: Path, name: str) -> None:
-        """A file that cannot be read is left out as a whole. The documents that the index has of it stay, also where a part alone
-        cannot be read."""
+        """A file that cannot be read is left out as a whole; the documents that the index has of it stay."""
         self.report.num_files += 1
         is_empty = True
         try:
             for document in self._valid_documents(path, name):
                 self._add(document, path, name)
                 is_empty = False
-            if not any(part.place for part in self.report.unread.get(name, ())):
-                self._read[str(path.resolve())] = self._prefix + name
+            self._read[str(path.resolve())] = self._prefix + name
             if is_empty:
                 self.report.skipped[name] = f"{path} holds no text"
         except InputError as error:
@@ -170,10 +168,25 @@ class FileIngest:
         return is_compared or name in self.report.skipped or name in names
 
     def delete_missing(self, roots: Sequence[Path], excluded: Collection[str]) -> None:
-        """Delete documents below `roots` whose file is gone or `excluded`, or was read in this run without them."""
+        """Delete documents below `roots` whose file is gone or `excluded`, or was read in this run without them.
+
+        Where a file lacks no more documents than it has rows that cannot be read, these may be the same: the documents stay.
+        """
+        missing = defaultdict[str, list[str]](list)
         for document_id, owner, origin in list(self._writer.origins()):
             if document_id not in self._origin_of and self._is_gone(owner, origin, roots, excluded):
-                self._delete(document_id)
+                missing[origin].append(document_id)
+        for origin, ids in missing.items():
+            name = self._read.get(origin, "").removeprefix(self._prefix)
+            unread = self.report.unread.get(name, [])
+            if len(ids) <= sum(bool(part.place) for part in unread):
+                told = ", ".join(ids[:_SHOWN_IDS])
+                unread.insert(
+                    0, Unread("", f"documents that may stand there stay; `index delete` removes them: {told}")
+                )
+            else:
+                for document_id in ids:
+                    self._delete(document_id)
 
     def delete_moved(self) -> None:
         """Delete documents of files that this run has indexed, under the names that a run over another folder gave them."""

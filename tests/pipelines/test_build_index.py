@@ -420,8 +420,14 @@ def test_rows_below_a_damaged_line_stay(run: Run, docs: Path, tmp_path: Path) ->
     run("--sync")
     path.write_text(content[:-5])
     before = documents(tmp_path)
-    assert run("--sync").summary["deleted"] == 0 and documents(tmp_path).keys() == before.keys()
+    ended = run("--sync")
+    assert ended.summary["deleted"] == 0 and documents(tmp_path).keys() == before.keys()
+    assert "documents that may stand there stay; `index delete` removes them: r2" in ended.err
     assert run("--sync", "--strict").code == 1
+    path.write_text("{oops\n" + '{"id": "new", "text": "Good."}')
+    assert run("--sync").summary["deleted"] == 2  # more than it has lines that cannot be read
+    path.write_text(content)
+    run("--sync")
     path.write_text(content.splitlines()[0])
     assert run("--sync").summary["deleted"] == 1
 

@@ -381,7 +381,8 @@ def test_one_bad_row_costs_that_row(tmp_path: Path) -> None:
     path.write_text('sep=;\r\nSales of 2024;\nid;text\n1;"a" b\n2;"two\nlines"\n3;x;y\n4;"open\n5;five\n')
     unread: list[Unread] = []
     assert [(row.id, row.text) for row in read_file(path, "rows.csv", unread)] == [("2", "two\nlines"), ("5", "five")]
-    assert [each.place for each in unread] == ["line 2", "line 4", "line 7", "line 8"]
+    assert [each.place for each in unread] == ["", "line 4", "line 7", "line 8"]
+    assert str(unread[0]) == "line 2 stands above the names of the columns"
     path = tmp_path / "rows.jsonl"
     bad = [b'{"text": 3}', b'{"text": "\xe9"}', b"{oops", b'{"text": "\\u0000"}', b'{"id": "\\ud800", "text": "x"}']
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([b'{"text": "good"}\n', *bad, *[b'{"text": "more"}'] * 5]))

@@ -112,7 +112,7 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                 unread.append(Unread("", "its first line holds values, so its columns are named by number"))
             for line, cells in itertools.chain(first_rows, rows):
                 if not header and len(cells) > 1 and sum(map(bool, map(str.strip, cells))) < 2:
-                    unread.append(Unread(f"line {line}", "it stands above the names of the columns"))
+                    unread.append(Unread("", f"line {line} stands above the names of the columns"))
                 elif not header:
                     header = _header(cells, f"{path}, line {line}")
                 elif any(cell.strip() for cell in cells[len(header) :]):
