@@ -8,6 +8,7 @@ passages, so after a kill the same command resumes. Files that cannot be read ar
 is one JSON object; with `--watch`, one line follows each change.
 """
 
+import itertools
 import json
 import tempfile
 import time
@@ -138,7 +139,8 @@ def main(
             options = sync, rebuild, renew, keep_duplicates, keep_originals, dry_run
             indexing = Indexing(inputs, index, folder, open_writer, reader, owner, *options)
             ingest = indexing.follow(found, inputs_of) if watch else indexing.run(found)
-    if strict and (ingest.report.skipped or ingest.report.unread):
+    unread = itertools.chain.from_iterable(ingest.report.unread.values())
+    if strict and (ingest.report.skipped or any(part.place for part in unread)):
         raise typer.Exit(1)
 
 

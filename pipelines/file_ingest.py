@@ -179,7 +179,7 @@ class FileIngest:
         for origin, ids in missing.items():
             name = self._read.get(origin, "").removeprefix(self._prefix)
             unread = self.report.unread.get(name, [])
-            if len(ids) <= sum(bool(part.place) for part in unread):
+            if has_rows(origin) and len(ids) <= sum(bool(part.place) for part in unread):
                 told = ", ".join(ids[:_SHOWN_IDS])
                 unread.insert(
                     0, Unread("", f"documents that may stand there stay; `index delete` removes them: {told}")

@@ -46,14 +46,15 @@ from ragspec.rag.chat.history import (
     ChatTurn,
     PastTurn,
     build_chat_prompt,
+    latest_quote,
     load_history,
     split_messages,
+    used_quotes,
 )
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.quote_choice import LatestQuote, is_record
-from ragspec.rag.support import Evidence, find_support
-from ragspec.rag.wording import DOUBT, FollowUps, TextRules, parse_answer
+from ragspec.rag.support import find_support
+from ragspec.rag.wording import DOUBT, FollowUps
 from ragspec.retrieval.expansion import JoinedPassage, is_part, widths
 from ragspec.retrieval.retriever import FROM_MEMORY, RetrievalResult, RetrievalTimes
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -66,9 +67,6 @@ log = logging.getLogger(__name__)
 
 _PREDICTED_CHARS = 16
 """Characters of a prediction that are read for each token that may be written: four times as many as most texts have."""
-_LEAST_LEAD = -0.1
-"""Of a quote that is given again, as in `Evidence.lead`. Fitted to the follow-ups of `dialogues.jsonl` in
-`pipelines/benchmarks/documentation/tuning`: no quote of an earlier question had it there, and half of the right ones have."""
 _MAX_COPIED_TURNS = 4
 """Earlier turns that may be copied from when the prompt has none."""
 
@@ -144,12 +142,12 @@ class Chat:
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
-        used = _used_quotes(user_question, history.pairs[-1:], prompt.passages, prompts.rules)
+        used = used_quotes(user_question, history.pairs[-1:], prompt.passages, prompts.rules)
         grammar = prompts.answer_grammar(turn.params, turn.speculation, prompt.passages, used)
         # Why the whole question where earlier turns are hidden: the prompt names nothing else
         own_words = prompts.rules.follow_ups == "cited" and self._config.history != "hidden"
         asked = user_question if own_words else question
-        read_on = _latest_quote(context.history, history.shown) if question != user_question else None
+        read_on = latest_quote(context.history, history.shown) if question != user_question else None
         params = prompts.biased(
             turn.params, asked, prompt, context.closeness, used, holds_quotes=bool(grammar), latest=read_on
         )
@@ -244,25 +242,6 @@ class Chat:
             return prompt
         passages = tuple(passage for turn in context.history for passage in turn.passages)
         return replace(prompt, num_dropped_turns=len(context.history), dropped_history=passages)
-
-
-def _used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage], rules: TextRules) -> list[str]:
-    """The quote of the latest answer, unless it is as close to another question as any other span of the passages, or is a
-    record, of which another value may be asked."""
-    quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
-    if rules.places:
-        quotes = [quote for quote in quotes if not is_record(quote)]
-    evidence = Evidence(passages if quotes else (), question)
-    return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
-
-
-def _latest_quote(history: Sequence[PastTurn], shown: Sequence[ShownPassages]) -> LatestQuote | None:
-    """Of the latest answer, where its passage is now; None if the passage is gone."""
-    answer = parse_answer(history[-1].answer) if history else None
-    if answer is None:
-        return None
-    cited = [each for each in history[-1].passages if each.id in shown[-1].cited and answer.quote in each.text]
-    return LatestQuote.of(cited[0], answer.quote) if cited else None
 
 
 def _history_texts(history: Sequence[PastTurn]) -> list[str]:

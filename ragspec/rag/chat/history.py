@@ -29,6 +29,9 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.chat.query_rewriter import AskedBefore
 from ragspec.rag.chat.routing import needs_documents
 from ragspec.rag.prompt import Prompt, PromptBuilder, in_order
+from ragspec.rag.quote_choice import LatestQuote, is_record
+from ragspec.rag.support import Evidence
+from ragspec.rag.wording import TextRules, parse_answer
 from ragspec.retrieval.expansion import part, widths
 from ragspec.retrieval.search.relevance import unit_relevance
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
@@ -37,6 +40,9 @@ from ragspec.speculation import ON, Speculation
 from ragspec.tenants import cache_salt_of
 
 _STEP = 4
+_LEAST_LEAD = -0.1
+"""Of a quote that is given again, as in `Evidence.lead`. Fitted to the follow-ups of `dialogues.jsonl` in
+`pipelines/benchmarks/documentation/tuning`: no quote of an earlier question had it there, and half of the right ones have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,3 +329,22 @@ def load_history(
             raise
         log.warning("the passages of earlier turns cannot be read: %s", cause)
     return ChatHistory(pairs, tuple(shown.get(key, ShownPassages(())) for key in keys[:-1]), tuple(keys), unsaved)
+
+
+def used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Passage], rules: TextRules) -> list[str]:
+    """The quote of the latest answer, unless it is as close to another question as any other span of the passages, or is a
+    record, of which another value may be asked."""
+    quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
+    if rules.places:
+        quotes = [quote for quote in quotes if not is_record(quote)]
+    evidence = Evidence(passages if quotes else (), question)
+    return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
+
+
+def latest_quote(history: Sequence[PastTurn], shown: Sequence[ShownPassages]) -> LatestQuote | None:
+    """Of the latest answer, where its passage is now; None if the passage is gone."""
+    answer = parse_answer(history[-1].answer) if history else None
+    if answer is None:
+        return None
+    cited = [each for each in history[-1].passages if each.id in shown[-1].cited and answer.quote in each.text]
+    return LatestQuote.of(cited[0], answer.quote) if cited else None

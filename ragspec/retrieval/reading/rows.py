@@ -31,7 +31,7 @@ _VALUE = re.compile(
     r"(?P<date>\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[ T][\d:.]+(?:Z|[+-]\d\d:?\d\d)?)?)|(?P<number>[+-]?[\d.,]*\d)"
     r"|(?P<address>[^\s@]+@[^\s@]+|https?://\S+)"
 )
-_MAX_VALUE_CHARS, _MAX_UNREAD = 100, 100
+_MAX_VALUE_CHARS, _MAX_UNREAD = 100, 10_000
 _DELIMITER_SETTING = re.compile(r'"?sep=([,;|\t])"?\r?\n?')
 
 
