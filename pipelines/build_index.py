@@ -36,7 +36,7 @@ from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
-from ragspec.retrieval.reading import SUFFIXES, input_root, passed_over
+from ragspec.retrieval.reading import NAMED_SUFFIXES, SUFFIXES, input_root, passed_over
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, check_ocr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -102,7 +102,10 @@ def main(
     workers: Annotated[int, typer.Option(help="Processes that encode, through Ray.", min=1)] = 1,
     config: Annotated[Path | None, typer.Option(help="A YAML configuration; the options above win.")] = None,
 ) -> None:
-    """Read, chunk, encode and index documents; unchanged documents stay, changed ones are replaced."""
+    """Read, chunk, encode and index documents; unchanged documents stay, changed ones are replaced.
+
+    `ragspec index sync` also deletes the documents that the inputs no longer hold.
+    """
     overrides = {
         "encoder.model": encoder,
         "index.chunking.max_chars": max_chars,
@@ -176,7 +179,7 @@ class Indexing:
             self._settle_others(ingest, found)
             with loading(_console, "encoding the last passages"):
                 writer.flush()
-            others = Counter(path.suffix.lower() or path.name for path in passed_over(self.inputs))
+            others = Counter(path.suffix.lower() or path.name for path in passed_over(self.inputs, found.files))
             _warn(ingest.report, others, self.dry_run)
             if self.rebuild and writer.is_empty():
                 raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
@@ -258,7 +261,7 @@ def _encoder(config: EncoderConfig, dry_run: bool, num_workers: int) -> Iterator
 
 
 def _warn(report: IngestReport, others: Counter[str], dry_run: bool) -> None:
-    """`others`: how many files of each suffix cannot be read."""
+    """`others`: how many files of each suffix were passed over."""
     warnings = [f"skipped: {reason}" for reason in report.skipped.values()]
     for name, parts in report.unread.items():
         warnings += [f"read in part: {name}, {part}" for part in parts[:_SHOWN_PARTS]]
@@ -277,7 +280,9 @@ def _warn(report: IngestReport, others: Counter[str], dry_run: bool) -> None:
     if others:
         kinds = ", ".join(f"{suffix} ({count})" for suffix, count in others.most_common(_SHOWN_KINDS))
         more = f" and {len(others) - _SHOWN_KINDS} more kinds" if len(others) > _SHOWN_KINDS else ""
-        warnings.append(f"passed over: {others.total()} files of kinds that cannot be read: {kinds}{more}")
+        if named := ", ".join(sorted({*others}.intersection(NAMED_SUFFIXES))):
+            more += f"; {named} are read where they are named"
+        warnings.append(f"passed over: {others.total()} files of other kinds: {kinds}{more}")
     for verb, ids in zip(("add", "update", "delete"), report.changed.values(), strict=True) if dry_run else ():
         more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
         warnings.append(f"would {verb} {len(ids)} documents{': ' * bool(ids)}{', '.join(ids[:_SHOWN_IDS])}{more}")

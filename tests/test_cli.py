@@ -386,6 +386,17 @@ def test_ids_are_listed_whole(run: Run, tmp_path: Path) -> None:
     assert any(name in line and "Its title" in line for line in lines)
 
 
+def test_ids_are_in_the_order_of_their_numbers_and_those_not_shown_are_counted(run: Run, tmp_path: Path) -> None:
+    """Row 10 above row 2; a deletion of 1,000 documents that looks like one of 20."""
+    with IndexWriter(tmp_path / "index", HashEncoder()) as writer:
+        for number in range(25):
+            writer.upsert(Document(f"t.csv:{number}", f"Row {number}."))
+        writer.commit()
+    listed = json.loads(run("index", "list", "--index", tmp_path / "index", "--json").out)["list"]
+    assert [row["id"] for row in listed] == [f"t.csv:{number}" for number in range(25)]
+    assert "and 5 more" in run("index", "delete", "t.csv:*", "--index", tmp_path / "index").err
+
+
 def test_verify_finds_what_hashes_cannot_tell(run: Run, index: Path, tmp_path: Path) -> None:
     """Files that are what was written, and are wrong."""
     shutil.copytree(index, tmp_path / "index")

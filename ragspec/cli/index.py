@@ -79,6 +79,8 @@ def delete(
         gone = sorted(before - {document_id for document_id, *_ in writer.origins()})
         for document_id in gone[:_SHOWN_DOCUMENTS]:
             note(stderr_console(), f"{'would delete' if dry_run else 'deleted'} {document_id}")
+        if len(gone) > _SHOWN_DOCUMENTS:
+            note(stderr_console(), f"and {len(gone) - _SHOWN_DOCUMENTS} more")
         manifest = None if dry_run else writer.commit()
         would = {"would": {"delete": gone}} if dry_run else {}
         _print_summary(manifest, {"deleted": writer.changes.deleted, "dry_run": dry_run, **would})
@@ -114,7 +116,7 @@ def list_documents(
     from ragspec.retrieval.index.store import Store
 
     store = Store.open(index_folder(index, config))
-    rows = sorted(_documents(store), key=lambda row: row["id"])
+    rows = sorted(_documents(store), key=lambda row: _natural(row["id"]))
     if as_json:
         print(json.dumps({**_statistics(store.manifest), "list": rows}))
         return
@@ -129,6 +131,12 @@ def list_documents(
     console.print(table)
     if len(rows) > limit:
         console.print(Text(f"and {len(rows) - limit} more (--limit {len(rows)} shows all)", "dim"))
+
+
+def _natural(document_id: str) -> list[tuple[int, str]]:
+    """Orders file:2 before file:10."""
+    parts = re.split(r"(\d+)", document_id)
+    return [(int(part) if part.isdecimal() else -1, part) for part in parts]
 
 
 @index.command(epilog="Example: ragspec index verify --index my-index")

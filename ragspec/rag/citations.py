@@ -1,8 +1,9 @@
 """Quotes: the spans of a passage that may be quoted, the spans of an answer that stand verbatim in a passage, and a grammar under
 which quotes can be nothing else.
 
-A quote is one or more neighbouring sentences, list items, table rows or lines of code. A heading is never part of a quote. A
-sentence that ends in a colon, a question, and a term before its definition are quoted only with the text behind them. A passage
+A quote is one or more neighbouring sentences, list items, table rows or lines of code, inside or outside of a table. A heading is
+never part of a quote. A sentence that ends in a colon, a question, and a term before its definition are quoted only with the text
+behind them. A passage
 without blocks counts as one paragraph, in which a line that repeats a title or a heading is a heading.
 
 A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
@@ -46,19 +47,25 @@ _IN_ROWS = frozenset({BlockKind.LIST_ITEM, BlockKind.TABLE, BlockKind.CODE})
 
 
 class _Unit(NamedTuple):
-    """[start, end) of the passage. `announces`: its meaning is in the text behind it. `is_term`: a line that is no sentence."""
+    """[start, end) of the passage. `announces`: its meaning is in the text behind it, up to `until` if that is known. `is_term`:
+    a line that is no sentence."""
 
     start: int
     end: int
     kind: BlockKind
     announces: bool = False
     is_term: bool = False
+    until: int = 0
 
 
-def quotable_runs(passage: Passage, left_out: Collection[str] = ()) -> list[list[Span]]:
-    """Runs of neighbouring spans: a quote is one or more neighbours of one run. `left_out`: texts of which no part is quoted."""
+def quotable_runs(passage: Passage, left_out: Collection[str] = (), *, by_blocks: bool = True) -> list[list[Span]]:
+    """Runs of neighbouring spans: a quote is one or more neighbours of one run. `left_out`: texts of which no part is quoted.
+
+    `by_blocks`: a run ends at the border of a table and before a term, and a line of code that ends in a colon announces its
+    nested lines.
+    """
     runs: list[list[Span]] = []
-    for section in _sections(passage, left_out):
+    for section in _sections(passage, left_out, by_blocks):
         run: list[Span] = []
         at = 0
         while at < len(section):
@@ -67,7 +74,10 @@ def quotable_runs(passage: Passage, left_out: Collection[str] = ()) -> list[list
                 break  # nothing is left that it announces
             while at < first - 1 and section[first].start - section[at].start > _MAX_ANNOUNCED_CHARS:
                 at += 1
-            last = _last_announced(section, first) if first > at else first
+            last = _last_announced(section, at, first) if first > at else first
+            if by_blocks and run and _is_border(section[at - 1], section[at]):
+                runs.append(run)
+                run = []
             run.append((section[at].start, section[last].end))
             if first > at and not section[first].is_term:  # a value of one word says nothing without its name
                 runs.append([(unit.start, unit.end) for unit in section[first : last + 1]])
@@ -76,20 +86,28 @@ def quotable_runs(passage: Passage, left_out: Collection[str] = ()) -> list[list
     return [run for run in runs if run]
 
 
-def _last_announced(section: list[_Unit], first: int) -> int:
-    last, kind = first, section[first].kind
+def _is_border(before: _Unit, unit: _Unit) -> bool:
+    return unit.is_term or (before.kind is BlockKind.TABLE) != (unit.kind is BlockKind.TABLE)
+
+
+def _last_announced(section: list[_Unit], at: int, first: int) -> int:
+    """Of the units that section[at] announces, of which `first` is the first that announces nothing."""
+    last, kind, until = first, section[first].kind, section[at].until
     if kind in _IN_ROWS:
-        while last + 1 < len(section) and section[last + 1].kind is kind and not section[last + 1].announces:
-            if section[last + 1].end - section[first].start > _MAX_ANNOUNCED_CHARS:
+        end = section[first].start + _MAX_ANNOUNCED_CHARS
+        for unit in section[first + 1 :]:
+            if unit.kind is not kind or (unit.announces and not until) or unit.end > min(end, until or end):
                 break
             last += 1
+        while section[last].announces:
+            last -= 1
     return last
 
 
-def _sections(passage: Passage, left_out: Collection[str]) -> Iterator[list[_Unit]]:
+def _sections(passage: Passage, left_out: Collection[str], by_blocks: bool) -> Iterator[list[_Unit]]:
     """The units between headings and texts that are left out."""
     section: list[_Unit] = []
-    for unit in _units(passage):
+    for unit in _units(passage, by_blocks):
         text = passage.text[unit.start : unit.end]
         if unit.kind is BlockKind.HEADING or any(text in each for each in left_out):
             yield section
@@ -110,7 +128,7 @@ def _is_next_question(text: str, before: _Unit, unit: _Unit) -> bool:
     return is_question and before.kind is unit.kind is BlockKind.LIST_ITEM and "\n" in text[before.end : unit.start]
 
 
-def _units(passage: Passage) -> Iterator[_Unit]:
+def _units(passage: Passage, by_blocks: bool) -> Iterator[_Unit]:
     text = passage.text
     titles = {line.strip() for line in (passage.title, *passage.headings, *passage.heading.split(SEPARATOR)) if line}
     for block in passage.blocks or (Block(0, len(text), BlockKind.PARAGRAPH),):
@@ -120,7 +138,9 @@ def _units(passage: Passage) -> Iterator[_Unit]:
         elif kind is BlockKind.TERM:
             yield _Unit(start, end, kind, announces=True, is_term=True)
         elif kind in (BlockKind.TABLE, BlockKind.CODE):
-            yield from (_Unit(*line.span(), kind) for line in _LINE.finditer(text, start, end))
+            for line in _LINE.finditer(text, start, end):
+                until = _end_of_nested(text, *line.span()) if by_blocks and line[0][-1] == ":" else 0
+                yield _Unit(*line.span(), kind, announces=until > 0, until=until)
         else:
             if bullet := _BULLET.match(text, start, end):
                 start = bullet.end()
@@ -135,6 +155,16 @@ def _sentence(text: str, start: int, end: int, kind: BlockKind, titles: Collecti
     is_line = kind is BlockKind.PARAGRAPH and len(said) <= _MAX_TERM_CHARS and not _NO_TERM.search(said)
     is_term = is_line and text[end : end + 1] in ("\n", "")
     return _Unit(start, end, kind, is_term or bool(_ANNOUNCING_END.search(said)), is_term)
+
+
+def _end_of_nested(text: str, start: int, end: int) -> int:
+    """Of the lines with a larger indent behind the line [start, end), as far as they are announced; 0 if there are none."""
+    indent, last = start - text.rfind("\n", 0, start), 0
+    for line in _LINE.finditer(text, end):
+        if line.start() - text.rfind("\n", 0, line.start()) <= indent or line.start() > end + _MAX_ANNOUNCED_CHARS:
+            break
+        last = line.end()
+    return last
 
 
 _END_OF_MARKS = 0x20000
@@ -395,7 +425,7 @@ def answer_grammar(
     passages: Sequence[Passage],
     *,
     left_out: Collection[str] = (),
-    quotes: str = "sentences",
+    quotes: str = "blocks",
 ) -> str:
     """The grammar of an answer from passages; empty where quotes are free. `left_out`: texts that are not quoted. `quotes`: as in
     `TextRules`; of "words", nothing is left out.
@@ -405,7 +435,11 @@ def answer_grammar(
     is_free = params.json_schema or params.ignore_eos or speculation.rule is not AcceptanceRule.KEYED
     if is_free or not params.verbatim_quotes or not passages:
         return ""
-    return quote_grammar(passages, left_out) if quotes == "sentences" else _word_grammar(passages)
+    return (
+        _word_grammar(passages)
+        if quotes == "words"
+        else quote_grammar(passages, left_out, by_blocks=quotes == "blocks")
+    )
 
 
 def _word_grammar(passages: Sequence[Passage]) -> str:
@@ -417,10 +451,10 @@ def _word_grammar(passages: Sequence[Passage]) -> str:
     return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join(words)
 
 
-def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = ()) -> str:
+def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = (), *, by_blocks: bool = True) -> str:
     """A grammar in llguidance's dialect of Lark. `passages`: numbered from 1, as in the prompt."""
-    runs = {f"PASSAGE_{number}": _chunk_runs(passage, left_out) for number, passage in enumerate(passages, start=1)}
-    runs = {name: own for name, own in runs.items() if own}
+    named = ((f"PASSAGE_{number}", passage) for number, passage in enumerate(passages, start=1))
+    runs = {name: own for name, passage in named if (own := _chunk_runs(passage, left_out, by_blocks))}
     rules = [f'/\\s*/ "\\"" {name} "\\" [{name.removeprefix("PASSAGE_")}]" REST' for name in runs]
     spans = []
     for name, own in runs.items():
@@ -429,10 +463,10 @@ def quote_grammar(passages: Sequence[Passage], left_out: Collection[str] = ()) -
     return f"start: {' | '.join(['FREE', *rules])}{_FREE}" + "\n".join([_NO_SPACE_AT_ENDS, *spans])
 
 
-def _chunk_runs(passage: Passage, left_out: Collection[str]) -> list[list[str]]:
+def _chunk_runs(passage: Passage, left_out: Collection[str], by_blocks: bool) -> list[list[str]]:
     """The runs of quotable spans, each span and each gap between two a text."""
     runs = []
-    for run in quotable_runs(passage, left_out):
+    for run in quotable_runs(passage, left_out, by_blocks=by_blocks):
         borders = [at for span in run for at in span]
         runs.append([passage.text[start:end] for start, end in pairwise(borders) if start < end])
     return runs

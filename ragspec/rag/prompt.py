@@ -184,7 +184,7 @@ class PromptBuilder:
             return params
         if fit.quote_weight and holds_quotes and not params.prefix_bias:
             best = prompt.best_first()
-            chosen_by = rules.symbols, rules.places, latest if rules.places else None
+            chosen_by = rules.symbols, rules.places, rules.quotes == "blocks", latest if rules.places else None
             biases = quote_bias(question, best, self.plain_ids, fit.quote_weight, left_out, *chosen_by)
             params = replace(params, prefix_bias=biases)
         if closeness is None or params.first_token_bias or not (fit.intercept or fit.slope or fit.mark):

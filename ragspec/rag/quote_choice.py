@@ -132,14 +132,15 @@ def quote_bias(
     left_out: Collection[str] = (),
     symbols: bool = False,
     places: bool = False,
+    by_blocks: bool = False,
     latest: LatestQuote | None = None,
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Biases of the next token, in logits, by the output tokens before it.
 
-    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`: as in `quotable_runs`. `symbols`,
-    `places`: as in `TextRules`. `latest`: of a dialogue that the question follows up.
+    `passages`: best first. `weight`: the bias of a quote of probability 1. `left_out`, `by_blocks`: as in `quotable_runs`.
+    `symbols`, `places`: as in `TextRules`. `latest`: of a dialogue that the question follows up.
     """
-    runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out)]
+    runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out, by_blocks=by_blocks)]
     quotes: dict[str, float] = {}
     for passage, run, values in _with_probabilities(question, runs, symbols, places, latest):
         asks = [places and _ASKING_END.search(passage.text, start, end) is not None for start, end in run]

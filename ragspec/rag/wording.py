@@ -193,7 +193,8 @@ class AnswerFit(NamedTuple):
 class TextRules:
     """What decides texts from passages beside the configuration. Jobs and conversations go on by the rules they were begun with.
 
-    `quotes`: "sentences", as `ragspec.rag.citations` says, or "words": any run of whole words. `languages`: codes of the
+    `quotes`: "blocks", as `ragspec.rag.citations` says; "sentences", without borders at tables and terms, and without nested
+    lines; or "words": any run of whole words. `languages`: codes of the
     languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
     message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier
     version. `symbols`: whether a question's options, variables and paths count as written where likely quotes are chosen.
@@ -205,7 +206,7 @@ class TextRules:
     `says_none_found`: whether NOTHING_CLOSE is said where the search finds no passage; else the target answers from memory.
     """
 
-    quotes: Literal["sentences", "words"] = "sentences"
+    quotes: Literal["blocks", "sentences", "words"] = "sentences"
     fit: AnswerFit = AnswerFit()
     languages: tuple[str, ...] = ()
     routing: Literal["signs", "none"] = "signs"
@@ -224,7 +225,7 @@ class TextRules:
         name = f"{target.model}, adapter {target.adapter}"
         fit = AnswerFit.read(target.fit_file)
         newer: Any = {"symbols": True, "places": True, "follow_ups": "cited", "says_none_found": True}
-        return cls(fit=fit, languages=languages, target=name, layout=layout, **newer)
+        return cls("blocks", fit, languages=languages, target=name, layout=layout, **newer)
 
     def with_target_of(self, own: TextRules) -> TextRules:
         """These rules in a conversation that goes on with the target of `own`, which may be another than it was begun with."""

@@ -13,6 +13,7 @@ from ragspec.errors import InputError
 from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import Unread, find_files, passed_over, read_documents, read_file
+from ragspec.retrieval.reading.markup import read_plain
 
 FILES = Path(__file__).with_name("files")
 
@@ -413,6 +414,28 @@ def test_readmes_without_a_suffix_are_read_and_other_files_are_named(tmp_path: P
     assert [path.name for path, _ in found] == ["NEWS.Debian", "README"]
     assert [path.name for path in passed_over([tmp_path])] == ["Makefile", "logo.png", "data.bin"]
     assert next(read_file(tmp_path / "README", "README")).text == "The mill opens at nine."
+
+
+def test_settings_are_read_where_they_are_named(tmp_path: Path) -> None:
+    """Passwords of a folder's settings that are indexed unasked; or settings that cannot be indexed at all."""
+    for name in ("a.md", "b.ini", "sub/c.INI", "d.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("port = 25")
+    assert [path.name for path, _ in find_files([tmp_path, tmp_path / "*"])] == ["a.md"]
+    named = [tmp_path, tmp_path / "**" / "*.ini", tmp_path / "d.yaml"]
+    assert {path.name for path, _ in find_files(named)} >= {"a.md", "b.ini", "d.yaml"}
+    assert [path.name for path in passed_over(named, find_files(named))] == ["c.INI"]
+    assert next(read_file(tmp_path / "b.ini", "b.ini")).text == "port = 25"
+
+
+def test_the_header_and_footer_of_a_manual_page_are_left_out() -> None:
+    """They were passages, and found before the options."""
+    page = "NAME\n       tool - a tool\n\nOPTIONS\n       -a   all\n"
+    for name, begin in (("TOOL(1)", ""), ("x+y.conf(5)", "\n\n")):
+        whole = f"{begin}{name}   User Commands   {name}\n\n{page}\ntools 9.1   May 2022   {name}\n\n"
+        assert read_plain(whole).text.strip() == page.strip()
+    for other in (f"TOOL(1) says much.\n{page}", f"TOOL(1)  x  TOOL(1)\n{page}", f"TOOL(1) x TOOL(2)\n{page}9 TOOL(1)"):
+        assert read_plain(other).text == other
 
 
 def test_a_binary_file_with_the_name_of_a_text_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.formats import SUFFIXES
+from ragspec.retrieval.reading.formats import NAMED_SUFFIXES, SUFFIXES
 
 _READMES = frozenset(
     "authors changelog changes contributing copying copyright faq hacking history install licence license news notes notice "
@@ -23,8 +23,8 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
     """Every file to read, once, with its name. A file that several inputs match is named by the first.
 
     An input is a file, a folder, or a pattern ("docs/**/*.md"). Folders are searched in a fixed order; hidden files, links to
-    folders and files of other kinds are left out. Below a folder or the fixed part of a pattern, the name is that folder's name
-    with the path inside it.
+    folders and files of other kinds are left out, and those of NAMED_SUFFIXES unless the input ends so. Below a folder or the
+    fixed part of a pattern, the name is that folder's name with the path inside it.
     Raises: InputError for an input that does not exist, has another suffix, cannot be searched or, unless `allow_none`, holds no
     file to read; and for two files of one name.
     """
@@ -41,19 +41,20 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
     return [(path, name) for name, path in found.items()]
 
 
-def passed_over(inputs: Iterable[str | Path]) -> list[Path]:
-    """The files below the inputs' folders that are of no kind to read, in a fixed order; hidden files are not counted."""
+def passed_over(inputs: Iterable[str | Path], read: Iterable[tuple[Path, str]] = ()) -> list[Path]:
+    """The files below the inputs' folders that are not read, in a fixed order; hidden files are not counted."""
     folders = [Path(given) for given in inputs if Path(given).is_dir()]
     files = ((file, folder) for folder in folders for file in _walk(folder))
     found = {file for file, folder in files if not (_is_hidden(file, folder) or is_readable(file)) and file.is_file()}
-    return sorted(found)
+    return sorted(found.difference(file for file, _ in read))
 
 
-def is_readable(file: Path) -> bool:
-    """By its suffix, or by its name: README, INSTALL and the like are text without a suffix."""
+def is_readable(file: Path, given: str = "") -> bool:
+    """By its suffix, or by its name: README, INSTALL and the like are text without a suffix. `given`: the input of the file."""
     suffix = file.suffix.lower()
     is_readme = file.name.partition(".")[0].lower() in _READMES and suffix in _README_SUFFIXES
-    return suffix in SUFFIXES or is_readme
+    is_named = suffix not in NAMED_SUFFIXES or given.lower().endswith(suffix)
+    return (suffix in SUFFIXES and is_named) or is_readme
 
 
 def input_root(given: str | Path) -> Path:
@@ -71,9 +72,9 @@ def _files_of(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
 
 def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     if given.is_dir():
-        return _named(given, _walk(given), "" if allow_none else f"{given} holds no file to index ({_KINDS})")
+        return _named(given, _walk(given), "", "" if allow_none else f"{given} holds no file to index ({_KINDS})")
     if given.exists():
-        if not is_readable(given):
+        if not is_readable(given, given.name):
             raise InputError(f"{given} is of no kind that can be indexed ({_KINDS})")
         if not given.is_file():  # Why: opening a named pipe waits for ever
             raise InputError(f"{given} is not a plain file")
@@ -81,7 +82,9 @@ def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     fixed, pattern = _split(given)
     if not pattern:
         raise InputError(f"{given} does not exist")
-    return _named(fixed, _matches(fixed, pattern), "" if allow_none else f"{given} matches no file to index ({_KINDS})")
+    return _named(
+        fixed, _matches(fixed, pattern), pattern, "" if allow_none else f"{given} matches no file to index ({_KINDS})"
+    )
 
 
 def _split(given: Path) -> tuple[Path, str]:
@@ -92,8 +95,8 @@ def _split(given: Path) -> tuple[Path, str]:
     return given, ""
 
 
-def _named(folder: Path, files: Iterable[Path], if_none: str) -> list[tuple[Path, str]]:
-    wanted = sorted(file for file in files if _is_wanted(file, folder))
+def _named(folder: Path, files: Iterable[Path], pattern: str, if_none: str) -> list[tuple[Path, str]]:
+    wanted = sorted(file for file in files if _is_wanted(file, folder, pattern))
     if not wanted and if_none:
         raise InputError(if_none)
     lead = folder.resolve().name
@@ -116,8 +119,8 @@ def _matches(fixed: Path, pattern: str) -> Iterator[Path]:
         raise InputError(f"{fixed / pattern} is no pattern: {cause}") from cause
 
 
-def _is_wanted(file: Path, folder: Path) -> bool:
-    return not _is_hidden(file, folder) and is_readable(file) and file.is_file()
+def _is_wanted(file: Path, folder: Path, pattern: str) -> bool:
+    return not _is_hidden(file, folder) and is_readable(file, pattern) and file.is_file()
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:

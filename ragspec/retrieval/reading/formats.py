@@ -21,7 +21,8 @@ class FileFormat(NamedTuple):
     """`reader`: a function in this package, as `module.name`.
 
     `is_correctable`: `batch_grammar` corrects a file as it is, markup included. `is_safe`: there is nothing to parse, so that
-    an upload needs no process of its own. `is_indexed`: the index takes files of the format.
+    an upload needs no process of its own. `is_indexed`: the index takes files of the format. `in_folders`: it takes them from a
+    folder, too; other formats only by their names or by a pattern of their suffix: settings hold passwords.
     """
 
     suffixes: tuple[str, ...]
@@ -30,6 +31,7 @@ class FileFormat(NamedTuple):
     is_correctable: bool = False
     is_safe: bool = False
     is_indexed: bool = True
+    in_folders: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -37,12 +39,14 @@ class FileFormat(NamedTuple):
         return self.reader_input is ReaderInput.TEXT or ".csv" in self.suffixes
 
 
+_SETTINGS = (".cfg", ".conf", ".ini", ".log", ".toml", ".yaml", ".yml")
 FORMATS = (
     FileFormat((".txt",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_safe=True),
     FileFormat((".md", ".markdown"), "markup.read_markdown", ReaderInput.TEXT, is_correctable=True),
     FileFormat((".rst",), "markup.read_rst", ReaderInput.TEXT, is_correctable=True),
     FileFormat((".adoc", ".asciidoc"), "markup.read_asciidoc", ReaderInput.TEXT),
     FileFormat((".html", ".htm", ".xhtml"), "html.read_html", ReaderInput.PATH, is_correctable=True),
+    FileFormat(_SETTINGS, "markup.read_plain", ReaderInput.TEXT, is_safe=True, in_folders=False),
     FileFormat((".tex",), "markup.read_plain", ReaderInput.TEXT, is_correctable=True, is_indexed=False),
     FileFormat((".pdf",), "pdf.read_pdf", ReaderInput.PATH),
     FileFormat((".docx",), "docx.read_docx", ReaderInput.PATH),
@@ -58,6 +62,7 @@ FORMATS = (
 PLAIN_TEXT = FORMATS[0]
 _FORMAT_OF = {suffix: each for each in FORMATS for suffix in each.suffixes}
 SUFFIXES = tuple(suffix for suffix, each in _FORMAT_OF.items() if each.is_indexed)
+NAMED_SUFFIXES = tuple(suffix for suffix in SUFFIXES if not _FORMAT_OF[suffix].in_folders)
 CORRECTABLE_SUFFIXES = tuple(suffix for suffix, each in _FORMAT_OF.items() if each.is_correctable)
 
 

@@ -79,6 +79,9 @@ _DATED = re.compile(r"\W?\d{1,4}(?:[-:/]\d{1,2}|\.\d{1,2}\.\d{2,4}\b)")
 _UNDERLINE = re.compile(r"\n[ \t]*([!-/:-@\[-`{-~])\1{2,}[ \t]*(?:\n|\Z)")
 _SURE_TITLE = re.compile(r"[^a-z]+|\d+(?:\.\d+)*\.?[ \t]+\S.*")
 """Titles in capitals or with a number. Any other that stands directly above its text may be quoted with it."""
+_PAGE_NAME = r"([\w.:+@-]+\(\d\w{0,4}\))"
+_MANUAL_PAGE = re.compile(rf"\s*{_PAGE_NAME}[^\n]*[ \t]\1[ \t]*\n(.*)\n[^\n]*[ \t]\1\s*", re.DOTALL)
+"""The header and the footer of a manual page, and the page between."""
 _PARAGRAPH = re.compile(r"[^\n]*\S[^\n]*(?:\n[^\n]*\S[^\n]*)*")
 _ITEM = re.compile(r"[ \t]*(?:[-*+•][ \t]|\(?(?:\d{1,4}|[A-Za-z])[.)][ \t])")
 
@@ -217,9 +220,11 @@ def _without_markup(title: str) -> str:
 def read_plain(text: str) -> ParsedFile:
     """Titles are underlined, or are short lines above text with a larger indent, as in manual pages and RFCs.
 
-    Bold and underlined letters, which `man` writes with backspaces, become plain.
+    Bold and underlined letters, which `man` writes with backspaces, become plain; its header and footer are left out.
     """
     text = _OVERSTRIKE.sub("", text)
+    if page := _MANUAL_PAGE.fullmatch(text):
+        text = page[2]
     underlined = list(_rst_headings(text))
     found = sorted([*underlined, *_outline(text, max((each.level for each in underlined), default=0))])
     headings = tuple(each for each in found if not _NAMED.fullmatch(each.text))  # settings stay in one section
