@@ -32,7 +32,6 @@ _READ_AT_ONCE_BYTES, _SHOWN_IDS = 64 * 2**20, 20
 _LEAST_SHARED = 0.7
 """Of 351 pages of three manuals and their reStructuredText, 323 share so much; most others are lists of links."""
 
-_ROW = re.compile(r":\d+\Z")
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d(?!\w)")
 _MARKUP = re.compile(r"<[^<>\n]*>|\w+://\S+|^[ \t]*(?:\.\. .*|:[\w-]+:.*)", re.MULTILINE)
@@ -194,8 +193,10 @@ class FileIngest:
         for document_id, owner, origin in list(self._writer.origins()):
             is_left = document_id not in self._origin_of and self._same_text.get(document_id) != origin
             if is_left and owner == self._owner and origin in self._read and origin in with_documents:
-                name = _ROW.sub("", document_id) if has_rows(origin) else document_id
                 now = self._read[origin]
+                file = PurePosixPath(now).name
+                before, is_row, _ = document_id.partition(f"{file}:")
+                name = before + file if is_row else document_id
                 if name != now and PurePosixPath(name).name == PurePosixPath(now).name:
                     self._delete(document_id)
 
@@ -255,7 +256,7 @@ class FileIngest:
             other = self._origin_of.get(document.id) or (known[1] if known else "")
             if other not in ("", document.origin) and Path(other).exists():
                 raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")
-            if known and known[0] != document.owner:
+            if known and known[0] != document.owner and not (has_rows(name) and known[1] == document.origin):
                 raise InputError(
                     f"{path}: the id {document.id!r} is that of a document of another owner; `sync --renew` replaces it"
                 )
@@ -273,6 +274,7 @@ class FileIngest:
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)
+        self._delete_former(document, name)
         self.report.private[name] += bool(document.owner and not self._owner)
         if self._near_duplicates and (original := self._near_duplicates.original(document, name)):
             self.report.near_duplicates[document.id] = original
@@ -289,6 +291,15 @@ class FileIngest:
         if self._passages_per_commit and encoded - self._committed_passages >= self._passages_per_commit:
             self._writer.commit()
             self._committed_passages = encoded
+
+    def _delete_former(self, document: Document, name: str) -> None:
+        """Delete the same row of the same file under another owner, or under its number alone, as earlier versions named it."""
+        alone = self._prefix + document.id.removeprefix(f"{self._prefix}{name}:")
+        for former in (alone, document.id) if has_rows(name) else ():
+            owner, origin = self._writer.owner_and_origin(former) or ("", "")
+            is_renamed = former != document.id and former not in self._origin_of
+            if origin == document.origin and (is_renamed or owner != document.owner):
+                self._delete(former)
 
     def _delete(self, document_id: str) -> None:
         if self._writer.delete(document_id):

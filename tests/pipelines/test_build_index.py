@@ -163,6 +163,33 @@ def test_a_file_below_another_folder_leaves_no_older_copy(run: Run, run_on: Run,
     assert sum(each.owner == "ann" for each in documents(tmp_path).values()) == 6
 
 
+def test_tables_that_number_their_rows_alike_are_all_indexed(run: Run, docs: Path, tmp_path: Path) -> None:
+    """A table was left out because another one had a row 1; rows under the numbers of earlier versions beside those of today."""
+    for name, cell in (("cats", "Tom"), ("dogs", "Rex")):
+        (docs / f"{name}.csv").write_text(f"id,name\n1,{cell}\n2,Ben{cell}\n2,Bob{cell}\n,Max{cell}\n")
+    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
+        for number, text in (("1", "id: 1\nname: Tom"), ("2", "id: 2\nname: Old"), ("x", "Kept.")):
+            origin = str(docs / "cats.csv") if number != "x" else "elsewhere"
+            writer.upsert(Document(number, text, origin=origin))
+        writer.commit()
+    assert not run().summary["skipped"]
+    ids = [f"docs/{name}.csv:{row}" for name in ("cats", "dogs") for row in ("1", "2", "2:4", "5")]
+    found = {name: each.text for name, each in documents(tmp_path).items() if each.source != "docs/rows.jsonl"}
+    assert [name for name in found if "csv" in name] == ids and not {"1", "2"} & {*found} and "x" in found
+    assert found["docs/cats.csv:1"] == "id: 1\nname: Tom" and counts(run().summary)[:2] == (0, 0)
+
+
+def test_a_row_that_gets_another_owner_is_replaced(run: Run, docs: Path, tmp_path: Path) -> None:
+    """The file was left out from the moment on that its column `owner` had another name."""
+    (docs / "pets.csv").write_text("text,owner\nRex is a dog.,Ann\nTom is a cat.,\n")
+    run()
+    (docs / "pets.csv").write_text("text,keeper\nRex is a dog.,Ann\nTom is a cat.,\n")
+    assert not run().summary["skipped"]
+    found = documents(tmp_path)
+    pets = [found[f"docs/pets.csv:{line}"] for line in (2, 3)]
+    assert [(each.owner, each.metadata) for each in pets] == [("", {"keeper": "Ann"}), ("", {})]
+
+
 def test_a_dry_run_changes_nothing_and_tells_the_truth(
     run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,8 +355,8 @@ def test_only_what_the_inputs_answer_for_is_removed(run_on: Run, docs: Path, tmp
     (docs / "rows.jsonl").write_text('{"id": "r1", "text": "Roots.", "source": "https://x/p", "owner": "bob"}')
     (docs / "a.txt").unlink()
     gone = run_on(docs / "*", "--remove-missing")
-    assert gone.summary["skipped"] == ["docs/rows.jsonl"]  # r1 is another owner's now
-    assert everything - set(documents(tmp_path)) == {"docs/a.txt"}
+    assert not gone.summary["skipped"] and documents(tmp_path)["r1"].owner == "bob"
+    assert everything - set(documents(tmp_path)) == {"docs/a.txt", "r2"}
     (other / "own.txt").unlink()
     assert counts(run_on(other, "--remove-missing").summary)[4] == 1
 

@@ -2,8 +2,8 @@
 
 JSON Lines: objects with `text` and optionally `id`, `title`, `source`, `owner` and `metadata`; other keys are metadata.
 CSV and TSV: the columns `id`, `title`, `source` and `owner` are used as such, other columns are metadata. The text is the column
-`text`; without that column, every non-empty cell becomes a line "name: value". Columns without a name are named by their number.
-Rows without text are left out.
+`text`; without that column, every non-empty cell becomes a line "name: value", and the file's name stands before ids: two tables
+number their rows alike. Columns without a name are named by their number. Rows without text are left out.
 
     >>> list(read_csv(Path("faq.csv"), "faq.csv", []))
 """
@@ -97,7 +97,7 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
     """
     csv.field_size_limit(sys.maxsize)  # the limit belongs to the process and is only ever raised
     header: list[str] = []
-    num_read = 0
+    num_read, ids = 0, set[str]()
     try:
         with open(path, encoding=encoding_of(path), newline="") as lines:
             first = lines.readline()
@@ -119,7 +119,11 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     unread.append(Unread(f"line {line}", f"{len(cells)} cells below {len(header)} columns"))
                 elif row := _named_cells(header, cells):
                     num_read += 1
-                    yield from _csv_document(row, f"{name}:{line}", "text" in header)
+                    given, has_text = row.get("id", ""), "text" in header
+                    again = f":{line}" if given in ids else ""
+                    ids |= {given} - {""}
+                    own_id = given if given and has_text else f"{name}:{given or line}{again}"
+                    yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause
     if not num_read and (places := [each for each in unread if each.place]):
@@ -191,11 +195,11 @@ def _named_cells(header: list[str], cells: list[str]) -> dict[str, str]:
     return {name or f"column {number}": cell.strip() for number, (name, cell) in pairs if cell.strip()}
 
 
-def _csv_document(row: dict[str, str], default_id: str, has_text: bool) -> Iterator[Document]:
+def _csv_document(row: dict[str, str], document_id: str, has_text: bool) -> Iterator[Document]:
     text = row.get("text", "") if has_text else "\n".join(f"{name}: {value}" for name, value in row.items())
     if text:
         metadata = {name: value for name, value in row.items() if name not in _COLUMNS}
         fields: dict[str, Any] = {key: row.get(key, "") for key in _FIELDS}
         # Why no paragraph: each short line would be a term before the next, and none could be quoted
         blocks = () if has_text else (Block(0, len(text), BlockKind.LIST_ITEM),)
-        yield Document(id=row.get("id", default_id), text=text, metadata=metadata, blocks=blocks, **fields)
+        yield Document(id=document_id, text=text, metadata=metadata, blocks=blocks, **fields)
