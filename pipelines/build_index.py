@@ -36,7 +36,7 @@ from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
-from ragspec.retrieval.reading import NAMED_SUFFIXES, SUFFIXES, input_root, passed_over
+from ragspec.retrieval.reading import NAMED_SUFFIXES, SUFFIXES, input_root, is_readable, passed_over
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, check_ocr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -176,10 +176,9 @@ class Indexing:
             files = found.files if files is None else files
             self.reader.expect(files)
             add_files(files, ingest)
-            self._settle_others(ingest, found)
+            others = self._settle_others(ingest, found)
             with loading(_console, "encoding the last passages"):
                 writer.flush()
-            others = Counter(path.suffix.lower() or path.name for path in passed_over(self.inputs, found.files))
             _warn(ingest.report, others, self.dry_run)
             if self.rebuild and writer.is_empty():
                 raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
@@ -204,17 +203,21 @@ class Indexing:
             names = {name for _, name in found.files if found.differs(name, before) or ingest.must_repeat(name)}
             files = tuple(each for each in found.files if each[1] in names)
 
-    def _settle_others(self, ingest: FileIngest, found: FileList) -> None:
-        """Keeps or deletes the documents that no file of the run holds."""
+    def _settle_others(self, ingest: FileIngest, found: FileList) -> Counter[str]:
+        """Keeps or deletes the documents that no file of the run holds. Returns the number of files passed over, by suffix."""
         roots = [input_root(given) for given in self.inputs]
+        known = found.excluded.union(str(path.resolve()) for path, _ in found.files)
+        others = passed_over(self.inputs, known)
+        excluded = found.excluded.union(str(path.resolve()) for path in others if is_readable(path, path.name))
         if self.renew and (self.folder / CURRENT).exists():
-            ingest.keep_others(Store.open(self.folder).documents(), roots, found.excluded)
+            ingest.keep_others(Store.open(self.folder).documents(), roots, excluded)
         if self.sync:
-            ingest.delete_missing(roots, found.excluded)
+            ingest.delete_missing(roots, excluded)
         if not (self.keep_duplicates or self.rebuild or self.renew):
             ingest.delete_moved()
         ingest.delete_unseen()
         ingest.retry_duplicates()
+        return Counter(path.suffix.lower() or path.name for path in others)
 
 
 def add_files(files: Sequence[tuple[Path, str]], ingest: FileIngest) -> None:

@@ -173,7 +173,7 @@ class FileIngest:
         """
         missing = defaultdict[str, list[str]](list)
         for document_id, owner, origin in list(self._writer.origins()):
-            if document_id not in self._origin_of and self._is_gone(owner, origin, roots, excluded):
+            if document_id not in self._origin_of and self._is_gone(document_id, owner, origin, roots, excluded):
                 missing[origin].append(document_id)
         for origin, ids in missing.items():
             name = self._read.get(origin, "").removeprefix(self._prefix)
@@ -203,13 +203,15 @@ class FileIngest:
     def keep_others(self, documents: Iterable[Document], roots: Sequence[Path], excluded: Collection[str]) -> None:
         """Index the documents of an earlier index that this run has not read and that are not gone."""
         for document in documents:
-            if document.id not in self._origin_of and not self._is_gone(
-                document.owner, document.origin, roots, excluded
-            ):
+            where = document.id, document.owner, document.origin
+            if document.id not in self._origin_of and not self._is_gone(*where, roots, excluded):
                 self._writer.upsert(document)
 
-    def _is_gone(self, owner: str, origin: str, roots: Sequence[Path], excluded: Collection[str]) -> bool:
-        is_answered_for = owner in self._owners and _is_below(origin, roots)
+    def _is_gone(
+        self, document_id: str, owner: str, origin: str, roots: Sequence[Path], excluded: Collection[str]
+    ) -> bool:
+        is_row = not self._owner and origin in self._read and not document_id.startswith(f"{owner}/")
+        is_answered_for = (owner in self._owners or is_row) and _is_below(origin, roots)
         return is_answered_for and (origin in self._read or origin in excluded or not Path(origin).exists())
 
     def delete_unseen(self) -> None:
@@ -293,11 +295,12 @@ class FileIngest:
             self._committed_passages = encoded
 
     def _delete_former(self, document: Document, name: str) -> None:
-        """Delete the same row of the same file under another owner, or under its number alone, as earlier versions named it."""
-        alone = self._prefix + document.id.removeprefix(f"{self._prefix}{name}:")
-        for former in (alone, document.id) if has_rows(name) else ():
+        """Delete the same row of the same file under another owner, or under its own id alone, as earlier versions named it."""
+        alone = document.id.removeprefix(f"{self._prefix}{name}:")
+        says_id = f"\nid: {alone}\n" in f"\n{document.text}\n"
+        for former in (self._prefix + alone, document.id) if has_rows(name) else ():
             owner, origin = self._writer.owner_and_origin(former) or ("", "")
-            is_renamed = former != document.id and former not in self._origin_of
+            is_renamed = former != document.id and former not in self._origin_of and says_id
             if origin == document.origin and (is_renamed or owner != document.owner):
                 self._delete(former)
 

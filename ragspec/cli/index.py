@@ -135,8 +135,8 @@ def list_documents(
 
 def _natural(document_id: str) -> list[tuple[int, str]]:
     """Orders file:2 before file:10."""
-    parts = re.split(r"(\d+)", document_id)
-    return [(int(part) if part.isdecimal() else -1, part) for part in parts]
+    parts = (part.lstrip("0") for part in re.split(r"([0-9]+)", document_id))
+    return [*((len(part) if part.isdecimal() else -1, part) for part in parts), (0, document_id)]
 
 
 @index.command(epilog="Example: ragspec index verify --index my-index")

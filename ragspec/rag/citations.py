@@ -42,6 +42,8 @@ _LINE = re.compile(r"[^\s\n](?:[^\n]*\S)?")
 _NO_TERM = re.compile(r"^(?:\||[-*•+][ \t])|[.!?…:;。！？][\"'”’»)\]*`]*$")
 """Rows and items of a passage without blocks, and ends of sentences."""
 _ANNOUNCING_END = re.compile(r"[:?：？][\"'”’»)\]*`]*$")
+_SECTION = re.compile(r"\[{1,2}[A-Za-z_\"'][^\[\]\n]{0,60}\]{1,2}")
+_SETTING = re.compile(r"[\w.-]+[ \t]*(?:=|:[ \t])[ \t]*\S[^\n]*")
 _JSON_KEY = re.compile(r'"\s*:')
 _IN_ROWS = frozenset({BlockKind.LIST_ITEM, BlockKind.TABLE, BlockKind.CODE})
 
@@ -64,26 +66,29 @@ def quotable_runs(passage: Passage, left_out: Collection[str] = (), *, by_blocks
     `by_blocks`: a run ends at the border of a table and before a term, and a line of code that ends in a colon announces its
     nested lines.
     """
-    runs: list[list[Span]] = []
-    for section in _sections(passage, left_out, by_blocks):
-        run: list[Span] = []
-        at = 0
-        while at < len(section):
-            first = next((n for n in range(at, len(section)) if not section[n].announces), None)
-            if first is None:
-                break  # nothing is left that it announces
-            while at < first - 1 and section[first].start - section[at].start > _MAX_ANNOUNCED_CHARS:
-                at += 1
-            last = _last_announced(section, at, first) if first > at else first
-            if by_blocks and run and _is_border(section[at - 1], section[at]):
-                runs.append(run)
-                run = []
-            run.append((section[at].start, section[last].end))
-            if first > at and not section[first].is_term:  # a value of one word says nothing without its name
-                runs.append([(unit.start, unit.end) for unit in section[first : last + 1]])
-            at = last + 1
-        runs.append(run)
-    return [run for run in runs if run]
+    sections = _sections(passage, left_out, by_blocks)
+    return [run for section in sections for run in _runs(section, by_blocks) if run]
+
+
+def _runs(section: list[_Unit], by_blocks: bool) -> Iterator[list[Span]]:
+    run: list[Span] = []
+    at, before = 0, None
+    while at < len(section):
+        first = next((n for n in range(at, len(section)) if not section[n].announces), None)
+        if first is None:
+            break  # nothing is left that it announces
+        while at < first - 1 and section[first].start - section[at].start > _MAX_ANNOUNCED_CHARS:
+            at += 1
+        last = _last_announced(section, at, first) if first > at else first
+        if by_blocks and before and _is_border(before, section[at]):
+            yield run
+            run = []
+        run.append((section[at].start, section[last].end))
+        if first > at and not section[first].is_term:  # a value of one word says nothing without its name
+            inner = section[at + 1 if by_blocks else first : last + 1]
+            yield from _runs(inner, by_blocks) if by_blocks else [[(unit.start, unit.end) for unit in inner]]
+        at, before = last + 1, section[last]
+    yield run
 
 
 def _is_border(before: _Unit, unit: _Unit) -> bool:
@@ -95,7 +100,8 @@ def _last_announced(section: list[_Unit], at: int, first: int) -> int:
     last, kind, until = first, section[first].kind, section[at].until
     if kind in _IN_ROWS:
         end = section[first].start + _MAX_ANNOUNCED_CHARS
-        for unit in section[first + 1 :]:
+        for n in range(first + 1, len(section)):
+            unit = section[n]
             if unit.kind is not kind or (unit.announces and not until) or unit.end > min(end, until or end):
                 break
             last += 1
@@ -115,7 +121,13 @@ def _sections(passage: Passage, left_out: Collection[str], by_blocks: bool) -> I
         elif re.search(r"\w", text):
             if section and _is_next_question(passage.text, section[-1], unit):
                 section.pop()
-            is_value = unit.is_term and bool(section) and section[-1].announces
+            # Why no value by blocks: a section of settings stands behind an empty setting
+            is_value = (
+                unit.is_term
+                and bool(section)
+                and section[-1].announces
+                and not (by_blocks and unit.kind is BlockKind.TERM)
+            )
             section.append(unit._replace(announces=False) if is_value else unit)
         elif section and "|" in text and _TABLE_RULE.fullmatch(text):
             section.pop()  # the header above the rule
@@ -139,29 +151,34 @@ def _units(passage: Passage, by_blocks: bool) -> Iterator[_Unit]:
             yield _Unit(start, end, kind, announces=True, is_term=True)
         elif kind in (BlockKind.TABLE, BlockKind.CODE):
             for line in _LINE.finditer(text, start, end):
-                until = _end_of_nested(text, *line.span()) if by_blocks and line[0][-1] == ":" else 0
-                yield _Unit(*line.span(), kind, announces=until > 0, until=until)
+                is_section = by_blocks and _SECTION.fullmatch(line[0]) is not None
+                is_head = by_blocks and kind is BlockKind.CODE and line[0][-1] == ":"
+                until = _end_of_nested(text, *line.span()) if is_head else 0
+                if until or not is_head:
+                    yield _Unit(*line.span(), kind, is_section or is_head, is_section, until)
         else:
             if bullet := _BULLET.match(text, start, end):
                 start = bullet.end()
             for first, last in sentences(text, start, end):
-                yield _sentence(text, first, last, kind, titles)
+                yield _sentence(text, first, last, kind, titles, by_blocks)
 
 
-def _sentence(text: str, start: int, end: int, kind: BlockKind, titles: Collection[str]) -> _Unit:
+def _sentence(text: str, start: int, end: int, kind: BlockKind, titles: Collection[str], by_blocks: bool) -> _Unit:
     said = text[start:end]
     if said in titles:
         return _Unit(start, end, BlockKind.HEADING)
     is_line = kind is BlockKind.PARAGRAPH and len(said) <= _MAX_TERM_CHARS and not _NO_TERM.search(said)
-    is_term = is_line and text[end : end + 1] in ("\n", "")
+    is_term = is_line and text[end : end + 1] in ("\n", "") and not (by_blocks and _SETTING.fullmatch(said))
     return _Unit(start, end, kind, is_term or bool(_ANNOUNCING_END.search(said)), is_term)
 
 
 def _end_of_nested(text: str, start: int, end: int) -> int:
-    """Of the lines with a larger indent behind the line [start, end), as far as they are announced; 0 if there are none."""
+    """Of the lines with a larger indent behind the line [start, end), or of its list, as far as they are announced; or 0."""
     indent, last = start - text.rfind("\n", 0, start), 0
     for line in _LINE.finditer(text, end):
-        if line.start() - text.rfind("\n", 0, line.start()) <= indent or line.start() > end + _MAX_ANNOUNCED_CHARS:
+        further = line.start() - text.rfind("\n", 0, line.start()) - indent
+        is_item = further == 0 and line[0].startswith("- ") and not text.startswith("- ", start)
+        if (further <= 0 and not is_item) or line.start() > end + _MAX_ANNOUNCED_CHARS:
             break
         last = line.end()
     return last

@@ -224,8 +224,9 @@ class _Window(NamedTuple):
 class Evidence:
     """The sentences of some passages, as evidence for answers to one question."""
 
-    def __init__(self, passages: Sequence[Passage], question: str = "") -> None:
-        runs = [(passage, run) for passage in passages for run in quotable_runs(passage)]
+    def __init__(self, passages: Sequence[Passage], question: str = "", *, by_blocks: bool = False) -> None:
+        """`by_blocks`: as in `quotable_runs`. Why not by default: a begun job may ask for support, and its answers stay."""
+        runs = [(passage, run) for passage in passages for run in quotable_runs(passage, by_blocks=by_blocks)]
         units = [(passage, [(span, _stems(passage.text[slice(*span)])) for span in run]) for passage, run in runs]
         holding = Counter(stem for _, run in units for _, stems in run for stem in stems)
         self._num_units = sum(len(run) for _, run in units)

@@ -138,9 +138,7 @@ def kill_the_busiest(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deployment", [ALL], indirect=True)
-@pytest.mark.parametrize(
-    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP), (1, signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_the_group_of_a_lost_rank_is_rebuilt(
     deployment: Deployment, router: Router, plain: Engine, rank: int, number: int
 ) -> None:

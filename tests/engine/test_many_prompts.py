@@ -20,7 +20,7 @@ from ragspec.speculation import Speculation
 
 pytestmark = pytest.mark.slow
 
-NUM_PROMPTS, NUM_ON_RANKS, NUM_WORDS = 160, 60, 12
+NUM_PROMPTS, NUM_ON_RANKS, NUM_WORDS = 90, 40, 12
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 PARAMS = (GREEDY, replace(GREEDY, temperature=1.0), replace(GREEDY, temperature=1.0, top_p=0.9))
 NUM_SLOTS = 4096

@@ -289,7 +289,7 @@ def test_chunks_follow_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("llama", "float32"), ("qwen2", "bfloat16"), ("qwen3", "float32"), ("mistral", "bfloat16"), ("gemma2", "float32")],
+    [("qwen2", "bfloat16"), ("qwen3", "float32"), ("mistral", "bfloat16"), ("gemma2", "float32")],  # MATRIX: llama
 )
 @slow
 def test_the_self_test_passes(tiny: Tiny, interpreted: Callable[..., Target], kind: str, dtype: str) -> None:

@@ -56,8 +56,8 @@ def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reader: BoundedReade
 
     monkeypatch.setattr(build_index_job, "BoundedReader", opened)
 
-    def call(given_input: object, *arguments: object) -> Ended:
-        given = [str(given_input), "--index", str(tmp_path / "index"), *map(str, arguments)]
+    def call(*arguments: object) -> Ended:
+        given = ["--index", str(tmp_path / "index"), *map(str, arguments)]
         done = CliRunner().invoke(build_index_job.app, given)
         assert "Traceback" not in done.stderr and (done.exception is None or isinstance(done.exception, SystemExit))
         return Ended(done.exit_code, done.stderr, json.loads(done.stdout.splitlines()[-1]) if done.stdout else {})
@@ -166,17 +166,34 @@ def test_a_file_below_another_folder_leaves_no_older_copy(run: Run, run_on: Run,
 def test_tables_that_number_their_rows_alike_are_all_indexed(run: Run, docs: Path, tmp_path: Path) -> None:
     """A table was left out because another one had a row 1; rows under the numbers of earlier versions beside those of today."""
     for name, cell in (("cats", "Tom"), ("dogs", "Rex")):
-        (docs / f"{name}.csv").write_text(f"id,name\n1,{cell}\n2,Ben{cell}\n2,Bob{cell}\n,Max{cell}\n")
+        (docs / f"{name}.csv").write_text(f"id,name\n1,{cell}\n2,Ben{cell}\n2,Bob{cell}\n,Max{cell}\n5,Leo{cell}\n")
     with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
         for number, text in (("1", "id: 1\nname: Tom"), ("2", "id: 2\nname: Old"), ("x", "Kept.")):
             origin = str(docs / "cats.csv") if number != "x" else "elsewhere"
             writer.upsert(Document(number, text, origin=origin))
         writer.commit()
     assert not run().summary["skipped"]
-    ids = [f"docs/{name}.csv:{row}" for name in ("cats", "dogs") for row in ("1", "2", "2:4", "5")]
+    ids = [f"docs/{name}.csv:{row}" for name in ("cats", "dogs") for row in ("1", "2", "2:4", "5", "5:6")]
     found = {name: each.text for name, each in documents(tmp_path).items() if each.source != "docs/rows.jsonl"}
     assert [name for name in found if "csv" in name] == ids and not {"1", "2"} & {*found} and "x" in found
     assert found["docs/cats.csv:1"] == "id: 1\nname: Tom" and counts(run().summary)[:2] == (0, 0)
+
+
+def test_a_row_without_an_id_replaces_no_row_whose_id_is_its_line(run: Run, docs: Path, tmp_path: Path) -> None:
+    """Row 5 could not be read any more and was deleted, because another row stood on line 5."""
+    (docs / "t.csv").write_text("id,text\n1,One.\n5,Five.\n")
+    run()
+    (docs / "t.csv").write_text('id,text\n1,One.\n5,"Five"x.\n,Four.\n,Six.\n')
+    run("--sync")
+    assert {"1", "5", "docs/t.csv:4", "docs/t.csv:5"} <= set(documents(tmp_path))
+
+
+def test_settings_that_are_not_named_any_more_are_deleted(run_on: Run, docs: Path, tmp_path: Path) -> None:
+    """Passwords of last year, searchable for ever; and a note that a file was passed over which the index holds."""
+    (docs / "a.ini").write_text("port = 1")
+    assert run_on(docs, docs / "a.ini").summary["passed_over"] == {}
+    assert run_on(docs, "--sync").summary["passed_over"] == {".ini": 1}
+    assert "a.ini" not in documents(tmp_path) and "docs/a.txt" in documents(tmp_path)
 
 
 def test_a_row_that_gets_another_owner_is_replaced(run: Run, docs: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pipelines.train_drafter import parser, run_of
 from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.layout import EagleFamily, HeadConfig
-from ragspec.drafting.heads.files import read_tensors
 from ragspec.drafting.heads.learning import Inputs, LossWeights, Objective
 from ragspec.drafting.medusa.checkpoint import read_hydra
 from ragspec.drafting.medusa.network import PositionConfig
@@ -219,20 +218,6 @@ def test_the_command_writes_a_head_from_the_targets_own_answers_and_goes_on(
     command(tmp_path, target, training_data, *options, "--tokens", "3000", "--resume")
     history = json.loads((tmp_path / "history.json").read_text())["history"]
     assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 3000
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_two_workers_write_the_same_head_twice(target: str, training_data: Path, tmp_path: Path) -> None:
-    """A worker that draws from the clock, or a second writer, would show as another head or a torn one.
-
-    Why EAGLE: it draws noise.
-    """
-    heads = []
-    for out in (tmp_path / "first", tmp_path / "second"):
-        command(out, target, training_data, "--family", "eagle", "--tokens", "3000", "--workers", "2")
-        heads.append(read_tensors(out / "head"))
-    assert heads[0] and all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 
 
 WRONG = """--tokens -1; --tokens 0; --minutes 0; --minutes nan; --steps 0; --layers 0; --loss-weights 0 -1 nan; --max-tokens 7;

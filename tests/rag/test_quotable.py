@@ -1,13 +1,12 @@
 """What may be quoted: whole sentences, items, rows and lines of code, and never what only announces them."""
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Passage
+from ragspec.core import Block, BlockKind, Passage
 from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
@@ -62,37 +61,18 @@ def test_many_announced_blocks_take_space_in_proportion(text: str) -> None:
     assert runs and sum(end - start for run in runs for start, end in run) <= 2 * len(text)
 
 
-MIXED = """| Level | Response |
-|---|---|
-| SEV1 | 10 minutes |
-| SEV2 | 25 minutes |
-
-A report is written.
-
-```
-autoscale:
-  min: 3
-
-  max: 14
-replicas: 5
-```
-"""
-SECTIONS = "[cache]\nhost = c1\n\n[log]\nkeep = 9\n\n[mail]\nport = 25\n"
-
-
-def test_a_run_ends_at_a_table_and_before_a_term_and_nested_lines_are_announced() -> None:
+@pytest.mark.parametrize(("text", "runs"), EXAMPLES["borders of blocks"])
+def test_a_run_ends_at_a_table_and_before_a_term_and_nested_lines_are_announced(
+    text: str, runs: list[list[str]]
+) -> None:
     """Rows with the paragraph below them, and settings of four sections, were one quote; `max: 14` stood without `autoscale:`."""
-    found: dict[bool, list[list[str]]] = {True: [], False: []}
-    for (text, read), by_blocks in itertools.product(((MIXED, read_markdown), (SECTIONS, read_plain)), found):
-        passage = Passage("d", 0, text, 0, len(text), blocks=read(text).blocks)
-        runs = quotable_runs(passage, by_blocks=by_blocks)
-        found[by_blocks] += [[" ".join(text[start:end].split()) for start, end in run] for run in runs]
-    rows, sections = (
-        ["| SEV1 | 10 minutes |", "| SEV2 | 25 minutes |"],
-        ["[cache] host = c1", "[log] keep = 9", "[mail] port = 25"],
+    passage = Passage(
+        "d", 0, text, 0, len(text), blocks=(read_markdown if "`" in text or "|" in text else read_plain)(text).blocks
     )
-    nested, report = ["min: 3", "max: 14"], "A report is written."
-    assert sorted(found[True]) == sorted(
-        [rows, nested, [report, "autoscale: min: 3 max: 14", "replicas: 5"], *([section] for section in sections)]
-    )
-    assert sorted(found[False]) == sorted([[*rows, report, "autoscale:", *nested, "replicas: 5"], sections])
+    assert [[" ".join(text[start:end].split()) for start, end in run] for run in quotable_runs(passage)] == runs
+
+
+def test_earlier_jobs_go_on_without_these_borders() -> None:
+    """A begun job whose second half may not quote as its first half."""
+    text, blocks = "| a | 1 |\n\nIt is so.", (Block(0, 9, BlockKind.TABLE), Block(11, 20, BlockKind.PARAGRAPH))
+    assert quotable_runs(Passage("d", 0, text, 0, 20, blocks=blocks), by_blocks=False) == [[(0, 9), (11, 20)]]

@@ -202,11 +202,11 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Servic
     assert soon(lambda: not hasty.backend.rate_limiter.running and hasty.aborts("client_gone") == num_gone + 1)
 
 
-NUM_EACH = 25
+NUM_EACH = 12
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_blame_nobody_but_the_client(service: Service) -> None:
+def test_generated_requests_blame_nobody_but_the_client(service: Service) -> None:
     """A generated request met a 500. Of every route, requests that keep to its schema and as many that do not."""
     schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis (extra dev)")
     statuses: Counter[int] = Counter()
@@ -227,7 +227,7 @@ def test_a_thousand_requests_blame_nobody_but_the_client(service: Service) -> No
 
             with contextlib.suppress(Unsatisfiable):  # a route without a body or a parameter cannot be asked wrongly
                 send()
-    assert 200 in statuses and 400 in statuses and sum(statuses.values()) >= 800
+    assert 200 in statuses and 400 in statuses and sum(statuses.values()) >= 400
     with service.client() as client:
         body = {"model": MODEL, "prompt": "Who built the bridge?", "max_tokens": 4}
         assert client.post("/v1/completions", json=body).status_code == 200

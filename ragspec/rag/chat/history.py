@@ -337,7 +337,7 @@ def used_quotes(question: str, latest: Sequence[QaPair], passages: Sequence[Pass
     quotes = [answer.quote for pair in latest if pair.question != question and (answer := parse_answer(pair.answer))]
     if rules.places:
         quotes = [quote for quote in quotes if not is_record(quote)]
-    evidence = Evidence(passages if quotes else (), question)
+    evidence = Evidence(passages if quotes else (), question, by_blocks=rules.quotes == "blocks")
     return [quote for quote in quotes if evidence.lead(quote) < _LEAST_LEAD]
 
 

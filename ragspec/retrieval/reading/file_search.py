@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ragspec.errors import InputError
@@ -16,6 +16,7 @@ _READMES = frozenset(
 )
 _README_SUFFIXES = frozenset({"", ".debian", ".source"})
 _KINDS = ", ".join(sorted(SUFFIXES))
+_IN_FOLDERS = ", ".join(sorted({*SUFFIXES}.difference(NAMED_SUFFIXES)))
 _MAGIC = frozenset("*?[")
 
 
@@ -41,12 +42,14 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
     return [(path, name) for name, path in found.items()]
 
 
-def passed_over(inputs: Iterable[str | Path], read: Iterable[tuple[Path, str]] = ()) -> list[Path]:
-    """The files below the inputs' folders that are not read, in a fixed order; hidden files are not counted."""
+def passed_over(inputs: Iterable[str | Path], known: Collection[str] = ()) -> list[Path]:
+    """The files below the inputs' folders that are not read, in a fixed order; hidden files are not counted. `known`: real paths
+    that other inputs name.
+    """
     folders = [Path(given) for given in inputs if Path(given).is_dir()]
     files = ((file, folder) for folder in folders for file in _walk(folder))
     found = {file for file, folder in files if not (_is_hidden(file, folder) or is_readable(file)) and file.is_file()}
-    return sorted(found.difference(file for file, _ in read))
+    return sorted(file for file in found if str(file.resolve()) not in known)
 
 
 def is_readable(file: Path, given: str = "") -> bool:
@@ -72,7 +75,7 @@ def _files_of(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
 
 def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     if given.is_dir():
-        return _named(given, _walk(given), "", "" if allow_none else f"{given} holds no file to index ({_KINDS})")
+        return _named(given, _walk(given), "", allow_none)
     if given.exists():
         if not is_readable(given, given.name):
             raise InputError(f"{given} is of no kind that can be indexed ({_KINDS})")
@@ -82,9 +85,7 @@ def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     fixed, pattern = _split(given)
     if not pattern:
         raise InputError(f"{given} does not exist")
-    return _named(
-        fixed, _matches(fixed, pattern), pattern, "" if allow_none else f"{given} matches no file to index ({_KINDS})"
-    )
+    return _named(fixed, _matches(fixed, pattern), pattern, allow_none)
 
 
 def _split(given: Path) -> tuple[Path, str]:
@@ -95,10 +96,11 @@ def _split(given: Path) -> tuple[Path, str]:
     return given, ""
 
 
-def _named(folder: Path, files: Iterable[Path], pattern: str, if_none: str) -> list[tuple[Path, str]]:
+def _named(folder: Path, files: Iterable[Path], pattern: str, allow_none: bool) -> list[tuple[Path, str]]:
     wanted = sorted(file for file in files if _is_wanted(file, folder, pattern))
-    if not wanted and if_none:
-        raise InputError(if_none)
+    if not (wanted or allow_none):
+        if_named = f"; {', '.join(NAMED_SUFFIXES)} where a path or pattern ends so"
+        raise InputError(f"{folder / pattern} holds no file to index ({_IN_FOLDERS}{if_named})")
     lead = folder.resolve().name
     return [(file, "/".join(filter(None, (lead, file.relative_to(folder).as_posix())))) for file in wanted]
 

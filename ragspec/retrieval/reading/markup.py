@@ -80,7 +80,7 @@ _UNDERLINE = re.compile(r"\n[ \t]*([!-/:-@\[-`{-~])\1{2,}[ \t]*(?:\n|\Z)")
 _SURE_TITLE = re.compile(r"[^a-z]+|\d+(?:\.\d+)*\.?[ \t]+\S.*")
 """Titles in capitals or with a number. Any other that stands directly above its text may be quoted with it."""
 _PAGE_NAME = r"([\w.:+@-]+\(\d\w{0,4}\))"
-_MANUAL_PAGE = re.compile(rf"\s*{_PAGE_NAME}[^\n]*[ \t]\1[ \t]*\n(.*)\n[^\n]*[ \t]\1\s*", re.DOTALL)
+_MANUAL_PAGE = re.compile(rf"\s*{_PAGE_NAME}[^\n]*[ \t]\1[ \t]*\n(.*\n)[ \t]*\n[^\n]*[ \t]\1\s*", re.DOTALL)
 """The header and the footer of a manual page, and the page between."""
 _PARAGRAPH = re.compile(r"[^\n]*\S[^\n]*(?:\n[^\n]*\S[^\n]*)*")
 _ITEM = re.compile(r"[ \t]*(?:[-*+•][ \t]|\(?(?:\d{1,4}|[A-Za-z])[.)][ \t])")

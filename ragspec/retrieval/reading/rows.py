@@ -120,9 +120,10 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                 elif row := _named_cells(header, cells):
                     num_read += 1
                     given, has_text = row.get("id", ""), "text" in header
-                    again = f":{line}" if given in ids else ""
-                    ids |= {given} - {""}
-                    own_id = given if given and has_text else f"{name}:{given or line}{again}"
+                    own_id = given if given and has_text else f"{name}:{given or line}"
+                    while not has_text and own_id in ids:
+                        own_id += f":{line}"
+                    ids.add(own_id)
                     yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
         raise InputError(f"{path}: not {encoding_name(cause)} text") from cause

@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,10 +72,10 @@ def question_paragraphs(data_dir: Path) -> list[Paragraph]:
     held_out_titles = {a["title"].replace("_", " ") for a in articles[NUM_TRAIN_ARTICLES:]}
     found: dict[str, Paragraph] = {}
     for name, row in _rows(data_dir, articles[:NUM_TRAIN_ARTICLES]):
-        text, title = normalise(row["context"]), row["title"].replace("_", " ")
-        if _key(text) not in held_out and (title not in held_out_titles or name in UNTITLED):
+        (text, key), title = _text_and_key(row["context"]), row["title"].replace("_", " ")
+        if key not in held_out and (title not in held_out_titles or name in UNTITLED):
             new = Paragraph(text, f"{name}/{title}", "" if name in UNTITLED else title)
-            _add(found.setdefault(_key(text), new), row)
+            _add(found.setdefault(key, new), row)
     texts = {row["id"]: row["text"] for row in json_lines(data_dir / "squad_open/corpus.jsonl")}
     for each in json_lines(data_dir / "squad_open/questions_unanswerable.jsonl"):
         if paragraph := found.get(_key(texts[each["gold"]])):
@@ -146,12 +147,22 @@ def _add(paragraph: Paragraph, row: dict[str, Any]) -> None:
         paragraph.absent.append(question)
         return
     answer = normalise(common_answer([each["text"] for each in row["answers"]]))
-    sentences = split_sentences(paragraph.text)
+    sentences = _split_once(paragraph.text)
     index = best_sentence(question, answer, sentences)
     quote = "" if index is None else sentences[index]
     if 2 < len(quote.split()) <= MAX_QUOTE_WORDS and not quote.endswith("?"):
         is_short = len(answer.split()) <= MAX_SHORT_WORDS and answer.rstrip(".") != quote.rstrip(".")
         paragraph.questions.append(Question(question, quote, answer if is_short else ""))
+
+
+# Why caches: the questions about a paragraph stand behind each other
+@lru_cache(maxsize=1)
+def _text_and_key(context: str) -> tuple[str, str]:
+    text = normalise(context)
+    return text, _key(text)
+
+
+_split_once = lru_cache(maxsize=1)(split_sentences)
 
 
 def _key(text: str) -> str:
