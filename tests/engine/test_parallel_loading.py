@@ -196,7 +196,7 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
             (model / "model.safetensors").unlink()
         whole = peak_bytes(model, 0, 1, small, backend)
         part = peak_bytes(model, 3, 4, small, backend)
-        assert part < 0.5 * size < whole, f"{suffix}, {backend}: {part / 1e6:.0f} MB of {size / 1e6:.0f} MB"
+        assert part < 0.65 * size < whole, f"{suffix}, {backend}: {part / 1e6:.0f} MB of {size / 1e6:.0f} MB"
 
 
 class Line(Ranks):
