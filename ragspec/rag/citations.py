@@ -43,7 +43,8 @@ _NO_TERM = re.compile(r"^(?:\||[-*•+][ \t])|[.!?…:;。！？][\"'”’»)\]
 """Rows and items of a passage without blocks, and ends of sentences."""
 _ANNOUNCING_END = re.compile(r"[:?：？][\"'”’»)\]*`]*$")
 _SECTION = re.compile(r"\[{1,2}[A-Za-z_\"'][^\[\]\n]{0,60}\]{1,2}")
-_SETTING = re.compile(r"[\w.-]+[ \t]*(?:=|:[ \t])[ \t]*\S[^\n]*")
+_SETTING = re.compile(r"(?:[\w.-]+[ \t]*(?:=|:[ \t])|[#;]|//)[ \t]*\S[^\n]*")
+"""With its value, or a comment."""
 _JSON_KEY = re.compile(r'"\s*:')
 _IN_ROWS = frozenset({BlockKind.LIST_ITEM, BlockKind.TABLE, BlockKind.CODE})
 

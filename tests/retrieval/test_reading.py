@@ -8,7 +8,7 @@ from unittest.mock import ANY
 import pytest
 
 from ragspec.config import ChunkingConfig
-from ragspec.core import Document, Passage
+from ragspec.core import BlockKind, Document, Passage
 from ragspec.errors import InputError
 from ragspec.rag.citations import quotable_runs
 from ragspec.retrieval.chunking import chunk
@@ -426,6 +426,16 @@ def test_settings_are_read_where_they_are_named(tmp_path: Path) -> None:
     assert {path.name for path, _ in find_files(named)} >= {"a.md", "b.ini", "d.yaml"}
     assert [path.name for path in passed_over(named, {str(path) for path, _ in find_files(named)})] == ["c.INI"]
     assert next(read_file(tmp_path / "b.ini", "b.ini")).text == "port = 25"
+
+
+def test_the_comment_above_settings_is_their_title() -> None:
+    """A comment that holds the question's words was quoted in place of the setting."""
+    settings = "port: 1\nhost: a\n"
+    for comment in ("# The bakery's service", "; The bakery", "// The bakery"):
+        (title, *blocks) = read_plain(f"\n{comment}\n{settings}").blocks
+        assert (title.kind, len(blocks)) == (BlockKind.HEADING, 1)
+    for comment in ("# Owner: ann", "# one\n# two", "#port", "# In 1850"):
+        assert BlockKind.HEADING not in [block.kind for block in read_plain(f"{comment}\n{settings}").blocks]
 
 
 def test_the_header_and_footer_of_a_manual_page_are_left_out() -> None:

@@ -77,8 +77,10 @@ _MAX_TITLE_WORDS, _MOST_CAPITALS = 4, 0.6
 """Of words with more than three letters. Longer titles have capitals."""
 _DATED = re.compile(r"\W?\d{1,4}(?:[-:/]\d{1,2}|\.\d{1,2}\.\d{2,4}\b)")
 _UNDERLINE = re.compile(r"\n[ \t]*([!-/:-@\[-`{-~])\1{2,}[ \t]*(?:\n|\Z)")
-_SURE_TITLE = re.compile(r"[^a-z]+|\d+(?:\.\d+)*\.?[ \t]+\S.*")
-"""Titles in capitals or with a number. Any other that stands directly above its text may be quoted with it."""
+_SURE_TITLE = re.compile(r"[^a-z]+|\d+(?:\.\d+)*\.?[ \t]+\S.*|(?:#|;|//)[ \t].*")
+"""Titles in capitals, with a number, or comments. Any other that stands directly above its text may be quoted with it."""
+_FIRST_COMMENT = re.compile(r"\s*((?:#|;|//)[ \t]+[^\W\d_][^\n:@\d]*)\n(?!#|;|//)")
+"""The line above settings that says what they are: as a title, it is not quoted, and its words count for all below."""
 _PAGE_NAME = r"([\w.:+@-]+\(\d\w{0,4}\))"
 _MANUAL_PAGE = re.compile(rf"\s*{_PAGE_NAME}[^\n]*[ \t]\1[ \t]*\n(.*\n)[ \t]*\n[^\n]*[ \t]\1\s*", re.DOTALL)
 """The header and the footer of a manual page, and the page between."""
@@ -288,6 +290,8 @@ def _may_be_title(line: str, is_apart: bool) -> bool:
 
 def _plain_blocks(text: str, titles: Sequence[Heading]) -> Iterator[Block]:
     starts = {each.start for each in titles}
+    if comment := _FIRST_COMMENT.match(text):
+        starts.add(comment.start(1))
     begin, end, is_apart = -1, 0, False  # the open block, and whether it is a title or a rule
     for start, line in numbered_lines(text):
         stands_apart = start in starts or len(_rule_of(line)) > 2
