@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
-from ragspec.retrieval.reading import NAMED_SUFFIXES, SUFFIXES, input_root, is_readable, passed_over
+from ragspec.retrieval.reading import NAMED_SUFFIXES, SUFFIXES, input_root, passed_over
 from ragspec.retrieval.reading.bounded_reader import BoundedReader, ReadLimits, check_ocr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -173,10 +173,14 @@ class Indexing:
         with self.open_writer(replace=is_new) as writer:
             originals = self.keep_originals and not self.dry_run
             ingest = FileIngest(writer, self.reader, self.owner, near, originals, per_commit)
-            files = found.files if files is None else files
+            known = found.excluded.union(str(path.resolve()) for path, _ in found.files)
+            named = [] if self.rebuild else self._named_before(writer, known)
+            files = [*(found.files if files is None else files), *named]
             self.reader.expect(files)
             add_files(files, ingest)
-            others = self._settle_others(ingest, found)
+            self._settle_others(ingest, found)
+            passed = passed_over(self.inputs, known.union(str(path) for path, _ in named))
+            others = Counter(path.suffix.lower() or path.name for path in passed)
             with loading(_console, "encoding the last passages"):
                 writer.flush()
             _warn(ingest.report, others, self.dry_run)
@@ -203,21 +207,31 @@ class Indexing:
             names = {name for _, name in found.files if found.differs(name, before) or ingest.must_repeat(name)}
             files = tuple(each for each in found.files if each[1] in names)
 
-    def _settle_others(self, ingest: FileIngest, found: FileList) -> Counter[str]:
-        """Keeps or deletes the documents that no file of the run holds. Returns the number of files passed over, by suffix."""
+    def _named_before(self, writer: IndexWriter, known: Collection[str]) -> list[tuple[Path, str]]:
+        """The index's settings below the inputs that these do not name: named once, they are followed. `known`: real paths."""
+        roots, prefix = [input_root(given) for given in self.inputs], f"{self.owner}/" if self.owner else ""
+        found = (
+            (Path(origin), document_id.removeprefix(prefix))
+            for document_id, owner, origin in writer.origins()
+            if owner == self.owner and origin not in known
+        )
+        return [
+            (path, name)
+            for path, name in found
+            if path.suffix.lower() in NAMED_SUFFIXES and path.exists() and any(map(path.is_relative_to, roots))
+        ]
+
+    def _settle_others(self, ingest: FileIngest, found: FileList) -> None:
+        """Keeps or deletes the documents that no file of the run holds."""
         roots = [input_root(given) for given in self.inputs]
-        known = found.excluded.union(str(path.resolve()) for path, _ in found.files)
-        others = passed_over(self.inputs, known)
-        excluded = found.excluded.union(str(path.resolve()) for path in others if is_readable(path, path.name))
         if self.renew and (self.folder / CURRENT).exists():
-            ingest.keep_others(Store.open(self.folder).documents(), roots, excluded)
+            ingest.keep_others(Store.open(self.folder).documents(), roots, found.excluded)
         if self.sync:
-            ingest.delete_missing(roots, excluded)
+            ingest.delete_missing(roots, found.excluded)
         if not (self.keep_duplicates or self.rebuild or self.renew):
             ingest.delete_moved()
         ingest.delete_unseen()
         ingest.retry_duplicates()
-        return Counter(path.suffix.lower() or path.name for path in others)
 
 
 def add_files(files: Sequence[tuple[Path, str]], ingest: FileIngest) -> None:

@@ -257,7 +257,8 @@ class FileIngest:
             known = None if is_leaving else self._writer.owner_and_origin(document.id)
             other = self._origin_of.get(document.id) or (known[1] if known else "")
             if other not in ("", document.origin) and Path(other).exists():
-                raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")
+                told = "; ids must differ between files, or be left out" if has_rows(name) else ""
+                raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}{told}")
             if known and known[0] != document.owner and not (has_rows(name) and known[1] == document.origin):
                 raise InputError(
                     f"{path}: the id {document.id!r} is that of a document of another owner; `sync --renew` replaces it"

@@ -43,9 +43,10 @@ _NO_TERM = re.compile(r"^(?:\||[-*•+][ \t])|[.!?…:;。！？][\"'”’»)\]
 """Rows and items of a passage without blocks, and ends of sentences."""
 _ANNOUNCING_END = re.compile(r"[:?：？][\"'”’»)\]*`]*$")
 _SECTION = re.compile(r"\[{1,2}[A-Za-z_\"'][^\[\]\n]{0,60}\]{1,2}")
-_SETTING = re.compile(r"(?:[\w.-]+[ \t]*(?:=|:[ \t])|[#;]|//)[ \t]*\S[^\n]*")
+_SETTING = re.compile(r"(?:[\w. -]+(?:=|:[ \t])|[#;]|//)[ \t]*\S[^\n]*")
 """With its value, or a comment."""
 _JSON_KEY = re.compile(r'"\s*:')
+
 _IN_ROWS = frozenset({BlockKind.LIST_ITEM, BlockKind.TABLE, BlockKind.CODE})
 
 
@@ -64,7 +65,7 @@ class _Unit(NamedTuple):
 def quotable_runs(passage: Passage, left_out: Collection[str] = (), *, by_blocks: bool = True) -> list[list[Span]]:
     """Runs of neighbouring spans: a quote is one or more neighbours of one run. `left_out`: texts of which no part is quoted.
 
-    `by_blocks`: a run ends at the border of a table and before a term, and a line of code that ends in a colon announces its
+    `by_blocks`: a run ends at the border of a table and before a term. A line of code that ends in a colon announces its
     nested lines.
     """
     sections = _sections(passage, left_out, by_blocks)
@@ -174,15 +175,31 @@ def _sentence(text: str, start: int, end: int, kind: BlockKind, titles: Collecti
 
 
 def _end_of_nested(text: str, start: int, end: int) -> int:
-    """Of the lines with a larger indent behind the line [start, end), or of its list, as far as they are announced; or 0."""
+    """Of the lines with a larger indent behind the line [start, end), or of its list; 0 if there are none, or too many."""
     indent, last = start - text.rfind("\n", 0, start), 0
     for line in _LINE.finditer(text, end):
         further = line.start() - text.rfind("\n", 0, line.start()) - indent
         is_item = further == 0 and line[0].startswith("- ") and not text.startswith("- ", start)
-        if (further <= 0 and not is_item) or line.start() > end + _MAX_ANNOUNCED_CHARS:
+        if further <= 0 and not is_item:
             break
         last = line.end()
+        if last > end + _MAX_ANNOUNCED_CHARS:
+            return 0
     return last
+
+
+def lines_above(text: str, start: int) -> Iterator[str]:
+    """The lines that a line is nested in, the nearest first: lines with a smaller indent that end in a colon."""
+    begin = text.rfind("\n", 0, start) + 1
+    indent = start - begin
+    while indent and begin:
+        end, begin = begin - 1, text.rfind("\n", 0, begin - 1) + 1
+        line = text[begin:end]
+        own = len(line) - len(line.lstrip())
+        if line.strip() and own < indent:
+            indent = own
+            if line.rstrip().endswith(":"):
+                yield line.strip()
 
 
 _END_OF_MARKS = 0x20000

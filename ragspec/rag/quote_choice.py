@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import BlockKind, Passage
-from ragspec.rag.citations import quotable_runs
+from ragspec.rag.citations import lines_above, quotable_runs
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer
@@ -142,7 +142,7 @@ def quote_bias(
     """
     runs = [(passage, run) for passage in passages for run in quotable_runs(passage, left_out, by_blocks=by_blocks)]
     quotes: dict[str, float] = {}
-    for passage, run, values in _with_probabilities(question, runs, symbols, places, latest):
+    for passage, run, values in _with_probabilities(question, runs, symbols, places, by_blocks, latest):
         asks = [places and _ASKING_END.search(passage.text, start, end) is not None for start, end in run]
         for first, last, probability in _best_quotes(run, values, asks):
             text = passage.text[run[first][0] : run[last][1]]
@@ -165,10 +165,11 @@ def _with_probabilities(
     runs: Sequence[tuple[Passage, list[Span]]],
     symbols: bool,
     places: bool,
+    by_blocks: bool = False,
     latest: LatestQuote | None = None,
 ) -> Iterator[tuple[Passage, list[Span], list[float]]]:
     weights = np.array(WEIGHTS if places else FORMER_WEIGHTS)
-    scores = span_features(question, runs, symbols, places) @ weights  # [spans]
+    scores = span_features(question, runs, symbols, places, by_blocks) @ weights  # [spans]
     if latest:
         spans = [(passage.document_id, passage.start + start) for passage, run in runs for start, _ in run]
         scores += [latest.bonus(*span) for span in spans]
@@ -225,7 +226,11 @@ def _tree_bias(
 
 
 def span_features(
-    question: str, runs: Sequence[tuple[Passage, list[Span]]], symbols: bool = False, places: bool = False
+    question: str,
+    runs: Sequence[tuple[Passage, list[Span]]],
+    symbols: bool = False,
+    places: bool = False,
+    by_blocks: bool = False,
 ) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]
@@ -254,7 +259,8 @@ def span_features(
     passages = [passage for passage, run in runs for _ in run]
     words_above = cache(lambda text: frozenset(words_of(text)))
     if places:
-        nearest = [words_above(_heading_of(passage, start)) for passage, run in runs for start, _ in run]
+        above_spans = (_heading_of(passage, start, by_blocks) for passage, run in runs for start, _ in run)
+        nearest = [words_above(text) for text in above_spans]
         own_words = [[*own, *(over.difference(own))] for own, over in zip(own_words, nearest, strict=True)]
     above = [held(words_above(f"{passage.title}\n{passage.heading}")) for passage in passages]
     ranks = {key: rank for rank, key in enumerate(dict.fromkeys(passage.id for passage in passages), 1)}
@@ -274,8 +280,10 @@ def span_features(
     return np.array(rows).reshape(len(rows), len(SpanFeatures._fields))
 
 
-def _heading_of(passage: Passage, start: int) -> str:
-    """The heading that is nearest above a place in a passage."""
+def _heading_of(passage: Passage, start: int, by_blocks: bool) -> str:
+    """The heading that is nearest above a place in a passage, and the lines that a line of code is nested in."""
+    if by_blocks and any(each.kind is BlockKind.CODE and each.start <= start < each.end for each in passage.blocks):
+        return "\n".join([_heading_of(passage, start, False), *lines_above(passage.text, start)])
     inside = [each for each in passage.blocks if each.kind is BlockKind.HEADING and each.end <= start]
     if inside:
         return passage.text[inside[-1].start : inside[-1].end]

@@ -111,8 +111,10 @@ def content_words(words: Sequence[Word]) -> list[str]:
     return [word.text for word in _said(words)]
 
 
-def restates(source: Sequence[Word], wanted: Sequence[str]) -> bool:
-    """Whether the wanted words stand in the source, in order, and what is left out between them changes nothing."""
+def restates(source: Sequence[Word], wanted: Sequence[str], *, is_short: bool = False) -> bool:
+    """Whether the wanted words stand in the source, in order, and what is left out between them changes nothing. `is_short`: they
+    stand behind the source itself, so that a negation behind them in their clause is read with them.
+    """
     texts = [word.text for word in source]
     if not set(wanted) <= set(texts):
         return False
@@ -122,7 +124,7 @@ def restates(source: Sequence[Word], wanted: Sequence[str]) -> bool:
         except ValueError:
             return False  # a later first place leaves fewer words behind it
         # Why twice: the first places of the words, and the last ones, may leave different words out
-        if _is_whole(source, places) or _is_whole(source, _last_places(texts, places)):
+        if _is_whole(source, places, is_short) or _is_whole(source, _last_places(texts, places), is_short):
             return True
     return False
 
@@ -143,7 +145,7 @@ def _last_places(texts: Sequence[str], places: Sequence[int]) -> list[int]:
     return latest[::-1]
 
 
-def _is_whole(source: Sequence[Word], places: Sequence[int]) -> bool:
+def _is_whole(source: Sequence[Word], places: Sequence[int], is_short: bool) -> bool:
     """Whether the words at these places may stand without the others of their clause."""
     texts, taken = [word.text for word in source], set(places)
     left, right = places[0], places[-1] + 1
@@ -151,7 +153,7 @@ def _is_whole(source: Sequence[Word], places: Sequence[int]) -> bool:
         left -= 1
     while right < len(texts) and texts[right] not in _CLAUSE_ENDS:
         right += 1
-    if any(is_negation(texts[i]) for i in range(left, right) if i not in taken):
+    if any(is_negation(texts[i]) for i in range(left, places[-1] if is_short else right) if i not in taken):
         return False
     if any(texts[i] in _CONDITIONS for i in places) and _said(source[places[-1] + 1 : right]):
         return False
@@ -372,11 +374,12 @@ def label_sentences(
             continue
         named = {passages[number - 1].id for number in numbers if 0 < number <= len(passages)} if numbered else set()
         usable = [source for source in sources if not named or source.passage.id in named]
-        if is_short and labelled and labelled[-1].label == "quoted":
+        is_behind_quote = is_short and bool(labelled) and labelled[-1].label == "quoted"
+        if is_behind_quote:
             usable = [source for source in usable if source.holds(labelled[-1])]
         if quoted := _quoted(answer, left, right, citations, by_id):
             labelled.append(AnswerSentence(start, end, "quoted", *quoted))
-        elif found := _supported(answer[left:right], usable):
+        elif found := _supported(answer[left:right], usable, is_behind_quote):
             labelled.append(AnswerSentence(start, end, "supported", *found.span))
         elif abstains(answer[left:right]):
             continue
@@ -462,7 +465,7 @@ def _quoted(
     return None
 
 
-def _supported(statement: str, sources: Sequence[Place]) -> Place | None:
+def _supported(statement: str, sources: Sequence[Place], is_short: bool) -> Place | None:
     """The first sentence of a passage that holds the statement's words."""
     wanted = content_words(words_of(_MARKERS.sub(" ", statement)))
-    return next((each for each in sources if wanted and restates(each.words, wanted)), None)
+    return next((each for each in sources if wanted and restates(each.words, wanted, is_short=is_short)), None)

@@ -172,7 +172,8 @@ def test_tables_that_number_their_rows_alike_are_all_indexed(run: Run, docs: Pat
             origin = str(docs / "cats.csv") if number != "x" else "elsewhere"
             writer.upsert(Document(number, text, origin=origin))
         writer.commit()
-    assert not run().summary["skipped"]
+    ended = run()
+    assert not ended.summary["skipped"] and "line 6, which is named docs/cats.csv:5:6" in ended.err
     ids = [f"docs/{name}.csv:{row}" for name in ("cats", "dogs") for row in ("1", "2", "2:4", "5", "5:6")]
     found = {name: each.text for name, each in documents(tmp_path).items() if each.source != "docs/rows.jsonl"}
     assert [name for name in found if "csv" in name] == ids and not {"1", "2"} & {*found} and "x" in found
@@ -188,11 +189,16 @@ def test_a_row_without_an_id_replaces_no_row_whose_id_is_its_line(run: Run, docs
     assert {"1", "5", "docs/t.csv:4", "docs/t.csv:5"} <= set(documents(tmp_path))
 
 
-def test_settings_that_are_not_named_any_more_are_deleted(run_on: Run, docs: Path, tmp_path: Path) -> None:
-    """Passwords of last year, searchable for ever; and a note that a file was passed over which the index holds."""
-    (docs / "a.ini").write_text("port = 1")
-    assert run_on(docs, docs / "a.ini").summary["passed_over"] == {}
+def test_settings_that_were_named_once_are_followed(run_on: Run, docs: Path, tmp_path: Path) -> None:
+    """Settings of last year that stay searchable, or that the next `sync` of their folder deletes."""
+    for name in ("a.ini", "b.ini"):
+        (docs / name).write_text(f"port = 1 of {name}")
+    assert run_on(docs, docs / "a.ini").summary["passed_over"] == {".ini": 1}
+    (docs / "a.ini").write_text("port = 2")
     assert run_on(docs, "--sync").summary["passed_over"] == {".ini": 1}
+    assert documents(tmp_path)["a.ini"].text == "port = 2" and "b.ini" not in documents(tmp_path)
+    (docs / "a.ini").unlink()
+    run_on(docs, "--sync")
     assert "a.ini" not in documents(tmp_path) and "docs/a.txt" in documents(tmp_path)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ragspec.core import Block, BlockKind, Passage, SamplingParams
 from ragspec.engine.target import Target
+from ragspec.rag.citations import lines_above
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.quote_choice import LatestQuote, is_record, quote_bias, span_features
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
@@ -19,6 +20,18 @@ PROMPT = Prompt.of((), PASSAGES, (), "rank")
 def total(biases: dict[tuple[int, ...], dict[int, float]], ids: Sequence[int]) -> float:
     """Of all tokens of a span, each behind those before it."""
     return sum(biases.get(tuple(ids[:at]), {}).get(token, 0.0) for at, token in enumerate(ids))
+
+
+def test_the_lines_that_a_setting_is_nested_in_are_its_words() -> None:
+    """The memory of another service was quoted, because `memory: 9` holds no word of the question."""
+    text = "web:\n  limits:\n    memory: 3\n\ndb:\n  limits:\n    memory: 9\n"
+    passage = Passage("d", 0, text, 0, len(text), blocks=(Block(0, len(text), BlockKind.CODE),))
+    starts = [match.start() for match in re.finditer("memory", text)]
+    assert [[*lines_above(text, start)] for start in starts] == [["limits:", "web:"], ["limits:", "db:"]]
+    runs = [(passage, [(start, start + 9) for start in starts])]
+    asked = "What is the memory limit of db?"
+    apart, nested = (span_features(asked, runs, True, True, by_blocks)[:, 0] for by_blocks in (False, True))
+    assert apart[0] == apart[1] and nested[0] < nested[1]
 
 
 def test_the_span_that_holds_more_of_the_question_is_boosted_more(target: Target) -> None:

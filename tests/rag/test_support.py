@@ -55,6 +55,19 @@ def test_negations_of_other_languages_cannot_be_left_out(source: str, negation: 
     assert (altered.label, kept.label) == ("unsupported", "quoted")
 
 
+def test_a_negation_behind_a_short_answer_is_read_with_the_quote() -> None:
+    """ "15 characters" was called not found in "Passwords have 15 characters and never expire", which stood above it."""
+    found = {}
+    for quote in (
+        "Keys have 15 characters and never expire.",
+        "Keys never have 15 characters.",
+        "Keys have no 15 characters.",
+    ):
+        (_, short) = find_support(f'"{quote}" [1] – 15 characters.', [Passage("k", 0, quote, 0, len(quote))]).sentences
+        found[short.label] = found.get(short.label, 0) + 1
+    assert found == {"supported": 1, "unsupported": 2}
+
+
 def test_a_short_answer_is_looked_up_in_its_quote() -> None:
     """A short answer without a citation; a number of another sentence that passes for the answer."""
     quote = '"The old mill, which was built in 1874, opens at nine on weekdays." [1] – '

@@ -9,7 +9,7 @@ with file and reason; a part that is not read becomes an `Unread` with place and
 """
 
 from ragspec.retrieval.reading.file_reader import read_documents, read_file
-from ragspec.retrieval.reading.file_search import find_files, input_root, is_readable, passed_over
+from ragspec.retrieval.reading.file_search import find_files, input_root, passed_over
 from ragspec.retrieval.reading.formats import CORRECTABLE_SUFFIXES, NAMED_SUFFIXES, SUFFIXES, format_of, has_rows
 from ragspec.retrieval.reading.parsed_file import Unread
 
@@ -22,7 +22,6 @@ __all__ = [
     "format_of",
     "has_rows",
     "input_root",
-    "is_readable",
     "passed_over",
     "read_documents",
     "read_file",

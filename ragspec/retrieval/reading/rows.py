@@ -121,8 +121,12 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     num_read += 1
                     given, has_text = row.get("id", ""), "text" in header
                     own_id = given if given and has_text else f"{name}:{given or line}"
-                    while not has_text and own_id in ids:
-                        own_id += f":{line}"
+                    if own_id in ids and not has_text:
+                        while own_id in ids:
+                            own_id += f":{line}"
+                        unread.append(
+                            Unread("", f"an earlier row has the id or line of line {line}, which is named {own_id}")
+                        )
                     ids.add(own_id)
                     yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
