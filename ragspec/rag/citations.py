@@ -35,7 +35,7 @@ from ragspec.speculation import AcceptanceRule, Speculation
 _MAX_ANNOUNCED_CHARS = 240
 """Of list items, rows or lines of code that come with the sentence before them, beyond the first; and of such sentences, beyond
 the last."""
-_MAX_TERM_CHARS = 60
+_MAX_TERM_CHARS, _MAX_ABOVE_CHARS = 60, 2000
 _BULLET = re.compile(r"(?:(?:[-*•+]|\d{1,3}(?:\.\d{1,3})*[.)])[ \t]+)+")
 _TABLE_RULE = re.compile(r"[\s|:+=-]*")
 _LINE = re.compile(r"[^\s\n](?:[^\n]*\S)?")
@@ -191,8 +191,8 @@ def _end_of_nested(text: str, start: int, end: int) -> int:
 def lines_above(text: str, start: int) -> Iterator[str]:
     """The lines that a line is nested in, the nearest first: lines with a smaller indent that end in a colon."""
     begin = text.rfind("\n", 0, start) + 1
-    indent = start - begin
-    while indent and begin:
+    indent, least = start - begin, max(0, start - _MAX_ABOVE_CHARS)
+    while indent and begin > least:
         end, begin = begin - 1, text.rfind("\n", 0, begin - 1) + 1
         line = text[begin:end]
         own = len(line) - len(line.lstrip())
