@@ -22,7 +22,7 @@ from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Passage
 from ragspec.evaluation.datasets import fixed_sample
 from ragspec.evaluation.questions import AskedQuestion, holds_answer
-from ragspec.rag.citations import quotable_runs
+from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.quote_choice import SpanFeatures, span_features
 from ragspec.retrieval.retriever import Retriever
 from ragspec.training.documentation import Neighbours

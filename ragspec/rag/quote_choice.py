@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import BlockKind, Passage
-from ragspec.rag.citations import lines_above, quotable_runs
+from ragspec.rag.quotable import lines_above, quotable_runs
 from ragspec.retrieval.chunking import Span
 from ragspec.retrieval.chunking.chunker import SEPARATOR
 from ragspec.retrieval.search.analysis import COMMON_WORDS, Analyzer

@@ -6,7 +6,7 @@ meaning: negations, numbers, names, conjunctions (`restates`, which knows no gra
 `related` to the words of a passage that `Evidence` finds for it. Any other sentence is `unsupported`, also one that is true.
 Never calls a sentence a quote that is not string-identical to its source.
 
-Evidence is a run of at most `_MAX_UNITS` neighbours that `ragspec.rag.citations` lets an answer quote, chosen by overlap. A word
+Evidence is a run of at most `_MAX_UNITS` neighbours that `ragspec.rag.quotable` lets an answer quote, chosen by overlap. A word
 counts by how rare it is in the passages; words of the question count less. Evidence is no proof: whether it says the same as the
 sentence is for the reader to judge.
 
@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 from ragspec.core import Citation, Passage
 from ragspec.rag.answer import AnswerSentence
-from ragspec.rag.citations import IDEOGRAPHS, find_citations, find_words, quotable_runs
+from ragspec.rag.citations import IDEOGRAPHS, find_citations, find_words
+from ragspec.rag.quotable import quotable_runs
 from ragspec.rag.wording import abstains
 from ragspec.retrieval.chunking import Span, sentences
 from ragspec.retrieval.search.analysis import COMMON_WORDS

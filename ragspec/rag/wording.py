@@ -193,7 +193,7 @@ class AnswerFit(NamedTuple):
 class TextRules:
     """What decides texts from passages beside the configuration. Jobs and conversations go on by the rules they were begun with.
 
-    `quotes`: "blocks", as `ragspec.rag.citations` says; "sentences", without borders at tables and terms, and without nested
+    `quotes`: "blocks", as `ragspec.rag.quotable` says; "sentences", without borders at tables and terms, and without nested
     lines; or "words": any run of whole words. `languages`: codes of the
     languages that the target answers in; empty: not known. `routing`: "signs": as `ragspec.rag.chat.routing` says; "none": each
     message is searched for. `target`: whose fit and languages these are. `layout`: as in `PromptConfig`; empty: of an earlier

@@ -1,6 +1,6 @@
 """Sentences of training texts, and the one that answers; the parts of a passage that may answer.
 
-Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.citations`): a
+Every sentence is a substring of its paragraph. A part of a passage is a span that an answer may quote (`rag.quotable`): a
 sentence, a list item or a table row, or a sentence with the block that it announces. Code alone is no part.
 
 >>> split_sentences("Dr. Fox ran. It rained.")
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ragspec.core import Block, BlockKind, Passage, blocks_reaching
-from ragspec.rag.citations import quotable_runs
+from ragspec.rag.quotable import quotable_runs
 
 _BOUNDARY = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(\[0-9`])")
 _ABBREVIATION = re.compile(

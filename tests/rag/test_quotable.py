@@ -7,7 +7,7 @@ import pytest
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Block, BlockKind, Passage
-from ragspec.rag.citations import quotable_runs
+from ragspec.rag.quotable import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.reading.markup import read_markdown, read_plain

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from ragspec.core import Block, BlockKind, Passage, SamplingParams
 from ragspec.engine.target import Target
-from ragspec.rag.citations import lines_above
 from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.rag.quotable import lines_above
 from ragspec.rag.quote_choice import LatestQuote, is_record, quote_bias, span_features
 from ragspec.rag.steps import Question, RetrievedQuestion, build_request
 from ragspec.rag.wording import AnswerFit, TextRules

@@ -10,7 +10,7 @@ import pytest
 from ragspec.config import ChunkingConfig
 from ragspec.core import BlockKind, Document, Passage
 from ragspec.errors import InputError
-from ragspec.rag.citations import quotable_runs
+from ragspec.rag.quotable import quotable_runs
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import Unread, find_files, passed_over, read_documents, read_file
 from ragspec.retrieval.reading.markup import read_plain
