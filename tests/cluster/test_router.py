@@ -145,7 +145,7 @@ def test_a_listener_that_raises_costs_only_its_request(local: LocalReplicas) -> 
         broken = Heard(act=raises)
         router.submit(ask("broken", LONG), broken)
         assert len(router.generate([ask("a")])[0].token_ids) == SHORT.max_tokens
-        until(lambda: local.is_idle)
+        until(lambda: bool(broken.deltas) and local.is_idle)
         assert len(broken.deltas) == 1
 
 
