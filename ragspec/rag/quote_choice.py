@@ -54,6 +54,10 @@ class SpanFeatures(NamedTuple):
     default: float
 
 
+PassageRuns = Sequence[tuple[Passage, list[Span]]]
+"""Of all passages, the runs of `quotable_runs`."""
+
+
 class LatestQuote(NamedTuple):
     """In a dialogue: its place, in characters of its document."""
 
@@ -162,7 +166,7 @@ def quote_bias(
 
 def _with_probabilities(
     question: str,
-    runs: Sequence[tuple[Passage, list[Span]]],
+    runs: PassageRuns,
     symbols: bool,
     places: bool,
     by_blocks: bool = False,
@@ -226,11 +230,7 @@ def _tree_bias(
 
 
 def span_features(
-    question: str,
-    runs: Sequence[tuple[Passage, list[Span]]],
-    symbols: bool = False,
-    places: bool = False,
-    by_blocks: bool = False,
+    question: str, runs: PassageRuns, symbols: bool = False, places: bool = False, by_blocks: bool = False
 ) -> NDArray[np.float64]:
     """`SpanFeatures` of all spans of all runs, the runs of the best passage first. Shapes: -> [spans, features]."""
     texts = [passage.text[start:end] for passage, run in runs for start, end in run]

@@ -124,9 +124,9 @@ def read_csv(path: Path, name: str, unread: list[Unread]) -> Iterator[Document]:
                     if own_id in ids and not has_text:
                         while own_id in ids:
                             own_id += f":{line}"
-                        unread.append(
-                            Unread("", f"an earlier row has the id or line of line {line}, which is named {own_id}")
-                        )
+                        if len(unread) < _MAX_UNREAD:
+                            told = f"an earlier row has the id or line of line {line}, which is named {own_id}"
+                            unread.append(Unread("", told))
                     ids.add(own_id)
                     yield from _csv_document(row, own_id, has_text)
     except UnicodeDecodeError as cause:
